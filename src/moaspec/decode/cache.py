@@ -1,0 +1,161 @@
+"""Preallocated keys and values of many rows.
+
+Hugging Face's caches are rectangular: every row has the same length. Rows here have their own, and a
+pass may write slots that a later pass writes over, which is how rejected drafts disappear.
+
+Legend: L layers, R rows, H KV heads, S slots, D head dim; B rows of one pass, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+SLOT_BUCKET = 256
+"""Capacities are multiples of this, so that few distinct shapes occur."""
+
+
+class KVCache:
+    """One tensor of shape (L, 2, R, H, S, D): [:, 0] keys, [:, 1] values.
+
+    Slot s of a row holds the token at position s. Callers keep each row's length and hide the rest
+    behind masks; nothing here needs clearing.
+
+    Args:
+        num_layers: L.
+        num_heads: H.
+        head_dim: D.
+        dtype: of the numbers.
+        device: where they live.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._data = torch.zeros(num_layers, 2, 0, num_heads, 0, head_dim, dtype=dtype).to(device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return self._data.numel() * self._data.element_size()
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Make room for at least this many rows and slots, keeping what is stored."""
+        layers, two, old_rows, heads, old_slots, dim = self._data.shape
+        if rows <= old_rows and slots <= old_slots:
+            return
+        rows = max(rows, old_rows)
+        if slots > old_slots:
+            slots = -(-max(slots, old_slots * 3 // 2) // SLOT_BUCKET) * SLOT_BUCKET
+        else:
+            slots = old_slots
+        grown = self._data.new_zeros(layers, two, rows, heads, slots, dim)
+        grown[:, :, :old_rows, :, :old_slots] = self._data
+        self._data = grown
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self._data = self._data[:, :, :0, :, :0].clone()
+
+    def writer(
+        self, rows: Sequence[int], starts: Sequence[int], num_tokens: int, visible: int
+    ) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The cache operation of one pass.
+
+        Args:
+            rows: the pass's rows, in its batch order.
+            starts: first slot that each row writes.
+            num_tokens: T, slots written per row (pads included).
+            visible: S', how many slots are handed back.
+
+        Returns:
+            f(layer, key_BHTD, value_BHTD) that stores both and returns keys and values of slots
+            0..S' - 1, each (B, H, S', D).
+        """
+        put = self._put_one if len(rows) == 1 else self._put_many(rows, starts, num_tokens)
+        leading = list(rows) == list(range(len(rows)))
+        index = None if leading else torch.tensor(rows, device=self._data.device)
+
+        def write(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+            data = self._data[layer]
+            for part, new in enumerate((key_BHTD, value_BHTD)):
+                put(data[part], new, rows[0], starts[0])
+            stored = data[:, : len(rows)] if index is None else data.index_select(1, index)
+            return stored[0, :, :, :visible], stored[1, :, :, :visible]
+
+        return write
+
+    @staticmethod
+    def _put_one(data_RHSD: Tensor, new_BHTD: Tensor, row: int, start: int) -> None:
+        data_RHSD[row, :, start : start + new_BHTD.shape[2]] = new_BHTD[0]
+
+    def _put_many(
+        self, rows: Sequence[int], starts: Sequence[int], num_tokens: int
+    ) -> Callable[[Tensor, Tensor, int, int], None]:
+        device = self._data.device
+        rows_B1 = torch.tensor(rows, device=device)[:, None]
+        slots_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(
+            num_tokens, device=device
+        )
+
+        def put(data_RHSD: Tensor, new_BHTD: Tensor, *_: int) -> None:
+            data_RHSD[rows_B1, :, slots_BT] = new_BHTD.transpose(1, 2)
+
+        return put
+
+    def commit(self, row: int, start: int, slots: Sequence[int]) -> None:
+        """Keep `slots` (ascending) of a row by moving them to start, start + 1, ..."""
+        if list(slots) == list(range(start, start + len(slots))):
+            return
+        kept = self._data[:, :, row, :, list(slots)]
+        self._data[:, :, row, :, start : start + len(slots)] = kept
+
+    def append(self, row: int, start: int, key_LHTD: Tensor, value_LHTD: Tensor) -> None:
+        """Store keys and values that were computed elsewhere, from slot `start` on."""
+        stop = start + key_LHTD.shape[2]
+        self._data[:, 0, row, :, start:stop] = key_LHTD
+        self._data[:, 1, row, :, start:stop] = value_LHTD
+
+    def read(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots start..stop - 1, each (L, H, T, D)."""
+        part = self._data[:, :, row, :, start:stop]
+        return part[:, 0], part[:, 1]
+
+    def view(self, rows: Sequence[int], visible: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of these rows in the only layer, each (B, H, visible, D)."""
+        data = self._data[0, :, :, :, :visible]
+        if list(rows) == list(range(len(rows))):
+            return data[0, : len(rows)], data[1, : len(rows)]
+        return data[0, list(rows)], data[1, list(rows)]
+
+
+def prefix_mask(lengths: Sequence[int], visible: int, device: torch.device) -> Tensor:
+    """True for slots below each row's length, (B, 1, 1, visible)."""
+    lengths_B = torch.tensor(lengths, device=device)
+    return (torch.arange(visible, device=device) < lengths_B[:, None])[:, None, None]
+
+
+def tree_mask(starts: Sequence[int], tree_BTU: Tensor, visible: int) -> Tensor:
+    """What each query may attend to in the cache.
+
+    Args:
+        starts: per row, the first slot that is not common to all its queries.
+        tree_BTU: bool; query t sees slot start + u.
+        visible: S', slots handed to the attention; at least max(starts) + U.
+
+    Returns:
+        (B, 1, T, S') bool: all slots before start, then what `tree_BTU` says, then nothing.
+    """
+    batch, queries, own = tree_BTU.shape
+    mask = prefix_mask(starts, visible, tree_BTU.device).repeat(1, 1, queries, 1)
+    for row in range(batch):
+        mask[row, 0, :, starts[row] : starts[row] + own] = tree_BTU[row]
+    return mask

@@ -1,0 +1,248 @@
+"""The engine: every deployment's decoding loop.
+
+Rows join (`add`), advance together by one round (`step`) and leave (`abort`, or by finishing), each
+with its own length and acceptance. A round is: draft, verify, take in what was verified.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moaspec.decode.protocols import Drafter, Request, RowText, Verdict, Verifier
+from moaspec.decode.result import Event, GenerationResult, Source, StopReason
+from moaspec.decode.tree import AUTO, DraftTree, Tree
+from moaspec.errors import InputError, PromptError
+
+
+@dataclass
+class _Row:
+    """Host-side state of one request."""
+
+    handle: int
+    row: int
+    token_ids: list[int]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    shape: Tree
+    base: int = 0  # verified tokens whose activations the verifier holds
+    result: GenerationResult = field(default_factory=GenerationResult)
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def prefilled(self) -> bool:
+        return self.base > 0
+
+    @property
+    def remaining(self) -> int:
+        return self.max_new_tokens - len(self.result.token_ids)
+
+
+class Engine:
+    """Decodes many rows with one verifier and at most one drafter.
+
+    Args:
+        verifier: holds the target.
+        drafter: proposes tokens; None is plain decoding.
+        vocab_size, max_positions: the target's, for checking prompts and ending at its context.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter | None = None,
+        *,
+        vocab_size: int,
+        max_positions: int,
+    ) -> None:
+        self._verifier, self._drafter = verifier, drafter
+        self._vocab_size, self._max_positions = vocab_size, max_positions
+        self._rows: dict[int, _Row] = {}
+        self._next_handle = 0
+
+    @property
+    def num_active(self) -> int:
+        """Rows that are not finished."""
+        return len(self._rows)
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        stop_token_ids: Iterable[int] = (),
+        shape: Tree = AUTO,
+    ) -> int:
+        """Let a request join; its prompt is processed by the next `step`.
+
+        Returns:
+            A handle that events carry.
+
+        Raises:
+            PromptError: empty, as long as the context or longer, or ids outside the vocabulary.
+            InputError: `max_new_tokens` below 1.
+        """
+        check_prompt(prompt_ids, self._vocab_size, self._max_positions)
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+        used = {row.row for row in self._rows.values()}
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self._rows[handle] = _Row(
+            handle=handle,
+            row=next(i for i in range(len(used) + 1) if i not in used),
+            token_ids=list(prompt_ids),
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=frozenset(stop_token_ids),
+            shape=shape,
+        )
+        return handle
+
+    def abort(self, handle: int) -> GenerationResult:
+        """Let a request leave at once; what was generated so far is returned."""
+        row = self._rows[handle]
+        self._finish(row, "aborted")
+        return row.result
+
+    def result(self, handle: int) -> GenerationResult:
+        """The result so far of an active request."""
+        return self._rows[handle].result
+
+    def step(self) -> list[Event]:
+        """`astep` for a verifier that answers at once, such as the local one."""
+        return run_now(self.astep())
+
+    async def astep(self) -> list[Event]:
+        """Process new prompts and advance every other row by one round."""
+        fresh = [row for row in self._rows.values() if not row.prefilled]
+        running = [row for row in self._rows.values() if row.prefilled]
+        events = []
+        if fresh:
+            events += await self._prefill(fresh)
+        if running:
+            events += await self._round(running)
+        return events
+
+    async def _prefill(self, rows: Sequence[_Row]) -> list[Event]:
+        started = time.perf_counter()
+        requests = [Request(row.row, 0, tuple(row.token_ids)) for row in rows]
+        verdicts = await self._verifier.verify(requests)
+        events = [
+            self._take(row, request, verdict)
+            for row, request, verdict in zip(rows, requests, verdicts, strict=True)
+        ]
+        elapsed = time.perf_counter() - started
+        for row in rows:
+            row.result.timing.prefill_s += elapsed
+        return events
+
+    async def _round(self, rows: Sequence[_Row]) -> list[Event]:
+        """Draft, verify, take in: one target pass for all rows."""
+        started = time.perf_counter()
+        trees = self._draft(rows)
+        drafted = time.perf_counter()
+        requests = [
+            Request(row.row, row.base, (row.token_ids[-1],), tree)
+            for row, tree in zip(rows, trees, strict=True)
+        ]
+        verdicts = await self._verifier.verify(requests)
+        events = [
+            self._take(row, request, verdict)
+            for row, request, verdict in zip(rows, requests, verdicts, strict=True)
+        ]
+        verified = time.perf_counter()
+        for row in rows:
+            row.result.timing.draft_s += drafted - started
+            row.result.timing.verify_s += verified - drafted
+        return events
+
+    def _draft(self, rows: Sequence[_Row]) -> list[DraftTree]:
+        """Trees for all rows; rows that want the same shape are drafted together."""
+        trees = [DraftTree()] * len(rows)
+        by_shape: dict[Tree, list[int]] = {}
+        for i, row in enumerate(rows):
+            shape = self._shape(row)
+            if shape is not None:
+                by_shape.setdefault(shape, []).append(i)
+        if self._drafter is None:
+            return trees
+        for shape, indices in by_shape.items():
+            texts = [RowText(rows[i].row, rows[i].token_ids) for i in indices]
+            drafts = self._drafter.propose(texts, shape)
+            for i, tree in zip(indices, drafts, strict=True):
+                trees[i] = tree
+        return trees
+
+    def _shape(self, row: _Row) -> Tree | None:
+        """What to draft for a row: nothing when one token is left, nothing past the context."""
+        if row.remaining <= 1:
+            return None
+        return row.shape.limited(self._max_positions - len(row.token_ids))
+
+    def _take(self, row: _Row, request: Request, verdict: Verdict) -> Event:
+        """Emit what a verdict brought, up to the row's end."""
+        if self._drafter is not None and verdict.features is not None:
+            self._drafter.observe(row.row, verdict.features)
+        accepted = [request.tree.tokens[node] for node in verdict.accepted]
+        tokens, reason = self._kept(row, [*accepted, verdict.next_token])
+        sources: list[Source] = ["draft"] * len(accepted) + ["target"]
+        result = row.result
+        if row.prefilled:
+            result.accept_lengths.append(len(tokens))
+            result.drafted_depths.append(max(request.tree.depths, default=0))
+            result.num_drafted += len(request.tree.tokens)
+        row.base = request.base + len(request.known) + len(accepted)
+        row.token_ids += tokens
+        result.token_ids += tokens
+        result.sources += sources[: len(tokens)]
+        if reason is not None:
+            self._finish(row, reason)
+        return Event(row.handle, tuple(tokens), tuple(sources[: len(tokens)]), reason)
+
+    def _kept(self, row: _Row, tokens: list[int]) -> tuple[list[int], StopReason | None]:
+        """Tokens up to and including the first that ends the row, and why it ends."""
+        room = self._max_positions - len(row.token_ids)
+        for i, token in enumerate(tokens, start=1):
+            if token in row.stop_token_ids:
+                return tokens[:i], "stop_token"
+            if i == row.remaining:
+                return tokens[:i], "max_new_tokens"
+            if i == room:
+                return tokens[:i], "context"
+        return tokens, None
+
+    def _finish(self, row: _Row, reason: StopReason) -> None:
+        row.result.stop_reason = reason
+        row.result.timing.total_s = time.perf_counter() - row.started
+        del self._rows[row.handle]
+        self._verifier.close(row.row)
+        if self._drafter is not None:
+            self._drafter.close(row.row)
+
+
+def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int) -> None:
+    """Raise PromptError for a prompt that the target cannot take."""
+    if not prompt_ids:
+        raise PromptError("The prompt is empty; give at least one token.")
+    if len(prompt_ids) >= max_positions:
+        raise PromptError(
+            f"The prompt has {len(prompt_ids)} tokens; the target's context of {max_positions} "
+            "leaves no room to generate. Shorten the prompt."
+        )
+    outside = [token for token in prompt_ids if not 0 <= token < vocab_size]
+    if outside:
+        raise PromptError(
+            f"Token id {outside[0]} is outside the target's vocabulary (0..{vocab_size - 1}). "
+            "Was another tokenizer used?"
+        )
+
+
+def run_now(coroutine: Coroutine[Any, Any, list[Event]]) -> list[Event]:
+    """Run a coroutine that never waits, also inside a running event loop (a notebook)."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return list(done.value)
+    coroutine.close()
+    raise RuntimeError("This verifier waits for a network; use `await engine.astep()`.")

@@ -1,0 +1,107 @@
+"""The two roles in a round, so that local, remote and foreign ones are interchangeable.
+
+A *drafter* proposes; a *verifier* holds the target and decides. The only thing that crosses between
+them besides token ids are `features`: what the drafter's own encoder made of the target's
+activations, computed beside the target.
+
+Legend: B batch, T tokens, L target layers, K one layer's key and value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from moaspec.decode.tree import DraftTree, Tree
+
+Need = Literal["kv"]
+Features = Any
+"""Made by a drafter's `encode`, understood by its `observe`, opaque to everything between."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row's part of a verification.
+
+    Attributes:
+        row: which row.
+        base: tokens of the row that are already verified and stay.
+        known: tokens that follow them whatever the target thinks: a prompt, or the newest token.
+        tree: drafts that hang below the last known token.
+    """
+
+    row: int
+    base: int
+    known: tuple[int, ...]
+    tree: DraftTree = DraftTree()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target decided.
+
+    Attributes:
+        accepted: nodes of the request's tree that are the target's own choices, in order.
+        next_token: the target's choice after the last accepted node (or the last known token).
+        features: of all tokens that this request verified (`known` and accepted ones).
+    """
+
+    accepted: tuple[int, ...]
+    next_token: int
+    features: Features = None
+
+
+class Verifier(Protocol):
+    """Holds the target. Awaitable, because it may be across a network."""
+
+    async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
+        """Decide all requests and keep what was accepted; answers in the same order."""
+        ...
+
+    def close(self, row: int) -> None:
+        """Forget a row."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowText:
+    """A row as a drafter sees it: all its tokens; the last one has no activations yet."""
+
+    row: int
+    token_ids: Sequence[int]
+
+
+class Drafter(Protocol):
+    """Proposes tokens. `needs` says which of the target's activations `encode` wants."""
+
+    needs: frozenset[Need]
+
+    def encode(
+        self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Sequence[int]
+    ) -> list[Features]:
+        """Runs beside the target: what `observe` needs to know of newly verified tokens.
+
+        Args:
+            kv_1NLK: keys and values of N tokens, those of several rows one after another.
+            position_ids_1N: their positions.
+            counts: how many of the N belong to each row.
+
+        Returns:
+            One `Features` per count.
+        """
+        ...
+
+    def observe(self, row: int, features: Features) -> None:
+        """Take in features of newly verified tokens, which follow those seen before."""
+        ...
+
+    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+        """Draft for every row, below its last token."""
+        ...
+
+    def close(self, row: int) -> None:
+        """Forget a row."""
+        ...

@@ -1,0 +1,101 @@
+"""What a generation returns, and what streaming yields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Literal
+
+Source = Literal["draft", "target"]
+"""Who proposed a token: an accepted draft, or the target's own choice where no draft matched."""
+
+StopReason = Literal["stop_token", "max_new_tokens", "context", "aborted"]
+
+
+@dataclass
+class Timing:
+    """Wall-clock seconds of the passes that a row took part in.
+
+    Attributes:
+        prefill_s: the prompt's pass, with the drafter's encoding of it.
+        draft_s: drafting.
+        verify_s: the target's passes in rounds, with encoding.
+        total_s: from joining the engine to the last token.
+    """
+
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Verified tokens of one row.
+
+    Attributes:
+        handle: which request.
+        token_ids: in order; never taken back.
+        sources: who proposed each.
+        stop_reason: set on the last event of a row.
+    """
+
+    handle: int
+    token_ids: tuple[int, ...]
+    sources: tuple[Source, ...]
+    stop_reason: StopReason | None = None
+
+
+@dataclass
+class GenerationResult:
+    """Generated ids and how they came about.
+
+    Attributes:
+        token_ids: generated tokens only; a stop token is included.
+        sources: who proposed each of them.
+        accept_lengths: tokens that each round emitted, bonus token included; the prefill's first
+            token belongs to no round, and the last round counts what was kept.
+        drafted_depths: levels that each round drafted.
+        num_drafted: draft tokens verified over all rounds.
+        stop_reason: why it ended.
+        timing: seconds by part.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    accept_lengths: list[int] = field(default_factory=list)
+    drafted_depths: list[int] = field(default_factory=list)
+    num_drafted: int = 0
+    stop_reason: StopReason | None = None
+    timing: Timing = field(default_factory=Timing)
+
+    @property
+    def num_rounds(self) -> int:
+        """Target verifications, the prefill not counted."""
+        return len(self.accept_lengths)
+
+    @property
+    def tau(self) -> float | None:
+        """Mean tokens per round; None when there was no round. Plain decoding has 1.0."""
+        return sum(self.accept_lengths) / self.num_rounds if self.num_rounds else None
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of the rounds that drafted to depth d in which a draft of depth d was accepted."""
+        return acceptance_by_depth([self])
+
+
+def acceptance_by_depth(results: list[GenerationResult]) -> list[float]:
+    """Acceptance at depth 1, 2, ... over the rounds of several results."""
+    hits: list[int] = []
+    rounds: list[int] = []
+    for result in results:
+        for emitted, depth in zip(result.accept_lengths, result.drafted_depths, strict=True):
+            hits = _add(hits, min(emitted - 1, depth))
+            rounds = _add(rounds, depth)
+    return [hit / total for hit, total in zip_longest(hits, rounds, fillvalue=0)]
+
+
+def _add(counts: list[int], depth: int) -> list[int]:
+    """Count one at each of the first `depth` places."""
+    return [a + b for a, b in zip_longest(counts, [1] * depth, fillvalue=0)]

@@ -1,0 +1,144 @@
+"""Shapes of drafts, and the drafted trees themselves.
+
+A tree lists its nodes parents first; parent -1 is the root, the newest token, which the target has
+already chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moaspec.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A dynamic tree: expand the best `breadth` leaves per level, keep the best nodes overall.
+
+    Args:
+        depth: levels of drafts, so at most `depth` drafts are accepted in a round.
+        breadth: leaves expanded per level, and children of each.
+        total_tokens: drafts that the target verifies in one pass.
+
+    Raises:
+        ShapeError: sizes that no such tree can have.
+
+    Source: EAGLE-2, arXiv 2406.16858. The paper's tree is `Tree(6, 8, 62)`.
+    """
+
+    depth: int
+    breadth: int
+    total_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "breadth", "total_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ShapeError(f"Tree {name} must be an integer of at least 1, got {value!r}.")
+        candidates = self.breadth + (self.depth - 1) * self.breadth**2
+        if not self.depth <= self.total_tokens <= candidates:
+            raise ShapeError(
+                f"A tree of depth {self.depth} and breadth {self.breadth} has {self.depth} to "
+                f"{candidates} tokens, got total_tokens={self.total_tokens}."
+            )
+
+    def limited(self, depth: int) -> Tree | None:
+        """This tree cut to `depth` levels; None when nothing is left."""
+        if depth >= self.depth:
+            return self
+        if depth < 1:
+            return None
+        candidates = self.breadth + (depth - 1) * self.breadth**2
+        return Tree(depth, self.breadth, min(self.total_tokens, candidates))
+
+    def __str__(self) -> str:
+        return f"tree:{self.depth},{self.breadth},{self.total_tokens}"
+
+
+@dataclass(frozen=True, init=False)
+class Chain(Tree):
+    """A chain of `length` drafts: a tree of breadth 1."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(depth=length, breadth=1, total_tokens=length)
+
+    def __str__(self) -> str:
+        return f"chain:{self.depth}"
+
+
+AUTO = Tree(depth=3, breadth=3, total_tokens=7)
+"""What "auto" means until a machine has been calibrated: with the root, 8 tokens a pass."""
+
+
+def parse_shape(text: str) -> Tree:
+    """Read "auto", "chain:4" or "tree:6,8,62" (depth, breadth, total tokens).
+
+    Raises:
+        ShapeError: neither form, or impossible sizes.
+    """
+    kind, _, sizes = text.partition(":")
+    try:
+        numbers = [int(size) for size in sizes.split(",")] if sizes else []
+        if kind == "auto" and not numbers:
+            return AUTO
+        if kind == "chain" and len(numbers) == 1:
+            return Chain(numbers[0])
+        if kind == "tree" and len(numbers) == 3:
+            return Tree(*numbers)
+    except ShapeError:
+        raise
+    except ValueError:
+        pass
+    raise ShapeError(
+        f"Cannot read the draft shape {text!r}; use auto, chain:LENGTH or "
+        "tree:DEPTH,BREADTH,TOTAL_TOKENS, for example tree:6,8,62."
+    )
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Drafted tokens and each one's parent (index into `tokens`, -1: the root)."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    @property
+    def depths(self) -> list[int]:
+        """Level of each node; children of the root are 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+
+def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """[i, j] is True when node j is i itself or one of its ancestors."""
+    matrix = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            matrix[node] |= matrix[parent]
+    return matrix
+
+
+def walk(tree: DraftTree, chosen: Sequence[int]) -> list[int]:
+    """The verification walk: follow the target's own choices as long as they were drafted.
+
+    Args:
+        tree: what was drafted.
+        chosen: the target's choice after the root, then after each node.
+
+    Returns:
+        Accepted nodes, root's child first. The tokens of the round are theirs and the target's
+        choice at the last of them (the bonus token).
+    """
+    children = {(parent, token): i for i, (parent, token) in
+                reversed(list(enumerate(zip(tree.parents, tree.tokens, strict=True))))}  # fmt: skip
+    path: list[int] = []
+    node = -1
+    while (node := children.get((node, chosen[node + 1]), -2)) >= 0:
+        path.append(node)
+    return path

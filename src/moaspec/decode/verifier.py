@@ -1,0 +1,150 @@
+"""The local verifier: target, its cache, and the drafter's encoder beside it.
+
+Legend: B rows of one pass, T tokens, L layers, H KV heads, D head dim, N verified tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moaspec.decode.cache import KVCache, tree_mask
+from moaspec.decode.protocols import Drafter, Request, Verdict
+from moaspec.decode.tree import ancestor_matrix, walk
+from moaspec.model.encoder import layer_features
+from moaspec.target import Target
+
+PREFILL_CHUNK_TOKENS = 1024
+"""Longest stretch of prompt in one pass; bounds the memory of its mask and activations."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One row's tokens in a pass: the end of `known`, then the tree."""
+
+    request: Request
+    start: int  # position of the first of these tokens
+    tokens: tuple[int, ...]
+    num_known: int
+
+    @property
+    def positions(self) -> list[int]:
+        last = self.start + self.num_known - 1
+        depths = self.request.tree.depths if len(self.tokens) > self.num_known else []
+        return [*range(self.start, last + 1), *(last + depth for depth in depths)]
+
+
+class LocalVerifier:
+    """Verifies drafts with a target in this process.
+
+    Args:
+        target: the frozen target.
+        drafter: whose encoder runs on verified tokens; None when nothing is drafted.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None = None) -> None:
+        self.target = target
+        self._encode = drafter.encode if drafter is not None and "kv" in drafter.needs else None
+        self.cache = KVCache(
+            num_layers=target.num_layers,
+            num_heads=target.num_kv_heads,
+            head_dim=target.head_dim,
+            dtype=target.dtype,
+            device=target.device,
+        )
+
+    async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
+        """One target pass for all requests (long prompts take several before it)."""
+        with torch.inference_mode():
+            return self._verify(requests)
+
+    def close(self, row: int) -> None:
+        """Nothing to do: a row's slots are written over by whoever uses it next."""
+
+    def release(self) -> None:
+        """Give the cache's memory back; no row may be in use."""
+        self.cache.release()
+
+    def _verify(self, requests: Sequence[Request]) -> list[Verdict]:
+        plans = self._prefill(requests)
+        hidden_BTE = self._pass(plans)
+        decided = [
+            self._decide(plan, hidden_TE) for plan, hidden_TE in zip(plans, hidden_BTE, strict=True)
+        ]
+        for request, (accepted, _) in zip(requests, decided, strict=True):
+            root = request.base + len(request.known) - 1
+            self.cache.commit(request.row, root + 1, [root + 1 + node for node in accepted])
+        features = self._features(requests, [len(accepted) for accepted, _ in decided])
+        return [
+            Verdict(tuple(accepted), bonus, feature)
+            for (accepted, bonus), feature in zip(decided, features, strict=True)
+        ]
+
+    def _prefill(self, requests: Sequence[Request]) -> list[_Plan]:
+        """Run all but the last stretch of long `known` tokens; plan the deciding pass."""
+        plans = []
+        for request in requests:
+            start, known = request.base, request.known
+            while len(known) > PREFILL_CHUNK_TOKENS:
+                chunk, known = known[:PREFILL_CHUNK_TOKENS], known[PREFILL_CHUNK_TOKENS:]
+                self._pass([_Plan(request, start, chunk, len(chunk))])
+                start += len(chunk)
+            plans.append(_Plan(request, start, known + request.tree.tokens, len(known)))
+        return plans
+
+    def _pass(self, plans: Sequence[_Plan]) -> Tensor:
+        """Run the target over every plan's tokens, right-padded: (B, T, E) final states."""
+        target, device = self.target, self.target.device
+        longest = max(len(plan.tokens) for plan in plans)
+        rows, starts = [p.request.row for p in plans], [p.start for p in plans]
+        visible = max(starts) + longest
+        self.cache.reserve(max(rows) + 1, visible)
+        tree_BTT = np.stack([_visible_matrix(plan, longest) for plan in plans])
+        return target.run(
+            torch.tensor([_padded(p.tokens, longest) for p in plans], device=device),
+            torch.tensor([_padded(p.positions, longest) for p in plans], device=device),
+            mask_B1TS=tree_mask(starts, torch.from_numpy(tree_BTT).to(device), visible),
+            write=self.cache.writer(rows, starts, longest, visible),
+        )
+
+    def _decide(self, plan: _Plan, hidden_TE: Tensor) -> tuple[list[int], int]:
+        """The target's choice after the root and every node, and the walk along them."""
+        tree = plan.request.tree
+        root = plan.num_known - 1
+        logits = self.target.head(hidden_TE[root : root + 1 + len(tree.tokens)])
+        chosen = logits.argmax(-1).tolist()
+        accepted = walk(tree, chosen)
+        return accepted, chosen[accepted[-1] + 1 if accepted else 0]
+
+    def _features(self, requests: Sequence[Request], num_accepted: Sequence[int]) -> list[object]:
+        """The drafter's encoding of every token that this verification committed."""
+        if self._encode is None:
+            return [None] * len(requests)
+        kv, positions, counts = [], [], []
+        for request, accepted in zip(requests, num_accepted, strict=True):
+            stop = request.base + len(request.known) + accepted
+            key_LHTD, value_LHTD = self.cache.read(request.row, request.base, stop)
+            kv.append(layer_features(key_LHTD[:, None], value_LHTD[:, None]))
+            positions += range(request.base, stop)
+            counts.append(stop - request.base)
+        position_ids_1N = torch.tensor([positions], device=self.target.device)
+        return self._encode(torch.cat(kv, dim=1), position_ids_1N, counts)
+
+
+def _visible_matrix(plan: _Plan, longest: int) -> np.ndarray:
+    """Who sees whom among the tokens of a pass; pads see themselves."""
+    known, total = plan.num_known, len(plan.tokens)
+    matrix = np.eye(longest, dtype=np.bool_)
+    matrix[:known, :known] = np.tri(known, dtype=np.bool_)
+    if total > known:
+        matrix[known:total, :known] = True
+        matrix[known:total, known:total] = ancestor_matrix(plan.request.tree.parents)
+    return matrix
+
+
+def _padded(values: Sequence[int], length: int) -> list[int]:
+    return [*values, *[0] * (length - len(values))]

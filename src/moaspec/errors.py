@@ -1,0 +1,58 @@
+"""Every error that moaspec raises on purpose.
+
+MoaSpecError
+├── InputError               what the caller passed is wrong (command line: exit code 2)
+│   ├── PromptError          empty, too long, or token ids outside the vocabulary
+│   ├── ShapeError           impossible tree or chain sizes, tensors of the wrong shape
+│   └── UnknownModelError    no alias, directory or hub model of that name
+├── CheckpointError          a drafter checkpoint cannot be used (command line: exit code 2)
+│   ├── CorruptCheckpointError   truncated, unreadable, missing tensors, NaN weights
+│   └── MismatchError        the checkpoint belongs to another target
+├── UnsupportedTargetError   keys and values of this family cannot be captured
+├── DataError                training data is malformed
+└── TrainingError            training cannot go on (for example a loss that is not finite)
+"""
+
+
+class MoaSpecError(Exception):
+    """Base of all errors of this package."""
+
+
+class InputError(MoaSpecError, ValueError):
+    """An argument is wrong; the message says which, what was expected and what to do."""
+
+
+class PromptError(InputError):
+    """The prompt is empty, too long for the target, or has ids outside its vocabulary."""
+
+
+class ShapeError(InputError):
+    """Sizes that no drafting tree, or no tensor of this model, can have."""
+
+
+class UnknownModelError(InputError):
+    """The name is no alias, no directory and no reachable hub model."""
+
+
+class CheckpointError(MoaSpecError):
+    """A drafter checkpoint cannot be used."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The checkpoint's files are truncated, unreadable, incomplete or not finite."""
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint was made for a target other than the one it is used with."""
+
+
+class UnsupportedTargetError(MoaSpecError):
+    """The target's keys and values cannot be captured, so it cannot be drafted for."""
+
+
+class DataError(MoaSpecError):
+    """Training data is malformed; the message names file and line."""
+
+
+class TrainingError(MoaSpecError):
+    """Training cannot continue; the last checkpoint is intact."""

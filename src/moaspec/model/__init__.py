@@ -1,0 +1,14 @@
+"""The drafter: its layers, its two halves, its checkpoints. Knows nothing of a target's code."""
+
+from moaspec.model.checkpoint import load_checkpoint, save_drafter
+from moaspec.model.config import DrafterConfig, LayerConfig, TargetIdentity
+from moaspec.model.drafter import MoADrafter
+
+__all__ = [
+    "DrafterConfig",
+    "LayerConfig",
+    "MoADrafter",
+    "TargetIdentity",
+    "load_checkpoint",
+    "save_drafter",
+]

@@ -1,0 +1,298 @@
+"""Drafter checkpoints: published tensor names on disk, our modules in memory.
+
+A checkpoint is a directory with `config.json` and `model.safetensors`. Three kinds are read:
+
+- ours: `config.json` has a `moaspec` section with every size, the target's identity and N;
+- published raw: `config.json` is the target's own;
+- published, converted for vLLM: `model_type` is `moa_spec`, layer and KV-head counts are missing.
+
+Sizes always come from the tensors; `config.json` adds only what tensors cannot tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moaspec.errors import CheckpointError, CorruptCheckpointError, MismatchError, ShapeError
+from moaspec.model.config import DrafterConfig, LayerConfig, TargetIdentity
+from moaspec.model.drafter import MoADrafter
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+DRAFT_TOKENS = "draft_token_ids"
+FORMAT_VERSION = 1
+
+_RENAMED = (
+    # (published prefix, module path); the first that matches wins.
+    ("layer_self_attention.self_attn.k_proj.", "encoder.layer_self_attention.key_value.k_proj."),
+    ("layer_self_attention.self_attn.v_proj.", "encoder.layer_self_attention.key_value.v_proj."),
+    ("layer_self_attention.", "encoder.layer_self_attention."),
+    ("self_attention.self_attn.k_proj.", "speaker.self_attention.key_value.k_proj."),
+    ("self_attention.self_attn.v_proj.", "speaker.self_attention.key_value.v_proj."),
+    ("self_attention.", "speaker.self_attention."),
+    ("cross_attention.self_attn.k_proj.", "encoder.memory_key_value.k_proj."),
+    ("cross_attention.self_attn.v_proj.", "encoder.memory_key_value.v_proj."),
+    ("cross_attention.", "speaker.cross_attention."),
+    ("Ekv2E.", "encoder.projection."),
+)
+_SHARED_NORM = "encoder.memory_norm."
+
+
+def to_module_name(published: str) -> str:
+    """Our module path of a published tensor name."""
+    for prefix, path in _RENAMED:
+        if published.startswith(prefix):
+            return path + published.removeprefix(prefix)
+    raise CorruptCheckpointError(f"Unexpected tensor {published!r} in the checkpoint.")
+
+
+def to_published_name(module_name: str) -> str:
+    """Published tensor name of one of our parameters."""
+    for prefix, path in _RENAMED:
+        if module_name.startswith(path):
+            return prefix + module_name.removeprefix(path)
+    raise AssertionError(module_name)
+
+
+def save_drafter(
+    drafter: MoADrafter,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    training: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint that `load_checkpoint` reads back.
+
+    Args:
+        drafter: what to save.
+        directory: created when missing; an existing checkpoint in it is replaced.
+        dtype: dtype of the stored weights; None keeps them as they are.
+        training: facts about the training run, stored as they are.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        to_published_name(name): parameter.detach().to(dtype or parameter.dtype).contiguous().cpu()
+        for name, parameter in drafter.named_parameters()
+        if not name.startswith(_SHARED_NORM)
+    }
+    if drafter.draft_token_ids is not None:
+        tensors[DRAFT_TOKENS] = drafter.draft_token_ids.cpu()
+    section = {"format_version": FORMAT_VERSION, **dataclasses.asdict(drafter.config)}
+    config = {
+        "model_type": "moa_spec",
+        "architectures": ["MoADrafter"],
+        "moaspec": section,
+        "training": dict(training or {}),
+    }
+    for name, write in (
+        (WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"})),
+        (CONFIG_FILE, lambda path: path.write_text(json.dumps(config, indent=2) + "\n")),
+    ):
+        scratch = directory / f".{name}.partial"
+        write(scratch)
+        scratch.replace(directory / name)
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The checkpoint's `config.json`.
+
+    Raises:
+        CheckpointError: no such file.
+        CorruptCheckpointError: it is not a JSON object.
+    """
+    path = Path(directory) / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"No drafter checkpoint at {directory}: {path} is missing.") from error
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpointError(f"Cannot read {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise CorruptCheckpointError(f"{path} must hold a JSON object.")
+    return config
+
+
+def read_tensors(directory: str | Path) -> dict[str, Tensor]:
+    """All tensors under their published names.
+
+    Raises:
+        CheckpointError: no such file.
+        CorruptCheckpointError: truncated, not safetensors, or a value is not finite.
+    """
+    path = Path(directory) / WEIGHTS_FILE
+    if not path.exists():
+        raise CheckpointError(f"No drafter checkpoint at {directory}: {path} is missing.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CorruptCheckpointError(
+            f"{path} is truncated or not a safetensors file ({error}). Fetch it again."
+        ) from error
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CorruptCheckpointError(f"{path}: tensor {name!r} has NaN or infinite values.")
+    return tensors
+
+
+def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any) -> MoADrafter:
+    """Load a drafter for a target.
+
+    Args:
+        directory: the checkpoint.
+        target: identity of the target that it will draft for.
+        context: the target's transformers config; fills what published checkpoints do not record.
+
+    Returns:
+        The drafter in evaluation mode, weights in the stored dtype.
+
+    Raises:
+        CorruptCheckpointError: unreadable, incomplete, or of impossible sizes.
+        MismatchError: it belongs to another target.
+    """
+    config_json, tensors = read_config(directory), read_tensors(directory)
+    draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
+    try:
+        config = _config_of(config_json, tensors, target, context)
+        check_target(config, draft_token_ids, target, where=str(directory))
+        drafter = MoADrafter(config, draft_token_ids)
+        _fill(drafter, tensors, where=str(directory))
+    except (KeyError, ShapeError, TypeError) as error:
+        raise CorruptCheckpointError(
+            f"The checkpoint at {directory} is incomplete or inconsistent: {error}"
+        ) from error
+    return drafter.eval().requires_grad_(requires_grad=False)
+
+
+def check_target(
+    config: DrafterConfig, draft_token_ids: Tensor | None, target: TargetIdentity, *, where: str
+) -> None:
+    """Refuse a checkpoint whose sizes, recorded identity or draft vocabulary do not fit."""
+    recorded = config.target
+    facts: dict[str, tuple[Any, Any]] = {
+        "hidden size": (config.hidden_size, target.hidden_size),
+        "key and value size K": (config.kv_size, target.kv_size),
+    }
+    if recorded is not None:
+        facts |= {
+            field.name: (getattr(recorded, field.name), getattr(target, field.name))
+            for field in dataclasses.fields(TargetIdentity)
+        }
+    if draft_token_ids is not None and not 0 <= int(draft_token_ids.max()) < target.vocab_size:
+        facts["largest draft token id"] = (int(draft_token_ids.max()), f"<{target.vocab_size}")
+    if max(config.num_target_layers) > target.num_layers:
+        facts["num_target_layers"] = (max(config.num_target_layers), f"<= {target.num_layers}")
+    wrong = [
+        f"{name} is {got} in the checkpoint and {expected} in the target"
+        for name, (got, expected) in facts.items()
+        if got != expected and None not in (got, expected)
+    ]
+    if wrong:
+        raise MismatchError(
+            f"The drafter at {where} was made for another target: {'; '.join(wrong)}. "
+            "Use the target it was trained for, or train a drafter for this one."
+        )
+
+
+def config_from_json(section: Mapping[str, Any]) -> DrafterConfig:
+    """Read the `moaspec` section that `save_drafter` writes."""
+    values = {key: value for key, value in section.items() if key != "format_version"}
+    for name in ("layer_self_attention", "self_attention", "cross_attention"):
+        values[name] = LayerConfig(**values[name])
+    values["num_target_layers"] = tuple(values["num_target_layers"])
+    if values.get("target") is not None:
+        values["target"] = TargetIdentity(**values["target"])
+    return DrafterConfig(**values)
+
+
+def _config_of(
+    config_json: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: TargetIdentity,
+    context: Any,
+) -> DrafterConfig:
+    if "moaspec" in config_json:
+        version = config_json["moaspec"].get("format_version")
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"Checkpoint format {version} is not {FORMAT_VERSION}; upgrade moaspec."
+            )
+        return config_from_json(config_json["moaspec"])
+    return infer_config(config_json, tensors, target, context)
+
+
+def infer_config(
+    config_json: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: TargetIdentity,
+    context: Any,
+) -> DrafterConfig:
+    """Sizes of a published checkpoint, raw or converted, from its tensors.
+
+    Every attention has the target's number of query heads; head dim is floor(width / heads).
+    """
+    if "layer_self_attention.self_attn.q_proj.weight" not in tensors:
+        raise CorruptCheckpointError(
+            "The checkpoint has no layer self-attention (tensors layer_self_attention.*)."
+        )
+    if config_json.get("num_hidden_layers", target.num_layers) != target.num_layers:
+        raise MismatchError(
+            f"The drafter was made for a target with {config_json['num_hidden_layers']} layers, "
+            f"this one has {target.num_layers}."
+        )
+    num_heads = int(config_json.get("num_attention_heads", context.num_attention_heads))
+    rope_parameters = dict(context.rope_parameters)
+    layers = {
+        name: _infer_layer(tensors, name, num_heads)
+        for name in ("layer_self_attention", "self_attention", "cross_attention")
+    }
+    return DrafterConfig(
+        hidden_size=layers["self_attention"].hidden_size,
+        kv_size=layers["layer_self_attention"].hidden_size,
+        rms_norm_eps=float(config_json.get("rms_norm_eps", context.rms_norm_eps)),
+        hidden_act=str(config_json.get("hidden_act", context.hidden_act)),
+        rope_theta=float(rope_parameters["rope_theta"]),
+        rope_parameters=rope_parameters,
+        max_position_embeddings=int(context.max_position_embeddings),
+        num_target_layers=(0,),
+        **layers,
+    )
+
+
+def _infer_layer(tensors: Mapping[str, Tensor], name: str, num_heads: int) -> LayerConfig:
+    q_rows = tensors[f"{name}.self_attn.q_proj.weight"].shape[0]
+    head_dim = q_rows // num_heads
+    return LayerConfig(
+        hidden_size=tensors[f"{name}.input_layernorm.weight"].shape[0],
+        num_heads=num_heads,
+        num_kv_heads=tensors[f"{name}.self_attn.k_proj.weight"].shape[0] // max(head_dim, 1),
+        head_dim=head_dim,
+        intermediate_size=tensors[f"{name}.mlp.gate_proj.weight"].shape[0],
+        qkv_bias=f"{name}.self_attn.q_proj.bias" in tensors,
+        o_bias=f"{name}.self_attn.o_proj.bias" in tensors,
+        mlp_bias=f"{name}.mlp.gate_proj.bias" in tensors,
+    )
+
+
+def _fill(drafter: MoADrafter, tensors: Mapping[str, Tensor], *, where: str) -> None:
+    """Put the tensors into the modules, keeping their dtype; all must be there and fit."""
+    state = {to_module_name(name): tensor for name, tensor in tensors.items()}
+    shared = {
+        _SHARED_NORM + name.removeprefix("speaker.cross_attention.input_layernorm."): tensor
+        for name, tensor in state.items()
+        if name.startswith("speaker.cross_attention.input_layernorm.")
+    }
+    drafter.to(next(iter(tensors.values())).dtype)
+    try:
+        drafter.load_state_dict(state | shared)
+    except RuntimeError as error:
+        raise CorruptCheckpointError(f"The checkpoint at {where} does not fit: {error}") from error

@@ -1,0 +1,99 @@
+"""Sizes of a drafter, and which target it belongs to.
+
+A published checkpoint records almost none of this, so every size that a tensor can tell is read
+from the tensors (see `checkpoint.py`); these classes only hold the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from moaspec.errors import ShapeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One pre-norm decoder layer: attention heads, MLP width and which projections have a bias."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.num_heads % self.num_kv_heads:
+            raise ShapeError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads})."
+            )
+        if self.head_dim % 2:
+            raise ShapeError(f"head_dim must be even for rotary embeddings, got {self.head_dim}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetIdentity:
+    """What a checkpoint remembers of its target, so that it is never used with another."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tokenizer_hash: str | None = None
+
+    @property
+    def kv_size(self) -> int:
+        """K: numbers in one layer's key and value of one token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Everything needed to build a drafter.
+
+    Attributes:
+        hidden_size: E, the target's hidden size.
+        kv_size: K = 2 * num_kv_heads * head_dim of the target.
+        layer_self_attention: LSA, over the target's layers; width K.
+        self_attention: SA, over the drafted text; width E.
+        cross_attention: CA, from SA's output to the aggregated target states; width E.
+        rope_theta: base of the rotary embeddings of LSA and CA, which are never scaled.
+        rope_parameters: transformers' `rope_parameters` of the target; SA keeps its scaling.
+        max_position_embeddings: the target's context, which some scalings need.
+        num_target_layers: the N that this drafter was trained for, the default one first.
+        target: the target it was trained for; None in published checkpoints.
+    """
+
+    hidden_size: int
+    kv_size: int
+    layer_self_attention: LayerConfig
+    self_attention: LayerConfig
+    cross_attention: LayerConfig
+    rms_norm_eps: float = 1e-5
+    hidden_act: str = "silu"
+    rope_theta: float = 10000.0
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    max_position_embeddings: int = 2048
+    num_target_layers: tuple[int, ...] = (0,)
+    target: TargetIdentity | None = None
+
+    def __post_init__(self) -> None:
+        widths = {
+            "layer_self_attention": (self.layer_self_attention.hidden_size, self.kv_size),
+            "self_attention": (self.self_attention.hidden_size, self.hidden_size),
+            "cross_attention": (self.cross_attention.hidden_size, self.hidden_size),
+        }
+        for name, (got, expected) in widths.items():
+            if got != expected:
+                raise ShapeError(f"{name} must be {expected} wide, got {got}.")
+        if not self.num_target_layers or min(self.num_target_layers) < 0:
+            raise ShapeError(f"num_target_layers must be >= 0, got {self.num_target_layers}.")

@@ -1,0 +1,173 @@
+"""The Mixture-of-Attentions drafter: both halves in one module.
+
+Legend: B batch, T tokens, L target layers, E hidden size, K one layer's key and value, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moaspec.errors import ShapeError
+from moaspec.model.config import DrafterConfig
+from moaspec.model.encoder import Encoder
+from moaspec.model.layers import masked_attention
+from moaspec.model.masks import memory_mask, reused_layer_mask, staircase_mask, text_mask
+from moaspec.model.speaker import Speaker
+
+
+class TargetPass(Protocol):
+    """What one pass of the frozen target leaves behind for training."""
+
+    kv_BTLK: Tensor
+    hidden_BTE: Tensor
+
+
+class TrainingTarget(Protocol):
+    """The parts of a target that the training pass uses (see `moaspec.target.Target`)."""
+
+    def embed(self, input_ids_BT: Tensor) -> Tensor: ...
+
+    def encode(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> TargetPass: ...
+
+    def reuse_layers(
+        self, states_BTE: Tensor, position_ids_BT: Tensor, *, mask: Tensor, kv_BTLK: Tensor, num: int
+    ) -> Tensor: ...
+
+    def head(self, states_BTE: Tensor, token_ids: Tensor | None = None) -> Tensor: ...
+
+
+class MoADrafter(nn.Module):
+    """A drafter that reads the target's keys and values in every layer.
+
+    Args:
+        config: sizes; the target it belongs to.
+        draft_token_ids: (V',) int64 ids of a trimmed draft vocabulary, None for the full one.
+
+    Source: arXiv 2410.03804, section 4 and figure 2.
+    """
+
+    def __init__(self, config: DrafterConfig, draft_token_ids: Tensor | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.speaker = Speaker(config)
+        # CA normalises its queries and its keys with one weight; each half holds it.
+        self.encoder.memory_norm = self.speaker.cross_attention.input_layernorm
+        self.draft_token_ids: Tensor | None
+        self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters; embedding, head and reused layers are the target's."""
+        return sum(p.numel() for p in self.parameters())
+
+    def aggregate(self, kv_BTLK: Tensor) -> Tensor:
+        """LSA, mean over layers and projection.
+
+        Args:
+            kv_BTLK: (B, T, L, K) keys (after rotary embedding) and values of verified tokens; per
+                KV head, key and value joined along the head dim, then heads flattened.
+
+        Returns:
+            (B, T, E).
+
+        Raises:
+            ShapeError: the last axis is not this drafter's K.
+        """
+        if kv_BTLK.ndim != 4 or kv_BTLK.shape[-1] != self.config.kv_size:
+            raise ShapeError(
+                f"Expected keys and values of shape (B, T, L, {self.config.kv_size}), got "
+                f"{tuple(kv_BTLK.shape)}. Is this drafter used with another target?"
+            )
+        return self.encoder.aggregate(kv_BTLK)
+
+    def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """CA's key (after rotary embedding) and value, each (B, ca_kv_heads, T, D)."""
+        return self.encoder.project_kv(states_BTE, position_ids_BT)
+
+    def block_states(
+        self,
+        embeddings_BTE: Tensor,
+        kv_BTLK: Tensor,
+        attention_mask_BT: Tensor,
+        block_start_BT: Tensor,
+        *,
+        staircase_B: Tensor | None = None,
+    ) -> Tensor:
+        """CA's output for every token when token i may read memory up to s(i): (B, T, E).
+
+        Args:
+            embeddings_BTE: the target's token embeddings.
+            kv_BTLK: the target's keys and values of the same tokens.
+            attention_mask_BT: 1 for real tokens.
+            block_start_BT: s(i), an index into T; the last verified token as query i sees it.
+            staircase_B: bool per sequence; True lets SA see only the query's own block.
+        """
+        position_ids_BT = positions(attention_mask_BT)
+        sa_mask = text_mask(attention_mask_BT)
+        if staircase_B is not None:
+            narrow = staircase_mask(sa_mask, block_start_BT)
+            sa_mask = torch.where(staircase_B[:, None, None, None], narrow, sa_mask)
+        key, value = self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
+        ca_mask = memory_mask(attention_mask_BT, block_start_BT)
+        x_BTE = self.speaker.read_text(
+            embeddings_BTE, position_ids_BT, lambda q, k, v: masked_attention(q, k, v, sa_mask)
+        )
+        return self.speaker.read_memory(
+            x_BTE, position_ids_BT, lambda q: masked_attention(q, key, value, ca_mask)
+        )
+
+    def block_logits(
+        self,
+        target: TrainingTarget,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor,
+        block_start_BT: Tensor,
+        num_target_layers: int = 0,
+        *,
+        staircase_B: Tensor | None = None,
+    ) -> Tensor:
+        """Draft logits of a whole batch in one pass, as training computes them.
+
+        Args:
+            target: the frozen target.
+            input_ids_BT: (B, T) int64.
+            attention_mask_BT: (B, T), 1 for real tokens.
+            block_start_BT: (B, T) int64, s(i): token i reads the target's activations of tokens
+                j <= s(i) and, with N > 0, drafts of its own after that.
+            num_target_layers: N, target layers reused after CA.
+            staircase_B: see `block_states`.
+
+        Returns:
+            (B, T, V) float32; -inf for tokens outside a trimmed draft vocabulary.
+        """
+        kv_BTLK = target.encode(input_ids_BT, attention_mask_BT).kv_BTLK
+        states_BTE = self.block_states(
+            target.embed(input_ids_BT),
+            kv_BTLK,
+            attention_mask_BT,
+            block_start_BT,
+            staircase_B=staircase_B,
+        )
+        if num_target_layers:
+            states_BTE = target.reuse_layers(
+                states_BTE,
+                positions(attention_mask_BT),
+                mask=reused_layer_mask(text_mask(attention_mask_BT), block_start_BT),
+                kv_BTLK=kv_BTLK,
+                num=num_target_layers,
+            )
+        logits_BTV = target.head(states_BTE)
+        if self.draft_token_ids is None:
+            return logits_BTV
+        outside = torch.ones(logits_BTV.shape[-1], dtype=torch.bool, device=logits_BTV.device)
+        outside[self.draft_token_ids] = False
+        return logits_BTV.masked_fill(outside, float("-inf"))
+
+
+def positions(attention_mask_BT: Tensor) -> Tensor:
+    """Positions of real tokens, pads before the first get 0: (B, T) int64."""
+    return (attention_mask_BT.long().cumsum(1) - 1).clamp(min=0)

@@ -1,0 +1,84 @@
+"""The half of the drafter that runs beside the target: its keys and values -> CA's memory.
+
+Legend: B batch, T tokens, L target layers, H target KV heads, D target head dim, E hidden size,
+K = 2 * H * D, C = CA's KV heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moaspec.model.config import DrafterConfig
+from moaspec.model.layers import DecoderLayer, KeyValue, masked_attention
+from moaspec.model.rope import Rope
+
+AGGREGATE_CHUNK_TOKENS = 512
+"""Tokens whose layers are aggregated at once; bounds memory for long prompts."""
+
+
+def layer_features(key_LBHTD: Tensor, value_LBHTD: Tensor) -> Tensor:
+    """Lay the target's keys and values out as LSA reads them.
+
+    Per KV head, key and value are joined along D, then heads are flattened.
+
+    Returns:
+        (B, T, L, K), same dtype.
+
+    Source: arXiv 2410.03804, section 4.1.
+    """
+    joined_LBHTD = torch.cat((key_LBHTD, value_LBHTD), dim=-1)
+    return joined_LBHTD.permute(1, 3, 0, 2, 4).flatten(3)
+
+
+class Encoder(nn.Module):
+    """LSA over the target's layers, the projection to E, and CA's keys and values.
+
+    Runs once for every verified token and never for a draft.
+
+    Source: arXiv 2410.03804, section 4.1 (layer self-attention) and 4.2 (cross-attention).
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        eps = config.rms_norm_eps
+        lsa, ca = config.layer_self_attention, config.cross_attention
+        self.layer_self_attention = DecoderLayer(lsa, eps=eps, hidden_act=config.hidden_act)
+        self.layer_rope = Rope.plain(lsa.head_dim, config.rope_theta)
+        self.projection = nn.Linear(config.kv_size, config.hidden_size)
+        self.memory_norm = nn.RMSNorm(config.hidden_size, eps=eps)
+        self.memory_key_value = KeyValue(ca)
+        self.memory_rope = Rope.plain(ca.head_dim, config.rope_theta)
+
+    def aggregate(self, kv_BTLK: Tensor) -> Tensor:
+        """Summarise all target layers of each token.
+
+        Args:
+            kv_BTLK: (B, T, L, K) of verified tokens, as `layer_features` lays them out.
+
+        Returns:
+            (B, T, E) in the encoder's dtype.
+        """
+        batch, tokens = kv_BTLK.shape[:2]
+        flat_NLK = kv_BTLK.flatten(0, 1).to(self.projection.weight.dtype)
+        chunks = flat_NLK.split(AGGREGATE_CHUNK_TOKENS)
+        mean_NK = torch.cat([self._mean_over_layers(chunk) for chunk in chunks])
+        return self.projection(mean_NK).unflatten(0, (batch, tokens))
+
+    def _mean_over_layers(self, x_NLK: Tensor) -> Tensor:
+        layer_ids_1L = torch.arange(x_NLK.shape[1], device=x_NLK.device)[None]
+        cos_sin = self.layer_rope(layer_ids_1L)
+        return self.layer_self_attention(x_NLK, cos_sin, masked_attention).mean(dim=1)
+
+    def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """CA's key (rotated) and value of each verified token: all that drafting needs of it.
+
+        Args:
+            states_BTE: output of `aggregate`.
+            position_ids_BT: (B, T) int64, the tokens' own positions.
+
+        Returns:
+            Two tensors (B, C, T, D of CA).
+        """
+        cos_sin = self.memory_rope(position_ids_BT)
+        return self.memory_key_value(self.memory_norm(states_BTE), cos_sin)

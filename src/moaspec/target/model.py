@@ -1,0 +1,266 @@
+"""The frozen target: the model whose output is reproduced.
+
+Transformers' own modules do the arithmetic. What a pass reads and stores is decided by the caller,
+who hands in an operation that receives each layer's new keys and values *as the model writes them*
+(after rotary embedding, before any sliding window drops them) and returns what to attend to.
+
+Legend: B batch, T new tokens, S visible keys, L layers, H KV heads, D head dim, E hidden size,
+K = 2 * H * D, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from moaspec.errors import UnsupportedTargetError
+from moaspec.model.config import TargetIdentity
+from moaspec.model.drafter import positions
+from moaspec.model.encoder import layer_features
+from moaspec.model.masks import text_mask
+
+WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
+
+SUPPORTED_FAMILIES = ("llama", "qwen2")
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """What one uncached pass leaves behind.
+
+    Attributes:
+        kv_BTLK: keys and values of all layers, as `layer_features` lays them out.
+        hidden_BTE: states after the final norm, the input of the LM head.
+    """
+
+    kv_BTLK: Tensor
+    hidden_BTE: Tensor
+
+
+class _KVTap(Cache):
+    """Stands in for transformers' cache and passes keys and values to an operation."""
+
+    def __init__(self, write: WriteKV) -> None:
+        super().__init__(layers=[])
+        self._write = write
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self._write(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
+
+
+class Target:
+    """A causal LM of transformers, frozen, with its tokenizer.
+
+    Args:
+        model: a `PreTrainedModel` with an LM head; put in evaluation mode, gradients off.
+        tokenizer: transformers' tokenizer, or None where only token ids are used.
+        name: how messages call it.
+
+    Raises:
+        UnsupportedTargetError: keys and values of this family cannot be captured.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str
+    ) -> None:
+        family = model.config.model_type
+        if family not in SUPPORTED_FAMILIES:
+            raise UnsupportedTargetError(
+                f"{name} is a {family!r} model; supported families: "
+                f"{', '.join(SUPPORTED_FAMILIES)}. A drafter reads keys and values of every layer, "
+                "and how this family stores them is not covered yet."
+            )
+        if getattr(model.config, "use_sliding_window", False):
+            raise UnsupportedTargetError(f"{name} uses sliding windows, which are not covered yet.")
+        self.model = model.eval().requires_grad_(requires_grad=False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self._base: Any = model.base_model
+        self._lm_head = cast(nn.Linear, model.get_output_embeddings())
+
+    @property
+    def config(self) -> Any:
+        """Transformers' own configuration object."""
+        return self.model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        """The context length, in tokens."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.config.num_key_value_heads)
+
+    @property
+    def head_dim(self) -> int:
+        explicit = getattr(self.config, "head_dim", None)
+        return int(explicit or self.config.hidden_size // self.config.num_attention_heads)
+
+    @cached_property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Ids that end a turn: those of the generation config, else of the model config."""
+        ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        ids = self.config.eos_token_id if ids is None else ids
+        if ids is None:
+            return frozenset()
+        return frozenset([ids] if isinstance(ids, int) else ids)
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        """What a drafter's checkpoint records of this target."""
+        return TargetIdentity(
+            model_type=self.config.model_type,
+            num_layers=self.num_layers,
+            hidden_size=int(self.config.hidden_size),
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            tokenizer_hash=_tokenizer_hash(self.tokenizer),
+        )
+
+    def layer_state(self, index: int) -> dict[str, Tensor]:
+        """Weights of one decoder layer, under transformers' names."""
+        return cast(dict[str, Tensor], self._base.layers[index].state_dict())
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token embeddings, (..., E)."""
+        return self._base.embed_tokens(input_ids)
+
+    def head_rows(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the LM head for these ids (None: all of them, without a copy)."""
+        weight, bias = self._lm_head.weight, self._lm_head.bias
+        if token_ids is None:
+            return weight, bias
+        return weight[token_ids], None if bias is None else bias[token_ids]
+
+    def head(self, states: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Logits in float32, (..., V), or of `token_ids` only."""
+        return F.linear(states, *self.head_rows(token_ids)).float()
+
+    def run(
+        self, input_ids_BT: Tensor, position_ids_BT: Tensor, *, mask_B1TS: Tensor, write: WriteKV
+    ) -> Tensor:
+        """One pass through all layers.
+
+        Args:
+            input_ids_BT: (B, T) int64.
+            position_ids_BT: (B, T) int64, counting real tokens only.
+            mask_B1TS: bool, True where a token may attend to a key that `write` returns.
+            write: receives each layer's keys and values; see the module's docstring.
+
+        Returns:
+            (B, T, E) after the final norm.
+        """
+        output = self._base(
+            input_ids=input_ids_BT,
+            attention_mask=mask_B1TS,
+            position_ids=position_ids_BT,
+            past_key_values=_KVTap(write),
+            use_cache=True,
+        )
+        return cast(Tensor, output.last_hidden_state)
+
+    def run_last(
+        self,
+        states_BTE: Tensor,
+        position_ids_BT: Tensor,
+        *,
+        num: int,
+        mask_B1TS: Tensor,
+        write: WriteKV,
+    ) -> Tensor:
+        """The last `num` layers and the final norm, from states that stand for their input."""
+        position_embeddings = self._base.rotary_emb(states_BTE, position_ids=position_ids_BT)
+        tap = _KVTap(write)
+        for layer in self._base.layers[self.num_layers - num :]:
+            states_BTE = layer(
+                states_BTE,
+                attention_mask=mask_B1TS,
+                position_ids=position_ids_BT,
+                position_embeddings=position_embeddings,
+                past_key_values=tap,
+                use_cache=True,
+            )
+        return cast(Tensor, self._base.norm(states_BTE))
+
+    @torch.no_grad()
+    def encode(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> TargetPass:
+        """Uncached pass that captures keys and values of all layers, for training."""
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+
+        def capture(_: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            keys.append(key)
+            values.append(value)
+            return key, value
+
+        hidden_BTE = self.run(
+            input_ids_BT,
+            positions(attention_mask_BT),
+            mask_B1TS=text_mask(attention_mask_BT),
+            write=capture,
+        )
+        return TargetPass(layer_features(torch.stack(keys), torch.stack(values)), hidden_BTE)
+
+    def reuse_layers(
+        self,
+        states_BTE: Tensor,
+        position_ids_BT: Tensor,
+        *,
+        mask: Tensor,
+        kv_BTLK: Tensor,
+        num: int,
+    ) -> Tensor:
+        """On-policy pass through the last `num` layers for training.
+
+        Each layer attends to [the target's true keys; the keys of `states_BTE`] under `mask`,
+        (B, 1, T, 2 T).
+        """
+
+        def join(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            pairs = kv_BTLK[:, :, layer].unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+            true_key, true_value = pairs.to(key.dtype).chunk(2, dim=-1)
+            return torch.cat((true_key, key), dim=2), torch.cat((true_value, value), dim=2)
+
+        return self.run_last(states_BTE, position_ids_BT, num=num, mask_B1TS=mask, write=join)
+
+
+def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Identity of a vocabulary: SHA-256 over its sorted (token, id) pairs."""
+    if tokenizer is None:
+        return None
+    digest = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{index}\0{token}\0".encode())
+    return digest.hexdigest()

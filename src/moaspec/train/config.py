@@ -1,0 +1,181 @@
+"""The settings of a training run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from moaspec.errors import InputError
+from moaspec.model.config import DrafterConfig, LayerConfig
+from moaspec.target import Target
+from moaspec.train.losses import LossWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSizes:
+    """Sizes of a new drafter; 0 means a default derived from the target.
+
+    Attributes:
+        lsa_heads: query heads of LSA; default: K / target head dim. Must divide K.
+        lsa_kv_heads: key and value heads of LSA.
+        lsa_intermediate: MLP width of LSA; default K.
+        sa_intermediate, ca_intermediate: MLP widths; default: the target's.
+        sa_kv_heads, ca_kv_heads: default: the target's.
+        draft_vocab: size of the trimmed draft vocabulary; 0 keeps the full one.
+    """
+
+    lsa_heads: int = 0
+    lsa_kv_heads: int = 0
+    lsa_intermediate: int = 0
+    sa_intermediate: int = 0
+    sa_kv_heads: int = 0
+    ca_intermediate: int = 0
+    ca_kv_heads: int = 0
+    draft_vocab: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run (`moaspec train CONFIG.yaml key=value ...`).
+
+    Attributes:
+        target: alias, directory or hub id of the frozen target.
+        data: files of `prompt_ids` and `response_ids`, see `moaspec.train.data`.
+        output: directory of the run: checkpoints, log, exported drafter.
+        max_length: tokens of one example, prompt included.
+        held_out: examples set aside for measuring.
+        batch_size: examples of one optimiser step.
+        steps: optimiser steps.
+        learning_rate: peak, reached after `warmup_steps`; falls along a cosine to `final_lr`.
+        final_lr: fraction of the peak at the end.
+        shortest_block, longest_block: lengths of T-step bounded blocks.
+        staircase: start with SA restricted to its own block, fading out over half of training.
+        warm_start: initialise SA from the target's first layer.
+        activation_cache: keep the target's activations on disk.
+        save_every: steps between checkpoints.
+        seed: of initial weights, order and blocks.
+        threads: torch threads; 0 leaves torch's default.
+    """
+
+    target: str
+    data: tuple[str, ...]
+    output: str
+    max_length: int = 768
+    held_out: int = 32
+    batch_size: int = 8
+    steps: int = 2000
+    learning_rate: float = 1e-3
+    final_lr: float = 0.05
+    warmup_steps: int = 50
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    shortest_block: int = 5
+    longest_block: int = 15
+    staircase: bool = False
+    warm_start: bool = True
+    activation_cache: bool = True
+    save_every: int = 200
+    seed: int = 0
+    threads: int = 0
+    device: str = "cpu"
+    loss: LossWeights = field(default_factory=LossWeights)
+    sizes: DrafterSizes = field(default_factory=DrafterSizes)
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "steps", "shortest_block", "save_every", "max_length"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.longest_block < self.shortest_block:
+            raise InputError(
+                f"longest_block ({self.longest_block}) is below shortest_block "
+                f"({self.shortest_block})."
+            )
+        if not self.data:
+            raise InputError("data must name at least one file.")
+
+
+def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a YAML file and apply `key=value` overrides (`loss.kl=0.5` reaches inside).
+
+    Raises:
+        InputError: unreadable YAML, an unknown key, or a value of the wrong type.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        for item in overrides:
+            _override(values, item)
+        return pydantic.TypeAdapter(TrainConfig).validate_python(_known(TrainConfig, values))
+    except (OSError, yaml.YAMLError) as error:
+        raise InputError(f"Cannot read the training config {path}: {error}") from error
+    except pydantic.ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
+        )
+        raise InputError(f"Training config {path}: {problems}") from error
+
+
+def _known(kind: Any, values: Any) -> Any:
+    """Reject keys that no field has."""
+    names = {f.name for f in dataclasses.fields(kind)}
+    if not isinstance(values, Mapping):
+        raise InputError(f"Expected a mapping of {', '.join(sorted(names))}; got {values!r}.")
+    unknown = set(values) - names
+    if unknown:
+        raise InputError(f"Unknown key(s) {sorted(unknown)}; known: {', '.join(sorted(names))}.")
+    nested = {"loss": LossWeights, "sizes": DrafterSizes}
+    return {k: _known(nested[k], v) if k in nested else v for k, v in values.items()}
+
+
+def _override(values: dict[str, Any], item: str) -> None:
+    key, separator, text = item.partition("=")
+    if not separator:
+        raise InputError(f"Expected key=value, got {item!r}.")
+    *path, last = key.split(".")
+    for name in path:
+        values = values.setdefault(name, {})
+    values[last] = yaml.safe_load(text)
+
+
+def drafter_config(target: Target, sizes: DrafterSizes) -> DrafterConfig:
+    """Config of a new drafter for this target."""
+    config, identity = target.config, target.identity
+    head_dim = target.head_dim
+    lsa_heads = sizes.lsa_heads or identity.kv_size // head_dim
+    if identity.kv_size % lsa_heads:
+        raise InputError(f"lsa_heads={lsa_heads} does not divide K={identity.kv_size}.")
+
+    def text_layer(intermediate: int, kv_heads: int) -> LayerConfig:
+        return LayerConfig(
+            hidden_size=identity.hidden_size,
+            num_heads=int(config.num_attention_heads),
+            num_kv_heads=kv_heads or target.num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=intermediate or int(config.intermediate_size),
+        )
+
+    return DrafterConfig(
+        hidden_size=identity.hidden_size,
+        kv_size=identity.kv_size,
+        layer_self_attention=LayerConfig(
+            hidden_size=identity.kv_size,
+            num_heads=lsa_heads,
+            num_kv_heads=sizes.lsa_kv_heads or lsa_heads,
+            head_dim=identity.kv_size // lsa_heads,
+            intermediate_size=sizes.lsa_intermediate or identity.kv_size,
+        ),
+        self_attention=text_layer(sizes.sa_intermediate, sizes.sa_kv_heads),
+        cross_attention=text_layer(sizes.ca_intermediate, sizes.ca_kv_heads),
+        rms_norm_eps=float(config.rms_norm_eps),
+        hidden_act=str(config.hidden_act),
+        rope_theta=float(config.rope_parameters["rope_theta"]),
+        rope_parameters=dict(config.rope_parameters),
+        max_position_embeddings=target.max_positions,
+        target=identity,
+    )
