@@ -1,4 +1,4 @@
-"""Numbers measured on the authors' released code; tests that use them skip where they are absent."""
+"""Numbers measured on the authors' code; tests that use them skip where they are absent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ ROOT = SHARED / "golden" / "llama"
 needs_golden = pytest.mark.skipif(
     not ROOT.exists(), reason="golden numbers are not next to this checkout"
 )
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order; see the golden README
+TOLERANCE: dict[str, Any] = {
+    "atol": 1e-4,
+    "rtol": 1e-4,
+}  # float32 sums in another order; see the golden README
 
 
 def arrays(name: str) -> dict[str, Tensor]:
@@ -46,5 +49,7 @@ def raw_checkpoint(directory: Path, weights: str) -> Path:
     return directory
 
 
-def drafter(directory: Path, of: Target, weights: str = "drafter_trained.safetensors") -> MoADrafter:
+def drafter(
+    directory: Path, of: Target, weights: str = "drafter_trained.safetensors"
+) -> MoADrafter:
     return load_checkpoint(raw_checkpoint(directory, weights), of.identity, of.config)

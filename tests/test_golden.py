@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import golden
 import pytest
 import torch
-from golden import TOLERANCE, needs_golden
 from torch.testing import assert_close
 
+import golden
 import moaspec
+from golden import TOLERANCE, needs_golden
+from moaspec.decode.engine import run_now
 from moaspec.decode.moa import MoADrafting
-from moaspec.decode.protocols import RowText
+from moaspec.decode.protocols import Request, RowText
 from moaspec.decode.verifier import LocalVerifier
+from moaspec.model import MoADrafter
 from moaspec.model.drafter import positions
 from moaspec.model.masks import last_known
 
@@ -98,23 +100,18 @@ def test_chain_logits(target: moaspec.Target, tmp_path: Path, num_target_layers:
     tokens = torch.cat((prompt, ids[None, :-1]), dim=1)
     start = torch.full_like(tokens, prompt.shape[1] - 1)
     start[:, : prompt.shape[1]] = torch.arange(prompt.shape[1])
-    logits = drafter.block_logits(
-        target, tokens, torch.ones_like(tokens), start, num_target_layers
-    )
+    logits = drafter.block_logits(target, tokens, torch.ones_like(tokens), start, num_target_layers)
     assert_close(logits[0, prompt.shape[1] :], expected, **TOLERANCE)
     assert draft_chain(target, drafter, prompt[0].tolist(), num_target_layers) == ids.tolist()
 
 
 def draft_chain(
-    target: moaspec.Target, drafter: object, prompt: list[int], num_target_layers: int
+    target: moaspec.Target, drafter: MoADrafter, prompt: list[int], num_target_layers: int
 ) -> list[int]:
-    from moaspec.decode.engine import run_now
-    from moaspec.decode.protocols import Request
-
-    drafting = MoADrafting(drafter, target, num_target_layers=num_target_layers)  # type: ignore[arg-type]
+    drafting = MoADrafting(drafter, target, num_target_layers=num_target_layers)
     verifier = LocalVerifier(target, drafting)
     drafting.borrow(verifier.cache)
-    (verdict,) = run_now(verifier.verify([Request(0, 0, tuple(prompt))]))  # type: ignore[arg-type]
+    (verdict,) = run_now(verifier.verify([Request(0, 0, tuple(prompt))]))
     drafting.observe(0, verdict.features)
     text = [*prompt, verdict.next_token]
     (tree,) = drafting.propose([RowText(0, text)], moaspec.Chain(6))

@@ -1,6 +1,15 @@
 """Mixture of Attentions speculative decoding: the target's text, exactly, only sooner."""
 
-from moaspec.decode import Chain, Engine, Event, GenerationResult, Tree, generate, load_drafter, stream
+from moaspec.decode import (
+    Chain,
+    Engine,
+    Event,
+    GenerationResult,
+    Tree,
+    generate,
+    load_drafter,
+    stream,
+)
 from moaspec.target import Target, load_target
 
 __version__ = "0.1.0"

@@ -47,9 +47,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=["config.json", "model.safetensors"])
-        )
+        return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors"]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         bundled = ", ".join(bundled_drafters()) or "none"
         raise UnknownModelError(
@@ -130,9 +128,7 @@ def generate(
     engine = local_engine(target, drafter, num_target_layers=num_target_layers)
     stops = target.stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
     handles = [
-        engine.add(
-            prompt, max_new_tokens=max_new_tokens, stop_token_ids=stops, shape=_shape(tree)
-        )
+        engine.add(prompt, max_new_tokens=max_new_tokens, stop_token_ids=stops, shape=_shape(tree))
         for prompt in prompts
     ]
     results = [engine.result(handle) for handle in handles]
@@ -157,9 +153,7 @@ def stream(
     """
     engine = local_engine(target, drafter, num_target_layers=num_target_layers)
     stops = target.stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
-    engine.add(
-        prompt_ids, max_new_tokens=max_new_tokens, stop_token_ids=stops, shape=_shape(tree)
-    )
+    engine.add(prompt_ids, max_new_tokens=max_new_tokens, stop_token_ids=stops, shape=_shape(tree))
     while engine.num_active:
         yield from engine.step()
 

@@ -1,7 +1,7 @@
 """Preallocated keys and values of many rows.
 
-Hugging Face's caches are rectangular: every row has the same length. Rows here have their own, and a
-pass may write slots that a later pass writes over, which is how rejected drafts disappear.
+Hugging Face's caches are rectangular: every row has the same length. Rows here have their own, and
+a pass may write slots that a later pass writes over, which is how rejected drafts disappear.
 
 Legend: L layers, R rows, H KV heads, S slots, D head dim; B rows of one pass, T tokens.
 """

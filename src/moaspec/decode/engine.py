@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from moaspec.decode.protocols import Drafter, Request, RowText, Verdict, Verifier
 from moaspec.decode.result import Event, GenerationResult, Source, StopReason
 from moaspec.decode.tree import AUTO, DraftTree, Tree
 from moaspec.errors import InputError, PromptError
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -186,7 +188,7 @@ class Engine:
             self._drafter.observe(row.row, verdict.features)
         accepted = [request.tree.tokens[node] for node in verdict.accepted]
         tokens, reason = self._kept(row, [*accepted, verdict.next_token])
-        sources: list[Source] = ["draft"] * len(accepted) + ["target"]
+        sources: list[Source] = [*(["draft"] * len(accepted)), "target"]
         result = row.result
         if row.prefilled:
             result.accept_lengths.append(len(tokens))
@@ -238,11 +240,11 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int)
         )
 
 
-def run_now(coroutine: Coroutine[Any, Any, list[Event]]) -> list[Event]:
+def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that never waits, also inside a running event loop (a notebook)."""
     try:
         coroutine.send(None)
     except StopIteration as done:
-        return list(done.value)
+        return cast(T, done.value)
     coroutine.close()
     raise RuntimeError("This verifier waits for a network; use `await engine.astep()`.")

@@ -21,6 +21,7 @@ from moaspec.model import MoADrafter
 from moaspec.model.layers import masked_attention
 from moaspec.target import Target
 
+
 @dataclass
 class _Beams:
     """The drafted nodes so far, all levels, for B rows.
@@ -139,9 +140,7 @@ class MoADrafting:
         kept_BN = order[:, :total_tokens].sort(dim=1).values
         tokens = self._token_ids(nodes.tokens.gather(1, kept_BN)).tolist()
         parents = nodes.parents.gather(1, kept_BN).tolist()
-        return [
-            _renumbered(*row) for row in zip(kept_BN.tolist(), tokens, parents, strict=True)
-        ]
+        return [_renumbered(*row) for row in zip(kept_BN.tolist(), tokens, parents, strict=True)]
 
 
 class _Level:
@@ -165,9 +164,7 @@ class _Level:
         """Read all text that SA has not read yet; log q after the root, (B, 1, V)."""
         drafting = self.drafting
         starts = [drafting.read.get(row, 0) for row in self.indices]
-        fresh = [
-            list(row.token_ids[start:]) for row, start in zip(self.rows, starts, strict=True)
-        ]
+        fresh = [list(row.token_ids[start:]) for row, start in zip(self.rows, starts, strict=True)]
         longest = max(map(len, fresh))
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in fresh]
         offsets_T = torch.arange(longest, device=self.device)
@@ -208,9 +205,7 @@ class _Level:
         position_BW = torch.tensor(self.roots, device=self.device)[:, None] + self.levels
         position_BW = position_BW.expand(-1, width)
         mask = tree_mask(self.roots, rows_BWU, max(self.roots) + used)
-        x_BWE = self._speak_text(
-            token_ids_BN.gather(1, frontier_BW), position_BW, starts, mask
-        )
+        x_BWE = self._speak_text(token_ids_BN.gather(1, frontier_BW), position_BW, starts, mask)
         return self._finish(x_BWE, position_BW, starts, rows_BWU)
 
     def _remember_slots(self, frontier_BW: Tensor) -> None:
@@ -226,9 +221,7 @@ class _Level:
         self, token_ids_BT: Tensor, position_ids_BT: Tensor, starts: Sequence[int], mask: Tensor
     ) -> Tensor:
         drafting = self.drafting
-        write = drafting.text.writer(
-            self.indices, starts, token_ids_BT.shape[1], mask.shape[-1]
-        )
+        write = drafting.text.writer(self.indices, starts, token_ids_BT.shape[1], mask.shape[-1])
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return masked_attention(query, *write(0, key, value), mask)
@@ -281,9 +274,7 @@ def _next_level(
     return grown, nodes.tokens.shape[1] + best_BW
 
 
-def _renumbered(
-    kept: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
-) -> DraftTree:
+def _renumbered(kept: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> DraftTree:
     """A tree whose parents point into the kept nodes."""
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}
     return DraftTree(tuple(tokens), tuple(place[parent] for parent in parents))

@@ -10,7 +10,7 @@ Legend: B batch, T tokens, L target layers, K one layer's key and value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -36,7 +36,7 @@ class Request:
     row: int
     base: int
     known: tuple[int, ...]
-    tree: DraftTree = DraftTree()
+    tree: DraftTree = field(default_factory=DraftTree)
 
 
 @dataclass(frozen=True)

@@ -75,14 +75,14 @@ AUTO = Tree(depth=3, breadth=3, total_tokens=7)
 
 
 def parse_shape(text: str) -> Tree:
-    """Read "auto", "chain:4" or "tree:6,8,62" (depth, breadth, total tokens).
+    """Read "auto", "chain:4" or "tree:6,8,62" (depth, breadth, total tokens; 6x8x62 is the same).
 
     Raises:
         ShapeError: neither form, or impossible sizes.
     """
     kind, _, sizes = text.partition(":")
     try:
-        numbers = [int(size) for size in sizes.split(",")] if sizes else []
+        numbers = [int(size) for size in sizes.replace("x", ",").split(",")] if sizes else []
         if kind == "auto" and not numbers:
             return AUTO
         if kind == "chain" and len(numbers) == 1:

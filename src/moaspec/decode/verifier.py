@@ -1,6 +1,7 @@
 """The local verifier: target, its cache, and the drafter's encoder beside it.
 
-Legend: B rows of one pass, T tokens, L layers, H KV heads, D head dim, N verified tokens of all rows.
+Legend: B rows of one pass, T tokens, L layers, H KV heads, D head dim, N verified tokens of all
+rows.
 """
 
 from __future__ import annotations
@@ -124,7 +125,9 @@ class LocalVerifier:
         """The drafter's encoding of every token that this verification committed."""
         if self._encode is None:
             return [None] * len(requests)
-        kv, positions, counts = [], [], []
+        kv: list[Tensor] = []
+        positions: list[int] = []
+        counts: list[int] = []
         for request, accepted in zip(requests, num_accepted, strict=True):
             stop = request.base + len(request.known) + accepted
             key_LHTD, value_LHTD = self.cache.read(request.row, request.base, stop)

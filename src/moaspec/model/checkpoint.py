@@ -113,7 +113,9 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"No drafter checkpoint at {directory}: {path} is missing.") from error
+        raise CheckpointError(
+            f"No drafter checkpoint at {directory}: {path} is missing."
+        ) from error
     except (OSError, ValueError) as error:
         raise CorruptCheckpointError(f"Cannot read {path}: {error}") from error
     if not isinstance(config, dict):
@@ -251,20 +253,22 @@ def infer_config(
         )
     num_heads = int(config_json.get("num_attention_heads", context.num_attention_heads))
     rope_parameters = dict(context.rope_parameters)
-    layers = {
-        name: _infer_layer(tensors, name, num_heads)
+    lsa, sa, ca = (
+        _infer_layer(tensors, name, num_heads)
         for name in ("layer_self_attention", "self_attention", "cross_attention")
-    }
+    )
     return DrafterConfig(
-        hidden_size=layers["self_attention"].hidden_size,
-        kv_size=layers["layer_self_attention"].hidden_size,
+        hidden_size=sa.hidden_size,
+        kv_size=lsa.hidden_size,
+        layer_self_attention=lsa,
+        self_attention=sa,
+        cross_attention=ca,
         rms_norm_eps=float(config_json.get("rms_norm_eps", context.rms_norm_eps)),
         hidden_act=str(config_json.get("hidden_act", context.hidden_act)),
         rope_theta=float(rope_parameters["rope_theta"]),
         rope_parameters=rope_parameters,
         max_position_embeddings=int(context.max_position_embeddings),
         num_target_layers=(0,),
-        **layers,
     )
 
 

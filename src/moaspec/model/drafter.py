@@ -1,10 +1,12 @@
 """The Mixture-of-Attentions drafter: both halves in one module.
 
-Legend: B batch, T tokens, L target layers, E hidden size, K one layer's key and value, V vocabulary.
+Legend: B batch, T tokens, L target layers, E hidden size, V vocabulary, K one layer's key and
+value.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,8 +20,14 @@ from moaspec.model.masks import memory_mask, reused_layer_mask, staircase_mask, 
 from moaspec.model.speaker import Speaker
 
 
-class TargetPass(Protocol):
-    """What one pass of the frozen target leaves behind for training."""
+@dataclass(frozen=True)
+class TargetPass:
+    """What one uncached pass of the frozen target leaves behind.
+
+    Attributes:
+        kv_BTLK: keys and values of all layers, as `layer_features` lays them out.
+        hidden_BTE: states after the final norm, the input of the LM head.
+    """
 
     kv_BTLK: Tensor
     hidden_BTE: Tensor
@@ -33,7 +41,13 @@ class TrainingTarget(Protocol):
     def encode(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> TargetPass: ...
 
     def reuse_layers(
-        self, states_BTE: Tensor, position_ids_BT: Tensor, *, mask: Tensor, kv_BTLK: Tensor, num: int
+        self,
+        states_BTE: Tensor,
+        position_ids_BT: Tensor,
+        *,
+        mask: Tensor,
+        kv_BTLK: Tensor,
+        num: int,
     ) -> Tensor: ...
 
     def head(self, states_BTE: Tensor, token_ids: Tensor | None = None) -> Tensor: ...

@@ -27,7 +27,7 @@ CrossAttend = Callable[[Tensor], Tensor]
 def masked_attention(
     query_BHTD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Grouped-query attention under a boolean mask (True: may attend), broadcast to (B, H, T, S)."""
+    """Grouped-query attention under a boolean mask (True: may attend) over (B, H, T, S)."""
     grouped = query_BHTD.shape[1] != key_BHSD.shape[1]
     return F.scaled_dot_product_attention(
         query_BHTD, key_BHSD, value_BHSD, attn_mask=mask, enable_gqa=grouped

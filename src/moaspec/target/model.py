@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.config import TargetIdentity
-from moaspec.model.drafter import positions
+from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import layer_features
 from moaspec.model.masks import text_mask
 
@@ -31,19 +30,6 @@ WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
 
 SUPPORTED_FAMILIES = ("llama", "qwen2")
-
-
-@dataclass(frozen=True)
-class TargetPass:
-    """What one uncached pass leaves behind.
-
-    Attributes:
-        kv_BTLK: keys and values of all layers, as `layer_features` lays them out.
-        hidden_BTE: states after the final norm, the input of the LM head.
-    """
-
-    kv_BTLK: Tensor
-    hidden_BTE: Tensor
 
 
 class _KVTap(Cache):
@@ -99,18 +85,22 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of weights, keys and values."""
         return self.model.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self.model.device
 
     @property
     def num_layers(self) -> int:
+        """L."""
         return int(self.config.num_hidden_layers)
 
     @property
     def vocab_size(self) -> int:
+        """V."""
         return int(self.config.vocab_size)
 
     @property
@@ -120,10 +110,12 @@ class Target:
 
     @property
     def num_kv_heads(self) -> int:
+        """Key and value heads of a layer."""
         return int(self.config.num_key_value_heads)
 
     @property
     def head_dim(self) -> int:
+        """D."""
         explicit = getattr(self.config, "head_dim", None)
         return int(explicit or self.config.hidden_size // self.config.num_attention_heads)
 

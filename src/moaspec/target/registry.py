@@ -83,11 +83,11 @@ def _resolve(name: str) -> str:
     alias = ALIASES.get(name)
     if alias is None:
         return name
-    gguf = _packaged_gguf(alias)
+    gguf = packaged_gguf(alias)
     return alias.hub_id if gguf is None else str(_dequantised(name, gguf))
 
 
-def _packaged_gguf(alias: Alias) -> Path | None:
+def packaged_gguf(alias: Alias) -> Path | None:
     """The GGUF inside an installed package, found without importing that package."""
     try:
         files = distribution(alias.package).files or []

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from moaspec.errors import TrainingError
 from moaspec.model.config import TargetIdentity
-from moaspec.target import Target, TargetPass
+from moaspec.model.drafter import TargetPass
+from moaspec.target import Target
 from moaspec.train.data import Batch, Example
 
 

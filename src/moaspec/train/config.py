@@ -115,9 +115,7 @@ def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     except (OSError, yaml.YAMLError) as error:
         raise InputError(f"Cannot read the training config {path}: {error}") from error
     except pydantic.ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
-        )
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise InputError(f"Training config {path}: {problems}") from error
 
 

@@ -50,7 +50,9 @@ class Batch:
     example_ids: tuple[int, ...]
 
 
-def read_examples(paths: Iterable[str | Path], *, vocab_size: int, max_length: int) -> list[Example]:
+def read_examples(
+    paths: Iterable[str | Path], *, vocab_size: int, max_length: int
+) -> list[Example]:
     """Read every file, cutting responses so that an example has at most `max_length` tokens.
 
     Examples whose prompt alone fills `max_length`, or whose response has fewer than two tokens,
@@ -67,7 +69,9 @@ def read_examples(paths: Iterable[str | Path], *, vocab_size: int, max_length: i
             if len(cut) >= 2:
                 examples.append(Example(example.prompt_ids, cut))
     if not examples:
-        raise DataError("No usable training examples: every file was empty or its prompts too long.")
+        raise DataError(
+            "No usable training examples: every file was empty or its prompts too long."
+        )
     return examples
 
 
@@ -119,7 +123,7 @@ def collate(examples: Sequence[Example], example_ids: Sequence[int]) -> Batch:
 def epoch_batches(
     examples: Sequence[Example], *, batch_size: int, generator: torch.Generator
 ) -> list[list[int]]:
-    """Example ids of one epoch's batches: of like length within a batch, batches in random order."""
+    """Example ids of one epoch's batches: like lengths within one, batches in random order."""
     order = torch.randperm(len(examples), generator=generator).tolist()
     pool = batch_size * 16
     batches = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 
 from moaspec.errors import InputError, TrainingError
 from moaspec.model import MoADrafter, save_drafter
-from moaspec.target import Target, TargetPass
+from moaspec.model.drafter import TargetPass
+from moaspec.target import Target
 from moaspec.train.activations import ActivationCache
 from moaspec.train.blocks import Blocks, fixed_blocks, random_blocks
 from moaspec.train.config import TrainConfig, drafter_config
@@ -191,7 +191,7 @@ class Trainer:
         }
         scratch = self.output / "state.pt.partial"
         torch.save(state, scratch)
-        os.replace(scratch, self.output / "state.pt")
+        scratch.replace(self.output / "state.pt")
 
     def export(self, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the drafter as a checkpoint that `load_drafter` reads."""

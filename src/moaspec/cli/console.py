@@ -1,0 +1,87 @@
+"""What all commands share: consoles, styles, threads, streamed text."""
+
+from __future__ import annotations
+
+import sys
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from tokenizers.decoders import DecodeStream
+from transformers.utils import logging
+
+from moaspec.decode.result import Event, Source
+from moaspec.errors import InputError
+from moaspec.target import Target
+
+DEBUG: ContextVar[bool] = ContextVar("debug", default=False)
+STYLES: dict[Source, str] = {"draft": "bold green", "target": ""}
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False)
+
+
+def error(message: str) -> None:
+    """One clear line on standard error."""
+    err.print(Text("Error: ", style="bold red") + Text(message))
+
+
+def quiet_libraries() -> None:
+    """Loading is shown by our own status line; transformers' bars would tear the text."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def set_threads(threads: int | None) -> None:
+    """Use that many CPU threads for torch.
+
+    Raises:
+        InputError: fewer than one.
+    """
+    if threads is None:
+        return
+    if threads < 1:
+        raise InputError(f"--threads must be at least 1, got {threads}.")
+    torch.set_num_threads(threads)
+
+
+class TokenPrinter:
+    """Prints tokens as they are verified, accepted drafts apart from the target's own."""
+
+    def __init__(self, target: Target) -> None:
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._tokenizer: Any = target.tokenizer
+        self.token_ids: list[int] = []
+
+    def show(self, event: Event) -> None:
+        """Print one event's text; a character split over tokens waits for its last one."""
+        self.token_ids += event.token_ids
+        for token, source in zip(event.token_ids, event.sources, strict=True):
+            piece = self._stream.step(self._tokenizer.backend_tokenizer, token)
+            if piece:
+                out.print(Text(piece, style=STYLES[source]), end="")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """End the line."""
+        out.print()
+
+
+def chat_ids(target: Target, prompt: str, *, raw: bool = False) -> list[int]:
+    """Token ids of a user's prompt, in the target's chat template where it has one.
+
+    Raises:
+        InputError: an empty prompt, or a target without tokenizer.
+    """
+    if not prompt.strip():
+        raise InputError("The prompt is empty; write what the model should answer.")
+    tokenizer: Any = target.tokenizer
+    if tokenizer is None:
+        raise InputError(f"The target {target.name} has no tokenizer, so it cannot read text.")
+    if raw or not tokenizer.chat_template:
+        return list(tokenizer(prompt)["input_ids"])
+    message = {"role": "user", "content": prompt}
+    encoded = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])

@@ -1,0 +1,56 @@
+"""`moaspec info CHECKPOINT`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from moaspec.cli import console
+from moaspec.decode import bundled_drafters
+from moaspec.errors import UnknownModelError
+from moaspec.model.checkpoint import DRAFT_TOKENS, read_config, read_tensors
+
+
+def info(
+    checkpoint: Annotated[str, typer.Argument(help="Bundled alias or directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a drafter checkpoint holds, and check that its weights are whole.
+
+    Example: moaspec info smollm2-135m
+    """
+    directory = bundled_drafters().get(checkpoint, Path(checkpoint))
+    if not directory.is_dir():
+        raise UnknownModelError(
+            f"No checkpoint {checkpoint!r}: not a directory, and not bundled "
+            f"({', '.join(bundled_drafters()) or 'none'})."
+        )
+    facts = describe(directory)
+    if as_json:
+        console.out.print(json.dumps(facts), markup=False)
+        return
+    table = Table("", str(directory))
+    for key, value in facts.items():
+        table.add_row(key, json.dumps(value) if isinstance(value, dict | list) else str(value))
+    console.out.print(table)
+
+
+def describe(directory: Path) -> dict[str, Any]:
+    """Facts of a checkpoint, its weights read and checked."""
+    config, tensors = read_config(directory), read_tensors(directory)
+    draft_tokens = tensors.pop(DRAFT_TOKENS, None)
+    ours = config.get("moaspec", {})
+    return {
+        "format": "moaspec" if ours else "published",
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "dtype": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
+        "bytes": sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+        "num_target_layers": ours.get("num_target_layers", "not recorded"),
+        "draft_vocabulary": "full" if draft_tokens is None else len(draft_tokens),
+        "target": ours.get("target") or "not recorded",
+        "training": config.get("training", {}),
+    }

@@ -1,0 +1,50 @@
+"""The `moaspec` command: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from moaspec.cli import console
+from moaspec.cli.evaluate import demo, evaluate
+from moaspec.cli.generate import generate
+from moaspec.cli.info import info
+from moaspec.cli.models import models
+from moaspec.cli.train import train
+from moaspec.errors import MoaSpecError, TrainingError
+
+app = typer.Typer(
+    name="moaspec",
+    help="Mixture of Attentions speculative decoding: the target's text, exactly, only sooner.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback()
+def settings(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Options of every command."""
+    console.DEBUG.set(debug)
+
+
+for command in (generate, models, info, train, demo):
+    app.command()(command)
+app.command(name="eval")(evaluate)
+
+
+def run() -> None:
+    """Entry point. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except MoaSpecError as error:
+        if console.DEBUG.get():
+            raise
+        console.error(str(error))
+        sys.exit(1 if isinstance(error, TrainingError) else 2)

@@ -1,0 +1,101 @@
+"""Ways of decoding, to be measured side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moaspec.decode import GenerationResult, Tree, local_engine, parse_shape
+from moaspec.errors import InputError
+from moaspec.model import MoADrafter
+from moaspec.target import Target
+
+
+@dataclass(frozen=True)
+class Run:
+    """One decoding of one prompt. Seconds are wall-clock, prompt included."""
+
+    token_ids: list[int]
+    seconds: float
+    result: GenerationResult | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of decoding greedily.
+
+    Attributes:
+        name: as the user wrote it.
+        target: shared by all methods of a run.
+        drafter: None for plain decoding and for transformers.
+        shape: of the drafts; None for transformers' own `generate`.
+    """
+
+    name: str
+    target: Target
+    drafter: MoADrafter | None = None
+    shape: Tree | None = None
+
+    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Run:
+        """Decode, timed."""
+        started = time.perf_counter()
+        if self.shape is None:
+            ids, result = self._transformers(prompt_ids, max_new_tokens), None
+        else:
+            result = self._engine(prompt_ids, max_new_tokens, self.shape)
+            ids = result.token_ids
+        return Run(ids, time.perf_counter() - started, result)
+
+    def _engine(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, shape: Tree
+    ) -> GenerationResult:
+        engine = local_engine(self.target, self.drafter)
+        handle = engine.add(
+            prompt_ids,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=self.target.stop_token_ids,
+            shape=shape,
+        )
+        result = engine.result(handle)
+        while engine.num_active:
+            engine.step()
+        return result
+
+    def _transformers(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        ids_1T = torch.tensor([list(prompt_ids)], device=self.target.device)
+        model: Any = self.target.model
+        output = model.generate(
+            input_ids=ids_1T,
+            attention_mask=torch.ones_like(ids_1T),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=sorted(self.target.stop_token_ids) or None,
+        )
+        return [int(token) for token in output[0, len(prompt_ids) :]]
+
+
+def parse_methods(names: Sequence[str], target: Target, drafter: MoADrafter | None) -> list[Method]:
+    """Read method names: `hf`, `plain`, `moa`, `moa@chain:4`, `moa@tree:6x8x62`.
+
+    Raises:
+        InputError: an unknown name, or a drafter that is missing.
+    """
+    return [_parse(name, target, drafter) for name in names]
+
+
+def _parse(name: str, target: Target, drafter: MoADrafter | None) -> Method:
+    kind, _, shape = name.partition("@")
+    tree = parse_shape(shape or "auto")
+    if kind == "hf" and not shape:
+        return Method(name, target)
+    if kind == "plain" and not shape:
+        return Method(name, target, shape=tree)
+    if kind == "moa":
+        if drafter is None:
+            raise InputError(f"Method {name!r} needs a drafter; give one with --drafter.")
+        return Method(name, target, drafter, tree)
+    raise InputError(f"Unknown method {name!r}; use hf, plain, moa or moa@SHAPE.")
