@@ -34,7 +34,7 @@ bench: install
 	$(BIN)/moaspec eval --methods hf,plain,moa,moa@chain:4,moa@tree:6x8x62 --json
 
 docs: install
-	$(BIN)/python docs/make_cli_reference.py
+	$(BIN)/typer moaspec.cli.main utils docs --name moaspec --title 'Command line' --output docs/cli.md
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.resources
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, TypedDict, Unpack, overload
 
 from moaspec.decode.engine import Engine
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.result import Event, GenerationResult
-from moaspec.decode.tree import AUTO, Tree, parse_shape
+from moaspec.decode.tree import Tree, parse_shape
 from moaspec.decode.verifier import LocalVerifier
-from moaspec.errors import InputError, UnknownModelError
+from moaspec.errors import InputError, PromptError, UnknownModelError
 from moaspec.model import MoADrafter, load_checkpoint
 from moaspec.target import Target
 
@@ -74,48 +75,45 @@ def local_engine(
     )
 
 
+class Options(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`.
+
+    Attributes:
+        drafter: proposes tokens; None (the default) decodes plainly.
+        max_new_tokens: at most so many per prompt; 64.
+        temperature: 0.0, greedy; sampling is not there yet.
+        stop_token_ids: ids that end a row; None takes the target's own.
+        tree: "auto", "chain:4", "tree:6,8,62", or a `Tree` or `Chain`.
+        num_target_layers: N, target layers that the drafter reuses; None takes its default.
+    """
+
+    drafter: MoADrafter | None
+    max_new_tokens: int
+    temperature: float
+    stop_token_ids: Iterable[int] | None
+    tree: Tree | str
+    num_target_layers: int | None
+
+
 @overload
 def generate(
-    target: Target,
-    prompt_ids: Sequence[int],
-    *,
-    drafter: MoADrafter | None = ...,
-    max_new_tokens: int = ...,
-    stop_token_ids: Iterable[int] | None = ...,
-    tree: Tree | str = ...,
-    num_target_layers: int | None = ...,
+    target: Target, prompt_ids: Sequence[int], **options: Unpack[Options]
 ) -> GenerationResult: ...
 @overload
 def generate(
-    target: Target,
-    prompt_ids: Sequence[Sequence[int]],
-    *,
-    drafter: MoADrafter | None = ...,
-    max_new_tokens: int = ...,
-    stop_token_ids: Iterable[int] | None = ...,
-    tree: Tree | str = ...,
-    num_target_layers: int | None = ...,
+    target: Target, prompt_ids: Sequence[Sequence[int]], **options: Unpack[Options]
 ) -> list[GenerationResult]: ...
 def generate(
     target: Target,
-    prompt_ids: Sequence[int] | Sequence[Sequence[int]],
-    *,
-    drafter: MoADrafter | None = None,
-    max_new_tokens: int = 64,
-    stop_token_ids: Iterable[int] | None = None,
-    tree: Tree | str = "auto",
-    num_target_layers: int | None = None,
+    prompt_ids: Any,
+    **options: Unpack[Options],
 ) -> GenerationResult | list[GenerationResult]:
-    """Generate greedily; the same tokens with and without a drafter.
+    """Generate greedily: the same tokens with and without a drafter.
 
     Args:
         target: the model whose text is produced.
         prompt_ids: token ids, or a list of such lists, which are decoded together.
-        drafter: proposes tokens; None decodes plainly.
-        max_new_tokens: at most so many per prompt.
-        stop_token_ids: ids that end a row; None takes the target's own.
-        tree: "auto", `Tree(...)` or `Chain(...)`.
-        num_target_layers: N, target layers that the drafter reuses; None takes its default.
+        **options: see `Options`.
 
     Returns:
         One result, or a list of them in the prompts' order.
@@ -123,44 +121,71 @@ def generate(
     Raises:
         InputError: bad prompt ids, tree sizes or numbers.
     """
-    batched = len(prompt_ids) > 0 and not isinstance(prompt_ids[0], int)
-    prompts: list[Sequence[int]] = list(prompt_ids) if batched else [prompt_ids]  # type: ignore[list-item, arg-type]
-    engine = local_engine(target, drafter, num_target_layers=num_target_layers)
-    stops = target.stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
-    handles = [
-        engine.add(prompt, max_new_tokens=max_new_tokens, stop_token_ids=stops, shape=_shape(tree))
-        for prompt in prompts
-    ]
-    results = [engine.result(handle) for handle in handles]
-    while engine.num_active:
-        engine.step()
+    batched = _is_batch(prompt_ids)
+    prompts = list(prompt_ids) if batched else [prompt_ids]
+    results = _run(target, [_token_ids(prompt) for prompt in prompts], options)
     return results if batched else results[0]
 
 
 def stream(
-    target: Target,
-    prompt_ids: Sequence[int],
-    *,
-    drafter: MoADrafter | None = None,
-    max_new_tokens: int = 64,
-    stop_token_ids: Iterable[int] | None = None,
-    tree: Tree | str = "auto",
-    num_target_layers: int | None = None,
+    target: Target, prompt_ids: Sequence[int], **options: Unpack[Options]
 ) -> Iterator[Event]:
-    """Like `generate` for one prompt, yielding verified tokens as each round ends.
-
-    The generator returns the `GenerationResult`; closing it early frees the row.
-    """
-    engine = local_engine(target, drafter, num_target_layers=num_target_layers)
-    stops = target.stop_token_ids if stop_token_ids is None else frozenset(stop_token_ids)
-    engine.add(prompt_ids, max_new_tokens=max_new_tokens, stop_token_ids=stops, shape=_shape(tree))
+    """Like `generate` for one prompt, yielding verified tokens as each round ends."""
+    engine, _ = _start(target, [_token_ids(prompt_ids)], options)
     while engine.num_active:
         yield from engine.step()
+
+
+def _is_batch(prompt_ids: Any) -> bool:
+    """Whether this is a list of prompts; a tensor or array of two dimensions is one too."""
+    if len(prompt_ids) == 0:
+        return False
+    first = prompt_ids[0]
+    return first.ndim > 0 if hasattr(first, "ndim") else hasattr(first, "__len__")
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """One prompt as plain integers."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise PromptError(f"A prompt must be a list of integer token ids: {error}.") from error
+
+
+def _run(
+    target: Target, prompts: Sequence[Sequence[int]], options: Options
+) -> list[GenerationResult]:
+    engine, results = _start(target, prompts, options)
+    while engine.num_active:
+        engine.step()
+    return results
+
+
+def _start(
+    target: Target, prompts: Sequence[Sequence[int]], options: Options
+) -> tuple[Engine, list[GenerationResult]]:
+    """An engine that all prompts have joined, and their results, which fill as it steps."""
+    if options.get("temperature", 0.0) != 0.0:
+        raise InputError("Only greedy decoding (temperature=0.0) is implemented.")
+    stops = options.get("stop_token_ids")
+    engine = local_engine(
+        target, options.get("drafter"), num_target_layers=options.get("num_target_layers")
+    )
+    handles = [
+        engine.add(
+            prompt,
+            max_new_tokens=options.get("max_new_tokens", 64),
+            stop_token_ids=target.stop_token_ids if stops is None else stops,
+            shape=_shape(options.get("tree", "auto")),
+        )
+        for prompt in prompts
+    ]
+    return engine, [engine.result(handle) for handle in handles]
 
 
 def _shape(tree: Tree | str) -> Tree:
     if isinstance(tree, Tree):
         return tree
     if isinstance(tree, str):
-        return AUTO if tree == "auto" else parse_shape(tree)
+        return parse_shape(tree)
     raise InputError(f'tree must be "auto", Tree(...) or Chain(...), got {tree!r}.')

@@ -188,7 +188,8 @@ class Engine:
             self._drafter.observe(row.row, verdict.features)
         accepted = [request.tree.tokens[node] for node in verdict.accepted]
         tokens, reason = self._kept(row, [*accepted, verdict.next_token])
-        sources: list[Source] = [*(["draft"] * len(accepted)), "target"]
+        sources: list[Source] = ["draft" for _ in accepted]
+        sources.append("target")
         result = row.result
         if row.prefilled:
             result.accept_lengths.append(len(tokens))

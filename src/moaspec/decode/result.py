@@ -58,6 +58,7 @@ class GenerationResult:
         drafted_depths: levels that each round drafted.
         num_drafted: draft tokens verified over all rounds.
         stop_reason: why it ended.
+        seed: of sampling; None for greedy decoding, which has no noise.
         timing: seconds by part.
     """
 
@@ -67,6 +68,7 @@ class GenerationResult:
     drafted_depths: list[int] = field(default_factory=list)
     num_drafted: int = 0
     stop_reason: StopReason | None = None
+    seed: int | None = None
     timing: Timing = field(default_factory=Timing)
 
     @property

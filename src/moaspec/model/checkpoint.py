@@ -81,7 +81,7 @@ def save_drafter(
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         to_published_name(name): parameter.detach().to(dtype or parameter.dtype).contiguous().cpu()
-        for name, parameter in drafter.named_parameters()
+        for name, parameter in drafter.named_parameters(remove_duplicate=False)
         if not name.startswith(_SHARED_NORM)
     }
     if drafter.draft_token_ids is not None:

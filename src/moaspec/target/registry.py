@@ -82,6 +82,12 @@ def cache_dir() -> Path:
 def _resolve(name: str) -> str:
     alias = ALIASES.get(name)
     if alias is None:
+        if "/" not in name and not Path(name).is_dir():
+            # Asking the hub for a misspelt alias would take it half a minute to say no.
+            raise UnknownModelError(
+                f"Unknown target {name!r}: not an alias ({', '.join(ALIASES)}) and not a "
+                "directory. A hub id has the form owner/name."
+            )
         return name
     gguf = packaged_gguf(alias)
     return alias.hub_id if gguf is None else str(_dequantised(name, gguf))

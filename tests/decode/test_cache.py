@@ -1,0 +1,132 @@
+"""The engine's key and value cache, and the masks over it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from moaspec.decode.cache import SLOT_BUCKET, KVCache, prefix_mask, tree_mask
+
+LAYERS, HEADS, DIM = 2, 3, 4
+CPU = torch.device("cpu")
+
+
+def empty_cache(rows: int = 0, slots: int = 0) -> KVCache:
+    cache = KVCache(
+        num_layers=LAYERS, num_heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU
+    )
+    cache.reserve(rows, slots)
+    return cache
+
+
+def some_kv(batch: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    key, value = torch.randn(2, batch, HEADS, tokens, DIM, generator=generator)
+    return key, value
+
+
+def test_capacity_grows_in_buckets_and_keeps_what_is_stored() -> None:
+    cache = empty_cache()
+    assert cache.num_bytes == 0
+    cache.reserve(2, 3)
+    per_slot = LAYERS * 2 * HEADS * DIM * 4
+    assert cache.num_bytes == 2 * SLOT_BUCKET * per_slot
+    key, value = some_kv(LAYERS, 3)
+    cache.append(1, 0, key, value)
+    cache.reserve(5, SLOT_BUCKET + 1)
+    assert cache.num_bytes == 5 * 2 * SLOT_BUCKET * per_slot
+    got_key, got_value = cache.read(1, 0, 3)
+    assert_close(got_key, key, rtol=0, atol=0)
+    assert_close(got_value, value, rtol=0, atol=0)
+    before = cache.num_bytes
+    cache.reserve(1, 1)
+    assert cache.num_bytes == before
+
+
+def test_more_rows_alone_keep_the_slots() -> None:
+    cache = empty_cache(1, 10)
+    key, value = some_kv(LAYERS, 10)
+    cache.append(0, 0, key, value)
+    cache.reserve(3, 5)
+    assert_close(cache.read(0, 0, 10)[0], key, rtol=0, atol=0)
+
+
+def test_release_gives_all_memory_back() -> None:
+    cache = empty_cache(2, 20)
+    cache.release()
+    assert cache.num_bytes == 0
+    cache.reserve(1, 1)
+    assert cache.num_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "starts"), [([0], [4]), ([2], [1]), ([0, 1], [3, 0]), ([3, 1], [0, 5])]
+)
+def test_writer_stores_and_hands_back(rows: list[int], starts: list[int]) -> None:
+    cache = empty_cache(4, 16)
+    expected = torch.zeros(2, LAYERS, 4, HEADS, 10, DIM)
+    for row in range(4):
+        key, value = some_kv(LAYERS, 10, seed=row)
+        cache.append(row, 0, key, value)
+        expected[:, :, row] = torch.stack((key, value))
+    write = cache.writer(rows, starts, num_tokens=2, visible=9)
+    for layer in range(LAYERS):
+        new = some_kv(len(rows), 2, seed=10 + layer)
+        got = write(layer, *new)
+        for part in range(2):
+            for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+                expected[part, layer, row, :, start : start + 2] = new[part][i]
+            assert_close(got[part], expected[part, layer, rows, :, :9], rtol=0, atol=0)
+    for row in range(4):
+        assert_close(cache.read(row, 0, 10)[0], expected[0, :, row], rtol=0, atol=0)
+        assert_close(cache.read(row, 0, 10)[1], expected[1, :, row], rtol=0, atol=0)
+
+
+def test_read_of_a_stretch() -> None:
+    cache = empty_cache(1, 8)
+    key, value = some_kv(LAYERS, 6)
+    cache.append(0, 2, key, value)
+    got_key, got_value = cache.read(0, 3, 5)
+    assert_close(got_key, key[:, :, 1:3], rtol=0, atol=0)
+    assert_close(got_value, value[:, :, 1:3], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("slots", [[4, 5, 6], [5, 7, 9], [4, 9], [9], []])
+def test_commit_moves_kept_slots_together(slots: list[int]) -> None:
+    cache = empty_cache(2, 12)
+    for row in range(2):
+        cache.append(row, 0, *some_kv(LAYERS, 12, seed=row))
+    before = [cache.read(row, 0, 12)[0].clone() for row in range(2)]
+    cache.commit(1, 4, slots)
+    after = cache.read(1, 0, 4 + len(slots))[0]
+    assert_close(after, before[1][:, :, [0, 1, 2, 3, *slots]], rtol=0, atol=0)
+    assert_close(cache.read(0, 0, 12)[0], before[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [2, 0]])
+def test_view(rows: list[int]) -> None:
+    cache = KVCache(num_layers=1, num_heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU)
+    cache.reserve(3, 8)
+    for row in range(3):
+        cache.append(row, 0, *some_kv(1, 8, seed=row))
+    key, value = cache.view(rows, 5)
+    assert_close(key, torch.cat([cache.read(row, 0, 5)[0] for row in rows]), rtol=0, atol=0)
+    assert_close(value, torch.cat([cache.read(row, 0, 5)[1] for row in rows]), rtol=0, atol=0)
+
+
+def test_prefix_mask() -> None:
+    mask = prefix_mask([0, 2, 3], 3, CPU)
+    assert mask.shape == (3, 1, 1, 3)
+    assert mask[:, 0, 0].int().tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def test_tree_mask() -> None:
+    own = torch.tensor([[[1, 0], [1, 1]], [[1, 0], [0, 1]]], dtype=torch.bool)
+    mask = tree_mask([1, 3], own, visible=6)
+    assert mask.shape == (2, 1, 2, 6)
+    assert mask[:, 0].int().tolist() == [
+        [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]],
+        [[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0]],
+    ]

@@ -1,0 +1,236 @@
+"""The decoding loop: rounds, ends, rows that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+import moaspec
+import tiny
+from moaspec.decode import Chain, Engine, GenerationResult, Tree, acceptance_by_depth, local_engine
+from moaspec.decode.engine import run_now
+from moaspec.errors import InputError, PromptError
+
+PROMPT, OWN = tiny.PROMPTS[0], tiny.own_texts("llama")[0]
+
+
+def replay(prompt: int = 0, *, wrong_from: int = 10**6) -> Engine:
+    """An engine that drafts the target's own continuation of a prompt."""
+    text = [*tiny.PROMPTS[prompt], *tiny.own_texts("llama")[prompt]]
+    return tiny.replay_engine(tiny.target(), tiny.ReplayDrafting([text], wrong_from=wrong_from))
+
+
+def finish(engine: Engine) -> None:
+    while engine.num_active:
+        engine.step()
+
+
+def decode(
+    engine: Engine,
+    prompt: tuple[int, ...] = PROMPT,
+    *,
+    max_new_tokens: int = tiny.NEW_TOKENS,
+    stop_token_ids: tuple[int, ...] = (),
+    shape: Tree = Chain(3),  # noqa: B008
+) -> GenerationResult:
+    handle = engine.add(
+        prompt, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, shape=shape
+    )
+    result = engine.result(handle)
+    finish(engine)
+    return result
+
+
+@pytest.mark.parametrize("shape", [Chain(3), Tree(3, 2, 6), Tree(5, 2, 10)], ids=str)
+def test_right_drafts_are_accepted(shape: Tree) -> None:
+    result = decode(replay(), shape=shape)
+    assert tuple(result.token_ids) == OWN
+    depth = shape.depth
+    assert result.accept_lengths[:-1] == [depth + 1] * (result.num_rounds - 1)
+    assert sum(result.accept_lengths) == len(OWN) - 1
+    assert result.sources[: depth + 2] == ["target", *["draft"] * depth, "target"]
+    assert result.num_drafted > 0
+
+
+def test_acceptance_by_depth() -> None:
+    result = decode(replay(wrong_from=3), max_new_tokens=13)
+    assert result.accept_lengths == [3] * 4
+    assert result.drafted_depths == [3] * 4
+    assert result.acceptance_by_depth == [1.0, 1.0, 0.0]
+    other = decode(replay(wrong_from=1), max_new_tokens=5)
+    assert other.acceptance_by_depth == [0.0, 0.0, 0.0]
+    assert acceptance_by_depth([result, other])[0] == pytest.approx(4 / (4 + other.num_rounds - 1))
+    assert acceptance_by_depth([]) == []
+
+
+def test_plain_decoding_has_tau_one() -> None:
+    result = decode(local_engine(tiny.target()))
+    assert tuple(result.token_ids) == OWN
+    assert result.tau == 1.0
+    assert result.num_rounds == len(OWN) - 1
+    assert result.num_drafted == 0
+    assert result.stop_reason == "max_new_tokens"
+    assert result.sources == ["target"] * len(OWN)
+    assert result.timing.total_s >= result.timing.prefill_s > 0
+
+
+def test_no_round_has_no_tau() -> None:
+    result = decode(replay(), max_new_tokens=1)
+    assert result.token_ids == [OWN[0]]
+    assert result.tau is None
+    assert result.accept_lengths == []
+    assert result.acceptance_by_depth == []
+
+
+@pytest.mark.parametrize("kept", range(1, 10))
+def test_max_new_tokens_inside_an_accepted_path(kept: int) -> None:
+    result = decode(replay(), max_new_tokens=kept)
+    assert tuple(result.token_ids) == OWN[:kept]
+    assert len(result.sources) == kept
+    assert sum(result.accept_lengths) == kept - 1
+    assert result.stop_reason == "max_new_tokens"
+
+
+@pytest.mark.parametrize("position", range(9))
+def test_stop_token_inside_an_accepted_path(position: int) -> None:
+    stop = OWN[position]
+    first = OWN.index(stop)
+    result = decode(replay(), stop_token_ids=(stop,))
+    assert tuple(result.token_ids) == OWN[: first + 1]
+    assert len(result.sources) == first + 1
+    assert sum(result.accept_lengths) == first
+    assert result.stop_reason == "stop_token"
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 6])
+@pytest.mark.parametrize("speculate", [False, True])
+def test_the_context_ends_a_row(room: int, speculate: bool) -> None:
+    target = tiny.fresh_target(max_position_embeddings=16)
+    prompt = tuple(range(16 - room))
+    own = tiny.own_text(target, prompt, room)
+    drafting = tiny.ReplayDrafting([[*prompt, *own, 0, 0, 0, 0]])
+    engine = tiny.replay_engine(target, drafting) if speculate else local_engine(target)
+    result = decode(engine, prompt, shape=Tree(4, 2, 8))
+    assert result.token_ids == own
+    assert result.stop_reason == "context"
+
+
+@pytest.mark.parametrize("room", [1, 2, 5])
+def test_a_real_drafter_at_the_end_of_the_context(room: int) -> None:
+    target = tiny.fresh_target(max_position_embeddings=16)
+    prompt = list(range(16 - room))
+    result = moaspec.generate(
+        target, prompt, drafter=tiny.random_drafter(target), tree=Tree(4, 2, 8)
+    )
+    assert result.token_ids == tiny.own_text(target, prompt, room)
+    assert result.stop_reason == "context"
+
+
+def test_rows_join_and_leave_midway() -> None:
+    engine = local_engine(tiny.target(), tiny.agreeing_drafter("llama"))
+    results: dict[int, GenerationResult] = {}
+
+    def join(prompt: int, *, length: int, shape: Tree) -> None:
+        handle = engine.add(tiny.PROMPTS[prompt], max_new_tokens=length, shape=shape)
+        results[prompt] = engine.result(handle)
+
+    join(0, length=24, shape=Chain(2))
+    engine.step()
+    engine.step()
+    join(1, length=6, shape=Tree(3, 2, 6))
+    join(2, length=24, shape=Chain(2))
+    for _ in range(3):
+        engine.step()
+    join(3, length=20, shape=Tree(2, 2, 4))
+    finish(engine)
+    for prompt, result in results.items():
+        expected = tiny.own_texts("llama")[prompt][: len(result.token_ids)]
+        assert tuple(result.token_ids) == expected
+    assert [len(results[i].token_ids) for i in range(4)] == [24, 6, 24, 20]
+
+
+def test_abort_returns_what_was_generated_and_frees_the_row() -> None:
+    engine = local_engine(tiny.target(), tiny.random_drafter(tiny.target()))
+    handle = engine.add(PROMPT, max_new_tokens=24)
+    other = engine.add(tiny.PROMPTS[1], max_new_tokens=24)
+    rest = engine.result(other)
+    for _ in range(3):
+        engine.step()
+    result = engine.abort(handle)
+    assert tuple(result.token_ids) == OWN[: len(result.token_ids)]
+    assert len(result.token_ids) >= 3
+    assert result.stop_reason == "aborted"
+    assert engine.num_active == 1
+    again = engine.result(engine.add(tiny.PROMPTS[2], max_new_tokens=24))
+    finish(engine)
+    assert tuple(rest.token_ids) == tiny.own_texts("llama")[1]
+    assert tuple(again.token_ids) == tiny.own_texts("llama")[2]
+
+
+def test_abort_before_the_prompt_was_processed() -> None:
+    engine = local_engine(tiny.target())
+    result = engine.abort(engine.add(PROMPT, max_new_tokens=4))
+    assert result.token_ids == []
+    assert engine.num_active == 0
+    assert engine.step() == []
+
+
+def test_the_drafter_is_told_of_closed_rows() -> None:
+    drafting = tiny.ReplayDrafting([])
+    engine = tiny.replay_engine(tiny.target(), drafting)
+    decode(engine, max_new_tokens=2)
+    assert drafting.closed == [0]
+
+
+def test_events_carry_every_token_once() -> None:
+    engine = replay()
+    handles = [engine.add(p, max_new_tokens=9, shape=Chain(3)) for p in tiny.PROMPTS[:2]]
+    seen: dict[int, list[int]] = {handle: [] for handle in handles}
+    reasons: dict[int, list[str]] = {handle: [] for handle in handles}
+    while engine.num_active:
+        for event in engine.step():
+            assert len(event.token_ids) == len(event.sources) > 0
+            seen[event.handle] += event.token_ids
+            reasons[event.handle] += [event.stop_reason] if event.stop_reason else []
+    assert [tuple(seen[h]) for h in handles] == [t[:9] for t in tiny.own_texts("llama")[:2]]
+    assert all(reasons[h] == ["max_new_tokens"] for h in handles)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ((), "empty"),
+        (tuple([1] * 256), "context of 256"),
+        ((1, tiny.VOCAB), "Token id 64"),
+        ((-1, 2), "Token id -1"),
+    ],
+)
+def test_prompts_that_are_refused(prompt: tuple[int, ...], message: str) -> None:
+    engine = local_engine(tiny.target())
+    with pytest.raises(PromptError, match=message):
+        engine.add(prompt, max_new_tokens=4)
+    assert engine.num_active == 0
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_max_new_tokens_must_be_positive(number: int) -> None:
+    with pytest.raises(InputError, match="max_new_tokens"):
+        local_engine(tiny.target()).add(PROMPT, max_new_tokens=number)
+
+
+class _Waits:
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+def test_run_now_refuses_to_wait() -> None:
+    async def waits() -> None:
+        await _Waits()
+
+    async def answers() -> int:
+        return 3
+
+    assert run_now(answers()) == 3
+    with pytest.raises(RuntimeError, match="astep"):
+        run_now(waits())

@@ -1,0 +1,219 @@
+"""Drafting: what runs, what is cached, and that it is what training computes."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import moaspec
+import tiny
+from moaspec.decode import Chain, Tree
+from moaspec.decode.engine import run_now
+from moaspec.decode.moa import MoADrafting
+from moaspec.decode.protocols import Request, RowText
+from moaspec.decode.tree import DraftTree, ancestor_matrix
+from moaspec.decode.verifier import LocalVerifier
+from moaspec.errors import InputError, ShapeError
+from moaspec.model import MoADrafter
+from moaspec.target import Target
+
+
+def draft(
+    target: Target,
+    drafter: MoADrafter,
+    prompt: tuple[int, ...],
+    shape: Tree,
+    *,
+    num_target_layers: int = 0,
+) -> tuple[list[int], DraftTree]:
+    """The text up to the root, and the first round's tree."""
+    drafting = MoADrafting(drafter, target, num_target_layers=num_target_layers)
+    verifier = LocalVerifier(target, drafting)
+    drafting.borrow(verifier.cache)
+    (verdict,) = run_now(verifier.verify([Request(0, 0, prompt)]))
+    drafting.observe(0, verdict.features)
+    text = [*prompt, verdict.next_token]
+    (tree,) = drafting.propose([RowText(0, text)], shape)
+    return text, tree
+
+
+def training_log_q(
+    target: Target, drafter: MoADrafter, text: list[int], drafts: list[int], layers: int
+) -> Tensor:
+    """Log q after the root and after each draft, by one pass of the training code."""
+    last_verified = len(text) - 2
+    ids = torch.tensor([[*text, *drafts]])
+    start = torch.arange(ids.shape[1]).clamp(max=last_verified)[None]
+    logits = drafter.block_logits(target, ids, torch.ones_like(ids), start, layers)
+    return logits[0, last_verified + 1 :].log_softmax(-1)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+@pytest.mark.parametrize("vocabulary", [None, (3, 8, 9, 21, 40, 63)])
+def test_drafting_a_chain_is_the_training_pass(
+    family: str, layers: int, vocabulary: tuple[int, ...] | None
+) -> None:
+    target = tiny.target(family)
+    ids = None if vocabulary is None else torch.tensor(vocabulary)
+    drafter = tiny.random_drafter(target, draft_token_ids=ids)
+    text, tree = draft(target, drafter, tiny.PROMPTS[1], Chain(6), num_target_layers=layers)
+    log_q = training_log_q(target, drafter, text, list(tree.tokens), layers)
+    assert list(tree.tokens) == log_q[:-1].argmax(-1).tolist()
+    assert tree.parents == (-1, 0, 1, 2, 3, 4)
+    assert vocabulary is None or set(tree.tokens) <= set(vocabulary)
+
+
+def best_tree(
+    target: Target, drafter: MoADrafter, text: list[int], shape: Tree, layers: int
+) -> set[tuple[int, ...]]:
+    """EAGLE-2's tree by brute force: paths of the kept nodes, each scored without any cache."""
+
+    @functools.cache
+    def children(path: tuple[int, ...]) -> dict[int, float]:
+        log_q = training_log_q(target, drafter, text, list(path), layers)[-1]
+        scores, tokens = log_q.topk(shape.breadth)
+        return dict(zip(tokens.tolist(), scores.tolist(), strict=True))
+
+    scored: dict[tuple[int, ...], float] = {}
+    frontier: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(shape.depth):
+        grown = {
+            (*path, token): score + log_q
+            for path, score in frontier.items()
+            for token, log_q in children(path).items()
+        }
+        scored |= grown
+        best = sorted(grown, key=lambda path: -grown[path])[: shape.breadth]
+        frontier = {path: grown[path] for path in best}
+    return set(sorted(scored, key=lambda path: -scored[path])[: shape.total_tokens])
+
+
+def paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    matrix = ancestor_matrix(tree.parents)
+    return {
+        tuple(token for token, seen in zip(tree.tokens, row, strict=True) if seen) for row in matrix
+    }
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+@pytest.mark.parametrize("shape", [Tree(2, 2, 4), Tree(3, 3, 8), Tree(4, 2, 6)], ids=str)
+def test_drafting_a_tree_keeps_the_best_paths(layers: int, shape: Tree) -> None:
+    target = tiny.target("qwen2")
+    drafter = tiny.random_drafter(target)
+    text, tree = draft(target, drafter, tiny.PROMPTS[0], shape, num_target_layers=layers)
+    assert len(tree.tokens) == shape.total_tokens
+    assert max(tree.depths) <= shape.depth
+    assert paths(tree) == best_tree(target, drafter, text, shape, layers)
+
+
+def counted(target: Target) -> Counter[str]:
+    """Counts passes through the base model and through each layer from now on."""
+    counts: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        counts[name] += 1
+
+    base = target.model.base_model
+    base.register_forward_hook(lambda *_: count("base"))
+    for index, layer in enumerate(base.layers):
+        layer.register_forward_hook(lambda *_, name=f"layer {index}": count(name))
+    return counts
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_one_target_pass_a_round(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny.fresh_target()
+    counts = counted(target)
+    drafting_counts: Counter[str] = Counter()
+    propose = MoADrafting.propose
+
+    def watched(self: MoADrafting, rows: list[RowText], shape: Tree) -> list[DraftTree]:
+        before = counts.copy()
+        trees = propose(self, rows, shape)
+        drafting_counts.update(counts - before)
+        return trees
+
+    monkeypatch.setattr(MoADrafting, "propose", watched)
+    result = moaspec.generate(
+        target,
+        tiny.PROMPTS[0],
+        drafter=tiny.random_drafter(target),
+        max_new_tokens=10,
+        tree=Chain(3),
+        num_target_layers=layers,
+    )
+    assert counts["base"] == counts["layer 0"] == result.num_rounds + 1
+    assert set(drafting_counts) == ({"layer 2"} if layers else set())
+
+
+def test_encode_splits_features_by_row() -> None:
+    target = tiny.target()
+    drafting = MoADrafting(tiny.random_drafter(target), target)
+    ids = torch.tensor([[4, 5, 6, 7, 8]])
+    kv = target.encode(ids, torch.ones_like(ids)).kv_BTLK
+    together = drafting.encode(kv, torch.arange(5)[None], [2, 3])
+    assert [key.shape[2] for key, _ in together] == [2, 3]
+    (tail,) = drafting.encode(kv[:, 2:], torch.tensor([[2, 3, 4]]), [3])
+    for got, expected in zip(together[1], tail, strict=True):
+        assert_close(got, expected, **tiny.TOLERANCE)
+
+
+def test_observing_in_pieces_is_observing_at_once() -> None:
+    target = tiny.target()
+    drafter = tiny.random_drafter(target)
+    ids = torch.tensor([tiny.PROMPTS[2]])
+    kv = target.encode(ids, torch.ones_like(ids)).kv_BTLK
+    trees = []
+    for cuts in ([12], [5, 4, 3]):
+        drafting = MoADrafting(drafter, target)
+        positions = torch.arange(12)[None]
+        for features in drafting.encode(kv, positions, cuts):
+            drafting.observe(0, features)
+        trees.append(drafting.propose([RowText(0, [*tiny.PROMPTS[2], 7])], Tree(3, 2, 6)))
+    assert trees[0] == trees[1]
+
+
+def test_a_closed_row_is_forgotten_and_release_gives_memory_back() -> None:
+    target = tiny.target()
+    drafting = MoADrafting(tiny.random_drafter(target), target)
+    kv = torch.randn(1, 3, target.num_layers, target.identity.kv_size)
+    drafting.observe(0, drafting.encode(kv, torch.arange(3)[None], [3])[0])
+    drafting.propose([RowText(0, [1, 2, 3, 4])], Chain(2))
+    drafting.close(0)
+    assert drafting.read == drafting.remembered == {}
+    drafting.release()
+    assert drafting.text.num_bytes == drafting.memory.num_bytes == 0
+
+
+def test_breadth_beyond_the_draft_vocabulary() -> None:
+    target = tiny.target()
+    drafter = tiny.random_drafter(target, draft_token_ids=torch.tensor([1, 2, 3]))
+    with pytest.raises(ShapeError, match="draft vocabulary of 3"):
+        moaspec.generate(target, [1, 2], drafter=drafter, tree=Tree(2, 4, 8))
+
+
+@pytest.mark.parametrize("layers", [-1, 4])
+def test_more_reused_layers_than_there_are(layers: int) -> None:
+    target = tiny.target()
+    with pytest.raises(InputError, match=r"0\.\.3"):
+        MoADrafting(tiny.random_drafter(target), target, num_target_layers=layers)
+
+
+@pytest.mark.parametrize("always_same", [True, False])
+def test_trimmed_vocabulary_is_lossless(always_same: bool) -> None:
+    target = tiny.target()
+    ids = torch.tensor([tiny.own_texts("llama")[0][3]]) if always_same else torch.arange(0, 64, 3)
+    result = moaspec.generate(
+        target,
+        tiny.PROMPTS[0],
+        drafter=tiny.random_drafter(target, draft_token_ids=ids),
+        max_new_tokens=tiny.NEW_TOKENS,
+        tree=Chain(3),
+    )
+    assert tuple(result.token_ids) == tiny.own_texts("llama")[0]

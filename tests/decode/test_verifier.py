@@ -1,0 +1,111 @@
+"""The local verifier: what it decides, and what it leaves in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+import moaspec.decode.verifier
+import tiny
+from moaspec.decode.engine import run_now
+from moaspec.decode.protocols import Request, Verdict
+from moaspec.decode.tree import DraftTree
+from moaspec.decode.verifier import LocalVerifier
+from moaspec.model.encoder import layer_features
+
+
+def verify(verifier: LocalVerifier, *requests: Request) -> list[Verdict]:
+    return run_now(verifier.verify(requests))
+
+
+def uncached_kv(family: str, text: Sequence[int]) -> Tensor:
+    ids = torch.tensor([list(text)])
+    return tiny.target(family).encode(ids, torch.ones_like(ids)).kv_BTLK[0]
+
+
+def cached_kv(verifier: LocalVerifier, row: int, length: int) -> Tensor:
+    key, value = verifier.cache.read(row, 0, length)
+    return layer_features(key[:, None], value[:, None])[0]
+
+
+def right_and_wrong(draw: st.DrawFn, right: Sequence[int]) -> DraftTree:
+    """A random tree that contains a random stretch of the right tokens among wrong ones."""
+    depth = draw(st.integers(0, len(right)))
+    tokens: list[int] = []
+    parents: list[int] = []
+    path = [-1]
+    for level in range(depth):
+        for _ in range(draw(st.integers(0, 3))):
+            tokens.append((right[level] + draw(st.integers(1, 5))) % tiny.VOCAB)
+            parents.append(draw(st.sampled_from([path[-1], *range(-1, len(parents))])))
+        tokens.append(right[level])
+        parents.append(path[-1])
+        path.append(len(tokens) - 1)
+    return DraftTree(tuple(tokens), tuple(parents))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_cache_compaction_is_recomputation(data: st.DataObject) -> None:
+    """After any rounds on any trees, the cache holds what an uncached pass computes."""
+    family = data.draw(st.sampled_from(tiny.FAMILIES))
+    rows = data.draw(st.permutations(range(len(tiny.PROMPTS))))[:2]
+    verifier = LocalVerifier(tiny.target(family))
+    wholes = {row: [*tiny.PROMPTS[row], *tiny.own_texts(family)[row]] for row in rows}
+    lengths = {row: len(tiny.PROMPTS[row]) for row in rows}
+    first = verify(verifier, *(Request(row, 0, tiny.PROMPTS[row]) for row in rows))
+    for row, verdict in zip(rows, first, strict=True):
+        assert verdict.next_token == wholes[row][lengths[row]]
+    for _ in range(data.draw(st.integers(1, 3))):
+        requests = []
+        for row in rows:
+            at = lengths[row]
+            tree = data.draw(st.composite(right_and_wrong)(wholes[row][at + 1 : at + 5]))
+            requests.append(Request(row, at, (wholes[row][at],), tree))
+        for request, verdict in zip(requests, verify(verifier, *requests), strict=True):
+            row, at = request.row, lengths[request.row]
+            taken = [request.tree.tokens[node] for node in verdict.accepted]
+            lengths[row] += 1 + len(taken)
+            assert [*taken, verdict.next_token] == wholes[row][at + 1 : at + 2 + len(taken)]
+    for row in rows:
+        expected = uncached_kv(family, wholes[row][: lengths[row]])
+        assert_close(cached_kv(verifier, row, lengths[row]), expected, **tiny.TOLERANCE)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 12])
+def test_a_long_prompt_takes_several_passes(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moaspec.decode.verifier, "PREFILL_CHUNK_TOKENS", chunk)
+    prompt = tiny.PROMPTS[2]
+    verifier = LocalVerifier(tiny.target())
+    (verdict,) = verify(verifier, Request(1, 0, prompt))
+    assert verdict.next_token == tiny.own_texts("llama")[2][0]
+    assert_close(
+        cached_kv(verifier, 1, len(prompt)), uncached_kv("llama", prompt), **tiny.TOLERANCE
+    )
+
+
+def test_a_request_may_carry_several_known_tokens_and_a_tree() -> None:
+    text = [*tiny.PROMPTS[0], *tiny.own_texts("llama")[0]]
+    verifier = LocalVerifier(tiny.target())
+    tree = DraftTree(tokens=(63, text[5], text[6]), parents=(-1, -1, 1))
+    (verdict,) = verify(verifier, Request(0, 0, tuple(text[:5]), tree))
+    assert verdict.accepted == (1, 2)
+    assert verdict.next_token == text[7]
+    assert verdict.features is None
+    assert_close(cached_kv(verifier, 0, 7), uncached_kv("llama", text[:7]), **tiny.TOLERANCE)
+
+
+def test_release() -> None:
+    verifier = LocalVerifier(tiny.target())
+    verify(verifier, Request(0, 0, tiny.PROMPTS[0]))
+    verifier.close(0)
+    verifier.release()
+    assert verifier.cache.num_bytes == 0
+    (verdict,) = verify(verifier, Request(0, 0, tiny.PROMPTS[0]))
+    assert verdict.next_token == tiny.own_texts("llama")[0][0]

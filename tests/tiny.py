@@ -1,0 +1,193 @@
+"""Tiny random targets, and drafters that disagree or agree with them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from moaspec.decode import Engine
+from moaspec.decode.protocols import Features, Need, RowText
+from moaspec.decode.tree import DraftTree, Tree
+from moaspec.decode.verifier import LocalVerifier
+from moaspec.model import MoADrafter
+from moaspec.target import Target
+from moaspec.train import DrafterSizes, Example
+from moaspec.train.blocks import random_blocks
+from moaspec.train.config import drafter_config
+from moaspec.train.data import collate
+
+FAMILIES = ("llama", "qwen2")
+VOCAB = 64
+NEW_TOKENS = 24
+PROMPTS = ((5, 9, 2), (7, 1, 30, 44, 8, 12, 3), (1, 2, 3, 4, 5, 6, 60, 61, 62, 63, 20, 21), (33, 0))
+TOLERANCE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
+"""float32 sums in another order: values of these models are near 1, their layers few."""
+
+_MODELS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+}
+
+
+def model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
+    """A random model of transformers; its weights are large, so that its text varies."""
+    config_class, model_class = _MODELS[family]
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 56,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(seed)
+    made = model_class(config_class(**settings | changes))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return made
+
+
+@functools.cache
+def target(family: str = "llama") -> Target:
+    """The tiny target that most tests share; nobody changes it."""
+    return Target(model(family), None, name=f"tiny-{family}")
+
+
+def fresh_target(family: str = "llama", *, tokenizer: Any = None, **changes: Any) -> Target:
+    """A target of a test's own."""
+    return Target(model(family, **changes), tokenizer, name=f"tiny-{family}")
+
+
+def tokenizer() -> Any:
+    """One word per id: w0 ... w63."""
+    words = {f"w{i}": i for i in range(VOCAB)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0")
+
+
+def random_drafter(
+    of: Target, *, seed: int = 1, draft_token_ids: Tensor | None = None, **sizes: int
+) -> MoADrafter:
+    """A drafter that disagrees: random weights."""
+    torch.manual_seed(seed)
+    drafter = MoADrafter(drafter_config(of, DrafterSizes(**sizes)), draft_token_ids)
+    return drafter.eval().requires_grad_(requires_grad=False)
+
+
+def own_text(of: Target, prompt: Sequence[int], new_tokens: int = NEW_TOKENS) -> list[int]:
+    """What transformers' own greedy `generate` writes."""
+    ids = torch.tensor([list(prompt)])
+    output = of.model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+    )
+    return [int(token) for token in output[0, len(prompt) :]]
+
+
+@functools.cache
+def own_texts(family: str) -> tuple[tuple[int, ...], ...]:
+    """The shared target's continuation of each of PROMPTS."""
+    return tuple(tuple(own_text(target(family), prompt)) for prompt in PROMPTS)
+
+
+@functools.cache
+def agreeing_drafter(family: str, num_target_layers: int = 0) -> MoADrafter:
+    """A drafter that has learned the target's continuations of PROMPTS by heart."""
+    of = target(family)
+    drafter = random_drafter(of).train().requires_grad_(requires_grad=True)
+    examples = [Example(p, t) for p, t in zip(PROMPTS, own_texts(family), strict=True)]
+    batch = collate(examples, range(len(examples)))
+    labels_BT = batch.input_ids_BT.roll(-1, dims=1)
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
+    for _ in range(100):
+        blocks = random_blocks(batch, shortest=3, longest=7, generator=generator)
+        logits_BTV = drafter.block_logits(
+            of,
+            batch.input_ids_BT,
+            batch.attention_mask_BT,
+            blocks.block_start_BT,
+            num_target_layers,
+        )
+        optimizer.zero_grad()
+        F.cross_entropy(logits_BTV[blocks.loss_BT], labels_BT[blocks.loss_BT]).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+    return drafter.eval().requires_grad_(requires_grad=False)
+
+
+class ReplayDrafting:
+    """A `Drafter` that proposes known texts, with a wrong sibling before each right token.
+
+    Args:
+        texts: whole texts, prompts included; drafts continue the one that a row is a prefix of.
+        wrong_from: depth from which on all proposals are wrong.
+    """
+
+    needs: frozenset[Need] = frozenset()
+
+    def __init__(self, texts: Sequence[Sequence[int]], *, wrong_from: int = 10**6) -> None:
+        self.texts = [list(text) for text in texts]
+        self.wrong_from = wrong_from
+        self.closed: list[int] = []
+
+    def encode(self, _kv_1NLK: Tensor, _ids_1N: Tensor, counts: Sequence[int]) -> list[Features]:
+        return [None] * len(counts)
+
+    def observe(self, row: int, features: Features) -> None:
+        raise AssertionError((row, features))
+
+    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+        return [self._tree(list(row.token_ids), shape) for row in rows]
+
+    def close(self, row: int) -> None:
+        self.closed.append(row)
+
+    def _tree(self, text: list[int], shape: Tree) -> DraftTree:
+        known = next((t for t in self.texts if t[: len(text)] == text), text)
+        tokens: list[int] = []
+        parents: list[int] = []
+        parent = -1
+        for depth, right in enumerate(known[len(text) : len(text) + shape.depth], start=1):
+            wrong = (right + 1) % VOCAB
+            if shape.breadth > 1:
+                tokens.append(wrong)
+                parents.append(parent)
+            tokens.append(right if depth < self.wrong_from else wrong)
+            parents.append(parent)
+            parent = len(tokens) - 1
+        return DraftTree(tuple(tokens), tuple(parents))
+
+
+def replay_engine(of: Target, drafting: ReplayDrafting) -> Engine:
+    """An engine whose drafter is a stub."""
+    return Engine(
+        LocalVerifier(of, drafting),
+        drafting,
+        vocab_size=of.vocab_size,
+        max_positions=of.max_positions,
+    )
