@@ -87,6 +87,33 @@ def test_a_tree_that_is_none() -> None:
         moaspec.generate(tiny.target(), [1], tree=bad)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_prompts_may_be_tensors_or_arrays(batched: bool) -> None:
+    own = list(tiny.own_texts("llama")[0][:4])
+    ids: Any = torch.tensor([tiny.PROMPTS[0]] if batched else tiny.PROMPTS[0])
+    for prompt in (ids, ids.numpy()):
+        got: Any = moaspec.generate(tiny.target(), prompt, max_new_tokens=4)
+        assert [r.token_ids for r in got] == [own] if batched else got.token_ids == own
+
+
+@pytest.mark.parametrize("prompt", [[1.5], ["a"], "text", [None]])
+def test_prompts_that_are_no_token_ids(prompt: Any) -> None:
+    with pytest.raises(PromptError):
+        moaspec.generate(tiny.target(), prompt)
+
+
+def test_sampling_is_refused_until_it_is_there() -> None:
+    with pytest.raises(InputError, match="greedy"):
+        moaspec.generate(tiny.target(), [1], temperature=0.7)
+
+
+@pytest.mark.parametrize("call", [moaspec.generate, moaspec.stream])
+def test_options_that_do_not_exist_are_refused(call: Any) -> None:
+    """A typing error in a keyword must not silently be a default."""
+    with pytest.raises(TypeError, match="max_tokens"):
+        list(call(tiny.target(), [1], max_tokens=3))
+
+
 def test_load_drafter_from_a_directory(tmp_path: Path) -> None:
     target = tiny.target()
     saved = tiny.random_drafter(target)

@@ -8,6 +8,7 @@ Legend: T tokens, L layers, K one layer's key and value, E hidden size.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,8 @@ class ActivationCache:
     """Target activations of a fixed list of examples.
 
     Args:
-        directory: where the files live; reused when it was made for the same token counts.
+        directory: where the files live; each list of examples and target has a folder
+            in it, which later runs on the same ones reuse.
         examples: the examples, in an order that does not change.
         identity: the target, for the sizes.
 
@@ -38,6 +40,7 @@ class ActivationCache:
     def __init__(
         self, directory: Path, examples: Sequence[Example], identity: TargetIdentity
     ) -> None:
+        directory = directory / _fingerprint(examples, identity)
         directory.mkdir(parents=True, exist_ok=True)
         lengths = np.array([len(example) for example in examples])
         self._ends = lengths.cumsum()
@@ -88,6 +91,14 @@ class ActivationCache:
     def _read(self, name: str, example: int) -> Tensor:
         flat = np.array(self._files[name][self._starts[example] : self._ends[example]])
         return torch.from_numpy(flat).view(torch.bfloat16)
+
+
+def _fingerprint(examples: Sequence[Example], identity: TargetIdentity) -> str:
+    """Short name of these examples, in this order, under this target."""
+    digest = hashlib.sha256(repr(identity).encode())
+    for example in examples:
+        digest.update(repr((example.prompt_ids, example.response_ids)).encode())
+    return digest.hexdigest()[:16]
 
 
 def _flat_file(path: Path, shape: tuple[int, int]) -> np.memmap:

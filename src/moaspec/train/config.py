@@ -142,20 +142,25 @@ def _override(values: dict[str, Any], item: str) -> None:
 
 
 def drafter_config(target: Target, sizes: DrafterSizes) -> DrafterConfig:
-    """Config of a new drafter for this target."""
+    """Config of a new drafter for this target, with biases where published drafters have them."""
     config, identity = target.config, target.identity
     head_dim = target.head_dim
     lsa_heads = sizes.lsa_heads or identity.kv_size // head_dim
     if identity.kv_size % lsa_heads:
         raise InputError(f"lsa_heads={lsa_heads} does not divide K={identity.kv_size}.")
 
-    def text_layer(intermediate: int, kv_heads: int) -> LayerConfig:
+    first_layer = target.layer_state(0)
+
+    def text_layer(intermediate: int, kv_heads: int, *, biases: bool) -> LayerConfig:
         return LayerConfig(
             hidden_size=identity.hidden_size,
             num_heads=int(config.num_attention_heads),
             num_kv_heads=kv_heads or target.num_kv_heads,
             head_dim=head_dim,
             intermediate_size=intermediate or int(config.intermediate_size),
+            qkv_bias=biases and "self_attn.q_proj.bias" in first_layer,
+            o_bias=biases and "self_attn.o_proj.bias" in first_layer,
+            mlp_bias=biases and "mlp.gate_proj.bias" in first_layer,
         )
 
     return DrafterConfig(
@@ -167,9 +172,10 @@ def drafter_config(target: Target, sizes: DrafterSizes) -> DrafterConfig:
             num_kv_heads=sizes.lsa_kv_heads or lsa_heads,
             head_dim=identity.kv_size // lsa_heads,
             intermediate_size=sizes.lsa_intermediate or identity.kv_size,
+            qkv_bias=identity.model_type == "qwen2",
         ),
-        self_attention=text_layer(sizes.sa_intermediate, sizes.sa_kv_heads),
-        cross_attention=text_layer(sizes.ca_intermediate, sizes.ca_kv_heads),
+        self_attention=text_layer(sizes.sa_intermediate, sizes.sa_kv_heads, biases=True),
+        cross_attention=text_layer(sizes.ca_intermediate, sizes.ca_kv_heads, biases=False),
         rms_norm_eps=float(config.rms_norm_eps),
         hidden_act=str(config.hidden_act),
         rope_theta=float(config.rope_parameters["rope_theta"]),

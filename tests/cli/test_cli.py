@@ -1,0 +1,420 @@
+"""The commands: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging
+from typer.testing import CliRunner
+
+import tiny
+from moaspec.cli.main import app, run
+from moaspec.decode import Engine, Event
+from moaspec.errors import ShapeError, TrainingError
+from moaspec.evaluate import Method, Run
+from moaspec.model import MoADrafter, save_drafter
+from moaspec.target import Target
+
+PROMPT = "w5 w9 w2"
+OWN = tiny.own_texts("llama")[0]
+TEXT = " ".join(f"w{token}" for token in OWN)
+COMMANDS = ("generate", "models", "info", "train", "demo", "eval")
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def words(self) -> str:
+        """Standard output with its line breaks forgotten."""
+        return " ".join(self.out.split())
+
+
+Cli = Callable[..., Output]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the installed command's entry point."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+
+    def call(*arguments: str) -> Output:
+        monkeypatch.setattr("sys.argv", ["moaspec", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            run()
+        captured = capsys.readouterr()
+        code = caught.value.code
+        return Output(code if isinstance(code, int) else 0, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _libraries_speak_again() -> Iterator[None]:
+    yield
+    logging.set_verbosity_warning()
+    logging.enable_progress_bar()
+
+
+def text_target(**changes: Any) -> Target:
+    return tiny.fresh_target(tokenizer=tiny.tokenizer(), **changes)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Target:
+    """Every name is the tiny target, and every drafter the agreeing one."""
+    target = text_target()
+
+    def drafter(*_: Any, **__: Any) -> MoADrafter:
+        return tiny.agreeing_drafter("llama")
+
+    for command in ("generate", "evaluate"):
+        monkeypatch.setattr(f"moaspec.cli.{command}.load_target", lambda *_, **__: target)
+    monkeypatch.setattr("moaspec.cli.generate.load_drafter", drafter)
+    monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", lambda: {"smollm2-135m": Path()})
+    return target
+
+
+# Help and lists
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"moaspec {command}" in " ".join(result.output.split())
+
+
+def test_help_lists_all_commands() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert all(command in result.output for command in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["generate"], ["generate", "x", "--what"]])
+def test_bad_usage(arguments: list[str], cli: Cli) -> None:
+    assert cli(*arguments).code == 2
+
+
+def test_models(cli: Cli) -> None:
+    output = cli("models")
+    assert output.code == 0
+    assert "smollm2-135m" in output.words
+    assert "llama, qwen2" in output.words
+
+
+def test_models_as_json(cli: Cli) -> None:
+    facts = json.loads(cli("models", "--json").out)
+    assert facts["models"][0]["alias"] == "smollm2-135m"
+    assert "qwen2" in facts["families"]
+
+
+# info
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    drafter = tiny.random_drafter(tiny.target(), draft_token_ids=torch.tensor([3, 9]))
+    save_drafter(drafter, tmp_path, dtype=torch.bfloat16, training={"steps": 77})
+    return tmp_path
+
+
+def test_info(checkpoint: Path, cli: Cli) -> None:
+    output = cli("info", str(checkpoint))
+    assert output.code == 0
+    assert "bfloat16" in output.out
+
+
+def test_info_as_json(checkpoint: Path, cli: Cli) -> None:
+    facts = json.loads(cli("info", str(checkpoint), "--json").out)
+    assert facts["format"] == "moaspec"
+    assert facts["parameters"] == tiny.random_drafter(tiny.target()).num_parameters
+    assert facts["dtype"] == ["bfloat16"]
+    assert facts["num_target_layers"] == [0]
+    assert facts["draft_vocabulary"] == 2
+    assert facts["target"]["num_layers"] == 3
+    assert facts["training"] == {"steps": 77}
+
+
+def test_info_of_a_published_checkpoint(checkpoint: Path, cli: Cli) -> None:
+    (checkpoint / "config.json").write_text(json.dumps(tiny.target().config.to_dict()))
+    facts = json.loads(cli("info", str(checkpoint), "--json").out)
+    assert (facts["format"], facts["target"]) == ("published", "not recorded")
+
+
+def test_info_of_nothing(tmp_path: Path, cli: Cli) -> None:
+    output = cli("info", str(tmp_path / "nowhere"))
+    assert output.code == 2
+    assert "No checkpoint" in output.err
+    assert cli("info", str(tmp_path)).code == 2
+
+
+# generate
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("options", [(), ("--no-speculation",), ("--tree", "tree:3x2x6")])
+def test_generate_streams_the_text(options: tuple[str, ...], cli: Cli) -> None:
+    output = cli("generate", PROMPT, "--max-new-tokens", "24", *options)
+    assert output.code == 0
+    assert output.words == TEXT
+    assert "24 tokens (max_new_tokens)" in " ".join(output.err.split())
+
+
+@pytest.mark.usefixtures("loaded")
+def test_generate_as_json(cli: Cli) -> None:
+    output = cli("generate", PROMPT, "--max-new-tokens", "24", "--tree", "chain:3", "--json")
+    facts = json.loads(output.out)
+    assert facts["token_ids"] == list(OWN)
+    assert facts["text"] == TEXT
+    assert facts["prompt_tokens"] == 3
+    assert facts["stop_reason"] == "max_new_tokens"
+    assert facts["tau"] > 1.5
+    assert sum(facts["accept_lengths"]) == 23
+    assert len(facts["sources"]) == 24
+    assert facts["timing"]["total_s"] > 0
+
+
+@pytest.mark.usefixtures("loaded")
+def test_one_token_has_no_tau(cli: Cli) -> None:
+    output = cli("generate", PROMPT, "--max-new-tokens", "1")
+    assert output.code == 0
+    assert output.words == f"w{OWN[0]}"
+    assert "tau" not in output.err
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_keeps_what_was_generated(
+    as_json: bool, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = Engine.step, []
+
+    def interrupted(self: Engine) -> list[Event]:
+        calls.append(self)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    options = ["--json"] if as_json else []
+    output = cli("generate", PROMPT, "--tree", "chain:3", *options)
+    assert output.code == 130
+    assert "Traceback" not in output.err
+    text = json.loads(output.out)["text"] if as_json else output.words
+    assert text == " ".join(f"w{token}" for token in OWN[:5])
+    if not as_json:
+        assert "aborted" in output.err
+
+
+def test_ctrl_c_while_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> Target:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moaspec.cli.generate.load_target", interrupted)
+    output = cli("generate", PROMPT)
+    assert output.code == 130
+    assert "Traceback" not in output.err
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tree", "bush"), "draft shape"),
+        (("--tree", "tree:3,2,1"), "depth 3"),
+        (("--threads", "0"), "--threads"),
+        (("--max-new-tokens", "0"), "max_new_tokens"),
+    ],
+)
+def test_bad_input_is_one_line(options: tuple[str, ...], message: str, cli: Cli) -> None:
+    output = cli("generate", PROMPT, *options)
+    assert output.code == 2
+    assert output.out == ""
+    assert message in " ".join(output.err.split())
+    assert output.err.startswith("Error: ")
+    assert "Traceback" not in output.err
+
+
+@pytest.mark.usefixtures("loaded")
+def test_an_empty_prompt(cli: Cli) -> None:
+    output = cli("generate", "  ")
+    assert output.code == 2
+    assert "prompt is empty" in output.err
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["moaspec", "--debug", "generate", "x", "--tree", "bush"])
+    with pytest.raises(ShapeError):
+        run()
+
+
+def test_unknown_models_and_drafters(cli: Cli, tmp_path: Path) -> None:
+    output = cli("generate", PROMPT, "--model", str(tmp_path))
+    assert output.code == 2
+    assert "Cannot load the target" in " ".join(output.err.split())
+    tiny.model().save_pretrained(tmp_path)
+    output = cli("generate", PROMPT, "--model", str(tmp_path), "--drafter", "not a name!")
+    assert output.code == 2
+    assert "No drafter" in output.err
+
+
+def test_a_target_without_tokenizer_or_drafter(cli: Cli, tmp_path: Path) -> None:
+    tiny.model().save_pretrained(tmp_path)
+    output = cli("generate", PROMPT, "--model", str(tmp_path))
+    assert output.code == 2
+    assert "no tokenizer" in output.err
+    assert "decoding plainly" in " ".join(output.err.split())
+
+
+def test_a_chat_template_is_used_unless_raw(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = text_target()
+    tokenizer: Any = target.tokenizer
+    tokenizer.chat_template = "w7 {{ messages[0]['content'] }} w8"
+    monkeypatch.setattr("moaspec.cli.generate.load_target", lambda *_, **__: target)
+    options = ("--no-speculation", "--json", "--max-new-tokens", "2")
+    assert json.loads(cli("generate", PROMPT, *options).out)["prompt_tokens"] == 5
+    assert json.loads(cli("generate", PROMPT, "--raw", *options).out)["prompt_tokens"] == 3
+
+
+# eval and demo
+
+
+def suite(directory: Path) -> Path:
+    for name, words in (("a", [PROMPT, "w7 w1"]), ("b", ["w33 w0"])):
+        lines = [json.dumps({"turns": [text]}) for text in words]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines))
+    return directory
+
+
+@pytest.mark.usefixtures("loaded")
+def test_eval(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "results" / "deep"
+    options = ("--max-new-tokens", "6", "--methods", "hf,plain,moa@chain:3", "--out", str(out))
+    output = cli("eval", "--suite", str(suite(tmp_path)), *options)
+    assert output.code == 0
+    for words in ("moa@chain:3", "tau by suite", "closer than 0.001"):
+        assert words in output.words
+    report = json.loads((out / "report.json").read_text())
+    assert report["methods"]["moa@chain:3"]["lossless"] is True
+
+
+@pytest.mark.usefixtures("loaded")
+def test_eval_as_json(cli: Cli) -> None:
+    output = cli("eval", "--limit", "2", "--max-new-tokens", "3", "--methods", "plain", "--json")
+    facts = json.loads(output.out)
+    assert list(facts["methods"]) == ["plain"]
+    assert len(facts["methods"]["plain"]["prompts"]) == 2
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("command", ["eval", "demo"])
+def test_a_different_text_fails(command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Method.run
+
+    def wrong(self: Method, prompt_ids: list[int], max_new_tokens: int) -> Run:
+        run = right(self, prompt_ids, max_new_tokens)
+        if self.name == "moa":
+            run.token_ids[-1] = (run.token_ids[-1] + 1) % tiny.VOCAB
+        return run
+
+    monkeypatch.setattr(Method, "run", wrong)
+    output = cli(command, "--max-new-tokens", "5")
+    assert output.code == 1
+    assert "DIFFERENT" in output.out
+    assert "not shown" in output.words
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-new-tokens", "0"),
+        ("--limit", "0"),
+        ("--methods", "eagle"),
+        ("--methods", ""),
+        ("--suite", "nowhere.jsonl"),
+        ("--threads", "-1"),
+    ],
+)
+def test_eval_refuses(options: tuple[str, ...], cli: Cli) -> None:
+    output = cli("eval", *options)
+    assert output.code == 2
+    assert output.err.startswith("Error: ")
+
+
+@pytest.mark.usefixtures("loaded")
+def test_demo(cli: Cli) -> None:
+    output = cli("demo", "--max-new-tokens", "6", "--threads", "1")
+    assert output.code == 0
+    for words in ("green", "hf", "plain", "moa", "tokens/s"):
+        assert words in output.words
+
+
+# train
+
+
+def training_files(directory: Path) -> Path:
+    tiny.model().save_pretrained(directory / "target")
+    texts = zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)
+    rows = [json.dumps({"prompt_ids": p, "response_ids": t}) for p, t in texts]
+    (directory / "data.jsonl").write_text("\n".join(rows))
+    config = directory / "config.yaml"
+    config.write_text(
+        f"target: {directory / 'target'}\n"
+        f"data: [{directory / 'data.jsonl'}]\n"
+        f"output: {directory / 'run'}\n"
+        "held_out: 1\nbatch_size: 2\nsteps: 3\nwarmup_steps: 1\nsave_every: 2\n"
+    )
+    return config
+
+
+def test_train_resumes_and_its_drafter_generates(cli: Cli, tmp_path: Path) -> None:
+    config = str(training_files(tmp_path))
+    output = cli("train", config, "steps=2", "threads=1")
+    assert output.code == 0
+    assert "from step 0" in output.words
+    assert "held-out accuracy" in output.words
+    again = cli("train", config)
+    assert again.code == 0
+    assert "from step 2" in again.words
+    drafter = str(tmp_path / "run" / "drafter")
+    assert json.loads(cli("info", drafter, "--json").out)["training"]["steps"] == 3
+    tiny.tokenizer().save_pretrained(tmp_path / "target")
+    facts = cli("generate", PROMPT, "--model", str(tmp_path / "target"), "--json")
+    assert json.loads(facts.out)["token_ids"][:24] == list(OWN)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [(("stps=3",), "stps"), (("steps",), "key=value"), (("data=[nowhere]",), "nowhere")],
+)
+def test_train_refuses(overrides: tuple[str, ...], message: str, cli: Cli, tmp_path: Path) -> None:
+    output = cli("train", str(training_files(tmp_path)), *overrides)
+    assert output.code == 2
+    assert message in output.err
+    assert "Traceback" not in output.err
+
+
+def test_a_failed_training_exits_with_one(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise TrainingError("The loss became nan.")
+
+    monkeypatch.setattr("moaspec.train.trainer.Trainer.train_step", fail)
+    output = cli("train", str(training_files(tmp_path)))
+    assert output.code == 1
+    assert "The loss became nan." in output.err

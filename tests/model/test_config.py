@@ -1,0 +1,60 @@
+"""Sizes that no drafter can have."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import tiny
+from moaspec.errors import ShapeError
+from moaspec.model import DrafterConfig, LayerConfig, TargetIdentity
+from moaspec.train import DrafterSizes
+from moaspec.train.config import drafter_config
+
+LAYER: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 2,
+    "intermediate_size": 8,
+}
+
+
+@pytest.mark.parametrize("name", list(LAYER))
+@pytest.mark.parametrize("size", [0, -1])
+def test_layer_sizes_are_positive(name: str, size: int) -> None:
+    with pytest.raises(ShapeError, match=name):
+        LayerConfig(**LAYER | {name: size})
+
+
+def test_heads_share_keys_evenly() -> None:
+    with pytest.raises(ShapeError, match="multiple"):
+        LayerConfig(**LAYER | {"num_kv_heads": 3})
+
+
+def test_odd_head_dim() -> None:
+    with pytest.raises(ShapeError, match="even"):
+        LayerConfig(**LAYER | {"head_dim": 3})
+
+
+@pytest.mark.parametrize("name", ["layer_self_attention", "self_attention", "cross_attention"])
+def test_layers_have_the_drafters_width(name: str) -> None:
+    config = drafter_config(tiny.target(), DrafterSizes())
+    with pytest.raises(ShapeError, match=name):
+        DrafterConfig(**vars(config) | {name: LayerConfig(**LAYER)})
+
+
+@pytest.mark.parametrize("layers", [(), (-1,), (0, -2)])
+def test_num_target_layers(layers: tuple[int, ...]) -> None:
+    config = drafter_config(tiny.target(), DrafterSizes())
+    with pytest.raises(ShapeError, match="num_target_layers"):
+        dataclasses.replace(config, num_target_layers=layers)
+
+
+def test_kv_size() -> None:
+    identity = TargetIdentity(
+        model_type="llama", num_layers=2, hidden_size=8, num_kv_heads=3, head_dim=5, vocab_size=9
+    )
+    assert identity.kv_size == 30

@@ -1,0 +1,95 @@
+"""The training pass: who reads what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import tiny
+from moaspec.model import MoADrafter
+
+IDS = torch.tensor([[3, 7, 1, 9, 30, 2, 2, 8]])
+START = torch.tensor([[0, 1, 2, 2, 2, 2, 5, 5]])
+"""Blocks {3, 4, 5} and {6, 7} after three tokens of prompt."""
+
+
+def logits(ids: Tensor, layers: int, *, start: Tensor = START, pads: int = 0) -> Tensor:
+    mask = torch.ones_like(ids)
+    mask[:, ids.shape[1] - pads :] = 0
+    drafter = tiny.random_drafter(tiny.target())
+    return drafter.block_logits(tiny.target(), ids, mask, start, layers)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+def test_a_block_is_what_is_drafted_when_it_begins(layers: int) -> None:
+    """Query i of a block computes what it computes when its block is the only one."""
+    whole = logits(IDS, layers)
+    for last in range(3, 8):
+        first = int(START[0, last])
+        alone = torch.arange(last + 1).clamp(max=first)[None]
+        got = logits(IDS[:, : last + 1], layers, start=alone)
+        assert_close(got[0, -1], whole[0, last], **tiny.TOLERANCE)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_pads_change_nothing(layers: int) -> None:
+    padded = torch.cat((IDS, torch.tensor([[63, 62]])), dim=1)
+    start = torch.cat((START, torch.tensor([[5, 5]])), dim=1)
+    got = logits(padded, layers, start=start, pads=2)
+    assert_close(got[:, :8], logits(IDS, layers), **tiny.TOLERANCE)
+
+
+def test_activations_after_the_block_start_are_not_read() -> None:
+    drafter = tiny.random_drafter(tiny.target())
+    embeddings, aggregated = tiny.target().embed(IDS), torch.randn(1, 8, 48)
+    mask = torch.ones_like(IDS)
+    before = drafter.block_states(embeddings, aggregated, mask, START)
+    changed = aggregated.clone()
+    changed[:, 3:] += 1
+    after = drafter.block_states(embeddings, changed, mask, START)
+    assert_close(after[:, :6], before[:, :6], rtol=0, atol=0)
+    assert not torch.allclose(after[:, 6], before[:, 6], atol=1e-3)
+
+
+def test_staircase_hides_earlier_text_from_the_chosen_rows() -> None:
+    drafter = tiny.random_drafter(tiny.target())
+    ids, start = IDS.expand(2, -1), START.expand(2, -1)
+    embeddings, aggregated = tiny.target().embed(ids), torch.randn(1, 8, 48).expand(2, -1, -1)
+    mask = torch.ones_like(ids)
+    chosen = torch.tensor([True, False])
+    before = drafter.block_states(embeddings, aggregated, mask, start, staircase_B=chosen)
+    changed = embeddings.clone()
+    changed[:, 0] += 1
+    after = drafter.block_states(changed, aggregated, mask, start, staircase_B=chosen)
+    assert_close(after[0, 3:], before[0, 3:], rtol=0, atol=0)
+    assert not torch.allclose(after[1, 3:], before[1, 3:], atol=1e-3)
+    wide = drafter.block_states(embeddings, aggregated, mask, start)
+    assert_close(before[1], wide[1], **tiny.TOLERANCE)
+
+
+def test_trimmed_vocabulary_leaves_other_tokens_impossible() -> None:
+    kept = torch.tensor([2, 5, 40])
+    target = tiny.target()
+    trimmed = tiny.random_drafter(target, draft_token_ids=kept)
+    got = trimmed.block_logits(target, IDS, torch.ones_like(IDS), START)
+    assert_close(got[..., kept], logits(IDS, 0)[..., kept], **tiny.TOLERANCE)
+    outside = torch.ones(64, dtype=torch.bool)
+    outside[kept] = False
+    assert bool(got[..., outside].eq(float("-inf")).all())
+
+
+def test_ca_normalises_queries_and_keys_with_one_weight() -> None:
+    drafter = tiny.random_drafter(tiny.target())
+    assert drafter.encoder.memory_norm is drafter.speaker.cross_attention.input_layernorm
+    assert drafter.num_parameters == sum({id(p): p.numel() for p in drafter.parameters()}.values())
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_only_the_drafter_learns(layers: int) -> None:
+    target = tiny.target()
+    drafter: MoADrafter = tiny.random_drafter(target).requires_grad_(True)
+    drafter.block_logits(target, IDS, torch.ones_like(IDS), START, layers).square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in drafter.parameters())
+    assert all(p.grad is None for p in target.model.parameters())

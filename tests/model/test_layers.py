@@ -1,0 +1,112 @@
+"""Our layers are transformers' layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import tiny
+from moaspec.model.config import LayerConfig
+from moaspec.model.layers import CrossLayer, DecoderLayer, KeyValue, masked_attention
+from moaspec.model.masks import text_mask
+from moaspec.model.rope import Rope
+
+EPS = 1e-6
+POSITIONS = torch.arange(7)[None].expand(2, -1)
+MASK = text_mask(torch.tensor([[1] * 7, [1] * 5 + [0] * 2]))
+
+
+def config_of(model: Any) -> LayerConfig:
+    config = model.config
+    return LayerConfig(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.model_type == "qwen2",
+    )
+
+
+def our_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.replace("self_attn.k_", "key_value.k_").replace("self_attn.v_", "key_value.v_"): value
+        for name, value in state.items()
+    }
+
+
+@pytest.fixture(params=tiny.FAMILIES)
+def model(request: pytest.FixtureRequest) -> Any:
+    made = tiny.model(request.param, rms_norm_eps=EPS)
+    return made.requires_grad_(False)
+
+
+@torch.no_grad()
+def test_a_decoder_layer_is_transformers_own(model: Any) -> None:
+    theirs = model.model.layers[1]
+    ours = DecoderLayer(config_of(model), eps=EPS, hidden_act="silu")
+    ours.load_state_dict(our_names(theirs.state_dict()))
+    x_BTE = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(0))
+    cos_sin = Rope.plain(8, model.config.rope_parameters["rope_theta"])(POSITIONS)
+    got = ours(x_BTE, cos_sin, lambda q, k, v: masked_attention(q, k, v, MASK))
+    expected = theirs(
+        x_BTE,
+        attention_mask=MASK,
+        position_ids=POSITIONS,
+        position_embeddings=model.model.rotary_emb(x_BTE, POSITIONS),
+    )
+    assert_close(got, expected, **tiny.TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_cross_layer_that_reads_its_own_input_is_a_decoder_layer(model: Any) -> None:
+    config = config_of(model)
+    state = our_names(model.model.layers[0].state_dict())
+    whole = DecoderLayer(config, eps=EPS, hidden_act="silu")
+    whole.load_state_dict(state)
+    cross, key_value = CrossLayer(config, eps=EPS, hidden_act="silu"), KeyValue(config)
+    cross.load_state_dict({k: v for k, v in state.items() if not k.startswith("key_value.")})
+    key_value.load_state_dict(
+        {k.removeprefix("key_value."): v for k, v in state.items() if k.startswith("key_value.")}
+    )
+    x_BTE = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(1))
+    cos_sin = Rope.plain(8, 10000.0)(POSITIONS)
+    key, value = key_value(cross.input_layernorm(x_BTE), cos_sin)
+    got = cross(x_BTE, cos_sin, lambda q: masked_attention(q, key, value, MASK))
+    expected = whole(x_BTE, cos_sin, lambda q, k, v: masked_attention(q, k, v, MASK))
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_attention_against_its_closed_form(kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(2, 6, 7, 8, generator=generator)
+    key, value = torch.randn(2, 2, kv_heads, 7, 8, generator=generator)
+    repeated = [part.repeat_interleave(6 // kv_heads, dim=1) for part in (key, value)]
+    scores = query @ repeated[0].mT / 8**0.5
+    expected = scores.masked_fill(~MASK, float("-inf")).softmax(-1) @ repeated[1]
+    # Sums of at most 8 products of numbers near 1, in float32.
+    assert_close(masked_attention(query, key, value, MASK), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_biases_are_where_the_config_says() -> None:
+    config = LayerConfig(
+        hidden_size=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        intermediate_size=12,
+        o_bias=True,
+        mlp_bias=True,
+    )
+    names = set(DecoderLayer(config, eps=EPS, hidden_act="silu").state_dict())
+    assert {name for name in names if name.endswith("bias")} == {
+        "self_attn.o_proj.bias",
+        "mlp.gate_proj.bias",
+        "mlp.up_proj.bias",
+        "mlp.down_proj.bias",
+    }

@@ -1,0 +1,86 @@
+"""Rotary embeddings: ours are transformers'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from moaspec.model.rope import Rope, rotate
+
+POSITIONS = torch.tensor([[0, 1, 2, 50, 255, 1000], [7, 6, 5, 4, 3, 2]])
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def theirs(parameters: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        rope_parameters=dict(parameters),
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), POSITIONS)
+    return cos, sin
+
+
+def test_plain() -> None:
+    cos, sin = Rope.plain(16, 5000.0)(POSITIONS)
+    expected_cos, expected_sin = theirs({"rope_type": "default", "rope_theta": 5000.0})
+    assert_close(cos[:, 0], expected_cos)
+    assert_close(sin[:, 0], expected_sin)
+
+
+@pytest.mark.parametrize("parameters", [LLAMA3, YARN, {"rope_theta": 5000.0}], ids=str)
+def test_scaled(parameters: dict[str, Any]) -> None:
+    cos, sin = Rope.scaled(16, parameters, 512)(POSITIONS)
+    expected_cos, expected_sin = theirs({"rope_type": "default"} | parameters)
+    assert cos.shape == (2, 1, 6, 16)
+    assert_close(cos[:, 0], expected_cos)
+    assert_close(sin[:, 0], expected_sin)
+
+
+def test_scaling_does_something() -> None:
+    plain, scaled = Rope.plain(16, 5000.0), Rope.scaled(16, LLAMA3, 512)
+    assert not torch.allclose(plain.inv_freq, scaled.inv_freq)
+
+
+def test_rotate() -> None:
+    query, key = torch.randn(2, 2, 3, 6, 16, generator=torch.Generator().manual_seed(0))
+    cos_sin = Rope.plain(16, 5000.0)(POSITIONS)
+    expected = apply_rotary_pos_emb(query, key, cos_sin[0][:, 0], cos_sin[1][:, 0])
+    assert_close(rotate(query, cos_sin), expected[0])
+    assert_close(rotate(key, cos_sin), expected[1])
+    assert rotate(query.bfloat16(), cos_sin).dtype == torch.bfloat16
+
+
+def test_frequencies_stay_in_float32() -> None:
+    """In bf16 neighbouring positions beyond 256 would coincide."""
+    rope = Rope.scaled(16, LLAMA3, 512)
+    before = rope.inv_freq.clone()
+    nn.Sequential(rope).to(torch.bfloat16)
+    assert rope.inv_freq.dtype == torch.float32
+    # A round trip through bf16 would already have lost 16 of the 24 bits.
+    assert_close(rope.inv_freq, before, rtol=0, atol=0)
+    assert rope(POSITIONS)[0].dtype == torch.float32
+
+
+def test_nothing_is_saved() -> None:
+    assert Rope.plain(8, 10.0).state_dict() == {}

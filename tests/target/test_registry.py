@@ -1,0 +1,229 @@
+"""Names of targets, directories, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.testing import assert_close
+from transformers import GPT2Config
+
+import moaspec
+import tiny
+from moaspec.errors import InputError, UnknownModelError, UnsupportedTargetError
+from moaspec.target import registry
+from moaspec.target.registry import ALIASES, Alias, cache_dir, packaged_gguf
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    tiny.model().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_load_target_from_a_directory(family: str, tmp_path: Path) -> None:
+    tiny.model(family).save_pretrained(tmp_path)
+    target = moaspec.load_target(str(tmp_path))
+    assert target.name == str(tmp_path)
+    assert target.config.model_type == family
+    state = target.model.state_dict()
+    for name, value in tiny.target(family).model.state_dict().items():
+        assert_close(state[name], value, rtol=0, atol=0)
+    result = moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=6)
+    assert tuple(result.token_ids) == tiny.own_texts(family)[0][:6]
+
+
+def test_the_tokenizer_comes_along(directory: Path) -> None:
+    tiny.tokenizer().save_pretrained(directory)
+    tokenizer: Any = moaspec.load_target(str(directory)).tokenizer
+    assert tokenizer("w3 w9")["input_ids"] == [3, 9]
+
+
+def test_a_directory_without_tokenizer(directory: Path) -> None:
+    assert moaspec.load_target(str(directory)).tokenizer is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes(dtype: str, directory: Path) -> None:
+    assert moaspec.load_target(str(directory), dtype=dtype).dtype == getattr(torch, dtype)
+
+
+def test_unknown_dtype(directory: Path) -> None:
+    with pytest.raises(InputError, match="int8"):
+        moaspec.load_target(str(directory), dtype="int8")
+
+
+@pytest.mark.parametrize("name", ["not a name!", "a/b/c", ""])
+def test_unknown_name(name: str) -> None:
+    with pytest.raises(UnknownModelError):
+        moaspec.load_target(name)
+
+
+def test_an_empty_directory(tmp_path: Path) -> None:
+    with pytest.raises(UnknownModelError, match=r"smollm2-135m"):
+        moaspec.load_target(str(tmp_path))
+
+
+def test_a_directory_without_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(UnknownModelError):
+        moaspec.load_target(str(directory))
+
+
+def test_truncated_weights(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UnknownModelError, match="Cannot load the target"):
+        moaspec.load_target(str(directory))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "no such model"}'])
+def test_broken_config(text: str, directory: Path) -> None:
+    (directory / "config.json").write_text(text)
+    with pytest.raises((UnknownModelError, UnsupportedTargetError)):
+        moaspec.load_target(str(directory))
+
+
+def test_a_family_that_is_not_covered(tmp_path: Path) -> None:
+    GPT2Config(n_layer=1).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedTargetError, match="gpt2"):
+        moaspec.load_target(str(tmp_path))
+
+
+def test_an_alias_without_its_package_is_asked_of_the_hub(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alias = Alias(hub_id=str(directory), package="x", gguf_suffix="x.gguf")
+    monkeypatch.setitem(ALIASES, "smollm2-135m", alias)
+    monkeypatch.setattr(registry, "packaged_gguf", lambda _: None)
+    target = moaspec.load_target("smollm2-135m")
+    assert target.name == "smollm2-135m"
+    assert target.identity == tiny.target().identity
+
+
+def test_hub_id_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "packaged_gguf", lambda _: None)
+    asked: list[str] = []
+
+    def from_pretrained(source: str, **_: Any) -> None:
+        asked.append(source)
+        raise OSError("no network")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    with pytest.raises(UnknownModelError, match="no network"):
+        moaspec.load_target("smollm2-135m")
+    assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+
+
+@dataclass
+class _File:
+    """Stands in for a file of an installed package."""
+
+    folder: Path
+    name: str
+
+    def locate(self) -> Path:
+        return self.folder / self.name
+
+
+@dataclass
+class _Distribution:
+    files: list[_File] | None
+
+
+def test_packaged_gguf_is_found_without_importing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alias = ALIASES["smollm2-135m"]
+    code, weights = _File(tmp_path, "__init__.py"), _File(tmp_path, alias.gguf_suffix)
+    installed = _Distribution([code, weights])
+    monkeypatch.setattr(registry, "distribution", lambda _: installed)
+    assert packaged_gguf(alias) == tmp_path / alias.gguf_suffix
+    installed.files = [code]
+    assert packaged_gguf(alias) is None
+    installed.files = None
+    assert packaged_gguf(alias) is None
+
+
+def test_packaged_gguf_of_a_package_that_is_not_installed() -> None:
+    assert packaged_gguf(Alias("hub", "no-such-package-here", "x.gguf")) is None
+
+
+def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path))
+    assert cache_dir() == tmp_path
+    monkeypatch.delenv("MOASPEC_CACHE")
+    assert cache_dir().parts[-2:] == (".cache", "moaspec")
+
+
+def fake_gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Let the alias come from a GGUF whose contents are the tiny model; counts conversions."""
+    gguf = tmp_path / "package" / "tiny.gguf"
+    gguf.parent.mkdir()
+    gguf.write_bytes(b"GGUF")
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(registry, "packaged_gguf", lambda _: gguf)
+    conversions: list[str] = []
+    load_model = transformers.AutoModelForCausalLM.from_pretrained
+    load_tokenizer = transformers.AutoTokenizer.from_pretrained
+
+    def model_of(source: Any, **options: Any) -> Any:
+        if "gguf_file" not in options:
+            return load_model(source, **options)
+        conversions.append(options["gguf_file"])
+        made = tiny.model()
+        made.config.quantization_config = {}
+        made.hf_quantizer = object()
+        return made
+
+    def tokenizer_of(source: Any, **options: Any) -> Any:
+        return tiny.tokenizer() if "gguf_file" in options else load_tokenizer(source, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", model_of)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", tokenizer_of)
+    return conversions
+
+
+def test_a_gguf_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversions = fake_gguf(monkeypatch, tmp_path)
+    for _ in range(2):
+        target = moaspec.load_target("smollm2-135m")
+        assert target.tokenizer is not None
+        assert target.name == "smollm2-135m"
+        expected = tiny.target().model.state_dict()["lm_head.weight"]
+        assert_close(target.model.state_dict()["lm_head.weight"], expected, rtol=0, atol=0)
+    assert conversions == ["tiny.gguf"]
+    (kept,) = (tmp_path / "cache").iterdir()
+    assert "quantization_config" not in json.loads((kept / "config.json").read_text())
+
+
+def test_a_conversion_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_gguf(monkeypatch, tmp_path)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises((UnknownModelError, OSError)):
+        moaspec.load_target("smollm2-135m")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_another_process_may_publish_first(tmp_path: Path) -> None:
+    scratch, final = tmp_path / "scratch", tmp_path / "final"
+    for folder in (scratch, final):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    registry._publish(scratch, final)
+    assert (final / "config.json").exists()
+    (final / "config.json").rename(final / "other")
+    with pytest.raises(OSError, match="final"):
+        registry._publish(scratch, final)

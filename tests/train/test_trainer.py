@@ -1,0 +1,251 @@
+"""The training loop: it learns, resumes exactly, and writes what drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import moaspec
+import tiny
+from moaspec.errors import InputError, TrainingError
+from moaspec.train import DrafterSizes, Example, LossWeights, Progress, TrainConfig, Trainer
+from moaspec.train.trainer import MEASURED_BLOCK, new_drafter
+
+EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
+
+
+def settings(output: Path, **changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {
+        "target": "tiny",
+        "data": ("unused",),
+        "output": str(output),
+        "held_out": 1,
+        "batch_size": 2,
+        "steps": 4,
+        "warmup_steps": 2,
+        "learning_rate": 4e-3,
+        "shortest_block": 3,
+        "longest_block": 7,
+        "save_every": 2,
+    }
+    return TrainConfig(**values | changes)
+
+
+def trainer(output: Path, **changes: Any) -> Trainer:
+    return Trainer(tiny.target(), EXAMPLES, settings(output, **changes))
+
+
+def test_it_learns_short_examples_by_heart_and_the_export_drafts(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    run = trainer(
+        tmp_path,
+        held_out=0,
+        batch_size=4,
+        steps=120,
+        save_every=60,
+        loss=LossWeights(feature=0.1, kl=1.0),
+    )
+    run.run(seen.append)
+    assert [progress.step for progress in seen] == list(range(1, 121))
+    assert seen[-1].kl < seen[0].kl / 4
+    assert seen[-1].accuracy > 0.8
+    drafter = moaspec.load_drafter(tmp_path / "drafter", target=tiny.target())
+    results = moaspec.generate(
+        tiny.target(),
+        tiny.PROMPTS,
+        drafter=drafter,
+        max_new_tokens=tiny.NEW_TOKENS,
+        tree=moaspec.Chain(3),
+    )
+    assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts("llama"))
+    rounds = sum(result.num_rounds for result in results)
+    assert sum(sum(result.accept_lengths) for result in results) / rounds > 1.5
+
+
+def test_what_a_run_writes(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=5)
+    run.run()
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in log] == [1, 2, 3, 4, 5]
+    assert [bool(row["held_out_accuracy"]) for row in log] == [False, True, False, True, True]
+    assert all(len(row["held_out_accuracy"] or [0] * 8) == MEASURED_BLOCK for row in log)
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert config["training"]["steps"] == 5
+    assert config["training"]["config"]["seed"] == 0
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"staircase": True}, {"activation_cache": False, "batch_size": 1}], ids=str
+)
+def test_resume_is_exact(changes: dict[str, Any], tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", steps=8, **changes)
+    whole.run()
+    cut = trainer(tmp_path / "cut", steps=8, **changes)
+    for _ in range(5):
+        cut.train_step()
+        if cut.step % 2 == 0:
+            cut.save()
+    resumed = trainer(tmp_path / "cut", steps=8, **changes)
+    assert resumed.step == 4
+    resumed.run()
+    state = whole.drafter.state_dict()
+    for name, value in resumed.drafter.state_dict().items():
+        assert_close(value, state[name], rtol=0, atol=0)
+    assert resumed.tokens == whole.tokens
+
+
+def test_a_finished_run_only_exports(tmp_path: Path) -> None:
+    trainer(tmp_path).run()
+    seen: list[Progress] = []
+    trainer(tmp_path).run(seen.append)
+    assert seen == []
+
+
+def test_the_cache_changes_little(tmp_path: Path) -> None:
+    """Losses agree to bf16's rounding of the activations: 8 bits, so about a percent."""
+    with_cache = trainer(tmp_path / "a").train_step()
+    without = trainer(tmp_path / "b", activation_cache=False).train_step()
+    assert with_cache.total == pytest.approx(without.total, rel=0.02)
+    assert with_cache.count == without.count
+
+
+def poison(run: Trainer) -> None:
+    with torch.no_grad():
+        run.drafter.encoder.projection.bias[0] = math.nan
+
+
+def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=20)
+    for _ in range(2):
+        run.train_step()
+    run.save()
+    poison(run)
+    with pytest.raises(TrainingError, match="step 2"):
+        run.run()
+    again = trainer(tmp_path, steps=20)
+    assert again.step == 2
+    assert math.isfinite(again.train_step().total)
+
+
+def test_warm_start_copies_the_first_layer(tmp_path: Path) -> None:
+    drafter = trainer(tmp_path).drafter
+    source = tiny.target().layer_state(0)
+    sa = drafter.speaker.self_attention
+    assert_close(sa.self_attn.q_proj.weight, source["self_attn.q_proj.weight"], rtol=0, atol=0)
+    assert_close(sa.key_value.k_proj.weight, source["self_attn.k_proj.weight"], rtol=0, atol=0)
+    assert_close(sa.mlp.down_proj.weight, source["mlp.down_proj.weight"], rtol=0, atol=0)
+    assert_close(sa.input_layernorm.weight, source["input_layernorm.weight"], rtol=0, atol=0)
+
+
+def test_warm_start_of_a_qwen2_target(tmp_path: Path) -> None:
+    """Its first layer has query, key and value biases, and so must SA."""
+    target = tiny.target("qwen2")
+    drafter = new_drafter(target, settings(tmp_path), EXAMPLES)
+    source = target.layer_state(0)
+    bias = drafter.speaker.self_attention.self_attn.q_proj.bias
+    assert bias is not None
+    assert_close(bias, source["self_attn.q_proj.bias"], rtol=0, atol=0)
+
+
+def test_warm_start_needs_fitting_shapes(tmp_path: Path) -> None:
+    sizes = DrafterSizes(sa_intermediate=20)
+    with pytest.raises(InputError, match="warm_start"):
+        trainer(tmp_path, sizes=sizes)
+    trainer(tmp_path, sizes=sizes, warm_start=False)
+
+
+def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
+    target = tiny.target()
+
+    def weights(seed: int) -> torch.Tensor:
+        drafter = new_drafter(target, settings(tmp_path, seed=seed), EXAMPLES)
+        return drafter.encoder.projection.weight
+
+    assert_close(weights(1), weights(1), rtol=0, atol=0)
+    assert not torch.equal(weights(1), weights(2))
+
+
+def test_trimmed_vocabulary(tmp_path: Path) -> None:
+    target = tiny.fresh_target(eos_token_id=2)
+    run = Trainer(target, EXAMPLES, settings(tmp_path, sizes=DrafterSizes(draft_vocab=20)))
+    run.run()
+    loaded = moaspec.load_drafter(tmp_path / "drafter", target=target)
+    assert loaded.draft_token_ids is not None
+    assert len(loaded.draft_token_ids) == 20
+    assert 2 in loaded.draft_token_ids.tolist()
+
+
+def test_measured_accuracy_of_a_perfect_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(tmp_path, held_out=2)
+    states: Callable[..., Any] = run._states
+
+    def perfect(*arguments: Any) -> tuple[Any, ...]:
+        _, target_ME, *rest = states(*arguments)
+        return target_ME, target_ME, *rest
+
+    monkeypatch.setattr(run, "_states", perfect)
+    assert run.measure() == [1.0] * MEASURED_BLOCK
+
+
+def test_staircase_fades_out_over_half_of_training(tmp_path: Path) -> None:
+    run = trainer(tmp_path, staircase=True, steps=10)
+    first = run._staircase(50)
+    assert first is not None
+    assert bool(first.all())
+    run.step = 5
+    last = run._staircase(50)
+    assert last is not None
+    assert not bool(last.any())
+    assert trainer(tmp_path / "off")._staircase(50) is None
+
+
+def test_learning_rate(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=12, warmup_steps=2, learning_rate=1.0, final_lr=0.1)
+    rates = []
+    for step in range(13):
+        run.step = step
+        rates.append(run._learning_rate())
+    assert rates[0] == pytest.approx(0.5)
+    assert rates[1] == rates[2] == pytest.approx(1.0)
+    assert rates[7] == pytest.approx(0.55)
+    assert rates[12] == pytest.approx(0.1)
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
+def test_too_few_examples(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="held_out=4"):
+        trainer(tmp_path, held_out=4)
+
+
+def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
+    run = trainer(tmp_path, held_out=2, batch_size=1)
+    seen = {run._next_batch().example_ids[0] for _ in range(6)}
+    assert seen == {2, 3}
+
+
+def test_a_resumed_run_must_be_the_same_drafter(tmp_path: Path) -> None:
+    """Another config in the same directory is refused with a message, not a traceback."""
+    trainer(tmp_path).run()
+    changed = dataclasses.replace(
+        settings(tmp_path), sizes=DrafterSizes(sa_intermediate=20), warm_start=False
+    )
+    with pytest.raises((InputError, TrainingError)):
+        Trainer(tiny.target(), EXAMPLES, changed)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage"])
+def test_a_damaged_state_is_reported(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "state.pt").write_bytes(content)
+    with pytest.raises((InputError, TrainingError)):
+        trainer(tmp_path)
