@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -64,9 +64,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(
 
 
 @pytest.fixture
-def tau(
-    target: moaspec.Target, prompts: list[list[int]]
-) -> Iterator[Callable[[MoADrafter], float]]:
+def tau(target: moaspec.Target, prompts: list[list[int]]) -> Callable[[MoADrafter], float]:
     def measure(drafter: MoADrafter) -> float:
         results = moaspec.generate(
             target, prompts, drafter=drafter, max_new_tokens=48, tree=moaspec.Tree(4, 4, 16)
@@ -74,7 +72,7 @@ def tau(
         emitted = sum(sum(result.accept_lengths) for result in results)
         return emitted / sum(result.num_rounds for result in results)
 
-    yield measure
+    return measure
 
 
 def test_the_drafter_lives_on_the_targets_activations(

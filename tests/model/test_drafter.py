@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch.testing import assert_close
 
 import tiny
 from moaspec.model import MoADrafter
+from moaspec.model.drafter import TargetPass
 
 IDS = torch.tensor([[3, 7, 1, 9, 30, 2, 2, 8]])
 START = torch.tensor([[0, 1, 2, 2, 2, 2, 5, 5]])
@@ -41,32 +45,53 @@ def test_pads_change_nothing(layers: int) -> None:
     assert_close(got[:, :8], logits(IDS, layers), **tiny.TOLERANCE)
 
 
-def test_activations_after_the_block_start_are_not_read() -> None:
+@dataclass
+class GivenTarget:
+    """A target with given embeddings, keys and values, whose head shows the states."""
+
+    embeddings_BTE: Tensor
+    kv_BTLK: Tensor
+
+    def embed(self, _ids_BT: Tensor) -> Tensor:
+        return self.embeddings_BTE
+
+    def encode(self, _ids_BT: Tensor, _mask_BT: Tensor) -> TargetPass:
+        return TargetPass(self.kv_BTLK, self.embeddings_BTE)
+
+    def head(self, states_BTE: Tensor, _token_ids: Tensor | None = None) -> Tensor:
+        return states_BTE
+
+
+def given_states(
+    embeddings_BTE: Tensor, kv_BTLK: Tensor, staircase_B: Tensor | None = None
+) -> Tensor:
+    rows = len(embeddings_BTE)
+    ids, start = IDS.expand(rows, -1), START.expand(rows, -1)
+    given: Any = GivenTarget(embeddings_BTE, kv_BTLK)
     drafter = tiny.random_drafter(tiny.target())
-    embeddings, aggregated = tiny.target().embed(IDS), torch.randn(1, 8, 48)
-    mask = torch.ones_like(IDS)
-    before = drafter.block_states(embeddings, aggregated, mask, START)
-    changed = aggregated.clone()
+    return drafter.block_logits(given, ids, torch.ones_like(ids), start, staircase_B=staircase_B)
+
+
+def test_activations_after_the_block_start_are_not_read() -> None:
+    embeddings, kv = tiny.target().embed(IDS), torch.randn(1, 8, 3, 32)
+    changed = kv.clone()
     changed[:, 3:] += 1
-    after = drafter.block_states(embeddings, changed, mask, START)
+    before, after = given_states(embeddings, kv), given_states(embeddings, changed)
     assert_close(after[:, :6], before[:, :6], rtol=0, atol=0)
     assert not torch.allclose(after[:, 6], before[:, 6], atol=1e-3)
 
 
 def test_staircase_hides_earlier_text_from_the_chosen_rows() -> None:
-    drafter = tiny.random_drafter(tiny.target())
-    ids, start = IDS.expand(2, -1), START.expand(2, -1)
-    embeddings, aggregated = tiny.target().embed(ids), torch.randn(1, 8, 48).expand(2, -1, -1)
-    mask = torch.ones_like(ids)
-    chosen = torch.tensor([True, False])
-    before = drafter.block_states(embeddings, aggregated, mask, start, staircase_B=chosen)
+    embeddings = tiny.target().embed(IDS.expand(2, -1))
+    kv = torch.randn(1, 8, 3, 32).expand(2, -1, -1, -1)
     changed = embeddings.clone()
     changed[:, 0] += 1
-    after = drafter.block_states(changed, aggregated, mask, start, staircase_B=chosen)
+    chosen = torch.tensor([True, False])
+    before = given_states(embeddings, kv, staircase_B=chosen)
+    after = given_states(changed, kv, staircase_B=chosen)
     assert_close(after[0, 3:], before[0, 3:], rtol=0, atol=0)
     assert not torch.allclose(after[1, 3:], before[1, 3:], atol=1e-3)
-    wide = drafter.block_states(embeddings, aggregated, mask, start)
-    assert_close(before[1], wide[1], **tiny.TOLERANCE)
+    assert_close(before[1], given_states(embeddings, kv)[1], **tiny.TOLERANCE)
 
 
 def test_trimmed_vocabulary_leaves_other_tokens_impossible() -> None:

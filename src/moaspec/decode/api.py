@@ -132,8 +132,12 @@ def stream(
 ) -> Iterator[Event]:
     """Like `generate` for one prompt, yielding verified tokens as each round ends."""
     engine, _ = _start(target, [_token_ids(prompt_ids)], options)
-    while engine.num_active:
-        yield from engine.step()
+
+    def events() -> Iterator[Event]:
+        while engine.num_active:
+            yield from engine.step()
+
+    return events()
 
 
 def _is_batch(prompt_ids: Any) -> bool:
@@ -165,6 +169,11 @@ def _start(
     target: Target, prompts: Sequence[Sequence[int]], options: Options
 ) -> tuple[Engine, list[GenerationResult]]:
     """An engine that all prompts have joined, and their results, which fill as it steps."""
+    unknown = set(options) - set(Options.__annotations__)
+    if unknown:
+        raise TypeError(
+            f"Unknown option(s) {sorted(unknown)}; known: {', '.join(Options.__annotations__)}."
+        )
     if options.get("temperature", 0.0) != 0.0:
         raise InputError("Only greedy decoding (temperature=0.0) is implemented.")
     stops = options.get("stop_token_ids")

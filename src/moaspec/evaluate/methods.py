@@ -84,6 +84,8 @@ def parse_methods(names: Sequence[str], target: Target, drafter: MoADrafter | No
     Raises:
         InputError: an unknown name, or a drafter that is missing.
     """
+    if not names:
+        raise InputError("Name at least one method: hf, plain, moa or moa@SHAPE.")
     return [_parse(name, target, drafter) for name in names]
 
 

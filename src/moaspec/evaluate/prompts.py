@@ -53,7 +53,8 @@ def _read_file(path: Path, suite: str, limit: int | None) -> list[Prompt]:
             continue
         try:
             row = json.loads(line)
-            text = row["turns"][0]
+            turns: list[object] = row["turns"]
+            text = turns[0] if isinstance(turns, list) else None
             identifier = str(row.get("question_id", number))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise DataError(f"{path}:{number}: expected an object with a list 'turns'.") from error

@@ -168,7 +168,7 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
         check_target(config, draft_token_ids, target, where=str(directory))
         drafter = MoADrafter(config, draft_token_ids)
         _fill(drafter, tensors, where=str(directory))
-    except (KeyError, ShapeError, TypeError) as error:
+    except (KeyError, IndexError, ShapeError, TypeError) as error:
         raise CorruptCheckpointError(
             f"The checkpoint at {directory} is incomplete or inconsistent: {error}"
         ) from error
@@ -189,8 +189,12 @@ def check_target(
             field.name: (getattr(recorded, field.name), getattr(target, field.name))
             for field in dataclasses.fields(TargetIdentity)
         }
-    if draft_token_ids is not None and not 0 <= int(draft_token_ids.max()) < target.vocab_size:
-        facts["largest draft token id"] = (int(draft_token_ids.max()), f"<{target.vocab_size}")
+    if draft_token_ids is not None:
+        _check_draft_tokens(draft_token_ids)
+        facts["largest draft token id fits"] = (
+            int(draft_token_ids.max()) < target.vocab_size,
+            True,
+        )
     if max(config.num_target_layers) > target.num_layers:
         facts["num_target_layers"] = (max(config.num_target_layers), f"<= {target.num_layers}")
     wrong = [
@@ -202,6 +206,13 @@ def check_target(
         raise MismatchError(
             f"The drafter at {where} was made for another target: {'; '.join(wrong)}. "
             "Use the target it was trained for, or train a drafter for this one."
+        )
+
+
+def _check_draft_tokens(ids: Tensor) -> None:
+    if ids.ndim != 1 or not len(ids) or ids.dtype != torch.int64 or int(ids.min()) < 0:
+        raise CorruptCheckpointError(
+            f"The draft vocabulary ({DRAFT_TOKENS}) must be a list of token ids (int64, 0 or more)."
         )
 
 
@@ -223,6 +234,8 @@ def _config_of(
     context: Any,
 ) -> DrafterConfig:
     if "moaspec" in config_json:
+        if not isinstance(config_json["moaspec"], Mapping):
+            raise CorruptCheckpointError(f"The moaspec section of {CONFIG_FILE} must be an object.")
         version = config_json["moaspec"].get("format_version")
         if version != FORMAT_VERSION:
             raise CheckpointError(
@@ -246,11 +259,7 @@ def infer_config(
         raise CorruptCheckpointError(
             "The checkpoint has no layer self-attention (tensors layer_self_attention.*)."
         )
-    if config_json.get("num_hidden_layers", target.num_layers) != target.num_layers:
-        raise MismatchError(
-            f"The drafter was made for a target with {config_json['num_hidden_layers']} layers, "
-            f"this one has {target.num_layers}."
-        )
+    _check_published_target(config_json, target)
     num_heads = int(config_json.get("num_attention_heads", context.num_attention_heads))
     rope_parameters = dict(context.rope_parameters)
     lsa, sa, ca = (
@@ -270,6 +279,22 @@ def infer_config(
         max_position_embeddings=int(context.max_position_embeddings),
         num_target_layers=(0,),
     )
+
+
+def _check_published_target(config_json: Mapping[str, Any], target: TargetIdentity) -> None:
+    """A raw checkpoint's config is its target's own; a converted one has lost some of it."""
+    recorded = {
+        "num_hidden_layers": target.num_layers,
+        "num_key_value_heads": target.num_kv_heads,
+        "vocab_size": target.vocab_size,
+    }
+    wrong = [
+        f"{name} is {config_json[name]} in the checkpoint and {expected} in the target"
+        for name, expected in recorded.items()
+        if config_json.get(name, expected) != expected
+    ]
+    if wrong:
+        raise MismatchError(f"The drafter was made for another target: {'; '.join(wrong)}.")
 
 
 def _infer_layer(tensors: Mapping[str, Tensor], name: str, num_heads: int) -> LayerConfig:

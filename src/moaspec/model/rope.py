@@ -59,8 +59,9 @@ class Rope(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Rope:
         """Follow the module to its device, never to its dtype."""
+        exact = self.inv_freq
         super()._apply(fn, recurse)
-        self.inv_freq = self.inv_freq.float()
+        self.inv_freq = exact.to(self.inv_freq.device)
         return self
 
     def forward(self, position_ids_BT: Tensor) -> CosSin:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,12 @@ class TrainConfig:
         for name in ("batch_size", "steps", "shortest_block", "save_every", "max_length"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("held_out", "warmup_steps", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{name} must be above 0 and finite, got {getattr(self, name)}.")
         if self.longest_block < self.shortest_block:
             raise InputError(
                 f"longest_block ({self.longest_block}) is below shortest_block "
@@ -109,6 +116,8 @@ def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        if not isinstance(values, dict):
+            raise InputError(f"The training config {path} must be a mapping of settings.")
         for item in overrides:
             _override(values, item)
         return pydantic.TypeAdapter(TrainConfig).validate_python(_known(TrainConfig, values))
@@ -138,6 +147,8 @@ def _override(values: dict[str, Any], item: str) -> None:
     *path, last = key.split(".")
     for name in path:
         values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise InputError(f"{key}: {name} is a single value, nothing is inside it.")
     values[last] = yaml.safe_load(text)
 
 

@@ -65,7 +65,7 @@ def read_examples(
     for path in map(Path, paths):
         for number, line in _numbered_lines(path):
             example = _parse(line, where=f"{path}:{number}", vocab_size=vocab_size)
-            cut = example.response_ids[: max_length - len(example.prompt_ids)]
+            cut = example.response_ids[: max(0, max_length - len(example.prompt_ids))]
             if len(cut) >= 2:
                 examples.append(Example(example.prompt_ids, cut))
     if not examples:
@@ -101,8 +101,10 @@ def _parse(line: str, *, where: str, vocab_size: int) -> Example:
             f"got {line[:80]!r} ({error})."
         ) from error
     for token in example.prompt_ids + example.response_ids:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
+        if type(token) is not int or not 0 <= token < vocab_size:
             raise DataError(f"{where}: token id {token!r} is outside 0..{vocab_size - 1}.")
+    if not example.prompt_ids:
+        raise DataError(f"{where}: 'prompt_ids' is empty; a response needs something before it.")
     return example
 
 

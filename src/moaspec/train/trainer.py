@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -207,9 +208,15 @@ class Trainer:
         path = self.output / "state.pt"
         if not path.exists():
             return
-        state = torch.load(path, weights_only=True, map_location=self.config.device)
-        self.drafter.load_state_dict(state["drafter"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            state = torch.load(path, weights_only=True, map_location=self.config.device)
+            self.drafter.load_state_dict(state["drafter"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+            raise TrainingError(
+                f"{path} is damaged or from a run with other sizes; use another output directory, "
+                f"or delete it to start again ({type(error).__name__})."
+            ) from error
         self.generator.set_state(state["generator"].cpu())
         self.step, self.tokens, self.queue = state["step"], state["tokens"], state["queue"]
 
