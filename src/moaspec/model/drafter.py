@@ -105,7 +105,7 @@ class MoADrafter(nn.Module):
     def block_states(
         self,
         embeddings_BTE: Tensor,
-        kv_BTLK: Tensor,
+        aggregated_BTE: Tensor,
         attention_mask_BT: Tensor,
         block_start_BT: Tensor,
         *,
@@ -115,7 +115,7 @@ class MoADrafter(nn.Module):
 
         Args:
             embeddings_BTE: the target's token embeddings.
-            kv_BTLK: the target's keys and values of the same tokens.
+            aggregated_BTE: what `aggregate` made of the target's activations of the same tokens.
             attention_mask_BT: 1 for real tokens.
             block_start_BT: s(i), an index into T; the last verified token as query i sees it.
             staircase_B: bool per sequence; True lets SA see only the query's own block.
@@ -125,7 +125,7 @@ class MoADrafter(nn.Module):
         if staircase_B is not None:
             narrow = staircase_mask(sa_mask, block_start_BT)
             sa_mask = torch.where(staircase_B[:, None, None, None], narrow, sa_mask)
-        key, value = self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
+        key, value = self.project_kv(aggregated_BTE, position_ids_BT)
         ca_mask = memory_mask(attention_mask_BT, block_start_BT)
         x_BTE = self.speaker.read_text(
             embeddings_BTE, position_ids_BT, lambda q, k, v: masked_attention(q, k, v, sa_mask)
@@ -161,7 +161,7 @@ class MoADrafter(nn.Module):
         kv_BTLK = target.encode(input_ids_BT, attention_mask_BT).kv_BTLK
         states_BTE = self.block_states(
             target.embed(input_ids_BT),
-            kv_BTLK,
+            self.aggregate(kv_BTLK),
             attention_mask_BT,
             block_start_BT,
             staircase_B=staircase_B,

@@ -57,7 +57,7 @@ class TrainConfig:
         final_lr: fraction of the peak at the end.
         shortest_block, longest_block: lengths of T-step bounded blocks.
         staircase: start with SA restricted to its own block, fading out over half of training.
-        warm_start: initialise SA from the target's first layer.
+        warm_start: start from the target's own weights and states, see `moaspec.train.warm_start`.
         activation_cache: keep the target's activations on disk.
         save_every: steps between checkpoints.
         seed: of initial weights, order and blocks.

@@ -18,10 +18,18 @@ LogitsOf = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeights:
-    """Weights of the sum that is minimised (the paper: feature 1.0, kl 0.1)."""
+    """Weights of the sum that is minimised.
+
+    Attributes:
+        feature: smooth-L1 between the final states of drafter and target (the paper: 1.0).
+        kl: forward KL from the target's distribution to the drafter's (the paper: 0.1).
+        summary: smooth-L1 between the aggregate of a token and the target's final state of it (not
+            in the paper). It teaches LSA directly, before CA has learned to read its output.
+    """
 
     feature: float = 1.0
     kl: float = 0.1
+    summary: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ def backward_in_chunks(
     logits_of: LogitsOf,
     *,
     weights: LossWeights,
+    summary: Tensor | None = None,
     chunk: int = 512,
 ) -> LossParts:
     """Compute the mean loss and backpropagate it, holding `chunk` x V logits at a time.
@@ -68,7 +77,8 @@ def backward_in_chunks(
         drafted_ME: the drafter's final states, with a graph behind them.
         target_ME: the target's states after its final norm.
         logits_of: the LM head (restricted to the draft vocabulary).
-        weights: of the two losses.
+        weights: of the losses.
+        summary: mean summary loss, with a graph behind it; None leaves it out.
         chunk: queries whose logits exist at once.
 
     Returns:
@@ -86,6 +96,10 @@ def backward_in_chunks(
         (total / len(leaf_ME)).backward()
         sums += torch.stack((total, feature, kl)).detach().cpu()
         hits += int((drafted_logits.argmax(-1) == target_logits.argmax(-1)).sum())
-    drafted_ME.backward(leaf_ME.grad)
+    roots, gradients = [drafted_ME], [leaf_ME.grad]
+    if summary is not None and weights.summary:
+        roots.append(weights.summary * summary)
+        gradients.append(None)
+    torch.autograd.backward(roots, gradients)
     total_sum, feature_sum, kl_sum = sums.tolist()
     return LossParts(total_sum, feature_sum, kl_sum, hits, len(leaf_ME))

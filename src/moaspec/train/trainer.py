@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moaspec.errors import InputError, TrainingError
@@ -27,6 +28,7 @@ from moaspec.train.blocks import Blocks, fixed_blocks, random_blocks
 from moaspec.train.config import TrainConfig, drafter_config
 from moaspec.train.data import Batch, Example, collate, epoch_batches, frequent_tokens
 from moaspec.train.losses import LossParts, backward_in_chunks
+from moaspec.train.warm_start import random_weights, warm_start
 
 MEASURED_BLOCK = 8
 """Drafts in a row that held-out accuracy is measured over."""
@@ -50,34 +52,16 @@ Report = Callable[[Progress], None]
 
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> MoADrafter:
-    """A drafter with initial weights, and SA copied from the target's first layer if it fits."""
+    """A drafter with initial weights."""
     torch.manual_seed(config.seed)
     vocabulary = frequent_tokens(
         examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
     )
     drafter = MoADrafter(drafter_config(target, config.sizes), vocabulary)
-    for module in drafter.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.02)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+    random_weights(drafter)
     if config.warm_start:
-        _copy_first_layer(target, drafter)
+        warm_start(target, drafter, examples)
     return drafter.float().to(config.device)
-
-
-def _copy_first_layer(target: Target, drafter: MoADrafter) -> None:
-    """SA reads token embeddings as the target's first layer does: start from that layer."""
-    source = {k.replace("self_attn.k_", "key_value.k_").replace("self_attn.v_", "key_value.v_"): v
-              for k, v in target.layer_state(0).items()}  # fmt: skip
-    layer = drafter.speaker.self_attention
-    wanted = layer.state_dict()
-    if {k: v.shape for k, v in source.items()} != {k: v.shape for k, v in wanted.items()}:
-        raise InputError(
-            "warm_start needs SA to have the shapes of the target's first layer; "
-            "drop sizes.sa_* or set warm_start=false."
-        )
-    layer.load_state_dict(source)
 
 
 class Trainer:
@@ -146,11 +130,13 @@ class Trainer:
         )
         result = self._activations(batch)
         staircase_B = self._staircase(len(batch.example_ids))
-        states_ME, target_ME = self._states(batch, blocks, result, staircase_B)
+        states_ME, target_ME, summary = self._states(batch, blocks, result, staircase_B)
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
-        parts = backward_in_chunks(states_ME, target_ME, self._logits, weights=config.loss)
+        parts = backward_in_chunks(
+            states_ME, target_ME, self._logits, weights=config.loss, summary=summary
+        )
         if not math.isfinite(parts.total):
             raise TrainingError(
                 f"The loss became {parts.total} at step {self.step}. The last checkpoint in "
@@ -170,7 +156,7 @@ class Trainer:
         for start in range(0, len(ids), self.config.batch_size):
             batch = collate(self.examples, ids[start : start + self.config.batch_size])
             blocks = fixed_blocks(batch, MEASURED_BLOCK)
-            states_ME, target_ME = self._states(batch, blocks, self._activations(batch), None)
+            states_ME, target_ME, _ = self._states(batch, blocks, self._activations(batch), None)
             full = self.target.head(target_ME).argmax(-1)
             drafted = self._logits(states_ME).argmax(-1)
             if self.drafter.draft_token_ids is not None:
@@ -236,16 +222,19 @@ class Trainer:
 
     def _states(
         self, batch: Batch, blocks: Blocks, result: TargetPass, staircase_B: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Final states of drafter and target at the queries with loss, each (M, E)."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Final states of drafter and target at the queries with loss, and the summary loss."""
+        aggregated_BTE = self.drafter.aggregate(result.kv_BTLK)
         states_BTE = self.drafter.block_states(
             self.target.embed(batch.input_ids_BT),
-            result.kv_BTLK,
+            aggregated_BTE,
             batch.attention_mask_BT,
             blocks.block_start_BT,
             staircase_B=staircase_B,
         )
-        return states_BTE[blocks.loss_BT], result.hidden_BTE[blocks.loss_BT].float()
+        hidden_BTE, real_BT = result.hidden_BTE.float(), batch.attention_mask_BT.bool()
+        summary = F.smooth_l1_loss(aggregated_BTE[real_BT], hidden_BTE[real_BT])
+        return states_BTE[blocks.loss_BT], hidden_BTE[blocks.loss_BT], summary
 
     def _logits(self, states_ME: Tensor) -> Tensor:
         return self.target.head(states_ME, self.drafter.draft_token_ids)
