@@ -26,7 +26,7 @@ def test_regression_recovers_a_linear_map() -> None:
 @pytest.mark.parametrize("head", [0, 1])
 def test_heads_prefer_near_tokens(head: int) -> None:
     """The constant parts of query and key score small distances above large ones."""
-    drafter = tiny.random_drafter(tiny.target())
+    drafter = tiny.random_drafter(tiny.fresh_target(head_dim=64))
     config = drafter.config.cross_attention
     query, key = drafter.speaker.cross_attention.self_attn, drafter.encoder.memory_key_value
     mean_E = torch.ones(config.hidden_size)
