@@ -132,7 +132,10 @@ def show(report: Report) -> None:
         f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads, greedy, "
         f"{len(report.prompts)} prompts"
     )
-    table = Table("method", "tokens/s", f"speed-up over {report.baseline}", "tau", title=title)
+    table = Table(title=title)
+    table.add_column("method", no_wrap=True)
+    for heading in ("tokens/s", f"speed-up over {report.baseline}", "tau"):
+        table.add_column(heading)
     table.add_column("acceptance by depth")
     table.add_column(f"tokens equal to {report.baseline}'s")
     for outcome in report.outcomes:
@@ -165,7 +168,10 @@ def show(report: Report) -> None:
 
 
 def _show_suites(report: Report, suites: list[str]) -> None:
-    table = Table("tau by suite", *suites)
+    table = Table()
+    table.add_column("tau by suite", no_wrap=True)
+    for suite in suites:
+        table.add_column(suite)
     for outcome in report.outcomes:
         parts = report.by_suite(outcome)
         if outcome.tau is not None:

@@ -70,8 +70,10 @@ class Chain(Tree):
         return f"chain:{self.depth}"
 
 
-AUTO = Tree(depth=3, breadth=3, total_tokens=7)
-"""What "auto" means until a machine has been calibrated: with the root, 8 tokens a pass."""
+AUTO = Tree(depth=1, breadth=2, total_tokens=2)
+"""What "auto" means as long as machines are not calibrated: it pays wherever a pass over three
+tokens costs about as much as one over a single token. Where more are as cheap (GPUs, CPUs
+with bf16 instructions) a larger tree pays more."""
 
 
 def parse_shape(text: str) -> Tree:
