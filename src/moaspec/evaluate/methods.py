@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moaspec.decode import GenerationResult, Tree, local_engine, parse_shape
+from moaspec.decode import GenerationResult, Tree, generate, parse_shape
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.target import Target
@@ -46,24 +46,15 @@ class Method:
         if self.shape is None:
             ids, result = self._transformers(prompt_ids, max_new_tokens), None
         else:
-            result = self._engine(prompt_ids, max_new_tokens, self.shape)
+            result = generate(
+                self.target,
+                prompt_ids,
+                drafter=self.drafter,
+                max_new_tokens=max_new_tokens,
+                tree=self.shape,
+            )
             ids = result.token_ids
         return Run(ids, time.perf_counter() - started, result)
-
-    def _engine(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, shape: Tree
-    ) -> GenerationResult:
-        engine = local_engine(self.target, self.drafter)
-        handle = engine.add(
-            prompt_ids,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=self.target.stop_token_ids,
-            shape=shape,
-        )
-        result = engine.result(handle)
-        while engine.num_active:
-            engine.step()
-        return result
 
     def _transformers(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         ids_1T = torch.tensor([list(prompt_ids)], device=self.target.device)
