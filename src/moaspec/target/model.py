@@ -25,6 +25,7 @@ from moaspec.model.config import TargetIdentity
 from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import layer_features
 from moaspec.model.masks import text_mask
+from moaspec.target.packing import can_pack, pack_like, pack_linears
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
@@ -77,6 +78,7 @@ class Target:
         self.name = name
         self._base: Any = model.base_model
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
+        self._fast_head: nn.Module = self._lm_head
 
     @property
     def config(self) -> Any:
@@ -141,6 +143,20 @@ class Target:
             tokenizer_hash=_tokenizer_hash(self.tokenizer),
         )
 
+    def pack(self) -> bool:
+        """Lay the weights of linear layers out for this CPU, in place, see `packing`.
+
+        Afterwards the target decodes and can be saved, but no longer be moved or cast.
+
+        Returns:
+            Whether it was done; False where there is nothing to gain, such as on a GPU.
+        """
+        if not can_pack(self.dtype, self.device):
+            return False
+        pack_linears(self.model, keep=(self._lm_head,))
+        self._fast_head = pack_like(self._lm_head)
+        return True
+
     def layer_state(self, index: int) -> dict[str, Tensor]:
         """Weights of one decoder layer, under transformers' names."""
         return cast(dict[str, Tensor], self._base.layers[index].state_dict())
@@ -158,6 +174,8 @@ class Target:
 
     def head(self, states: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Logits in float32, (..., V), or of `token_ids` only."""
+        if token_ids is None:
+            return self._fast_head(states).float()
         return F.linear(states, *self.head_rows(token_ids)).float()
 
     def run(

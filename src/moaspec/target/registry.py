@@ -39,13 +39,17 @@ ALIASES = {
 }
 
 
-def load_target(name: str, *, dtype: str = "float32", device: str = "cpu") -> Target:
+def load_target(
+    name: str, *, dtype: str = "float32", device: str = "cpu", packed: bool = True
+) -> Target:
     """Load a target.
 
     Args:
         name: an alias (`moaspec models` lists them), a directory, or a hub id.
         dtype: "float32", "bfloat16" or "float16".
         device: a torch device.
+        packed: lay linear weights out for this CPU, see `moaspec.target.packing`. Without it the
+            model is as transformers loads it, which training and comparisons want.
 
     Returns:
         The frozen target, with transformers' own `tokenizer` and `config`.
@@ -70,7 +74,10 @@ def load_target(name: str, *, dtype: str = "float32", device: str = "cpu") -> Ta
             f"Cannot load the target {name!r}: it is no alias ({', '.join(ALIASES)}), no usable "
             f"model directory and no reachable hub id. Cause: {_first_line(error)}"
         ) from error
-    return Target(model.to(device), tokenizer, name=name)
+    target = Target(model.to(device), tokenizer, name=name)
+    if packed:
+        target.pack()
+    return target
 
 
 def cache_dir() -> Path:
