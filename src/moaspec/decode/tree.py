@@ -126,6 +126,12 @@ def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
     return matrix
 
 
+def children(tree: DraftTree) -> dict[tuple[int, int], int]:
+    """Node by (parent, token); where a token was drafted twice, the first node counts."""
+    nodes = enumerate(zip(tree.parents, tree.tokens, strict=True))
+    return {edge: node for node, edge in reversed(list(nodes))}
+
+
 def walk(tree: DraftTree, chosen: Sequence[int]) -> list[int]:
     """The verification walk: follow the target's own choices as long as they were drafted.
 
@@ -137,10 +143,9 @@ def walk(tree: DraftTree, chosen: Sequence[int]) -> list[int]:
         Accepted nodes, root's child first. The tokens of the round are theirs and the target's
         choice at the last of them (the bonus token).
     """
-    children = {(parent, token): i for i, (parent, token) in
-                reversed(list(enumerate(zip(tree.parents, tree.tokens, strict=True))))}  # fmt: skip
+    known = children(tree)
     path: list[int] = []
     node = -1
-    while (node := children.get((node, chosen[node + 1]), -2)) >= 0:
+    while (node := known.get((node, chosen[node + 1]), -2)) >= 0:
         path.append(node)
     return path
