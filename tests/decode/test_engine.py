@@ -15,7 +15,7 @@ from moaspec.errors import InputError, PromptError
 PROMPT, OWN = tiny.PROMPTS[0], tiny.own_texts("llama")[0]
 
 
-def replay(prompt: int = 0, *, wrong_from: int = 10**6) -> Engine:
+def replay(prompt: int = 0, *, wrong_from: int | None = None) -> Engine:
     """An engine that drafts the target's own continuation of a prompt."""
     text = [*tiny.PROMPTS[prompt], *tiny.own_texts("llama")[prompt]]
     return tiny.replay_engine(tiny.target(), tiny.ReplayDrafting([text], wrong_from=wrong_from))

@@ -9,6 +9,9 @@ from moaspec.decode.api import (
     stream,
 )
 from moaspec.decode.engine import Engine
+from moaspec.decode.lookup import PromptLookup
+from moaspec.decode.protocols import Drafter
+from moaspec.decode.replay import Replay
 from moaspec.decode.result import Event, GenerationResult, Timing, acceptance_by_depth
 from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.tree import AUTO, Chain, Tree, parse_shape
@@ -17,9 +20,12 @@ __all__ = [
     "AUTO",
     "GREEDY",
     "Chain",
+    "Drafter",
     "Engine",
     "Event",
     "GenerationResult",
+    "PromptLookup",
+    "Replay",
     "SamplingParams",
     "Timing",
     "Tree",

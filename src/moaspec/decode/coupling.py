@@ -58,12 +58,12 @@ class Ranking:
         """
         scores_BWC, tokens_BWC = log_q_BWV.topk(breadth, dim=-1)
         if self._sampled:
-            perturbed_SWV = self._perturbed(log_q_BWV[self._sampled], depth)
+            perturbed_SWV = self.perturbed(log_q_BWV[self._sampled], depth)
             log_p_SWC, tokens_BWC[self._sampled] = coupled(perturbed_SWV, breadth)
             scores_BWC[self._sampled] = log_p_SWC.to(scores_BWC.dtype)
         return scores_BWC, tokens_BWC
 
-    def _perturbed(self, log_q_SWV: Tensor, depth: int) -> Tensor:
+    def perturbed(self, log_q_SWV: Tensor, depth: int) -> Tensor:
         """What the target will take the argmax of, as far as q knows it; float64."""
         device, width = log_q_SWV.device, log_q_SWV.shape[1]
         temperature_S11 = temperatures(self._settings).to(device)[..., None]

@@ -6,7 +6,7 @@ already chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,6 +124,23 @@ def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
         if parent >= 0:
             matrix[node] |= matrix[parent]
     return matrix
+
+
+def merged(paths: Iterable[Sequence[int]], total_tokens: int) -> DraftTree:
+    """One tree of several continuations, which share their common beginnings.
+
+    Args:
+        paths: continuations of the root, the most promising first.
+        total_tokens: nodes at most; what comes after them is left out.
+    """
+    nodes: dict[tuple[int, int], int] = {}
+    for path in paths:
+        parent = -1
+        for token in path:
+            if (parent, token) not in nodes and len(nodes) == total_tokens:
+                break
+            parent = nodes.setdefault((parent, token), len(nodes))
+    return DraftTree(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
 
 
 def children(tree: DraftTree) -> dict[tuple[int, int], int]:
