@@ -71,7 +71,11 @@ def local_engine(
     if drafting is not None:
         drafting.borrow(verifier.cache)
     return Engine(
-        verifier, drafting, vocab_size=target.vocab_size, max_positions=target.max_positions
+        verifier,
+        drafting,
+        vocab_size=target.vocab_size,
+        max_positions=target.max_positions,
+        rope_switches=target.rope_switches,
     )
 
 
