@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
+import moaspec
 import tiny
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.encoder import layer_features
@@ -186,16 +187,31 @@ def test_a_family_that_is_not_covered() -> None:
         Target(model, None, name="x")
 
 
-@pytest.mark.parametrize("layers", [0, 1, 3])
-def test_qwen2_with_sliding_windows(layers: int) -> None:
-    """Layers from `max_window_layers` on slide; 3 means that none does."""
-    target = tiny.fresh_target(
-        "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=layers
-    )
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *(
+            ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": layers})
+            for layers in (0, 1, 3)
+        ),
+        ("qwen3", {"use_sliding_window": False}),
+        ("mistral", {"sliding_window": None, "head_dim": 6}),
+        ("phi3", {"sliding_window": 4, "rope_parameters": {"rope_type": "default"}}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 50.0}}),
+        ("olmo2", {"attention_bias": True, "num_key_value_heads": 6}),
+    ],
+    ids=str,
+)
+def test_settings_beside_the_usual_ones(family: str, changes: dict[str, Any]) -> None:
+    target = tiny.fresh_target(family, **changes)
     kv, hidden, _ = transformers_pass(target, IDS[0].tolist())
     result = target.encode(IDS[:1], MASK[:1])
     assert_close(result.kv_BTLK[0], kv, **tiny.TOLERANCE)
     assert_close(result.hidden_BTE[0], hidden, **tiny.TOLERANCE)
+    prompt = IDS[1, :SHORT].tolist()
+    drafter = tiny.random_drafter(target)
+    got = moaspec.generate(target, prompt, drafter=drafter, max_new_tokens=8, num_target_layers=1)
+    assert got.token_ids == tiny.own_text(target, prompt, 8)
 
 
 def test_embeddings_are_scaled_where_the_model_scales_them() -> None:
