@@ -15,6 +15,7 @@ from moaspec.model.rope import Rope, rotate
 from moaspec.train.warm_start import (
     TOKEN_SLOPES,
     balanced,
+    copy_first_layer,
     distance_query,
     fit_linear,
     prefer_recent,
@@ -112,3 +113,15 @@ def test_rotation_keeps_a_preference_relative() -> None:
         for p in (0, 200)
     )
     assert_close(near, far)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_sa_starts_as_the_first_layer_where_that_is_a_plain_one(family: str) -> None:
+    target = tiny.target(family)
+    drafter = tiny.random_drafter(target)
+    layer = drafter.speaker.self_attention
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    copy_first_layer(target, drafter)
+    changed = {name for name, value in layer.state_dict().items() if not value.equal(before[name])}
+    plain = family in ("llama", "qwen2", "mistral", "phi3")
+    assert changed == (set(before) if plain else set())

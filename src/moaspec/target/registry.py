@@ -15,8 +15,9 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from moaspec.errors import InputError, UnknownModelError, UnsupportedTargetError
-from moaspec.target.model import SUPPORTED_FAMILIES, Target
+from moaspec.errors import InputError, UnknownModelError
+from moaspec.target.families import require_supported
+from moaspec.target.model import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -64,7 +65,7 @@ def load_target(
     source = _resolve(name)
     try:
         config = AutoConfig.from_pretrained(source)
-        _require_supported(config, name)
+        require_supported(config, name)
         model: Any = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=DTYPES[dtype], attn_implementation="sdpa"
         )
@@ -151,14 +152,6 @@ def _load_tokenizer(source: str) -> Any:
         if Path(source).is_dir() and not (Path(source) / "tokenizer.json").exists():
             return None
         raise
-
-
-def _require_supported(config: Any, name: str) -> None:
-    if config.model_type not in SUPPORTED_FAMILIES:
-        raise UnsupportedTargetError(
-            f"{name} is a {config.model_type!r} model; supported families: "
-            f"{', '.join(SUPPORTED_FAMILIES)}."
-        )
 
 
 def _first_line(error: Exception) -> str:

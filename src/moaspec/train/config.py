@@ -13,7 +13,7 @@ import pydantic
 import yaml
 
 from moaspec.errors import InputError
-from moaspec.model.config import DrafterConfig, LayerConfig
+from moaspec.model.config import DrafterConfig, LayerConfig, activation_name, text_rope
 from moaspec.target import Target
 from moaspec.train.losses import LossWeights
 
@@ -187,6 +187,7 @@ def drafter_config(target: Target, sizes: DrafterSizes) -> DrafterConfig:
             mlp_bias=biases and "mlp.gate_proj.bias" in first_layer,
         )
 
+    rope_parameters = text_rope(config)
     return DrafterConfig(
         hidden_size=identity.hidden_size,
         kv_size=identity.kv_size,
@@ -201,9 +202,9 @@ def drafter_config(target: Target, sizes: DrafterSizes) -> DrafterConfig:
         self_attention=text_layer(sizes.sa_intermediate, sizes.sa_kv_heads, biases=True),
         cross_attention=text_layer(sizes.ca_intermediate, sizes.ca_kv_heads, biases=False),
         rms_norm_eps=float(config.rms_norm_eps),
-        hidden_act=str(config.hidden_act),
-        rope_theta=float(config.rope_parameters["rope_theta"]),
-        rope_parameters=dict(config.rope_parameters),
+        hidden_act=activation_name(config),
+        rope_theta=float(rope_parameters["rope_theta"]),
+        rope_parameters=rope_parameters,
         max_position_embeddings=target.max_positions,
         target=identity,
     )

@@ -89,10 +89,13 @@ def warm_start(
 
 
 def copy_first_layer(target: Target, drafter: MoADrafter) -> None:
-    """Start SA as the target's first layer."""
+    """Start SA as the target's first layer; leave SA alone where that is no plain layer."""
+    state = target.plain_layer_state(0)
+    if state is None:
+        return
     source = {
         name.replace("self_attn.k_", "key_value.k_").replace("self_attn.v_", "key_value.v_"): tensor
-        for name, tensor in target.layer_state(0).items()
+        for name, tensor in state.items()
     }
     layer = drafter.speaker.self_attention
     expected = {name: tensor.shape for name, tensor in layer.state_dict().items()}
