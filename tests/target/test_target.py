@@ -191,7 +191,10 @@ def test_a_family_that_is_not_covered() -> None:
     ("family", "changes"),
     [
         *(
-            ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": layers})
+            (
+                "qwen2",
+                {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": layers},
+            )
             for layers in (0, 1, 3)
         ),
         ("qwen3", {"use_sliding_window": False}),
