@@ -9,7 +9,8 @@ from torch.testing import assert_close
 
 import tiny
 from moaspec.model.rope import Rope, rotate
-from moaspec.train.warm_start import copy_first_layer, fit_linear, prefer_near
+from moaspec.train import Example
+from moaspec.train.warm_start import copy_first_layer, fit_linear, prefer_near, warm_start
 
 
 def test_regression_recovers_a_linear_map() -> None:
@@ -76,3 +77,17 @@ def test_sa_starts_as_the_first_layer_where_that_is_a_plain_one(family: str) -> 
     changed = {name for name, value in layer.state_dict().items() if not value.equal(before[name])}
     plain = family in ("llama", "qwen2", "mistral", "phi3")
     assert changed == (set(before) if plain else set())
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+def test_a_warm_start_for_families_with_layers_of_their_own(family: str) -> None:
+    """The regression starts from the target's states, whatever SA starts from."""
+    target = tiny.target(family)
+    drafter = tiny.random_drafter(target)
+    texts = zip(tiny.PROMPTS, tiny.own_texts(family), strict=True)
+    examples = [Example(prompt, text) for prompt, text in texts]
+    warm_start(target, drafter, examples)
+    ids = torch.tensor([[*tiny.PROMPTS[2], *tiny.own_texts(family)[2]]])
+    seen = target.encode(ids, torch.ones_like(ids))
+    error = (drafter.aggregate(seen.kv_BTLK) - seen.hidden_BTE).square().mean()
+    assert error < 0.5 * seen.hidden_BTE.square().mean()
