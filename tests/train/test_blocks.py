@@ -24,7 +24,7 @@ def test_fixed_blocks_written_out() -> None:
 
 def block_lengths(blocks: Blocks, batch: Batch, row: int) -> list[int]:
     """Lengths of the row's blocks, as its steps tell them."""
-    start = int(batch.response_start_B[row])
+    start, *_ = batch.response_BT[row].nonzero().flatten().tolist()
     stop = int(batch.attention_mask_BT[row].sum())
     lengths: list[int] = []
     for step in blocks.step_BT[row, start:stop].tolist():

@@ -109,7 +109,7 @@ def test_collate_pads_on_the_right() -> None:
     batch = collate(EXAMPLES, [1, 0])
     assert batch.input_ids_BT.tolist() == [[7, 8, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
     assert batch.attention_mask_BT.tolist() == [[1, 1, 1, 0, 0, 0], [1] * 6]
-    assert batch.response_start_B.tolist() == [1, 3]
+    assert batch.response_BT.int().tolist() == [[0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]
     assert batch.example_ids == (1, 0)
 
 

@@ -47,8 +47,8 @@ class ActivationCache:
         self._starts = self._ends - lengths
         tokens = int(self._ends[-1])
         self._kv_shape = (identity.num_layers, identity.kv_size)
-        widths = {"kv": identity.num_layers * identity.kv_size, "hidden": identity.hidden_size}
-        self._require_room(directory, tokens * 2 * sum(widths.values()))
+        widths = _widths(identity)
+        self._require_room(directory, tokens * bytes_per_token(identity))
         self._files = {
             name: _flat_file(directory / f"{name}-{tokens}x{width}.bf16", (tokens, width))
             for name, width in widths.items()
@@ -93,11 +93,21 @@ class ActivationCache:
         return torch.from_numpy(flat).view(torch.bfloat16)
 
 
+def bytes_per_token(identity: TargetIdentity) -> int:
+    """What the cache of one token takes on disk."""
+    return 2 * sum(_widths(identity).values())
+
+
+def _widths(identity: TargetIdentity) -> dict[str, int]:
+    """Numbers of one token in each file."""
+    return {"kv": identity.num_layers * identity.kv_size, "hidden": identity.hidden_size}
+
+
 def _fingerprint(examples: Sequence[Example], identity: TargetIdentity) -> str:
     """Short name of these examples, in this order, under this target."""
     digest = hashlib.sha256(repr(identity).encode())
     for example in examples:
-        digest.update(repr((example.prompt_ids, example.response_ids)).encode())
+        digest.update(repr(example.token_ids).encode())
     return digest.hexdigest()[:16]
 
 
