@@ -29,6 +29,7 @@ def prompt_ids(tokenizer: Tokenizer | None, conversation: Conversation) -> list[
     tokenizer = _required(tokenizer, conversation)
     if not tokenizer.chat_template and conversation.plain:
         return list(tokenizer(conversation.messages[0]["content"])["input_ids"])
+    _templated(tokenizer, conversation)
     return _ids(tokenizer, _render(tokenizer, conversation, ask=True))
 
 
@@ -51,13 +52,13 @@ def encode(
     Raises:
         DataError: no assistant turn can be located.
     """
-    tokenizer = _required(tokenizer, conversation)
+    tokenizer = _templated(tokenizer, conversation)
     if not any(message["role"] == "assistant" for message in conversation.messages):
         raise DataError(
             f"{conversation.where}: no assistant turn to learn from. Let the target write one: "
             "moaspec data regenerate."
         )
-    if GENERATION_MARK.search(tokenizer.get_chat_template(tools=_tools(conversation)) or ""):
+    if GENERATION_MARK.search(tokenizer.get_chat_template(tools=_tools(conversation))):
         example = _marked(tokenizer, conversation)
     else:
         example = _derived(tokenizer, conversation, stop_token_ids)
@@ -96,7 +97,7 @@ def user_turn(tokenizer: Tokenizer | None, system: str | None = None) -> UserTur
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     conversation = Conversation(where=where, messages=tuple(messages))
-    tokenizer = _required(tokenizer, conversation)
+    tokenizer = _templated(tokenizer, conversation)
     prefix, *rest = _render(tokenizer, conversation, ask=False).split(SENTINEL)
     if len(rest) != 1:
         raise DataError(
@@ -146,11 +147,6 @@ def _marked(tokenizer: Tokenizer, conversation: Conversation) -> Example:
 
 
 def _render(tokenizer: Tokenizer, conversation: Conversation, *, ask: bool) -> str:
-    if not tokenizer.chat_template:
-        raise DataError(
-            f"{conversation.where}: the target's tokenizer has no chat template, so it cannot read "
-            "messages. Give plain prompts (`prompt`), or rows of `prompt_ids`."
-        )
     try:
         return tokenizer.apply_chat_template(
             list(conversation.messages),
@@ -184,5 +180,15 @@ def _required(tokenizer: Tokenizer | None, conversation: Conversation) -> Tokeni
         raise DataError(
             f"{conversation.where}: the target has no tokenizer, so it cannot read text. "
             "Give rows of `prompt_ids`."
+        )
+    return tokenizer
+
+
+def _templated(tokenizer: Tokenizer | None, conversation: Conversation) -> Tokenizer:
+    tokenizer = _required(tokenizer, conversation)
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"{conversation.where}: the target's tokenizer has no chat template, so it cannot read "
+            "messages. Give plain prompts (`prompt`), or rows of `prompt_ids`."
         )
     return tokenizer

@@ -51,21 +51,15 @@ class Journal:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
         self._note = path.with_name(path.name + ".progress")
-        wanted = json.loads(json.dumps(settings))
-        self._progress = self._recorded(wanted) or _Progress(settings=wanted)
+        self._progress = _Progress(settings=json.loads(json.dumps(settings)))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise TrainingError(f"Cannot write {path}: {error.strerror}.") from error
         try:
-            self._lock()
-            self._record(self._progress)
-            os.ftruncate(self._file, self._progress.num_bytes)
-        except OSError as error:
-            self.close()
-            raise self._failed(error) from error
-        except InputError:
+            self._begin()
+        except BaseException:
             self.close()
             raise
 
@@ -114,6 +108,16 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _begin(self) -> None:
+        """Take up what an earlier run left, without what it did not finish."""
+        self._lock()
+        self._progress = self._recorded(self._progress.settings) or self._progress
+        try:
+            self._record(self._progress)
+            os.ftruncate(self._file, self._progress.num_bytes)
+        except OSError as error:
+            raise self._failed(error) from error
+
     def _append(self, data: bytes) -> None:
         offset, rest = self._progress.num_bytes, memoryview(data)
         while rest:
@@ -131,7 +135,7 @@ class Journal:
 
     def _recorded(self, wanted: dict[str, Any]) -> _Progress | None:
         """What an earlier run left, if there was one."""
-        size = self.path.stat().st_size if self.path.exists() else 0
+        size = os.fstat(self._file).st_size
         if not self._note.exists():
             if size:
                 raise InputError(
