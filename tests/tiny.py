@@ -18,9 +18,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from moaspec.decode import Engine
-from moaspec.decode.protocols import Features, Need, RowText
-from moaspec.decode.tree import DraftTree, Tree
+from moaspec.decode import Engine, Replay
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.model import MoADrafter
 from moaspec.target import Target
@@ -140,47 +138,21 @@ def agreeing_drafter(family: str, num_target_layers: int = 0) -> MoADrafter:
     return drafter.eval().requires_grad_(requires_grad=False)
 
 
-class ReplayDrafting:
-    """A `Drafter` that proposes known texts, with a wrong sibling before each right token.
+class ReplayDrafting(Replay):
+    """`Replay` that remembers which rows were closed.
 
     Args:
-        texts: whole texts, prompts included; drafts continue the one that a row is a prefix of.
+        texts: whole texts, prompts included.
         wrong_from: depth from which on all proposals are wrong.
     """
 
-    needs: frozenset[Need] = frozenset()
-
-    def __init__(self, texts: Sequence[Sequence[int]], *, wrong_from: int = 10**6) -> None:
-        self.texts = [list(text) for text in texts]
-        self.wrong_from = wrong_from
+    def __init__(self, texts: Sequence[Sequence[int]], *, wrong_from: int | None = None) -> None:
+        agreement = 1.0 if wrong_from is None else [*[1.0] * (wrong_from - 1), 0.0]
+        super().__init__(texts, agreement=agreement)
         self.closed: list[int] = []
-
-    def encode(self, _kv_1NLK: Tensor, _ids_1N: Tensor, counts: Sequence[int]) -> list[Features]:
-        return [None] * len(counts)
-
-    def observe(self, row: int, features: Features) -> None:
-        raise AssertionError((row, features))
-
-    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
-        return [self._tree(list(row.token_ids), shape) for row in rows]
 
     def close(self, row: int) -> None:
         self.closed.append(row)
-
-    def _tree(self, text: list[int], shape: Tree) -> DraftTree:
-        known = next((t for t in self.texts if t[: len(text)] == text), text)
-        tokens: list[int] = []
-        parents: list[int] = []
-        parent = -1
-        for depth, right in enumerate(known[len(text) : len(text) + shape.depth], start=1):
-            wrong = (right + 1) % VOCAB
-            if shape.breadth > 1:
-                tokens.append(wrong)
-                parents.append(parent)
-            tokens.append(right if depth < self.wrong_from else wrong)
-            parents.append(parent)
-            parent = len(tokens) - 1
-        return DraftTree(tuple(tokens), tuple(parents))
 
 
 def replay_engine(of: Target, drafting: ReplayDrafting) -> Engine:

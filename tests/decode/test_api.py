@@ -102,11 +102,6 @@ def test_prompts_that_are_no_token_ids(prompt: Any) -> None:
         moaspec.generate(tiny.target(), prompt)
 
 
-def test_sampling_is_refused_until_it_is_there() -> None:
-    with pytest.raises(InputError, match="greedy"):
-        moaspec.generate(tiny.target(), [1], temperature=0.7)
-
-
 @pytest.mark.parametrize("call", [moaspec.generate, moaspec.stream])
 def test_options_that_do_not_exist_are_refused(call: Any) -> None:
     """A typing error in a keyword must not silently be a default."""

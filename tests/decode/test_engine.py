@@ -15,7 +15,7 @@ from moaspec.errors import InputError, PromptError
 PROMPT, OWN = tiny.PROMPTS[0], tiny.own_texts("llama")[0]
 
 
-def replay(prompt: int = 0, *, wrong_from: int = 10**6) -> Engine:
+def replay(prompt: int = 0, *, wrong_from: int | None = None) -> Engine:
     """An engine that drafts the target's own continuation of a prompt."""
     text = [*tiny.PROMPTS[prompt], *tiny.own_texts("llama")[prompt]]
     return tiny.replay_engine(tiny.target(), tiny.ReplayDrafting([text], wrong_from=wrong_from))
@@ -213,10 +213,19 @@ def test_prompts_that_are_refused(prompt: tuple[int, ...], message: str) -> None
     assert engine.num_active == 0
 
 
-@pytest.mark.parametrize("number", [0, -1])
-def test_max_new_tokens_must_be_positive(number: int) -> None:
+def test_max_new_tokens_must_not_be_negative() -> None:
     with pytest.raises(InputError, match="max_new_tokens"):
-        local_engine(tiny.target()).add(PROMPT, max_new_tokens=number)
+        local_engine(tiny.target()).add(PROMPT, max_new_tokens=-1)
+
+
+def test_no_new_tokens_need_no_pass() -> None:
+    engine = local_engine(tiny.target())
+    handle = engine.add(PROMPT, max_new_tokens=0)
+    result = engine.result(handle)
+    (event,) = engine.step()
+    assert (event.token_ids, event.stop_reason) == ((), "max_new_tokens")
+    assert (result.token_ids, result.tau, result.stop_reason) == ([], None, "max_new_tokens")
+    assert engine.num_active == 0
 
 
 class _Waits:

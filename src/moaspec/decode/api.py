@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.resources
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 from moaspec.decode.engine import Engine
 from moaspec.decode.moa import MoADrafting
+from moaspec.decode.protocols import DRAFTER_METHODS, Drafter
 from moaspec.decode.result import Event, GenerationResult
+from moaspec.decode.sampling import LogitsProcessor, SamplingParams
 from moaspec.decode.tree import Tree, parse_shape
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError, UnknownModelError
@@ -59,38 +62,86 @@ def _from_hub(name: str) -> Path:
 
 def local_engine(
     target: Target,
-    drafter: MoADrafter | None = None,
+    drafter: MoADrafter | Drafter | None = None,
     *,
     num_target_layers: int | None = None,
 ) -> Engine:
-    """An engine with target and drafter in this process."""
-    drafting = None
-    if drafter is not None:
-        drafting = MoADrafting(drafter, target, num_target_layers=num_target_layers)
+    """An engine with target and drafter in this process.
+
+    Args:
+        target: the model whose text is produced.
+        drafter: a trained module, any object with the methods of `Drafter`, or None.
+        num_target_layers: N of a trained module; None takes its default.
+
+    Raises:
+        InputError: a drafter that is neither, or N for one that has none.
+    """
+    drafting = _drafting(target, drafter, num_target_layers)
     verifier = LocalVerifier(target, drafting)
-    if drafting is not None:
+    if isinstance(drafting, MoADrafting):
         drafting.borrow(verifier.cache)
     return Engine(
-        verifier, drafting, vocab_size=target.vocab_size, max_positions=target.max_positions
+        verifier,
+        drafting,
+        vocab_size=target.vocab_size,
+        max_positions=target.max_positions,
+        tokenizer=target.tokenizer,
     )
+
+
+def _drafting(
+    target: Target, drafter: MoADrafter | Drafter | None, num_target_layers: int | None
+) -> Drafter | None:
+    if isinstance(drafter, MoADrafter):
+        return MoADrafting(drafter, target, num_target_layers=num_target_layers)
+    if num_target_layers is not None and drafter is not None:
+        raise InputError(
+            f"num_target_layers={num_target_layers} is for Mixture-of-Attentions drafters; "
+            f"{type(drafter).__name__} reuses no layers. Leave it out."
+        )
+    missing = [name for name in DRAFTER_METHODS if not hasattr(drafter, name)]
+    if drafter is not None and missing:
+        raise InputError(
+            f"A drafter must be a MoADrafter or have the methods of moaspec's Drafter protocol; "
+            f"{type(drafter).__name__} lacks {', '.join(missing)}."
+        )
+    return drafter
 
 
 class Options(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`.
 
     Attributes:
-        drafter: proposes tokens; None (the default) decodes plainly.
-        max_new_tokens: at most so many per prompt; 64.
-        temperature: 0.0, greedy; sampling is not there yet.
+        drafter: proposes tokens: a `MoADrafter`, or any object with the methods of the `Drafter`
+            protocol; None (the default) decodes plainly.
+        max_new_tokens: at most so many per prompt; 64. 0 gives an empty result.
+        temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty,
+        frequency_penalty, logit_bias, logprobs: see `SamplingParams`.
+        logits_processors: functions of (prefix token ids, logits); see `SamplingParams`.
+        stop: a string or several; the text ends with the token that completes one.
         stop_token_ids: ids that end a row; None takes the target's own.
+        num_choices: continuations per prompt, each with noise of its own; with more than one,
+            every prompt gives a list of results.
         tree: "auto", "chain:4", "tree:6,8,62", or a `Tree` or `Chain`.
         num_target_layers: N, target layers that the drafter reuses; None takes its default.
     """
 
-    drafter: MoADrafter | None
+    drafter: MoADrafter | Drafter | None
     max_new_tokens: int
     temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    logits_processors: Iterable[LogitsProcessor]
+    logprobs: bool
+    stop: str | Iterable[str]
     stop_token_ids: Iterable[int] | None
+    num_choices: int
     tree: Tree | str
     num_target_layers: int | None
 
@@ -103,34 +154,47 @@ def generate(
 def generate(
     target: Target, prompt_ids: Sequence[Sequence[int]], **options: Unpack[Options]
 ) -> list[GenerationResult]: ...
-def generate(
-    target: Target,
-    prompt_ids: Any,
-    **options: Unpack[Options],
-) -> GenerationResult | list[GenerationResult]:
-    """Generate greedily: the same tokens with and without a drafter.
+def generate(target: Target, prompt_ids: Any, **options: Unpack[Options]) -> Any:
+    """Generate: the same tokens with and without a drafter, in any batch.
 
     Args:
         target: the model whose text is produced.
         prompt_ids: token ids, or a list of such lists, which are decoded together.
-        **options: see `Options`.
+        **options: see `Options`. All prompts share them, seed included.
 
     Returns:
-        One result, or a list of them in the prompts' order.
+        One result, or a list of them in the prompts' order. With `num_choices` above 1 a list of
+        that many results stands for each of them; see `choices` for the same in types.
 
     Raises:
         InputError: bad prompt ids, tree sizes or numbers.
     """
     batched = _is_batch(prompt_ids)
-    prompts = list(prompt_ids) if batched else [prompt_ids]
-    results = _run(target, [_token_ids(prompt) for prompt in prompts], options)
+    results = choices(target, prompt_ids if batched else [prompt_ids], **options)
+    if options.get("num_choices", 1) == 1:
+        flat = [one for (one,) in results]
+        return flat if batched else flat[0]
     return results if batched else results[0]
+
+
+def choices(
+    target: Target, prompts: Sequence[Sequence[int]], **options: Unpack[Options]
+) -> list[list[GenerationResult]]:
+    """Like `generate` for a list of prompts: for each a list of `num_choices` results."""
+    engine, results = _start(target, [_token_ids(prompt) for prompt in prompts], options)
+    while engine.num_active:
+        engine.step()
+    number = options.get("num_choices", 1)
+    return [results[i : i + number] for i in range(0, len(results), number)]
 
 
 def stream(
     target: Target, prompt_ids: Sequence[int], **options: Unpack[Options]
 ) -> Iterator[Event]:
-    """Like `generate` for one prompt, yielding verified tokens as each round ends."""
+    """Like `generate` for one prompt, yielding verified tokens as each round ends.
+
+    With `num_choices` above 1, an event's `handle` is the number of its choice.
+    """
     engine, _ = _start(target, [_token_ids(prompt_ids)], options)
 
     def events() -> Iterator[Event]:
@@ -156,15 +220,6 @@ def _token_ids(prompt: Any) -> list[int]:
         raise PromptError(f"A prompt must be a list of integer token ids: {error}.") from error
 
 
-def _run(
-    target: Target, prompts: Sequence[Sequence[int]], options: Options
-) -> list[GenerationResult]:
-    engine, results = _start(target, prompts, options)
-    while engine.num_active:
-        engine.step()
-    return results
-
-
 def _start(
     target: Target, prompts: Sequence[Sequence[int]], options: Options
 ) -> tuple[Engine, list[GenerationResult]]:
@@ -174,8 +229,10 @@ def _start(
         raise TypeError(
             f"Unknown option(s) {sorted(unknown)}; known: {', '.join(Options.__annotations__)}."
         )
-    if options.get("temperature", 0.0) != 0.0:
-        raise InputError("Only greedy decoding (temperature=0.0) is implemented.")
+    number = options.get("num_choices", 1)
+    if not isinstance(number, int) or number < 1:
+        raise InputError(f"num_choices must be an integer of at least 1, got {number!r}.")
+    sampling = sampling_params(options)
     stops = options.get("stop_token_ids")
     engine = local_engine(
         target, options.get("drafter"), num_target_layers=options.get("num_target_layers")
@@ -185,11 +242,26 @@ def _start(
             prompt,
             max_new_tokens=options.get("max_new_tokens", 64),
             stop_token_ids=target.stop_token_ids if stops is None else stops,
+            stop=options.get("stop", ()),
             shape=_shape(options.get("tree", "auto")),
+            sampling=replace(sampling, choice=choice),
         )
         for prompt in prompts
+        for choice in range(number)
     ]
     return engine, [engine.result(handle) for handle in handles]
+
+
+def sampling_params(options: Options) -> SamplingParams:
+    """What `options` say about sampling, with a seed drawn where one is needed and missing.
+
+    Raises:
+        InputError: a value outside its range.
+    """
+    names = {field.name for field in fields(SamplingParams)}
+    given: dict[str, Any] = {name: value for name, value in options.items() if name in names}
+    processors = tuple(options.get("logits_processors", ()))
+    return SamplingParams(processors=processors, **given).resolved()
 
 
 def _shape(tree: Tree | str) -> Tree:

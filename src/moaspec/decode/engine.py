@@ -13,6 +13,8 @@ from typing import Any, TypeVar, cast
 
 from moaspec.decode.protocols import Drafter, Request, RowText, Verdict, Verifier
 from moaspec.decode.result import Event, GenerationResult, Source, StopReason
+from moaspec.decode.sampling import GREEDY, SamplingParams
+from moaspec.decode.stop import StopStrings, stop_strings
 from moaspec.decode.tree import AUTO, DraftTree, Tree
 from moaspec.errors import InputError, PromptError
 
@@ -28,7 +30,10 @@ class _Row:
     token_ids: list[int]
     max_new_tokens: int
     stop_token_ids: frozenset[int]
+    stop: StopStrings | None
     shape: Tree
+    sampling: SamplingParams
+    prompt_length: int
     base: int = 0  # verified tokens whose activations the verifier holds
     result: GenerationResult = field(default_factory=GenerationResult)
     started: float = field(default_factory=time.perf_counter)
@@ -41,6 +46,10 @@ class _Row:
     def remaining(self) -> int:
         return self.max_new_tokens - len(self.result.token_ids)
 
+    def request(self, known: Sequence[int], tree: DraftTree) -> Request:
+        """What the verifier is asked for this row."""
+        return Request(self.row, self.base, tuple(known), tree, self.sampling, self.prompt_length)
+
 
 class Engine:
     """Decodes many rows with one verifier and at most one drafter.
@@ -49,6 +58,7 @@ class Engine:
         verifier: holds the target.
         drafter: proposes tokens; None is plain decoding.
         vocab_size, max_positions: the target's, for checking prompts and ending at its context.
+        tokenizer: the target's; only stop strings need it.
     """
 
     def __init__(
@@ -58,9 +68,11 @@ class Engine:
         *,
         vocab_size: int,
         max_positions: int,
+        tokenizer: Any = None,
     ) -> None:
         self._verifier, self._drafter = verifier, drafter
         self._vocab_size, self._max_positions = vocab_size, max_positions
+        self._tokenizer = tokenizer
         self._rows: dict[int, _Row] = {}
         self._next_handle = 0
 
@@ -75,20 +87,34 @@ class Engine:
         *,
         max_new_tokens: int,
         stop_token_ids: Iterable[int] = (),
+        stop: str | Iterable[str] = (),
         shape: Tree = AUTO,
+        sampling: SamplingParams = GREEDY,
     ) -> int:
         """Let a request join; its prompt is processed by the next `step`.
+
+        Args:
+            prompt_ids: at least one token id.
+            max_new_tokens: at most so many; with 0 the next `step` ends the row.
+            stop_token_ids: ids that end the row.
+            stop: strings that end the row as soon as its generated text contains one.
+            shape: of the drafts.
+            sampling: how tokens are chosen; a seed is drawn where one is needed and missing.
 
         Returns:
             A handle that events carry.
 
         Raises:
             PromptError: empty, as long as the context or longer, or ids outside the vocabulary.
-            InputError: `max_new_tokens` below 1.
+            InputError: `max_new_tokens` below 0, a biased token outside the vocabulary, or stop
+                strings without a tokenizer.
         """
         check_prompt(prompt_ids, self._vocab_size, self._max_positions)
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+        if max_new_tokens < 0:
+            raise InputError(f"max_new_tokens must be at least 0, got {max_new_tokens}.")
+        check_bias(sampling, self._vocab_size)
+        strings = stop_strings(stop)
+        sampling = sampling.resolved()
         used = {row.row for row in self._rows.values()}
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._rows[handle] = _Row(
@@ -97,7 +123,11 @@ class Engine:
             token_ids=list(prompt_ids),
             max_new_tokens=max_new_tokens,
             stop_token_ids=frozenset(stop_token_ids),
+            stop=StopStrings(strings, self._tokenizer) if strings else None,
             shape=shape,
+            sampling=sampling,
+            prompt_length=len(prompt_ids),
+            result=GenerationResult(seed=sampling.seed),
         )
         return handle
 
@@ -117,18 +147,25 @@ class Engine:
 
     async def astep(self) -> list[Event]:
         """Process new prompts and advance every other row by one round."""
+        events = self._end_at_once()
         fresh = [row for row in self._rows.values() if not row.prefilled]
         running = [row for row in self._rows.values() if row.prefilled]
-        events = []
         if fresh:
             events += await self._prefill(fresh)
         if running:
             events += await self._round(running)
         return events
 
+    def _end_at_once(self) -> list[Event]:
+        """Rows that want no token need no pass."""
+        done = [row for row in self._rows.values() if row.max_new_tokens == 0]
+        for row in done:
+            self._finish(row, "max_new_tokens")
+        return [Event(row.handle, (), (), "max_new_tokens") for row in done]
+
     async def _prefill(self, rows: Sequence[_Row]) -> list[Event]:
         started = time.perf_counter()
-        requests = [Request(row.row, 0, tuple(row.token_ids)) for row in rows]
+        requests = [row.request(row.token_ids, DraftTree()) for row in rows]
         verdicts = await self._verifier.verify(requests)
         events = [
             self._take(row, request, verdict)
@@ -145,8 +182,7 @@ class Engine:
         trees = self._draft(rows)
         drafted = time.perf_counter()
         requests = [
-            Request(row.row, row.base, (row.token_ids[-1],), tree)
-            for row, tree in zip(rows, trees, strict=True)
+            row.request(row.token_ids[-1:], tree) for row, tree in zip(rows, trees, strict=True)
         ]
         verdicts = await self._verifier.verify(requests)
         events = [
@@ -170,7 +206,7 @@ class Engine:
         if self._drafter is None:
             return trees
         for shape, indices in by_shape.items():
-            texts = [RowText(rows[i].row, rows[i].token_ids) for i in indices]
+            texts = [RowText(rows[i].row, rows[i].token_ids, rows[i].sampling) for i in indices]
             drafts = self._drafter.propose(texts, shape)
             for i, tree in zip(indices, drafts, strict=True):
                 trees[i] = tree
@@ -199,6 +235,7 @@ class Engine:
         row.token_ids += tokens
         result.token_ids += tokens
         result.sources += sources[: len(tokens)]
+        result.logprobs += verdict.logprobs[: len(tokens)]
         if reason is not None:
             self._finish(row, reason)
         return Event(row.handle, tuple(tokens), tuple(sources[: len(tokens)]), reason)
@@ -209,6 +246,9 @@ class Engine:
         for i, token in enumerate(tokens, start=1):
             if token in row.stop_token_ids:
                 return tokens[:i], "stop_token"
+            if row.stop and (found := row.stop.push(token)):
+                row.result.stop_string = found
+                return tokens[:i], "stop_string"
             if i == row.remaining:
                 return tokens[:i], "max_new_tokens"
             if i == room:
@@ -238,6 +278,16 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int)
         raise PromptError(
             f"Token id {outside[0]} is outside the target's vocabulary (0..{vocab_size - 1}). "
             "Was another tokenizer used?"
+        )
+
+
+def check_bias(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise InputError for a bias on tokens that the target does not have."""
+    outside = [token for token in sampling.logit_bias if token >= vocab_size]
+    if outside:
+        raise InputError(
+            f"logit_bias names token id {outside[0]}, outside the target's vocabulary "
+            f"(0..{vocab_size - 1})."
         )
 
 

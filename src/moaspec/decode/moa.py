@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moaspec.decode.cache import KVCache, prefix_mask, tree_mask
+from moaspec.decode.coupling import Ranking
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import DraftTree, Tree
 from moaspec.errors import InputError, ShapeError
@@ -27,7 +28,8 @@ class _Beams:
     """The drafted nodes so far, all levels, for B rows.
 
     Attributes:
-        tokens, scores, parents: (B, nodes) draft token, cumulative log q, parent node or -1.
+        tokens, scores, parents: (B, nodes) draft token, score of its path (see `Ranking`), parent
+            node or -1.
     """
 
     tokens: Tensor
@@ -119,11 +121,13 @@ class MoADrafting:
                 f"Tree breadth {shape.breadth} exceeds the draft vocabulary of {vocabulary}."
             )
         level = _Level(self, rows, shape)
-        log_q_BWV = level.read_root()
-        nodes, frontier = _first_level(log_q_BWV, shape.breadth)
-        for _ in range(1, shape.depth):
+        ranking = Ranking(rows, self._token_ids(torch.arange(vocabulary, device=level.device)))
+        children = ranking.children(level.read_root(), shape.breadth, 0)
+        nodes, frontier = _first_level(*children)
+        for depth in range(1, shape.depth):
             log_q_BWV = level.extend(self._token_ids(nodes.tokens), nodes.parents, frontier)
-            nodes, frontier = _next_level(nodes, frontier, log_q_BWV, shape.breadth)
+            children = ranking.children(log_q_BWV, shape.breadth, depth)
+            nodes, frontier = _next_level(nodes, frontier, *children)
         return self._trees(nodes, shape.total_tokens)
 
     def _token_ids(self, draft_tokens: Tensor) -> Tensor:
@@ -252,17 +256,17 @@ class _Level:
         return drafting.log_q(states_BWE)
 
 
-def _first_level(log_q_B1V: Tensor, breadth: int) -> tuple[_Beams, Tensor]:
-    scores, tokens = log_q_B1V[:, 0].topk(breadth, dim=-1)
+def _first_level(scores_B1C: Tensor, tokens_B1C: Tensor) -> tuple[_Beams, Tensor]:
+    scores, tokens = scores_B1C[:, 0], tokens_B1C[:, 0]
     nodes = _Beams(tokens, scores, torch.full_like(tokens, -1))
-    return nodes, torch.arange(breadth, device=tokens.device).expand_as(tokens)
+    return nodes, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
 
 
 def _next_level(
-    nodes: _Beams, frontier_BW: Tensor, log_q_BWV: Tensor, breadth: int
+    nodes: _Beams, frontier_BW: Tensor, child_scores: Tensor, child_tokens: Tensor
 ) -> tuple[_Beams, Tensor]:
-    """Add `breadth` children to each beam; the best `breadth` of them are the next frontier."""
-    child_scores, child_tokens = log_q_BWV.topk(breadth, dim=-1)
+    """Add each beam's children, (B, W, C); the best C of them all are the next frontier."""
+    breadth = child_tokens.shape[-1]
     scores_BC = (nodes.scores.gather(1, frontier_BW)[..., None] + child_scores).flatten(1)
     parents_BC = frontier_BW[..., None].expand_as(child_tokens).flatten(1)
     best_BW = scores_BC.topk(breadth, dim=-1).indices

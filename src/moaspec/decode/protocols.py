@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.tree import DraftTree, Tree
 
 Need = Literal["kv"]
@@ -31,12 +32,16 @@ class Request:
         base: tokens of the row that are already verified and stay.
         known: tokens that follow them whatever the target thinks: a prompt, or the newest token.
         tree: drafts that hang below the last known token.
+        sampling: how the row's tokens are chosen; with a seed where noise takes part.
+        prompt_length: how many of the row's tokens are its prompt.
     """
 
     row: int
     base: int
     known: tuple[int, ...]
     tree: DraftTree = field(default_factory=DraftTree)
+    sampling: SamplingParams = GREEDY
+    prompt_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,14 @@ class Verdict:
         accepted: nodes of the request's tree that are the target's own choices, in order.
         next_token: the target's choice after the last accepted node (or the last known token).
         features: of all tokens that this request verified (`known` and accepted ones).
+        logprobs: where the row asks for them, log-probabilities of the accepted tokens and of
+            `next_token` under the target's own, unprocessed distribution.
     """
 
     accepted: tuple[int, ...]
     next_token: int
     features: Features = None
+    logprobs: tuple[float, ...] = ()
 
 
 class Verifier(Protocol):
@@ -68,10 +76,21 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True)
 class RowText:
-    """A row as a drafter sees it: all its tokens; the last one has no activations yet."""
+    """A row as a drafter sees it: all its tokens; the last one has no activations yet.
+
+    Attributes:
+        row: which row.
+        token_ids: prompt and output; a draft below the last of them has position `len(token_ids)`.
+        sampling: the row's settings, so that drafts can use the noise that the target will use.
+    """
 
     row: int
     token_ids: Sequence[int]
+    sampling: SamplingParams = GREEDY
+
+
+DRAFTER_METHODS = ("needs", "encode", "observe", "propose", "close")
+"""What an object must have to be a `Drafter`."""
 
 
 class Drafter(Protocol):

@@ -9,7 +9,7 @@ from typing import Literal
 Source = Literal["draft", "target"]
 """Who proposed a token: an accepted draft, or the target's own choice where no draft matched."""
 
-StopReason = Literal["stop_token", "max_new_tokens", "context", "aborted"]
+StopReason = Literal["stop_token", "stop_string", "max_new_tokens", "context", "aborted"]
 
 
 @dataclass
@@ -51,14 +51,20 @@ class GenerationResult:
     """Generated ids and how they came about.
 
     Attributes:
-        token_ids: generated tokens only; a stop token is included.
+        token_ids: generated tokens only; a stop token is included, and so is the token that
+            completes a stop string.
         sources: who proposed each of them.
         accept_lengths: tokens that each round emitted, bonus token included; the prefill's first
             token belongs to no round, and the last round counts what was kept.
         drafted_depths: levels that each round drafted.
         num_drafted: draft tokens verified over all rounds.
         stop_reason: why it ended.
-        seed: of sampling; None for greedy decoding, which has no noise.
+        stop_string: which stop string ended it; the text contains it, and what else its last token
+            holds.
+        logprobs: where asked for, the log-probability of each of `token_ids` under the target's
+            own distribution, before temperature and processors.
+        seed: of sampling; the one that was drawn where none was given. None where no noise took
+            part and none was given.
         timing: seconds by part.
     """
 
@@ -68,6 +74,8 @@ class GenerationResult:
     drafted_depths: list[int] = field(default_factory=list)
     num_drafted: int = 0
     stop_reason: StopReason | None = None
+    stop_string: str | None = None
+    logprobs: list[float] = field(default_factory=list)
     seed: int | None = None
     timing: Timing = field(default_factory=Timing)
 

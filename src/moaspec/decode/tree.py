@@ -6,7 +6,7 @@ already chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,6 +126,29 @@ def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
     return matrix
 
 
+def merged(paths: Iterable[Sequence[int]], total_tokens: int) -> DraftTree:
+    """One tree of several continuations, which share their common beginnings.
+
+    Args:
+        paths: continuations of the root, the most promising first.
+        total_tokens: nodes at most; what comes after them is left out.
+    """
+    nodes: dict[tuple[int, int], int] = {}
+    for path in paths:
+        parent = -1
+        for token in path:
+            if (parent, token) not in nodes and len(nodes) == total_tokens:
+                break
+            parent = nodes.setdefault((parent, token), len(nodes))
+    return DraftTree(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
+
+
+def children(tree: DraftTree) -> dict[tuple[int, int], int]:
+    """Node by (parent, token); where a token was drafted twice, the first node counts."""
+    nodes = enumerate(zip(tree.parents, tree.tokens, strict=True))
+    return {edge: node for node, edge in reversed(list(nodes))}
+
+
 def walk(tree: DraftTree, chosen: Sequence[int]) -> list[int]:
     """The verification walk: follow the target's own choices as long as they were drafted.
 
@@ -137,10 +160,9 @@ def walk(tree: DraftTree, chosen: Sequence[int]) -> list[int]:
         Accepted nodes, root's child first. The tokens of the round are theirs and the target's
         choice at the last of them (the bonus token).
     """
-    children = {(parent, token): i for i, (parent, token) in
-                reversed(list(enumerate(zip(tree.parents, tree.tokens, strict=True))))}  # fmt: skip
+    known = children(tree)
     path: list[int] = []
     node = -1
-    while (node := children.get((node, chosen[node + 1]), -2)) >= 0:
+    while (node := known.get((node, chosen[node + 1]), -2)) >= 0:
         path.append(node)
     return path

@@ -6,7 +6,7 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from moaspec.decode.cache import KVCache, tree_mask
+from moaspec.decode.decide import Decision, decide
 from moaspec.decode.protocols import Drafter, Request, Verdict
-from moaspec.decode.tree import ancestor_matrix, walk
+from moaspec.decode.tree import ancestor_matrix
 from moaspec.model.encoder import layer_features
 from moaspec.target import Target
 
 PREFILL_CHUNK_TOKENS = 1024
 """Longest stretch of prompt in one pass; bounds the memory of its mask and activations."""
+
+HEAD_NODES = 256
+"""Logits of at most so many nodes (but at least one row's) exist at a time."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class LocalVerifier:
     def __init__(self, target: Target, drafter: Drafter | None = None) -> None:
         self.target = target
         self._encode = drafter.encode if drafter is not None and "kv" in drafter.needs else None
+        self._texts: dict[int, list[int]] = {}
         self.cache = KVCache(
             num_layers=target.num_layers,
             num_heads=target.num_kv_heads,
@@ -64,25 +69,24 @@ class LocalVerifier:
             return self._verify(requests)
 
     def close(self, row: int) -> None:
-        """Nothing to do: a row's slots are written over by whoever uses it next."""
+        """Nothing to do: a row's slots and text are written over by whoever uses it next."""
 
     def release(self) -> None:
         """Give the cache's memory back; no row may be in use."""
         self.cache.release()
+        self._texts.clear()
 
     def _verify(self, requests: Sequence[Request]) -> list[Verdict]:
         plans = self._prefill(requests)
-        hidden_BTE = self._pass(plans)
-        decided = [
-            self._decide(plan, hidden_TE) for plan, hidden_TE in zip(plans, hidden_BTE, strict=True)
-        ]
-        for request, (accepted, _) in zip(requests, decided, strict=True):
+        decisions = self._decide(plans, self._pass(plans))
+        for request, decision in zip(requests, decisions, strict=True):
             root = request.base + len(request.known) - 1
-            self.cache.commit(request.row, root + 1, [root + 1 + node for node in accepted])
-        features = self._features(requests, [len(accepted) for accepted, _ in decided])
+            slots = [root + 1 + node for node in decision.accepted]
+            self.cache.commit(request.row, root + 1, slots)
+        features = self._features(requests, [len(decision.accepted) for decision in decisions])
         return [
-            Verdict(tuple(accepted), bonus, feature)
-            for (accepted, bonus), feature in zip(decided, features, strict=True)
+            Verdict(decision.accepted, decision.next_token, feature, decision.logprobs)
+            for decision, feature in zip(decisions, features, strict=True)
         ]
 
     def _prefill(self, requests: Sequence[Request]) -> list[_Plan]:
@@ -112,14 +116,29 @@ class LocalVerifier:
             write=self.cache.writer(rows, starts, longest, visible),
         )
 
-    def _decide(self, plan: _Plan, hidden_TE: Tensor) -> tuple[list[int], int]:
-        """The target's choice after the root and every node, and the walk along them."""
-        tree = plan.request.tree
-        root = plan.num_known - 1
-        logits = self.target.head(hidden_TE[root : root + 1 + len(tree.tokens)])
-        chosen = logits.argmax(-1).tolist()
-        accepted = walk(tree, chosen)
-        return accepted, chosen[accepted[-1] + 1 if accepted else 0]
+    def _decide(self, plans: Sequence[_Plan], hidden_BTE: Tensor) -> list[Decision]:
+        """The target's choices along each tree, up to the first that was not drafted."""
+        decisions: list[Decision] = []
+        for group in _groups(plans):
+            hidden = hidden_BTE[len(decisions) : len(decisions) + len(group)]
+            needed = [
+                hidden_TE[plan.num_known - 1 : len(plan.tokens)]
+                for plan, hidden_TE in zip(group, hidden, strict=True)
+            ]
+            requests = [plan.request for plan in group]
+            logits_NV = self.target.head(torch.cat(needed))
+            decisions += decide(requests, [self._text(one) for one in requests], logits_NV)
+        return decisions
+
+    def _text(self, request: Request) -> list[int]:
+        """All tokens of a row up to the root; whatever follows `base` is replaced by `known`.
+
+        The walk along the tree appends to it, so that the next round finds what was accepted.
+        """
+        text = self._texts.setdefault(request.row, [])
+        assert len(text) >= request.base, "a row's base is at most what was verified"
+        text[request.base :] = request.known
+        return text
 
     def _features(self, requests: Sequence[Request], num_accepted: Sequence[int]) -> list[object]:
         """The drafter's encoding of every token that this verification committed."""
@@ -136,6 +155,20 @@ class LocalVerifier:
             counts.append(stop - request.base)
         position_ids_1N = torch.tensor([positions], device=self.target.device)
         return self._encode(torch.cat(kv, dim=1), position_ids_1N, counts)
+
+
+def _groups(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:
+    """Consecutive rows whose nodes fit into one call of the head."""
+    group: list[_Plan] = []
+    nodes = 0
+    for plan in plans:
+        own = 1 + len(plan.request.tree.tokens)
+        if group and nodes + own > HEAD_NODES:
+            yield group
+            group, nodes = [], 0
+        group.append(plan)
+        nodes += own
+    yield group
 
 
 def _visible_matrix(plan: _Plan, longest: int) -> np.ndarray:

@@ -1,0 +1,146 @@
+"""Fit how likely the target agrees with a draft, given its rank and margin.
+
+`moaspec.decode.coupling.AGREEMENT` holds the result. The target writes answers at several
+temperatures; the drafter is asked, at every token of them, for its coupled order of drafts; counted
+is at which rank the target's own token was. One logistic curve is fitted per rank.
+
+    python benchmarks/agreement.py --suite spec_bench.jsonl --limit 24
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moaspec
+from moaspec.cli.console import chat_ids
+from moaspec.decode.coupling import Ranking, margins
+from moaspec.decode.protocols import RowText
+from moaspec.evaluate import read_prompts
+from moaspec.model import MoADrafter
+from moaspec.train import Example
+from moaspec.train.blocks import fixed_blocks
+from moaspec.train.data import collate
+
+ALIAS = "smollm2-135m"
+RANKS = 8
+BLOCK = 4
+"""Drafts per round: statistics cover the depths that small trees and chains use."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """One row per drafted token.
+
+    Attributes:
+        margin_NK: of the drafts of rank 0 .. RANKS - 1.
+        hit_NK: whether the target chose that draft.
+    """
+
+    margin_NK: Tensor
+    hit_NK: Tensor
+
+
+def main() -> None:
+    """Print the fitted table, then one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--suite", default="bundled")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 0.8, 1.0])
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    target = moaspec.load_target(ALIAS)
+    drafter = moaspec.load_drafter(ALIAS, target=target)
+    suite = read_prompts(args.suite, limit=args.limit)
+    prompts = [chat_ids(target, prompt.text) for prompt in suite]
+    parts = [
+        _collect(target, drafter, prompts, temperature, args.max_new_tokens)
+        for temperature in args.temperatures
+    ]
+    whole = Statistics(
+        torch.cat([part.margin_NK for part in parts]), torch.cat([part.hit_NK for part in parts])
+    )
+    _report(whole, vars(args) | {"machine": platform.machine(), "torch": torch.__version__})
+
+
+@torch.inference_mode()
+def _collect(
+    target: moaspec.Target,
+    drafter: MoADrafter,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    max_new_tokens: int,
+) -> Statistics:
+    """Ranks of the target's own choices in the drafter's order, over sampled answers."""
+    sampling = moaspec.SamplingParams(temperature=temperature, seed=20260)
+    results = moaspec.generate(
+        target, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=sampling.seed
+    )
+    ids = drafter.draft_token_ids
+    ids = torch.arange(target.vocab_size) if ids is None else ids
+    margin, hit = [], []
+    for prompt, result in zip(prompts, results, strict=True):
+        batch = collate([Example(tuple(prompt), tuple(result.token_ids))], [0])
+        blocks = fixed_blocks(batch, BLOCK)
+        logits_TV = drafter.block_logits(
+            target, batch.input_ids_BT, batch.attention_mask_BT, blocks.block_start_BT
+        )[0]
+        places = blocks.loss_BT[0].nonzero()[:, 0]
+        text = batch.input_ids_BT[0]
+        rows = [RowText(0, text[: int(place) + 1].tolist(), sampling) for place in places]
+        log_q_N1V = logits_TV[places][:, None, ids].float().log_softmax(-1)
+        perturbed_NV = Ranking(rows, ids).perturbed(log_q_N1V, 0)[:, 0]
+        best_NK, order_NK = perturbed_NV.topk(RANKS + 1, dim=-1)
+        margin.append(margins(best_NK)[:, :RANKS])
+        hit.append(ids[order_NK[:, :RANKS]] == text[places + 1, None])
+    return Statistics(torch.cat(margin), torch.cat(hit))
+
+
+def fitted(margin_N: Tensor, hit_N: Tensor) -> tuple[float, float]:
+    """Intercept and slope of the logistic curve of greatest likelihood.
+
+    The weak ridge only matters where a rank was hardly ever right.
+    """
+    finite = margin_N.isfinite()
+    design_N2 = torch.stack((torch.ones_like(margin_N), margin_N), dim=1)[finite]
+    hits_N = hit_N[finite].double()
+    weights = torch.zeros(2, dtype=torch.float64)
+    for _ in range(50):
+        p_N = (design_N2 @ weights).sigmoid()
+        gradient = design_N2.T @ (hits_N - p_N) - weights
+        hessian = (design_N2.T * (p_N * (1 - p_N))) @ design_N2 + torch.eye(2)
+        weights = weights + torch.linalg.solve(hessian, gradient)
+    return round(float(weights[0]), 2), round(float(weights[1]), 2)
+
+
+def _report(statistics: Statistics, facts: dict[str, Any]) -> None:
+    rows = []
+    for rank in range(RANKS):
+        margin, hit = statistics.margin_NK[:, rank], statistics.hit_NK[:, rank]
+        intercept, slope = fitted(margin, hit)
+        rows.append((intercept, slope))
+        print(f"rank {rank}: hit {hit.double().mean():6.1%}   P = sigmoid({intercept} + {slope} m)")
+        edges = margin[margin.isfinite()].quantile(torch.linspace(0, 1, 6).double())
+        for low, high in pairwise(edges.tolist()):
+            inside = (margin >= low) & (margin <= high)
+            p = (intercept + slope * margin[inside]).sigmoid().mean()
+            observed = hit[inside].double().mean()
+            print(f"    margin {low:5.2f}..{high:5.2f}: observed {observed:6.1%}, fitted {p:6.1%}")
+    facts["drafted"] = len(statistics.hit_NK)
+    facts["suite"] = Path(facts["suite"]).name
+    print(json.dumps(facts | {"agreement": rows}))
+
+
+if __name__ == "__main__":
+    main()

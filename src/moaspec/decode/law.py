@@ -1,0 +1,80 @@
+"""The one law: which token follows a prefix.
+
+The next token is a function of the target's logits, the settings, the seed and the prefix, and of
+nothing else. Plain decoding and verification both call it, hence their texts are the same.
+
+Legend: N nodes, S surviving (node, token) pairs, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moaspec.decode.noise import gumbel, seed_bits
+from moaspec.decode.processors import Prefix, processed, survivors
+from moaspec.decode.sampling import SamplingParams
+
+
+def next_tokens(logits_NV: Tensor, prefixes: Sequence[Prefix]) -> list[int]:
+    """The token that follows each prefix.
+
+    At temperature 0 the best processed logit; otherwise the best, over the tokens that survive
+    top-k, top-p and min-p, of processed logit / temperature + positional Gumbel noise, in float64.
+    That is an exact sample (Gumbel-max), and needs no probabilities of any drafter.
+
+    Args:
+        logits_NV: the target's own, float32.
+        prefixes: one per row of `logits_NV`.
+
+    Raises:
+        InputError: a custom processor misbehaved.
+    """
+    rows = [processed(logits, prefix) for logits, prefix in zip(logits_NV, prefixes, strict=True)]
+    tokens = [0] * len(rows)
+    for samples, choose in ((False, _best), (True, _sampled)):
+        nodes = [i for i, prefix in enumerate(prefixes) if prefix.sampling.samples is samples]
+        if nodes:
+            chosen = choose(torch.stack([rows[i] for i in nodes]), [prefixes[i] for i in nodes])
+            for node, token in zip(nodes, chosen.tolist(), strict=True):
+                tokens[node] = token
+    return tokens
+
+
+def _best(scores_NV: Tensor, _: Sequence[Prefix]) -> Tensor:
+    return scores_NV.argmax(-1)
+
+
+def _sampled(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
+    return perturbed(scores_NV, prefixes).argmax(-1)
+
+
+def perturbed(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
+    """What a sampled choice is the argmax of, float64; -inf for tokens that did not survive.
+
+    Args:
+        scores_NV: processed logits.
+        prefixes: all at temperatures above 0.
+    """
+    settings = [prefix.sampling for prefix in prefixes]
+    scaled_NV = scores_NV.double() / temperatures(settings).to(scores_NV.device)
+    node_S, token_S = survivors(scaled_NV, settings).nonzero(as_tuple=True)
+    facts_N3 = torch.tensor([_facts(prefix) for prefix in prefixes], device=scores_NV.device)
+    seed_S, choice_S, position_S = facts_N3[node_S].unbind(-1)
+    noise_S = gumbel(seed_S, choice_S, position_S, token_S)
+    result_NV = torch.full_like(scaled_NV, -torch.inf)
+    result_NV[node_S, token_S] = scaled_NV[node_S, token_S] + noise_S
+    return result_NV
+
+
+def temperatures(settings: Sequence[SamplingParams]) -> Tensor:
+    """(N, 1) float64."""
+    return torch.tensor([[one.temperature] for one in settings], dtype=torch.float64)
+
+
+def _facts(prefix: Prefix) -> tuple[int, int, int]:
+    """Seed, choice and position of the token to be chosen."""
+    sampling = prefix.sampling
+    return seed_bits(sampling.seed or 0), sampling.choice, len(prefix.token_ids)

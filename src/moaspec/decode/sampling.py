@@ -1,0 +1,136 @@
+"""How a row's next token is chosen from the target's logits: the settings."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from moaspec.errors import InputError
+
+LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+"""(token ids of the prefix, prompt included; float32 logits of shape (V,)) -> logits.
+
+It must depend on its arguments only: with speculation it is called on the prefixes of drafted
+nodes, some of which are called again in a later round.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """The settings of one row. Defaults: greedy, nothing changed.
+
+    They apply in the order of transformers: logit bias, penalties, custom processors, temperature,
+    top-k, top-p, min-p.
+
+    Args:
+        temperature: divides the logits; 0 takes the best token, without noise.
+        top_k: keep the k best tokens (and ties with the last); 0 keeps all.
+        top_p: keep the most probable tokens until they hold this mass.
+        min_p: drop tokens below this share of the best token's probability.
+        seed: of the noise, 0 .. 2^64 - 1; None lets `resolved` draw one.
+        choice: which of several continuations of one prompt this is.
+        repetition_penalty: divides positive logits of tokens in prompt or output, multiplies
+            negative ones; 1 changes nothing.
+        presence_penalty: taken once off the logits of generated tokens.
+        frequency_penalty: taken off them for every occurrence.
+        logit_bias: added to the logits, by token id; -inf forbids a token.
+        processors: called in order; see `LogitsProcessor`.
+        logprobs: whether to report log-probabilities of the chosen tokens.
+
+    Raises:
+        InputError: a value outside its range; the message says which.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    choice: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    processors: tuple[LogitsProcessor, ...] = ()
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        self._need_number("temperature", low=0.0)
+        self._need_number("top_p", low=0.0, high=1.0)
+        self._need_number("min_p", low=0.0, high=1.0)
+        self._need_number("repetition_penalty", low=0.0)
+        self._need_number("presence_penalty")
+        self._need_number("frequency_penalty")
+        if self.repetition_penalty == 0.0:
+            raise InputError("repetition_penalty must be above 0 (1.0 changes nothing), got 0.")
+        self._need_integer("top_k", high=2**63 - 1, otherwise="0 keeps all tokens")
+        self._need_integer("choice", high=2**32 - 1, otherwise="0 is the first")
+        if self.seed is not None:
+            self._need_integer("seed", high=2**64 - 1, otherwise="None draws one")
+        _check_bias(self.logit_bias)
+        for processor in self.processors:
+            if not callable(processor):
+                raise InputError(
+                    f"A logits processor must be a function of (prefix_token_ids, logits_V), "
+                    f"got {processor!r}."
+                )
+
+    @property
+    def samples(self) -> bool:
+        """Whether noise takes part."""
+        return self.temperature > 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether bias, penalties or processors change logits before the choice."""
+        return self.needs_prefix or bool(self.logit_bias)
+
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether the choice depends on which tokens came before, given the logits."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.processors)
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether the choice is nothing but the best of the target's logits."""
+        return not self.samples and not self.changes_logits
+
+    def resolved(self) -> SamplingParams:
+        """The same with a seed, drawn now where noise takes part and none was given."""
+        if self.seed is not None or not self.samples:
+            return self
+        return replace(self, seed=secrets.randbits(63))
+
+    def _need_number(self, name: str, low: float = -math.inf, high: float = math.inf) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not low <= value <= high:
+            bounds = f" of at least {low:g}" if high == math.inf else f" within {low:g}..{high:g}"
+            bounds = "" if low == -math.inf else bounds
+            raise InputError(f"{name} must be a finite number{bounds}, got {value!r}.")
+
+    def _need_integer(self, name: str, *, high: int, otherwise: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= high:
+            raise InputError(
+                f"{name} must be an integer within 0..{high} ({otherwise}), got {value!r}."
+            )
+
+
+def _check_bias(bias: Mapping[int, float]) -> None:
+    for token, value in bias.items():
+        if not isinstance(token, int) or token < 0:
+            raise InputError(f"logit_bias must be keyed by token ids, got {token!r}.")
+        if not isinstance(value, (int, float)) or math.isnan(value) or value == math.inf:
+            raise InputError(
+                f"logit_bias of token {token} must be a finite number or -inf, got {value!r}."
+            )
+
+
+GREEDY = SamplingParams()
+"""The best token of the target's own logits."""

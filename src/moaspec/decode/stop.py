@@ -1,0 +1,61 @@
+"""Stop strings, found in the text as it grows, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from moaspec.errors import InputError
+
+
+def stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """One or several stop strings as a tuple.
+
+    Raises:
+        InputError: an empty one, or something that is no string.
+    """
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise InputError(f"stop must be one or more non-empty strings, got {string!r}.")
+    return strings
+
+
+class StopStrings:
+    """Watches one row's generated text.
+
+    Only tokens that are part of the text may be pushed, one by one, so that a stop string which
+    several tokens of a round complete between them ends the text exactly where plain decoding ends
+    it. Special tokens count as text: a stop string may name one.
+
+    Args:
+        strings: non-empty stop strings.
+        tokenizer: the target's, of transformers.
+
+    Raises:
+        InputError: no tokenizer, or one that cannot decode incrementally.
+    """
+
+    def __init__(self, strings: tuple[str, ...], tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InputError(
+                "Stop strings need the target's tokenizer, of the kind that transformers calls "
+                "fast; this target has none. Use stop_token_ids instead."
+            )
+        self._strings, self._backend = strings, backend
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._tail = ""
+        self._keep = max(map(len, strings)) - 1
+
+    def push(self, token_id: int) -> str | None:
+        """Take in the next token; the stop string that it completes, the earliest in the text."""
+        piece = self._stream.step(self._backend, token_id)
+        if not piece:
+            return None
+        text = self._tail + piece
+        found = [(text.find(one) + len(one), one) for one in self._strings if one in text]
+        self._tail = text[-self._keep :] if self._keep else ""
+        return min(found)[1] if found else None
