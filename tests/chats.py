@@ -1,6 +1,7 @@
 """A tokenizer of words with chat templates of several kinds, and targets that use them.
 
-Ids: 0 <|start|>, 1 <|end|>, 2..5 roles, 6 <think>, 7 </think>, 8 a line break, 9 <call>, then words.
+Ids: 0 <|start|>, 1 <|end|>, 2..5 roles, 6 <think>, 7 </think>, 8 a line break, 9 <call>; words
+follow.
 """
 
 from __future__ import annotations

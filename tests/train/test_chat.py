@@ -14,6 +14,7 @@ from moaspec.train.chat import encode, prompt_ids, user_turn
 from moaspec.train.conversations import Conversation
 
 STOPS = {END}
+ASKED = (START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK)
 TWO_TURNS = chats.talk("w20", "w30 w31", "w21 w22", "w32")
 
 
@@ -46,8 +47,7 @@ def test_llama_3() -> None:
 
 def test_a_default_system_prompt() -> None:
     assert encoded(chats.DEFAULT_SYSTEM, chats.talk("w20", "w30")) == Example(
-        (START, SYSTEM, BREAK, 10, 11, END, BREAK)
-        + (START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK),
+        (START, SYSTEM, BREAK, 10, 11, END, BREAK, *ASKED),
         (30, END),
     )
 
@@ -59,8 +59,7 @@ def test_thinking_that_is_stripped_from_earlier_turns() -> None:
     assert one.pieces[1] == (THINK, 50, UNTHINK, 30, END)
     two = encoded(chats.THINKING, chats.talk("w20", thought, "w21", "<think>w51</think>w31"))
     assert two == Example(
-        (START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK, 30, END, BREAK)
-        + (START, USER, BREAK, 21, END, BREAK, START, ASSISTANT, BREAK),
+        (*ASKED, 30, END, BREAK, START, USER, BREAK, 21, END, BREAK, START, ASSISTANT, BREAK),
         (THINK, 51, UNTHINK, 31, END),
     )
 
@@ -80,8 +79,7 @@ def test_tools() -> None:
     )
     conversation = Conversation(where="here:1", messages=messages, tools=({"name": "w40"},))
     assert encoded(chats.TOOLS, conversation) == Example(
-        (START, SYSTEM, BREAK, 40, END, BREAK, START, USER, BREAK, 20, END, BREAK)
-        + (START, ASSISTANT, BREAK),
+        (START, SYSTEM, BREAK, 40, END, BREAK, *ASKED),
         (CALL, 40, END),
         (BREAK, START, TOOL, BREAK, 60, END, BREAK, START, ASSISTANT, BREAK),
         (30, END),

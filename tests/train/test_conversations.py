@@ -114,5 +114,5 @@ def test_skipping_malformed_rows(tmp_path: Path) -> None:
     seen: list[DataError] = []
     assert len(list(read_conversations([str(path)], seen.append))) == 1
     assert [str(error).split(": ")[0] for error in seen] == [f"{path}:2", f"{path}:3"]
-    with pytest.raises(DataError, match="a.jsonl:2"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2"):
         list(read_conversations([str(path)]))

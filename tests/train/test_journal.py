@@ -16,7 +16,12 @@ from moaspec.errors import DataError, InputError, TrainingError
 from moaspec.train.journal import Journal
 
 SETTINGS = {"model": "tiny", "sizes": (1, 2)}
-GROUPS = [[{"n": 0}, {"n": 1}], [], [{"n": 2, "text": "é"}], [{"n": 3}, {"n": 4}, {"n": 5}]]
+GROUPS: list[list[dict[str, Any]]] = [
+    [{"n": 0}, {"n": 1}],
+    [],
+    [{"n": 2, "text": "é"}],
+    [{"n": 3}, {"n": 4}, {"n": 5}],
+]
 NAMES = ("rows.jsonl", "rows.jsonl.gz")
 
 
@@ -78,7 +83,8 @@ def test_killed_at_any_system_call(name: str, tmp_path: Path) -> None:
     write_rest(tmp_path / "whole" / name)
     whole = (tmp_path / "whole" / name).read_bytes()
     for at in range(1, 200):
-        path, calls = tmp_path / str(at) / name, []
+        path = tmp_path / str(at) / name
+        calls: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             for call in ("pwrite", "fsync", "ftruncate"):
                 real = getattr(os, call)
@@ -111,7 +117,7 @@ def test_a_full_disk(call: str, tmp_path: Path) -> None:
         before = path.read_bytes()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, call, full)
-            with pytest.raises(TrainingError, match="No space left.*2 rows.*run the same command"):
+            with pytest.raises(TrainingError, match=r"No space left.*2 rows.*run the same command"):
                 journal.commit(GROUPS[2])
         assert path.read_bytes() == before
     write_rest(path)

@@ -92,11 +92,13 @@ def tiny_text(target: Target) -> Any:
 
 
 def ending(**changes: Any) -> Target:
-    """A target whose turns end after a few tokens."""
-    target = chats.target(**changes)
+    """A target that writes words and ends its turns after a few; with this seed, none at once."""
+    target = chats.target(seed=1, **changes)
     head: Any = target.model.get_output_embeddings()
-    # Whenever this token's logit is positive, it is now the largest.
-    head.weight[chats.END] *= 50
+    end = head.weight[chats.END].clone()
+    head.weight[: chats.CALL + 1] = 0
+    # Whenever this token's logit is positive, it is now one of the largest.
+    head.weight[chats.END] = 3 * end
     return target
 
 
@@ -106,7 +108,8 @@ def test_later_turns_build_on_what_the_target_wrote(tmp_path: Path) -> None:
     turns = [row for row in rows if row["id"] == "0"]
     assert [row["turn"] for row in turns] == [0, 1, 2]
     assert [len(row["messages"]) for row in turns] == [2, 4, 6]
-    assert all("w50" not in json.dumps(row) for row in turns)
+    answers = [message["content"] for message in turns[2]["messages"][1::2]]
+    assert answers == [tiny_text(target)(row["response_ids"]) for row in turns]
     assert turns[1]["messages"][:2] == turns[0]["messages"]
     first, *_ = read_examples([tmp_path / "a.jsonl"], vocab_size=tiny.VOCAB, max_length=200)
     assert first.pieces[1::2] == tuple(tuple(row["response_ids"]) for row in turns)
@@ -123,6 +126,18 @@ def test_any_batch_and_a_drafter_give_the_same_rows(
         target, tmp_path / "b.jsonl", drafter=drafter, batch_size=batch_size, group_size=4
     )
     assert drafted == plain
+
+
+def test_sampled_rows(target: Target, tmp_path: Path) -> None:
+    """Each conversation has noise of its own, and the seed decides it."""
+    same = [TALKS[0]] * 4
+    settings: dict[str, Any] = {"conversations": same, "temperature": 1.0, "top_p": 0.9}
+    rows = write(target, tmp_path / "a.jsonl", **settings)
+    assert len({tuple(row["response_ids"]) for row in rows}) == 4
+    drafter = tiny.random_drafter(target)
+    again = write(target, tmp_path / "b.jsonl", drafter=drafter, batch_size=4, **settings)
+    assert again == rows
+    assert write(target, tmp_path / "c.jsonl", seed=1, **settings) != rows
 
 
 @pytest.mark.parametrize("stop", [1, 2, 5, 9, 14, 25])

@@ -76,7 +76,7 @@ def test_hub_data_sets(source: str, call: tuple[Any, ...], hub: list[tuple[Any, 
 
 @pytest.mark.usefixtures("hub")
 def test_an_unknown_data_set() -> None:
-    with pytest.raises(DataError, match="hub:no/thing.*no such"):
+    with pytest.raises(DataError, match=r"hub:no/thing.*no such"):
         list(read_records("hub:no/thing"))
 
 

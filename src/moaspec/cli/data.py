@@ -26,6 +26,7 @@ from moaspec.train.reading import read_examples
 from moaspec.train.regenerate import check_prompts, fingerprint, regenerate, with_system_prompts
 from moaspec.train.sources import refuse
 from moaspec.train.statistics import Statistics, statistics
+from moaspec.train.synth import Imagination, synth
 from moaspec.train.writing import Scribe, Writing
 
 app = typer.Typer(
@@ -46,9 +47,61 @@ Device = Annotated[str, typer.Option(help="A torch device.")]
 BatchSize = Annotated[int, typer.Option(help="Conversations that are decoded together.")]
 GroupSize = Annotated[int, typer.Option(help="Conversations that are saved together.")]
 SystemPrompts = Annotated[Path | None, typer.Option(help="Text file, one system prompt a line.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the best token.")]
+TopP = Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass.")]
 Drafter = Annotated[str | None, typer.Option(help="Alias, directory or hub id; makes it faster.")]
 Skip = Annotated[bool, typer.Option("--skip-malformed", help="Count bad rows and go on.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("synth")
+def synth_command(
+    out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")],
+    num: Annotated[int, typer.Option(help="Different prompts to write.")] = 1000,
+    model: Model = MODEL,
+    drafter: Drafter = None,
+    system_prompts: SystemPrompts = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longer prompts are thrown away.")] = 128,
+    batch_size: BatchSize = 8,
+    group_size: GroupSize = 64,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 0.95,
+    seed: Annotated[int, typer.Option(help="Another seed gives other prompts.")] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = None,
+) -> None:
+    """Let the target imagine prompts, with no data set at all; run it again to continue.
+
+    Example: moaspec data synth --num 2000 --out prompts.jsonl
+    """
+    if num < 1:
+        raise InputError(f"--num must be at least 1, got {num}.")
+    writing = Writing(
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        group_size=group_size,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
+    systems = _lines(system_prompts)
+    target = _load(model, dtype, device, threads)
+    imagination = Imagination(target, systems)
+    module = load_drafter(drafter, target=target) if drafter else None
+    with _progress("prompts", num) as bar:
+        scribe = Scribe(
+            target,
+            module,
+            writing,
+            stop_token_ids=imagination.stop_token_ids,
+            advance=lambda tokens, _: bar.advance(tokens, 0),
+        )
+        settings = scribe.settings(num=num, system_prompts=systems, drafter=drafter)
+        with Journal(out, settings) as journal, _stoppable(journal):
+            bar.start(journal.rows)
+            synth(scribe, imagination, journal, num, bar.completed)
+    _report(journal, None)
 
 
 @app.command("regenerate")
@@ -64,7 +117,9 @@ def regenerate_command(
     without_system: Annotated[
         float, typer.Option(help="Share of conversations that get no system prompt.")
     ] = 0.5,
-    seed: Annotated[int, typer.Option(help="Of the system prompts.")] = 0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Annotated[int, typer.Option(help="Of sampling and of the system prompts.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
     skip_malformed: Skip = False,
     dtype: Dtype = "float32",
@@ -77,7 +132,14 @@ def regenerate_command(
     """
     if not 0 <= without_system <= 1 or (limit is not None and limit < 1):
         raise InputError("--without-system must lie in 0..1, and --limit be at least 1.")
-    writing = Writing(max_new_tokens=max_new_tokens, batch_size=batch_size, group_size=group_size)
+    writing = Writing(
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        group_size=group_size,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
     systems = _lines(system_prompts)
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
@@ -193,8 +255,12 @@ class _Bar:
 
     def start(self, done: int) -> None:
         """Begin where an earlier run ended."""
-        self._bar.update(self._task, completed=done)
+        self.completed(done)
         self._started = time.perf_counter()
+
+    def completed(self, done: int) -> None:
+        """Show how many are done."""
+        self._bar.update(self._task, completed=done)
 
     def advance(self, tokens: int, finished: int) -> None:
         """Count what a step of the engine brought."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moaspec.decode import Engine, GenerationResult, local_engine
+from moaspec.decode.sampling import SamplingParams
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.target import Target
@@ -19,10 +20,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ask:
-    """A request to let the target continue a prompt, with a number that its noise comes from."""
+    """A request to let the target continue a prompt; the number tells conversations apart."""
 
     prompt_ids: Sequence[int]
-    seed: int
+    number: int
 
 
 Author = Generator[Ask, GenerationResult, list[Row]]
@@ -39,16 +40,28 @@ class Writing:
         group_size: conversations that are saved together. Within a group a finished one makes room
             for the next; groups are decoded one after another, each with an engine of its own, so
             that a group's text does not depend on where an earlier run was interrupted.
+        temperature, top_p: of sampling; temperature 0 takes the best token.
+        seed: of the noise; every conversation has noise of its own.
     """
 
     max_new_tokens: int = 512
     batch_size: int = 8
     group_size: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
+        self.sampling(0)
         for name in ("max_new_tokens", "batch_size", "group_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
+    def sampling(self, number: int) -> SamplingParams:
+        """Settings of one conversation: a choice of its own under the run's seed."""
+        return SamplingParams(
+            temperature=self.temperature, top_p=self.top_p, seed=self.seed, choice=number
+        )
 
 
 Advance = Callable[[int, int], None]
@@ -117,6 +130,7 @@ class Scribe:
             ask.prompt_ids,
             max_new_tokens=self.writing.max_new_tokens,
             stop_token_ids=self._stops,
+            sampling=self.writing.sampling(ask.number),
         )
 
 
