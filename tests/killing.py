@@ -46,7 +46,8 @@ def finished(child: int) -> bool:
 
 def main(kills: int, out: Path, arguments: list[str]) -> None:
     """Kill, and run to the end whenever a run came to its end before it could be killed."""
-    chance, sizes, outputs = random.Random(0), [], set()
+    chance, outputs = random.Random(0), set()
+    sizes: list[int] = []
     begun = time.monotonic()
     assert finished(started(arguments))
     whole_s = time.monotonic() - begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +12,21 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from moaspec.decode import Engine, Replay
@@ -27,22 +38,68 @@ from moaspec.train.blocks import random_blocks
 from moaspec.train.config import drafter_config
 from moaspec.train.data import collate
 
-FAMILIES = ("llama", "qwen2")
 VOCAB = 64
+WINDOW = 8
+"""Sliding windows, shorter than every text here with its continuation."""
+SWITCH = 16
+"""Tokens after which Phi-3 has other rotary embeddings; all of PROMPTS start below it."""
 NEW_TOKENS = 24
 PROMPTS = ((5, 9, 2), (7, 1, 30, 44, 8, 12, 3), (1, 2, 3, 4, 5, 6, 60, 61, 62, 63, 20, 21), (33, 0))
 TOLERANCE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
 """float32 sums in another order: values of these models are near 1, their layers few."""
 
-_MODELS: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+_MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {
+            "head_dim": 12,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 2,
+        },
+    ),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW}),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "head_dim": 10,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "query_pre_attn_scalar": 14,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "phi3": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {
+            "original_max_position_embeddings": SWITCH,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.2],
+                "long_factor": [3.0, 6.0],
+            },
+        },
+    ),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
 }
+"""Config, model, and what makes the family special."""
+FAMILIES = tuple(_MODELS)
 
 
 def model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
     """A random model of transformers; its weights are large, so that its text varies."""
-    config_class, model_class = _MODELS[family]
+    config_class, model_class, special = _MODELS[family]
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -58,7 +115,7 @@ def model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
         "pad_token_id": None,
     }
     torch.manual_seed(seed)
-    made = model_class(config_class(**settings | changes))
+    made = model_class(config_class(**copy.deepcopy(settings | special | changes)))
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if name.endswith("bias") or "norm" in name:
@@ -162,4 +219,5 @@ def replay_engine(of: Target, drafting: ReplayDrafting) -> Engine:
         drafting,
         vocab_size=of.vocab_size,
         max_positions=of.max_positions,
+        rope_switches=of.rope_switches,
     )

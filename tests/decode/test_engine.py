@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Generator
 
 import pytest
+import torch
+from torch.testing import assert_close
 
 import moaspec
 import tiny
 from moaspec.decode import Chain, Engine, GenerationResult, Tree, acceptance_by_depth, local_engine
 from moaspec.decode.engine import run_now
+from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError
+from moaspec.model.encoder import layer_features
 
 PROMPT, OWN = tiny.PROMPTS[0], tiny.own_texts("llama")[0]
 
@@ -101,6 +105,84 @@ def test_stop_token_inside_an_accepted_path(position: int) -> None:
     assert len(result.sources) == first + 1
     assert sum(result.accept_lengths) == first
     assert result.stop_reason == "stop_token"
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("shape", [Chain(4), Tree(3, 2, 6)], ids=str)
+def test_right_drafts_of_every_family(family: str, shape: Tree) -> None:
+    """A ragged batch leaves sliding windows, and LongRoPE's short regime, behind in leaps."""
+    texts = [[*p, *t] for p, t in zip(tiny.PROMPTS, tiny.own_texts(family), strict=True)]
+    engine = tiny.replay_engine(tiny.target(family), tiny.ReplayDrafting(texts))
+    handles = [engine.add(p, max_new_tokens=tiny.NEW_TOKENS, shape=shape) for p in tiny.PROMPTS]
+    results = [engine.result(handle) for handle in handles]
+    finish(engine)
+    for prompt, result in zip(tiny.PROMPTS, results, strict=True):
+        assert [*prompt, *result.token_ids] in texts
+        assert result.tau is not None
+        assert result.tau > 2.5
+
+
+def switching(text: list[int], *, prompt: int, new_tokens: int) -> tuple[list[int], list[int]]:
+    """Accepted and drafted depths of Phi-3's rounds when every draft is right."""
+    engine = tiny.replay_engine(tiny.target("phi3"), tiny.ReplayDrafting([text]))
+    result = decode(engine, tuple(text[:prompt]), max_new_tokens=new_tokens, shape=Chain(5))
+    assert result.token_ids == text[prompt : prompt + new_tokens]
+    return result.accept_lengths, result.drafted_depths
+
+
+@pytest.mark.parametrize("prompt", range(8, 19))
+def test_a_draft_ends_at_the_switch_of_longrope(prompt: int) -> None:
+    """Whatever part of a draft the switch falls into, the text is transformers' own."""
+    text = [*tiny.PROMPTS[2], *tiny.own_texts("phi3")[2]][:prompt]
+    text += tiny.own_text(tiny.target("phi3"), text, 16)
+    lengths, depths = switching(text, prompt=prompt, new_tokens=16)
+    assert sum(lengths) == 15
+    length = prompt + 1
+    for accepted, depth in zip(lengths, depths, strict=True):
+        assert length + depth <= tiny.SWITCH or length > tiny.SWITCH
+        length += accepted
+
+
+def test_one_round_reads_the_text_anew_at_the_switch() -> None:
+    text = [*tiny.PROMPTS[2], *tiny.own_texts("phi3")[2]]
+    lengths, depths = switching(text, prompt=12, new_tokens=16)
+    # 13 tokens after the prefill; 3 drafts and a bonus reach 17; then the round without a draft.
+    assert lengths == [4, 1, 6, 4]
+    assert depths == [3, 0, 5, 5]
+
+
+def test_the_cache_after_a_switch_is_that_of_the_long_text() -> None:
+    target = tiny.target("phi3")
+    text = [*tiny.PROMPTS[2], *tiny.own_texts("phi3")[2]]
+    drafting = tiny.ReplayDrafting([text])
+    verifier = LocalVerifier(target, drafting)
+    engine = Engine(
+        verifier,
+        drafting,
+        vocab_size=target.vocab_size,
+        max_positions=target.max_positions,
+        rope_switches=target.rope_switches,
+    )
+    decode(engine, tiny.PROMPTS[2], max_new_tokens=16)
+    ids = torch.tensor([text[:26]])
+    expected = target.encode(ids, torch.ones_like(ids)).kv_BTLK[0]
+    key, value = verifier.cache.read(0, 0, 26)
+    assert_close(layer_features(key[:, None], value[:, None])[0], expected, **tiny.TOLERANCE)
+
+
+def test_rows_switch_on_their_own() -> None:
+    """A mixed batch: a row far beyond the switch, one that crosses it, one that never does."""
+    target = tiny.target("phi3")
+    prompts = [[*tiny.PROMPTS[2], *tiny.own_texts("phi3")[2]], list(tiny.PROMPTS[1]), [33, 0]]
+    lengths = (12, 16, 10)
+    engine = local_engine(target, tiny.random_drafter(target), num_target_layers=2)
+    results = [
+        engine.result(engine.add(prompt, max_new_tokens=n, shape=Tree(3, 2, 6)))
+        for prompt, n in zip(prompts, lengths, strict=True)
+    ]
+    finish(engine)
+    for prompt, n, result in zip(prompts, lengths, results, strict=True):
+        assert result.token_ids == tiny.own_text(target, prompt, n)
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 6])

@@ -53,8 +53,12 @@ def right_and_wrong(draw: st.DrawFn, right: Sequence[int]) -> DraftTree:
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_cache_compaction_is_recomputation(data: st.DataObject) -> None:
-    """After any rounds on any trees, the cache holds what an uncached pass computes."""
-    family = data.draw(st.sampled_from(tiny.FAMILIES))
+    """After any rounds on any trees, the cache holds what an uncached pass computes.
+
+    Nothing is trimmed: in layers with a sliding window too, it holds every token.
+    """
+    # Phi-3's drafts end at its switch, which the engine sees to: see the engine's tests.
+    family = data.draw(st.sampled_from([f for f in tiny.FAMILIES if f != "phi3"]))
     rows = data.draw(st.permutations(range(len(tiny.PROMPTS))))[:2]
     verifier = LocalVerifier(tiny.target(family))
     wholes = {row: [*tiny.PROMPTS[row], *tiny.own_texts(family)[row]] for row in rows}
@@ -79,15 +83,19 @@ def test_cache_compaction_is_recomputation(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 12])
-def test_a_long_prompt_takes_several_passes(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_a_long_prompt_takes_several_passes(
+    family: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phi-3's first pieces already have the rotary embeddings of the whole prompt's length."""
     monkeypatch.setattr(moaspec.decode.verifier, "PREFILL_CHUNK_TOKENS", chunk)
-    prompt = tiny.PROMPTS[2]
-    verifier = LocalVerifier(tiny.target())
+    text = (*tiny.PROMPTS[2], *tiny.own_texts(family)[2])
+    prompt = text[:20]
+    assert len(prompt) > max(tiny.SWITCH, tiny.WINDOW)
+    verifier = LocalVerifier(tiny.target(family))
     (verdict,) = verify(verifier, Request(1, 0, prompt))
-    assert verdict.next_token == tiny.own_texts("llama")[2][0]
-    assert_close(
-        cached_kv(verifier, 1, len(prompt)), uncached_kv("llama", prompt), **tiny.TOLERANCE
-    )
+    assert verdict.next_token == text[20]
+    assert_close(cached_kv(verifier, 1, len(prompt)), uncached_kv(family, prompt), **tiny.TOLERANCE)
 
 
 def test_a_request_may_carry_several_known_tokens_and_a_tree() -> None:

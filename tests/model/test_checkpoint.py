@@ -101,11 +101,16 @@ def test_round_trip(family: str, dtype: torch.dtype | None, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotary_frequencies_are_exact_in_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_rotary_frequencies_are_exact_in_any_dtype(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """The drafter must draft with the frequencies that it was trained with."""
-    drafter = tiny.random_drafter(tiny.target())
-    loaded = load(saved(tmp_path, drafter, dtype=torch.bfloat16)).to(dtype)
+    target = tiny.target(family)
+    drafter = tiny.random_drafter(target)
+    loaded = load(saved(tmp_path, drafter, dtype=torch.bfloat16), target).to(dtype)
     expected = dict(drafter.named_buffers())
+    assert ("speaker.self_rope.long_inv_freq" in expected) == (family == "phi3")
     for name, frequencies in loaded.named_buffers():
         assert_close(frequencies, expected[name], rtol=0, atol=0)
 
@@ -211,6 +216,16 @@ def test_converted_form_keeps_the_targets_rope_scaling(tmp_path: Path) -> None:
     assert_close(loaded.speaker.self_rope.inv_freq, expected)
     plain = 1 / 5000.0 ** (torch.arange(0, 12, 2) / 12)
     assert_close(loaded.speaker.cross_rope.inv_freq, plain)
+
+
+def test_published_form_for_a_family_with_names_of_its_own(tmp_path: Path) -> None:
+    """Gemma 3 calls its activation otherwise and has rotary embeddings by layer type."""
+    target = tiny.fresh_target("gemma3_text", head_dim=12)
+    drafter = tiny.random_drafter(target, lsa_heads=6, lsa_kv_heads=6)
+    raw = {key: value for key, value in target.config.to_dict().items() if key != "rope_parameters"}
+    loaded = load(published(tmp_path, drafter, raw), target)
+    assert loaded.config.hidden_act == "gelu_pytorch_tanh"
+    assert_close(loaded.speaker.self_rope.inv_freq, drafter.speaker.self_rope.inv_freq)
 
 
 def test_biases_of_a_qwen2_checkpoint(tmp_path: Path) -> None:

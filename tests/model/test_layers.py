@@ -14,6 +14,7 @@ from moaspec.model.config import LayerConfig
 from moaspec.model.layers import CrossLayer, DecoderLayer, KeyValue, masked_attention
 from moaspec.model.masks import text_mask
 from moaspec.model.rope import Rope
+from moaspec.target.families import plain_layer_state
 
 EPS = 1e-6
 POSITIONS = torch.arange(7)[None].expand(2, -1)
@@ -39,19 +40,26 @@ def our_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-@pytest.fixture(params=tiny.FAMILIES)
+@pytest.fixture(params=["llama", "qwen2", "mistral", "phi3"])
 def model(request: pytest.FixtureRequest) -> Any:
+    """A model whose layers are built as ours, except that Phi-3 fuses some projections."""
     made = tiny.model(request.param, rms_norm_eps=EPS)
     return made.requires_grad_(False)
+
+
+def layer_state(model: Any, index: int) -> dict[str, Tensor]:
+    state = plain_layer_state(model.config, model.model.layers[index].state_dict())
+    assert state is not None
+    return our_names(state)
 
 
 @torch.no_grad()
 def test_a_decoder_layer_is_transformers_own(model: Any) -> None:
     theirs = model.model.layers[1]
     ours = DecoderLayer(config_of(model), eps=EPS, hidden_act="silu")
-    ours.load_state_dict(our_names(theirs.state_dict()))
+    ours.load_state_dict(layer_state(model, 1))
     x_BTE = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(0))
-    cos_sin = Rope.plain(8, model.config.rope_parameters["rope_theta"])(POSITIONS)
+    cos_sin = Rope.scaled(8, model.config.rope_parameters, 256)(POSITIONS)
     got = ours(x_BTE, cos_sin, lambda q, k, v: masked_attention(q, k, v, MASK))
     expected = theirs(
         x_BTE,
@@ -65,7 +73,7 @@ def test_a_decoder_layer_is_transformers_own(model: Any) -> None:
 @torch.no_grad()
 def test_a_cross_layer_that_reads_its_own_input_is_a_decoder_layer(model: Any) -> None:
     config = config_of(model)
-    state = our_names(model.model.layers[0].state_dict())
+    state = layer_state(model, 0)
     whole = DecoderLayer(config, eps=EPS, hidden_act="silu")
     whole.load_state_dict(state)
     cross, key_value = CrossLayer(config, eps=EPS, hidden_act="silu"), KeyValue(config)

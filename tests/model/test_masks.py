@@ -12,6 +12,7 @@ from moaspec.model.masks import (
     reused_layer_mask,
     staircase_mask,
     text_mask,
+    window_mask,
 )
 
 PADDED = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
@@ -40,6 +41,43 @@ def test_staircase_sees_only_its_own_block() -> None:
         [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]],
         [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
     ]
+
+
+def test_a_window_keeps_the_last_keys_of_each_text() -> None:
+    assert literal(window_mask(text_mask(PADDED), 2)) == [
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]],
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 0, 1]],
+    ]
+    assert literal(window_mask(text_mask(torch.tensor([[0, 1, 1, 1]])), 2)) == [
+        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    ]
+
+
+def test_a_window_follows_each_nodes_own_path() -> None:
+    """Two verified tokens, then nodes 0 - 1 - 3 and 0 - 2: slots are not positions."""
+    tree = torch.tensor(
+        [[[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1]]]
+    )
+    assert literal(window_mask(tree.bool()[None], 3)) == [
+        [[1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 1]]
+    ]
+
+
+def test_a_window_over_true_and_drafted_keys() -> None:
+    mask = reused_layer_mask(text_mask(PADDED[:1]), BLOCK_START[:1])
+    assert literal(window_mask(mask, 2)) == [
+        [
+            [1, 0, 0, 0, 0, 0, 0, 0],
+            [1, 0, 0, 0, 0, 1, 0, 0],
+            [0, 0, 0, 0, 0, 1, 1, 0],
+            [0, 0, 1, 0, 0, 0, 0, 1],
+        ]
+    ]
+
+
+def test_a_window_wider_than_the_text_changes_nothing() -> None:
+    mask = text_mask(PADDED)
+    assert window_mask(mask, 4) is mask
 
 
 def test_memory_mask_ends_at_the_block_start() -> None:

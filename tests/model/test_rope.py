@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.phi3 import modeling_phi3
 
 from moaspec.model.rope import Rope, rotate
 
@@ -27,6 +28,14 @@ YARN = {
     "rope_theta": 5000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 5000.0,
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
 }
 
 
@@ -57,6 +66,41 @@ def test_scaled(parameters: dict[str, Any]) -> None:
     assert_close(sin[:, 0], expected_sin)
 
 
+def phi3_rotary() -> Any:
+    return modeling_phi3.Phi3RotaryEmbedding(
+        Phi3Config(
+            hidden_size=64,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            original_max_position_embeddings=64,
+            rope_parameters=dict(LONGROPE),
+        )
+    )
+
+
+def test_longrope_goes_by_the_length_of_each_row() -> None:
+    rope, theirs = Rope.scaled(16, LONGROPE, 512), phi3_rotary()
+    assert (rope.switch, rope.attention_scaling) == (64, theirs.attention_scaling)
+    positions = torch.tensor([[0, 1, 62, 63], [0, 1, 63, 64]])
+    cos, sin = rope(positions)
+    for row in range(2):
+        expected_cos, expected_sin = theirs(torch.zeros(1), positions[row : row + 1])
+        assert_close(cos[row], expected_cos)
+        assert_close(sin[row], expected_sin)
+    assert not torch.allclose(cos[0, :, :2], cos[1, :, :2])
+
+
+def test_partial_rotation() -> None:
+    query, key = torch.randn(2, 2, 3, 4, 16, generator=torch.Generator().manual_seed(0))
+    cos, sin = Rope.scaled(16, LONGROPE, 512)(POSITIONS[:, :4])
+    assert cos.shape == (2, 1, 4, 8)
+    expected = modeling_phi3.apply_rotary_pos_emb(query, key, cos[:, 0], sin[:, 0])
+    assert_close(rotate(query, (cos, sin)), expected[0])
+    assert_close(rotate(key, (cos, sin)), expected[1])
+    plain = Rope.scaled(16, {"rope_theta": 10.0, "partial_rotary_factor": 0.5}, 512)
+    assert_close(plain.inv_freq, Rope.plain(8, 10.0).inv_freq, rtol=0, atol=0)
+
+
 def test_scaling_does_something() -> None:
     plain, scaled = Rope.plain(16, 5000.0), Rope.scaled(16, LLAMA3, 512)
     assert not torch.allclose(plain.inv_freq, scaled.inv_freq)
@@ -73,12 +117,14 @@ def test_rotate() -> None:
 
 def test_frequencies_stay_in_float32() -> None:
     """In bf16 neighbouring positions beyond 256 would coincide."""
-    rope = Rope.scaled(16, LLAMA3, 512)
-    before = rope.inv_freq.clone()
+    rope = Rope.scaled(16, LONGROPE, 512)
+    before = {name: buffer.clone() for name, buffer in rope.named_buffers()}
+    assert set(before) == {"inv_freq", "long_inv_freq"}
     nn.Sequential(rope).to(torch.bfloat16)
-    assert rope.inv_freq.dtype == torch.float32
-    # A round trip through bf16 would already have lost 16 of the 24 bits.
-    assert_close(rope.inv_freq, before, rtol=0, atol=0)
+    for name, buffer in rope.named_buffers():
+        assert buffer.dtype == torch.float32
+        # A round trip through bf16 would already have lost 16 of the 24 bits.
+        assert_close(buffer, before[name], rtol=0, atol=0)
     assert rope(POSITIONS)[0].dtype == torch.float32
 
 

@@ -10,20 +10,22 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
+import moaspec
 import tiny
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.encoder import layer_features
 from moaspec.target import Target
 
-IDS = torch.tensor([[5, 9, 2, 40, 7, 1, 33], [8, 3, 60, 11, 0, 0, 0]])
-MASK = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
-REAL = MASK.bool()
+LONG, SHORT = 20, 11
+"""Both past the sliding windows, one past LongRoPE's switch."""
+IDS = torch.tensor([[(7 * i + 5) % 64 for i in range(LONG)], [*range(30, 41), *[0] * 9]])
+MASK = torch.tensor([[1] * LONG, [1] * SHORT + [0] * (LONG - SHORT)])
 
 
 @torch.no_grad()
 def transformers_pass(target: Target, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values of transformers' own cache, final states and logits."""
-    cache = DynamicCache()
+    cache = DynamicCache()  # without a config it keeps what lies outside sliding windows
     model: Any = target.model
     output = model(input_ids=torch.tensor([ids]), past_key_values=cache, output_hidden_states=True)
     keys = torch.stack([layer.keys for layer in cache.layers])
@@ -35,7 +37,7 @@ def transformers_pass(target: Target, ids: list[int]) -> tuple[Tensor, Tensor, T
 def test_encode_gives_what_transformers_caches(family: str) -> None:
     target = tiny.target(family)
     result = target.encode(IDS, MASK)
-    assert result.kv_BTLK.shape == (2, 7, 3, target.identity.kv_size)
+    assert result.kv_BTLK.shape == (2, LONG, 3, target.identity.kv_size)
     for row, length in enumerate(MASK.sum(1).tolist()):
         kv, hidden, logits = transformers_pass(target, IDS[row, :length].tolist())
         assert_close(result.kv_BTLK[row, :length], kv, **tiny.TOLERANCE)
@@ -47,10 +49,19 @@ def test_encode_gives_what_transformers_caches(family: str) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_pads_on_the_right_change_nothing(family: str) -> None:
     target = tiny.target(family)
-    padded, alone = target.encode(IDS, MASK), target.encode(IDS[1:, :4], MASK[1:, :4])
-    assert_close(padded.kv_BTLK[1:, :4], alone.kv_BTLK, **tiny.TOLERANCE)
-    assert_close(padded.hidden_BTE[1:, :4], alone.hidden_BTE, **tiny.TOLERANCE)
+    padded, alone = target.encode(IDS, MASK), target.encode(IDS[1:, :SHORT], MASK[1:, :SHORT])
+    assert_close(padded.kv_BTLK[1:, :SHORT], alone.kv_BTLK, **tiny.TOLERANCE)
+    assert_close(padded.hidden_BTE[1:, :SHORT], alone.hidden_BTE, **tiny.TOLERANCE)
     assert bool(padded.hidden_BTE.isfinite().all())
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_pads_on_the_left_change_nothing(family: str) -> None:
+    target = tiny.target(family)
+    turned = target.encode(IDS.roll(LONG - SHORT, 1), MASK.roll(LONG - SHORT, 1))
+    alone = target.encode(IDS[1:, :SHORT], MASK[1:, :SHORT])
+    assert_close(turned.kv_BTLK[1:, -SHORT:], alone.kv_BTLK, **tiny.TOLERANCE)
+    assert_close(turned.hidden_BTE[1:, -SHORT:], alone.hidden_BTE, **tiny.TOLERANCE)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -66,9 +77,9 @@ def test_the_last_layers_finish_a_pass(family: str, num: int) -> None:
         states = captured_before_norm(target)
     got = target.run_last(
         states,
-        torch.arange(7)[None],
+        torch.arange(LONG)[None],
         num=num,
-        mask_B1TS=torch.ones(7, 7, dtype=torch.bool).tril()[None, None],
+        mask_B1TS=torch.ones(LONG, LONG, dtype=torch.bool).tril()[None, None],
         write=lambda _, key, value: (key, value),
     )
     assert_close(got, output.hidden_states[-1], **tiny.TOLERANCE)
@@ -176,7 +187,56 @@ def test_a_family_that_is_not_covered() -> None:
         Target(model, None, name="x")
 
 
-def test_sliding_windows_are_refused() -> None:
-    model = tiny.model("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    with pytest.raises(UnsupportedTargetError, match="sliding"):
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *(
+            (
+                "qwen2",
+                {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": layers},
+            )
+            for layers in (0, 1, 3)
+        ),
+        ("qwen3", {"use_sliding_window": False}),
+        ("mistral", {"sliding_window": None, "head_dim": 6}),
+        ("phi3", {"sliding_window": 4, "rope_parameters": {"rope_type": "default"}}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 50.0}}),
+        ("olmo2", {"attention_bias": True, "num_key_value_heads": 6}),
+    ],
+    ids=str,
+)
+def test_settings_beside_the_usual_ones(family: str, changes: dict[str, Any]) -> None:
+    target = tiny.fresh_target(family, **changes)
+    kv, hidden, _ = transformers_pass(target, IDS[0].tolist())
+    result = target.encode(IDS[:1], MASK[:1])
+    assert_close(result.kv_BTLK[0], kv, **tiny.TOLERANCE)
+    assert_close(result.hidden_BTE[0], hidden, **tiny.TOLERANCE)
+    prompt = IDS[1, :SHORT].tolist()
+    drafter = tiny.random_drafter(target)
+    got = moaspec.generate(target, prompt, drafter=drafter, max_new_tokens=8, num_target_layers=1)
+    assert got.token_ids == tiny.own_text(target, prompt, 8)
+
+
+def test_embeddings_are_scaled_where_the_model_scales_them() -> None:
+    target = tiny.target("gemma3_text")
+    weight = target.model.get_input_embeddings().weight
+    assert_close(target.embed(IDS), weight[IDS] * 48**0.5)
+
+
+def test_tied_and_soft_capped_head() -> None:
+    target = tiny.fresh_target("gemma3_text", tie_word_embeddings=True)
+    ids = torch.tensor([7, 0, 63])
+    hidden = target.encode(IDS[:1], MASK[:1]).hidden_BTE
+    _, _, logits = transformers_pass(target, IDS[0].tolist())
+    assert target.head_rows(None)[0] is target.model.get_input_embeddings().weight
+    # The cap is 4: uncapped logits of this model reach far beyond it.
+    assert float(logits.abs().max()) > 3.9
+    assert_close(target.head(hidden)[0], logits, **tiny.TOLERANCE)
+    assert_close(target.head(hidden, ids)[0], logits[:, ids], **tiny.TOLERANCE)
+
+
+def test_only_masks_that_are_taken_as_they_are() -> None:
+    model = tiny.model()
+    model.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedTargetError, match="sdpa"):
         Target(model, None, name="x")

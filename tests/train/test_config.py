@@ -141,6 +141,27 @@ def test_default_sizes_are_the_targets() -> None:
     assert config.target == tiny.target().identity
 
 
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_drafter_for_every_family(family: str) -> None:
+    target = tiny.target(family)
+    config = drafter_config(target, DrafterSizes())
+    biases = family == "qwen2"
+    assert config.self_attention.head_dim == config.cross_attention.head_dim == target.head_dim
+    assert config.kv_size == 2 * 2 * target.head_dim
+    assert config.self_attention.qkv_bias == config.layer_self_attention.qkv_bias == biases
+    assert not config.cross_attention.qkv_bias
+    assert config.rms_norm_eps == target.config.rms_norm_eps
+    assert config.hidden_act == ("gelu_pytorch_tanh" if family == "gemma3_text" else "silu")
+
+
+def test_sa_takes_the_rope_of_full_attention() -> None:
+    config = drafter_config(tiny.target("gemma3_text"), DrafterSizes())
+    assert config.rope_theta == 5000.0
+    assert config.rope_parameters["rope_type"] == "linear"
+    longrope = drafter_config(tiny.target("phi3"), DrafterSizes()).rope_parameters
+    assert longrope["original_max_position_embeddings"] == tiny.SWITCH
+
+
 def test_sizes_of_ones_own() -> None:
     sizes = DrafterSizes(
         lsa_heads=2,

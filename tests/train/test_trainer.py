@@ -84,7 +84,15 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"staircase": True}, {"activation_cache": False, "batch_size": 1}], ids=str
+    "changes",
+    [
+        {},
+        {"staircase": True},
+        {"activation_cache": False, "batch_size": 1},
+        {"frozen_lsa": 0.3},
+        {"frozen_lsa": 0.8},
+    ],
+    ids=str,
 )
 def test_resume_is_exact(changes: dict[str, Any], tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", steps=8, **changes)
@@ -118,6 +126,24 @@ def test_the_cache_changes_little(tmp_path: Path) -> None:
     assert with_cache.count == without.count
 
 
+def test_a_frozen_lsa_waits_for_its_share_of_the_steps(tmp_path: Path) -> None:
+    run = trainer(tmp_path, frozen_lsa=0.5)
+    lsa = run.drafter.encoder.layer_self_attention
+    before = {name: value.clone() for name, value in lsa.state_dict().items()}
+    states = []
+    for _ in range(4):
+        run.train_step()
+        states.append(all(torch.equal(lsa.state_dict()[name], before[name]) for name in before))
+    assert states == [True, True, False, False]
+
+
+def test_stored_means_change_little(tmp_path: Path) -> None:
+    """The first loss agrees to the rounding of means and states to bf16."""
+    frozen = trainer(tmp_path / "a", frozen_lsa=1.0).train_step()
+    free = trainer(tmp_path / "b").train_step()
+    assert frozen.total == pytest.approx(free.total, rel=0.02)
+
+
 def poison(run: Trainer) -> None:
     with torch.no_grad():
         run.drafter.encoder.projection.bias[0] = math.nan
@@ -149,7 +175,7 @@ def test_warm_start_copies_the_first_layer(tmp_path: Path) -> None:
 def test_warm_start_of_a_qwen2_target(tmp_path: Path) -> None:
     """Its first layer has query, key and value biases, and so must SA."""
     target = tiny.target("qwen2")
-    drafter = new_drafter(target, settings(tmp_path), EXAMPLES)
+    drafter = Trainer(target, EXAMPLES, settings(tmp_path)).drafter
     source = target.layer_state(0)
     bias = drafter.speaker.self_attention.self_attn.q_proj.bias
     assert bias is not None

@@ -17,7 +17,7 @@ from moaspec.decode import acceptance_by_depth, local_engine
 from moaspec.errors import InputError
 from moaspec.evaluate import Method, Prompt, Report, measure, parse_methods, read_prompts
 from moaspec.evaluate.equality import NEAR_TIE
-from moaspec.target import Target, load_target
+from moaspec.target import load_target
 
 DEFAULT_METHODS = "hf,plain,moa"
 
@@ -48,11 +48,9 @@ def evaluate(
     console.set_threads(threads)
     console.quiet_libraries()
     with console.err.status(f"Loading {model}"):
-        target = load_target(model, dtype=dtype)
         names = [name.strip() for name in methods.split(",") if name.strip()]
-        needed = any(name.startswith("moa") for name in names)
-        module = choose_drafter(drafter, model, target) if needed else None
-    report = _measured(parse_methods(names, target, module), prompts, target, max_new_tokens)
+        chosen = _load_methods(names, model, drafter, dtype)
+    report = _measured(chosen, prompts, max_new_tokens)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.json").write_text(json.dumps(report.as_json(), indent=1) + "\n")
@@ -76,20 +74,32 @@ def demo(
     console.set_threads(threads)
     console.quiet_libraries()
     with console.err.status(f"Loading {MODEL} (the first time its weights are unpacked, 30 s)"):
-        target = load_target(MODEL, dtype=dtype)
-        module = choose_drafter(None, MODEL, target)
+        methods = _load_methods(DEFAULT_METHODS.split(","), MODEL, None, dtype)
     prompts = read_prompts("bundled", limit=3)
     console.out.print(f"[bold]{prompts[0].text}[/]")
     console.out.print("[dim]green: drafted and accepted; plain: the target's own choice[/]\n")
-    _stream_one(target, parse_methods(["moa"], target, module)[0], prompts[0], max_new_tokens)
-    methods = parse_methods(DEFAULT_METHODS.split(","), target, module)
-    report = _measured(methods, prompts, target, max_new_tokens)
+    _stream_one(methods[-1], prompts[0], max_new_tokens)
+    report = _measured(methods, prompts, max_new_tokens)
     show(report)
     if not all(outcome.lossless for outcome in report.outcomes):
         raise typer.Exit(1)
 
 
-def _stream_one(target: Target, method: Method, prompt: Prompt, max_new_tokens: int) -> None:
+def _load_methods(
+    names: Sequence[str], model: str, drafter: str | None, dtype: str
+) -> list[Method]:
+    target = load_target(model, dtype=dtype)
+    needed = any(name.startswith("moa") for name in names)
+    return parse_methods(
+        names,
+        target,
+        choose_drafter(drafter, model, target) if needed else None,
+        stock=lambda: load_target(model, dtype=dtype, packed=False),
+    )
+
+
+def _stream_one(method: Method, prompt: Prompt, max_new_tokens: int) -> None:
+    target = method.target
     engine = local_engine(target, method.drafter)
     handle = engine.add(
         console.chat_ids(target, prompt.text),
@@ -105,9 +115,7 @@ def _stream_one(target: Target, method: Method, prompt: Prompt, max_new_tokens: 
     console.out.print(describe(result) + "\n", style="dim")
 
 
-def _measured(
-    methods: Sequence[Method], prompts: Sequence[Prompt], target: Target, max_new_tokens: int
-) -> Report:
+def _measured(methods: Sequence[Method], prompts: Sequence[Prompt], max_new_tokens: int) -> Report:
     columns = (
         TextColumn("measuring"),
         BarColumn(),
@@ -119,7 +127,7 @@ def _measured(
         return measure(
             methods,
             prompts,
-            lambda text: console.chat_ids(target, text),
+            lambda text: console.chat_ids(methods[0].target, text),
             max_new_tokens=max_new_tokens,
             advance=lambda: bar.advance(task),
         )

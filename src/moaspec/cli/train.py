@@ -26,7 +26,7 @@ def train(
     console.set_threads(settings.threads or None)
     console.quiet_libraries()
     with console.err.status(f"Loading {settings.target}"):
-        target = load_target(settings.target, device=settings.device)
+        target = load_target(settings.target, device=settings.device, packed=False)
         examples = read_examples(
             settings.data,
             vocab_size=target.vocab_size,

@@ -86,6 +86,7 @@ def local_engine(
         vocab_size=target.vocab_size,
         max_positions=target.max_positions,
         tokenizer=target.tokenizer,
+        rope_switches=target.rope_switches,
     )
 
 

@@ -52,7 +52,8 @@ class KVCache:
         layers, two, old_rows, heads, old_slots, dim = self._data.shape
         if rows <= old_rows and slots <= old_slots:
             return
-        rows = max(rows, old_rows)
+        # Growing by half again keeps the copying linear when rows join one by one.
+        rows = max(rows, old_rows * 3 // 2) if rows > old_rows else old_rows
         if slots > old_slots:
             slots = -(-max(slots, old_slots * 3 // 2) // SLOT_BUCKET) * SLOT_BUCKET
         else:

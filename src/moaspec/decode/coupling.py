@@ -22,12 +22,19 @@ from moaspec.decode.processors import survivors
 from moaspec.decode.protocols import RowText
 
 AGREEMENT = (
-    (-0.9, 0.9),
-    (-1.6, -0.4),
-    (-2.2, -0.4),
-    (-2.6, -0.4),
+    (-1.74, 0.46),
+    (-1.85, -0.24),
+    (-2.31, -0.20),
+    (-2.45, -0.29),
+    (-2.59, -0.28),
+    (-3.15, -0.17),
+    (-2.75, -0.33),
+    (-2.69, -0.40),
 )
-"""P(the target chooses this token) = sigmoid(a + b * margin), by rank."""
+"""P(the target chooses this token, given that it chose the path to it) for rank 0, 1, ..., as
+sigmoid(a + b * margin); deeper ranks take the last line. Fitted by `benchmarks/agreement.py` on
+3,868 tokens that SmolLM2-135M-Instruct wrote at temperatures 0.6, 0.8 and 1.0, with its bundled
+drafter: of the drafts of rank 0 it chose 14% in the lowest fifth of margins, 52% in the highest."""
 
 
 class Ranking:

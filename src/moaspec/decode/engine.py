@@ -46,9 +46,9 @@ class _Row:
     def remaining(self) -> int:
         return self.max_new_tokens - len(self.result.token_ids)
 
-    def request(self, known: Sequence[int], tree: DraftTree) -> Request:
+    def request(self, base: int, known: Sequence[int], tree: DraftTree) -> Request:
         """What the verifier is asked for this row."""
-        return Request(self.row, self.base, tuple(known), tree, self.sampling, self.prompt_length)
+        return Request(self.row, base, tuple(known), tree, self.sampling, self.prompt_length)
 
 
 class Engine:
@@ -59,6 +59,8 @@ class Engine:
         drafter: proposes tokens; None is plain decoding.
         vocab_size, max_positions: the target's, for checking prompts and ending at its context.
         tokenizer: the target's; only stop strings need it.
+        rope_switches: lengths beyond which the keys of a whole text change; see
+            `Target.rope_switches`. A draft never crosses one, and a row that did is read anew.
     """
 
     def __init__(
@@ -69,10 +71,11 @@ class Engine:
         vocab_size: int,
         max_positions: int,
         tokenizer: Any = None,
+        rope_switches: Sequence[int] = (),
     ) -> None:
         self._verifier, self._drafter = verifier, drafter
         self._vocab_size, self._max_positions = vocab_size, max_positions
-        self._tokenizer = tokenizer
+        self._tokenizer, self._switches = tokenizer, tuple(rope_switches)
         self._rows: dict[int, _Row] = {}
         self._next_handle = 0
 
@@ -165,7 +168,7 @@ class Engine:
 
     async def _prefill(self, rows: Sequence[_Row]) -> list[Event]:
         started = time.perf_counter()
-        requests = [row.request(row.token_ids, DraftTree()) for row in rows]
+        requests = [row.request(0, row.token_ids, DraftTree()) for row in rows]
         verdicts = await self._verifier.verify(requests)
         events = [
             self._take(row, request, verdict)
@@ -181,9 +184,7 @@ class Engine:
         started = time.perf_counter()
         trees = self._draft(rows)
         drafted = time.perf_counter()
-        requests = [
-            row.request(row.token_ids[-1:], tree) for row, tree in zip(rows, trees, strict=True)
-        ]
+        requests = [self._request(row, tree) for row, tree in zip(rows, trees, strict=True)]
         verdicts = await self._verifier.verify(requests)
         events = [
             self._take(row, request, verdict)
@@ -194,6 +195,18 @@ class Engine:
             row.result.timing.draft_s += drafted - started
             row.result.timing.verify_s += verified - drafted
         return events
+
+    def _request(self, row: _Row, tree: DraftTree) -> Request:
+        """The newest token and its drafts; the whole text where all its keys have changed."""
+        if not self._outgrown(row):
+            return row.request(row.base, row.token_ids[-1:], tree)
+        if self._drafter is not None:
+            self._drafter.close(row.row)
+        return row.request(0, row.token_ids, DraftTree())
+
+    def _outgrown(self, row: _Row) -> bool:
+        """Whether the text crossed a switch of its rotary embeddings since it was verified."""
+        return any(row.base <= switch < len(row.token_ids) for switch in self._switches)
 
     def _draft(self, rows: Sequence[_Row]) -> list[DraftTree]:
         """Trees for all rows; rows that want the same shape are drafted together."""
@@ -213,10 +226,15 @@ class Engine:
         return trees
 
     def _shape(self, row: _Row) -> Tree | None:
-        """What to draft for a row: nothing when one token is left, nothing past the context."""
-        if row.remaining <= 1:
+        """What to draft for a row: nothing when one token is left, nothing past the context.
+
+        Nothing either past the next change of all keys, or when such a change is due.
+        """
+        if row.remaining <= 1 or self._outgrown(row):
             return None
-        return row.shape.limited(self._max_positions - len(row.token_ids))
+        length = len(row.token_ids)
+        ends = [self._max_positions, *(s for s in self._switches if s >= length)]
+        return row.shape.limited(min(ends) - length)
 
     def _take(self, row: _Row, request: Request, verdict: Verdict) -> Event:
         """Emit what a verdict brought, up to the row's end."""

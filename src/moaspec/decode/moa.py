@@ -136,7 +136,7 @@ class MoADrafting:
 
     def log_q(self, states_BWE: Tensor) -> Tensor:
         """Log-probabilities over the draft vocabulary, float32."""
-        return F.linear(states_BWE, *self._head).float().log_softmax(-1)
+        return self.target.logits(states_BWE, self._head).log_softmax(-1)
 
     def _trees(self, nodes: _Beams, total_tokens: int) -> list[DraftTree]:
         """The best nodes by cumulative score. Stable sorting keeps every parent of a kept node."""
@@ -176,9 +176,11 @@ class _Level:
         causal_BTT = (offsets_T[:, None] >= offsets_T).expand(len(starts), -1, -1)
         visible = max(starts) + longest
         drafting.text.reserve(max(self.indices) + 1, visible)
+        roots_B1 = torch.tensor(self.roots, device=self.device)[:, None]
         x_BTE = self._speak_text(
             torch.tensor(padded, device=self.device),
-            starts_B1 + offsets_T,
+            # Pads must not look like a longer text: LongRoPE goes by a row's largest position.
+            (starts_B1 + offsets_T).minimum(roots_B1),
             starts,
             tree_mask(starts, causal_BTT, visible),
         )
@@ -186,7 +188,6 @@ class _Level:
         root_B1E = x_BTE[torch.arange(len(fresh), device=self.device), last_B][:, None]
         for row in self.rows:
             drafting.read[row.row] = len(row.token_ids)
-        roots_B1 = torch.tensor(self.roots, device=self.device)[:, None]
         return self._finish(root_B1E, roots_B1, self.roots, self.own_BNU)
 
     def extend(self, token_ids_BN: Tensor, parents_BN: Tensor, frontier_BW: Tensor) -> Tensor:

@@ -42,6 +42,11 @@ class _Plan:
         depths = self.request.tree.depths if len(self.tokens) > self.num_known else []
         return [*range(self.start, last + 1), *(last + depth for depth in depths)]
 
+    @property
+    def length(self) -> int:
+        """Tokens of the text, whatever part of it this pass holds."""
+        return self.request.base + len(self.request.known)
+
 
 class LocalVerifier:
     """Verifies drafts with a target in this process.
@@ -114,6 +119,7 @@ class LocalVerifier:
             torch.tensor([_padded(p.positions, longest) for p in plans], device=device),
             mask_B1TS=tree_mask(starts, torch.from_numpy(tree_BTT).to(device), visible),
             write=self.cache.writer(rows, starts, longest, visible),
+            lengths_B=torch.tensor([p.length for p in plans], device=device),
         )
 
     def _decide(self, plans: Sequence[_Plan], hidden_BTE: Tensor) -> list[Decision]:

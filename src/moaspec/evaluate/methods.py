@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class Method:
 
     Attributes:
         name: as the user wrote it.
-        target: shared by all methods of a run.
+        target: what decodes.
         drafter: None for plain decoding and for transformers.
         shape: of the drafts; None for transformers' own `generate`.
     """
@@ -69,15 +69,31 @@ class Method:
         return [int(token) for token in output[0, len(prompt_ids) :]]
 
 
-def parse_methods(names: Sequence[str], target: Target, drafter: MoADrafter | None) -> list[Method]:
+def parse_methods(
+    names: Sequence[str],
+    target: Target,
+    drafter: MoADrafter | None,
+    *,
+    stock: Callable[[], Target] | None = None,
+) -> list[Method]:
     """Read method names: `hf`, `plain`, `moa`, `moa@chain:4`, `moa@tree:6x8x62`.
+
+    Args:
+        names: the names.
+        target: decodes all of our methods.
+        drafter: drafts for them; None when no method needs one.
+        stock: loads the target as transformers alone would, for `hf`, so that it is compared as its
+            users have it; None lets it run on `target`.
 
     Raises:
         InputError: an unknown name, or a drafter that is missing.
     """
     if not names:
         raise InputError("Name at least one method: hf, plain, moa or moa@SHAPE.")
-    return [_parse(name, target, drafter) for name in names]
+    return [
+        _parse(name, stock() if stock is not None and name == "hf" else target, drafter)
+        for name in names
+    ]
 
 
 def _parse(name: str, target: Target, drafter: MoADrafter | None) -> Method:

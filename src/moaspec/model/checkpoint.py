@@ -23,7 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moaspec.errors import CheckpointError, CorruptCheckpointError, MismatchError, ShapeError
-from moaspec.model.config import DrafterConfig, LayerConfig, TargetIdentity
+from moaspec.model.config import (
+    DrafterConfig,
+    LayerConfig,
+    TargetIdentity,
+    activation_name,
+    text_rope,
+)
 from moaspec.model.drafter import MoADrafter
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -261,7 +267,7 @@ def infer_config(
         )
     _check_published_target(config_json, target)
     num_heads = int(config_json.get("num_attention_heads", context.num_attention_heads))
-    rope_parameters = dict(context.rope_parameters)
+    rope_parameters = text_rope(context)
     lsa, sa, ca = (
         _infer_layer(tensors, name, num_heads)
         for name in ("layer_self_attention", "self_attention", "cross_attention")
@@ -273,7 +279,7 @@ def infer_config(
         self_attention=sa,
         cross_attention=ca,
         rms_norm_eps=float(config_json.get("rms_norm_eps", context.rms_norm_eps)),
-        hidden_act=str(config_json.get("hidden_act", context.hidden_act)),
+        hidden_act=str(config_json.get("hidden_act") or activation_name(context)),
         rope_theta=float(rope_parameters["rope_theta"]),
         rope_parameters=rope_parameters,
         max_position_embeddings=int(context.max_position_embeddings),

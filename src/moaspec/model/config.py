@@ -97,3 +97,19 @@ class DrafterConfig:
                 raise ShapeError(f"{name} must be {expected} wide, got {got}.")
         if not self.num_target_layers or min(self.num_target_layers) < 0:
             raise ShapeError(f"num_target_layers must be >= 0, got {self.num_target_layers}.")
+
+
+def text_rope(context: Any) -> dict[str, Any]:
+    """The `rope_parameters` that SA takes from a target's config.
+
+    Where sliding and full layers have their own (Gemma 3), those of full attention: SA is causal
+    over the whole text.
+    """
+    parameters = context.rope_parameters
+    return dict(parameters.get("full_attention", parameters))
+
+
+def activation_name(context: Any) -> str:
+    """Name of a target's MLP activation, which configs call in one of two ways."""
+    name = getattr(context, "hidden_act", None) or context.hidden_activation
+    return str(name)

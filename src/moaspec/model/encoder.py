@@ -59,14 +59,15 @@ class Encoder(nn.Module):
         Returns:
             (B, T, E) in the encoder's dtype.
         """
-        batch, tokens = kv_BTLK.shape[:2]
-        flat_NLK = kv_BTLK.flatten(0, 1).to(self.projection.weight.dtype)
-        chunks = flat_NLK.split(AGGREGATE_CHUNK_TOKENS)
-        mean_NK = torch.cat([self.mean_over_layers(chunk) for chunk in chunks])
-        return self.projection(mean_NK).unflatten(0, (batch, tokens))
+        return self.projection(self.mean_over_layers(kv_BTLK))
 
-    def mean_over_layers(self, x_NLK: Tensor) -> Tensor:
-        """LSA, then the mean over layers: (N, L, K) -> (N, K)."""
+    def mean_over_layers(self, kv_BTLK: Tensor) -> Tensor:
+        """LSA, then the mean over layers: (B, T, L, K) -> (B, T, K)."""
+        flat_NLK = kv_BTLK.flatten(0, 1).to(self.projection.weight.dtype)
+        means = [self._mean(chunk) for chunk in flat_NLK.split(AGGREGATE_CHUNK_TOKENS)]
+        return torch.cat(means).unflatten(0, kv_BTLK.shape[:2])
+
+    def _mean(self, x_NLK: Tensor) -> Tensor:
         layer_ids_1L = torch.arange(x_NLK.shape[1], device=x_NLK.device)[None]
         cos_sin = self.layer_rope(layer_ids_1L)
         return self.layer_self_attention(x_NLK, cos_sin, masked_attention).mean(dim=1)

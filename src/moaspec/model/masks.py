@@ -25,6 +25,20 @@ def staircase_mask(text_mask_B1TT: Tensor, block_start_BT: Tensor) -> Tensor:
     return text_mask_B1TT & own_block[:, None]
 
 
+def window_mask(mask_B1TS: Tensor, window: int) -> Tensor:
+    """Cut every query down to the last `window` keys that it may see.
+
+    Where a query sees one key of each position up to its own, in ascending order, this is the
+    sliding window by position: key position > query position - window. That holds for a text with
+    pads on either side, for a node of a tree (whose slots of other branches are hidden), and for
+    true keys followed by drafted ones.
+    """
+    if mask_B1TS.shape[-1] <= window:
+        return mask_B1TS
+    seen = mask_B1TS.cumsum(-1, dtype=torch.int32)
+    return mask_B1TS & (seen > seen[..., -1:] - window)
+
+
 def memory_mask(attention_mask_BS: Tensor, block_start_BT: Tensor) -> Tensor:
     """T-step bounded mask of CA, (B, 1, T, S): query i sees the real keys j <= s(i).
 

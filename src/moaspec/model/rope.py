@@ -23,11 +23,21 @@ class Rope(nn.Module):
     """
 
     inv_freq: Tensor
+    long_inv_freq: Tensor | None
 
-    def __init__(self, inv_freq: Tensor, attention_scaling: float = 1.0) -> None:
+    def __init__(
+        self,
+        inv_freq: Tensor,
+        attention_scaling: float = 1.0,
+        *,
+        long_inv_freq: Tensor | None = None,
+        switch: int = 0,
+    ) -> None:
         super().__init__()
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
+        self.register_buffer("long_inv_freq", long_inv_freq, persistent=False)
         self.attention_scaling = attention_scaling
+        self.switch = switch
 
     @classmethod
     def plain(cls, head_dim: int, theta: float) -> Rope:
@@ -39,6 +49,10 @@ class Rope(nn.Module):
     def scaled(cls, head_dim: int, parameters: dict[str, Any], max_positions: int) -> Rope:
         """Rotary embeddings as the target has them, scaling included (SA).
 
+        LongRoPE has two sets of frequencies: one for texts of up to `switch` tokens, one for
+        longer texts, from their first token on. Whoever caches keys computes them again when a text
+        outgrows the switch, as the target's own keys are.
+
         Args:
             head_dim: D of the layer.
             parameters: transformers' `rope_parameters` (`rope_type`, `rope_theta`, ...).
@@ -46,7 +60,8 @@ class Rope(nn.Module):
         """
         kind = parameters.get("rope_type", "default")
         if kind == "default":
-            return cls.plain(head_dim, parameters["rope_theta"])
+            rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            return cls.plain(rotary_dim, parameters["rope_theta"])
         config = PreTrainedConfig(
             rope_parameters=dict(parameters),
             head_dim=head_dim,
@@ -54,26 +69,48 @@ class Rope(nn.Module):
             num_attention_heads=1,
             max_position_embeddings=max_positions,
         )
-        inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-        return cls(inv_freq, attention_scaling)
+        compute = ROPE_INIT_FUNCTIONS[kind]
+        inv_freq, attention_scaling = compute(config, torch.device("cpu"))
+        if kind != "longrope":
+            return cls(inv_freq, attention_scaling)
+        switch = int(parameters["original_max_position_embeddings"])
+        long_inv_freq, _ = compute(config, torch.device("cpu"), seq_len=switch + 1)
+        return cls(inv_freq, attention_scaling, long_inv_freq=long_inv_freq, switch=switch)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Rope:
         """Follow the module to its device, never to its dtype."""
-        exact = self.inv_freq
+        exact = dict(self._buffers)
         super()._apply(fn, recurse)
-        self.inv_freq = exact.to(self.inv_freq.device)
+        for name, buffer in exact.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None:
+                self._buffers[name] = buffer.to(moved.device)
         return self
 
     def forward(self, position_ids_BT: Tensor) -> CosSin:
-        """Return cosines and sines, each (B, 1, T, D) in float32."""
-        angles_BTD = position_ids_BT[..., None].float() * self.inv_freq
+        """Return cosines and sines, each (B, 1, T, D) in float32.
+
+        Each row's largest position tells LongRoPE how long its text is.
+        """
+        angles_BTD = position_ids_BT[..., None].float() * self._frequencies(position_ids_BT)
         angles_B1TD = torch.cat((angles_BTD, angles_BTD), dim=-1)[:, None]
         scale = self.attention_scaling
         return angles_B1TD.cos() * scale, angles_B1TD.sin() * scale
 
+    def _frequencies(self, position_ids_BT: Tensor) -> Tensor:
+        if self.long_inv_freq is None:
+            return self.inv_freq
+        is_long = (position_ids_BT.amax(-1) >= self.switch)[:, None, None]
+        return torch.where(is_long, self.long_inv_freq, self.inv_freq)
+
 
 def rotate(x_BHTD: Tensor, cos_sin: CosSin) -> Tensor:
-    """Apply rotary embeddings to queries or keys, keeping their dtype."""
+    """Apply rotary embeddings to queries or keys, keeping their dtype.
+
+    Where there are fewer angles than dimensions (partial rotary embeddings), the rest stays.
+    """
     cos, sin = (part.to(x_BHTD.dtype) for part in cos_sin)
-    first, second = x_BHTD.chunk(2, dim=-1)
-    return x_BHTD * cos + torch.cat((-second, first), dim=-1) * sin
+    turned, rest = x_BHTD.split([cos.shape[-1], x_BHTD.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

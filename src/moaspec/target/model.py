@@ -18,34 +18,30 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.config import TargetIdentity
 from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import layer_features
-from moaspec.model.masks import text_mask
+from moaspec.model.masks import text_mask, window_mask
+from moaspec.target import families
+from moaspec.target.packing import can_pack, pack_like, pack_linears
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
 
-SUPPORTED_FAMILIES = ("llama", "qwen2")
 
-
-class _KVTap(Cache):
+class _KVTap:
     """Stands in for transformers' cache and passes keys and values to an operation."""
 
     def __init__(self, write: WriteKV) -> None:
-        super().__init__(layers=[])
         self._write = write
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         return self._write(layer_idx, key_states, value_states)
-
-    def get_seq_length(self, *_: Any, **__: Any) -> int:
-        return 0
 
 
 class Target:
@@ -63,20 +59,20 @@ class Target:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str
     ) -> None:
-        family = model.config.model_type
-        if family not in SUPPORTED_FAMILIES:
+        families.require_supported(model.config, name)
+        if model.config._attn_implementation != "sdpa":
             raise UnsupportedTargetError(
-                f"{name} is a {family!r} model; supported families: "
-                f"{', '.join(SUPPORTED_FAMILIES)}. A drafter reads keys and values of every layer, "
-                "and how this family stores them is not covered yet."
+                f"{name} was loaded with attn_implementation="
+                f"{model.config._attn_implementation!r}; verifying a tree needs masks that only "
+                "'sdpa' takes as they are. Load it with attn_implementation='sdpa'."
             )
-        if getattr(model.config, "use_sliding_window", False):
-            raise UnsupportedTargetError(f"{name} uses sliding windows, which are not covered yet.")
         self.model = model.eval().requires_grad_(requires_grad=False)
         self.tokenizer = tokenizer
         self.name = name
         self._base: Any = model.base_model
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
+        self._fast_head: nn.Module = self._lm_head
+        self._layer_types = families.layer_types(model.config)
 
     @property
     def config(self) -> Any:
@@ -107,6 +103,15 @@ class Target:
     def max_positions(self) -> int:
         """The context length, in tokens."""
         return int(self.config.max_position_embeddings)
+
+    @property
+    def rope_switches(self) -> tuple[int, ...]:
+        """Lengths beyond which the keys of a whole text change (LongRoPE), ascending.
+
+        What was cached before must be computed again from the text's start; Hugging Face's
+        `generate` does the same.
+        """
+        return families.rope_switches(self.config)
 
     @property
     def num_kv_heads(self) -> int:
@@ -141,12 +146,30 @@ class Target:
             tokenizer_hash=_tokenizer_hash(self.tokenizer),
         )
 
+    def pack(self) -> bool:
+        """Lay the weights of linear layers out for this CPU, in place, see `packing`.
+
+        Afterwards the target decodes and can be saved, but no longer be moved or cast.
+
+        Returns:
+            Whether it was done; False where there is nothing to gain, such as on a GPU.
+        """
+        if not can_pack(self.dtype, self.device):
+            return False
+        pack_linears(self.model, keep=(self._lm_head,))
+        self._fast_head = pack_like(self._lm_head)
+        return True
+
     def layer_state(self, index: int) -> dict[str, Tensor]:
         """Weights of one decoder layer, under transformers' names."""
         return cast(dict[str, Tensor], self._base.layers[index].state_dict())
 
+    def plain_layer_state(self, index: int) -> dict[str, Tensor] | None:
+        """`layer_state` as a Llama layer has it; None where this family's layers differ."""
+        return families.plain_layer_state(self.config, self.layer_state(index))
+
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Token embeddings, (..., E)."""
+        """Token embeddings as they enter the first layer (scaled in Gemma 3), (..., E)."""
         return self._base.embed_tokens(input_ids)
 
     def head_rows(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -158,30 +181,50 @@ class Target:
 
     def head(self, states: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Logits in float32, (..., V), or of `token_ids` only."""
-        return F.linear(states, *self.head_rows(token_ids)).float()
+        if token_ids is None:
+            return self._capped(self._fast_head(states))
+        return self.logits(states, self.head_rows(token_ids))
+
+    def logits(self, states: Tensor, rows: tuple[Tensor, Tensor | None]) -> Tensor:
+        """Logits in float32 from rows that `head_rows` gave, soft-capped where the model's are."""
+        return self._capped(F.linear(states, *rows))
+
+    def _capped(self, raw: Tensor) -> Tensor:
+        logits, cap = raw.float(), getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def run(
-        self, input_ids_BT: Tensor, position_ids_BT: Tensor, *, mask_B1TS: Tensor, write: WriteKV
+        self,
+        input_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        *,
+        mask_B1TS: Tensor,
+        write: WriteKV,
+        lengths_B: Tensor | None = None,
     ) -> Tensor:
         """One pass through all layers.
 
         Args:
             input_ids_BT: (B, T) int64.
             position_ids_BT: (B, T) int64, counting real tokens only.
-            mask_B1TS: bool, True where a token may attend to a key that `write` returns.
+            mask_B1TS: bool, True where a token may attend to a key that `write` returns. A token
+                sees one key of every position up to its own, in ascending order of positions (pads
+                may see anything); sliding windows are cut out of this.
             write: receives each layer's keys and values; see the module's docstring.
+            lengths_B: (B,) tokens of each row's whole text, by which LongRoPE goes; None takes the
+                largest position of the row. To be given where a row is only the start of a text.
 
         Returns:
             (B, T, E) after the final norm.
         """
-        output = self._base(
-            input_ids=input_ids_BT,
-            attention_mask=mask_B1TS,
-            position_ids=position_ids_BT,
-            past_key_values=_KVTap(write),
-            use_cache=True,
+        return self.run_last(
+            self.embed(input_ids_BT),
+            position_ids_BT,
+            num=self.num_layers,
+            mask_B1TS=mask_B1TS,
+            write=write,
+            lengths_B=lengths_B,
         )
-        return cast(Tensor, output.last_hidden_state)
 
     def run_last(
         self,
@@ -191,20 +234,36 @@ class Target:
         num: int,
         mask_B1TS: Tensor,
         write: WriteKV,
+        lengths_B: Tensor | None = None,
     ) -> Tensor:
-        """The last `num` layers and the final norm, from states that stand for their input."""
-        position_embeddings = self._base.rotary_emb(states_BTE, position_ids=position_ids_BT)
+        """The last `num` layers and the final norm, from states that stand for their input.
+
+        The other arguments are those of `run`.
+        """
+        if lengths_B is None:
+            lengths_B = position_ids_BT.amax(1) + 1
+        rope = families.rotary_embeddings(
+            self._base.rotary_emb, self.config, states_BTE, position_ids_BT, lengths_B
+        )
+        masks = self._masks(mask_B1TS)
         tap = _KVTap(write)
-        for layer in self._base.layers[self.num_layers - num :]:
-            states_BTE = layer(
+        for index in range(self.num_layers - num, self.num_layers):
+            kind = self._layer_types[index]
+            states_BTE = self._base.layers[index](
                 states_BTE,
-                attention_mask=mask_B1TS,
+                attention_mask=masks[kind],
                 position_ids=position_ids_BT,
-                position_embeddings=position_embeddings,
+                position_embeddings=rope[kind],
                 past_key_values=tap,
-                use_cache=True,
             )
         return cast(Tensor, self._base.norm(states_BTE))
+
+    def _masks(self, mask_B1TS: Tensor) -> dict[str, Tensor]:
+        """The mask of each layer type that this model has."""
+        masks = {families.FULL: mask_B1TS}
+        if families.SLIDING in self._layer_types:
+            masks[families.SLIDING] = window_mask(mask_B1TS, int(self.config.sliding_window))
+        return masks
 
     @torch.no_grad()
     def encode(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> TargetPass:

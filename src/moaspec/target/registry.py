@@ -15,8 +15,9 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from moaspec.errors import InputError, UnknownModelError, UnsupportedTargetError
-from moaspec.target.model import SUPPORTED_FAMILIES, Target
+from moaspec.errors import InputError, UnknownModelError
+from moaspec.target.families import require_supported
+from moaspec.target.model import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -39,13 +40,17 @@ ALIASES = {
 }
 
 
-def load_target(name: str, *, dtype: str = "float32", device: str = "cpu") -> Target:
+def load_target(
+    name: str, *, dtype: str = "float32", device: str = "cpu", packed: bool = True
+) -> Target:
     """Load a target.
 
     Args:
         name: an alias (`moaspec models` lists them), a directory, or a hub id.
         dtype: "float32", "bfloat16" or "float16".
         device: a torch device.
+        packed: lay linear weights out for this CPU, see `moaspec.target.packing`. Without it the
+            model is as transformers loads it, which training and comparisons want.
 
     Returns:
         The frozen target, with transformers' own `tokenizer` and `config`.
@@ -60,7 +65,7 @@ def load_target(name: str, *, dtype: str = "float32", device: str = "cpu") -> Ta
     source = _resolve(name)
     try:
         config = AutoConfig.from_pretrained(source)
-        _require_supported(config, name)
+        require_supported(config, name)
         model: Any = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=DTYPES[dtype], attn_implementation="sdpa"
         )
@@ -70,7 +75,10 @@ def load_target(name: str, *, dtype: str = "float32", device: str = "cpu") -> Ta
             f"Cannot load the target {name!r}: it is no alias ({', '.join(ALIASES)}), no usable "
             f"model directory and no reachable hub id. Cause: {_first_line(error)}"
         ) from error
-    return Target(model.to(device), tokenizer, name=name)
+    target = Target(model.to(device), tokenizer, name=name)
+    if packed:
+        target.pack()
+    return target
 
 
 def cache_dir() -> Path:
@@ -144,14 +152,6 @@ def _load_tokenizer(source: str) -> Any:
         if Path(source).is_dir() and not (Path(source) / "tokenizer.json").exists():
             return None
         raise
-
-
-def _require_supported(config: Any, name: str) -> None:
-    if config.model_type not in SUPPORTED_FAMILIES:
-        raise UnsupportedTargetError(
-            f"{name} is a {config.model_type!r} model; supported families: "
-            f"{', '.join(SUPPORTED_FAMILIES)}."
-        )
 
 
 def _first_line(error: Exception) -> str:

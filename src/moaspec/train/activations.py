@@ -1,16 +1,16 @@
-"""A cache of the target's activations on disk, filled on first use.
+"""Numbers about examples that are computed once and kept on disk, as flat arrays of bf16.
 
-The frozen target gives the same keys, values and states for an example in every epoch; reading them
-back costs a fraction of computing them. The files are flat arrays of bf16 numbers.
+The frozen target gives the same keys, values and states for an example in every epoch, and a frozen
+LSA the same means; reading them back costs a fraction of computing them.
 
-Legend: T tokens, L layers, K one layer's key and value, E hidden size.
+Legend: B batch, T tokens, L layers, K one layer's key and value, E hidden size.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,31 +24,27 @@ from moaspec.target import Target
 from moaspec.train.data import Batch, Example
 
 
-class ActivationCache:
-    """Target activations of a fixed list of examples.
+class ExampleStore:
+    """Arrays with one row per token of a fixed list of examples.
 
     Args:
-        directory: where the files live; each list of examples and target has a folder
-            in it, which later runs on the same ones reuse.
+        directory: where the files live, created when missing.
         examples: the examples, in an order that does not change.
-        identity: the target, for the sizes.
+        widths: numbers per token of each named array.
 
     Raises:
         TrainingError: the disk has too little room; the message says how much is needed.
     """
 
     def __init__(
-        self, directory: Path, examples: Sequence[Example], identity: TargetIdentity
+        self, directory: Path, examples: Sequence[Example], widths: Mapping[str, int]
     ) -> None:
-        directory = directory / _fingerprint(examples, identity)
         directory.mkdir(parents=True, exist_ok=True)
         lengths = np.array([len(example) for example in examples])
         self._ends = lengths.cumsum()
         self._starts = self._ends - lengths
         tokens = int(self._ends[-1])
-        self._kv_shape = (identity.num_layers, identity.kv_size)
-        widths = _widths(identity)
-        self._require_room(directory, tokens * bytes_per_token(identity))
+        _require_room(directory, tokens * 2 * sum(widths.values()))
         self._files = {
             name: _flat_file(directory / f"{name}-{tokens}x{width}.bf16", (tokens, width))
             for name, width in widths.items()
@@ -59,38 +55,61 @@ class ActivationCache:
             mode="r+",
         )
 
-    @staticmethod
-    def _require_room(directory: Path, num_bytes: int) -> None:
-        held = sum(file.stat().st_blocks * 512 for file in directory.glob("*.bf16"))
-        free = shutil.disk_usage(directory).free + held
-        if free < num_bytes * 1.02:
-            raise TrainingError(
-                f"The activation cache needs {num_bytes / 1e9:.1f} GB in {directory}, "
-                f"{free / 1e9:.1f} GB are free. Free some space, use fewer examples or train "
-                "with activation_cache=false."
-            )
+    def holds(self, batch: Batch) -> bool:
+        """Whether every example of the batch is stored."""
+        return all(self._done[i] for i in batch.example_ids)
 
-    def passes(self, target: Target, batch: Batch) -> TargetPass:
-        """The batch's activations, read back or computed and stored: bf16, pads are zero."""
-        if not all(self._done[i] for i in batch.example_ids):
-            self._store(batch, target.encode(batch.input_ids_BT, batch.attention_mask_BT))
-        kv = [self._read("kv", i).unflatten(1, self._kv_shape) for i in batch.example_ids]
-        hidden = [self._read("hidden", i) for i in batch.example_ids]
-        pad = torch.nn.utils.rnn.pad_sequence
-        return TargetPass(pad(kv, batch_first=True), pad(hidden, batch_first=True))
-
-    def _store(self, batch: Batch, result: TargetPass) -> None:
+    def write(self, batch: Batch, **arrays_BT: Tensor) -> None:
+        """Store every named array, each (B, T, ...), for the examples of a batch."""
         for row, example in enumerate(batch.example_ids):
             span = slice(self._starts[example], self._ends[example])
-            length = span.stop - span.start
-            for name, tensor in (("kv", result.kv_BTLK), ("hidden", result.hidden_BTE)):
-                flat = tensor[row, :length].flatten(1).to(torch.bfloat16).contiguous()
-                self._files[name][span] = flat.view(torch.int16).numpy()
+            for name, tensor in arrays_BT.items():
+                flat = tensor[row, : span.stop - span.start].flatten(1)
+                self._files[name][span] = flat.to(torch.bfloat16).contiguous().view(
+                    torch.int16
+                ).numpy()  # fmt: skip
             self._done[example] = True
+
+    def read(self, name: str, batch: Batch) -> Tensor:
+        """One array of a batch's examples, (B, T, width) bf16; pads are zero."""
+        rows = [self._read(name, i) for i in batch.example_ids]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def _read(self, name: str, example: int) -> Tensor:
         flat = np.array(self._files[name][self._starts[example] : self._ends[example]])
         return torch.from_numpy(flat).view(torch.bfloat16)
+
+
+class ActivationCache:
+    """Target activations of a fixed list of examples, filled on first use.
+
+    Args:
+        directory: each list of examples and target has a folder in it, which later runs reuse.
+        examples: the examples, in an order that does not change.
+        identity: the target, for the sizes.
+
+    Raises:
+        TrainingError: the disk has too little room; the message says how much is needed.
+    """
+
+    def __init__(
+        self, directory: Path, examples: Sequence[Example], identity: TargetIdentity
+    ) -> None:
+        self._kv_shape = (identity.num_layers, identity.kv_size)
+        self._store = ExampleStore(
+            directory / fingerprint(examples, identity),
+            examples,
+            _widths(identity),
+        )
+
+    def passes(self, target: Target, batch: Batch) -> TargetPass:
+        """The batch's activations, read back or computed and stored: bf16, pads are zero."""
+        if not self._store.holds(batch):
+            result = target.encode(batch.input_ids_BT, batch.attention_mask_BT)
+            kv_BTX, hidden_BTE = result.kv_BTLK.flatten(2), result.hidden_BTE
+            self._store.write(batch, kv=kv_BTX.cpu(), hidden=hidden_BTE.cpu())
+        kv_BTX = self._store.read("kv", batch)
+        return TargetPass(kv_BTX.unflatten(2, self._kv_shape), self._store.read("hidden", batch))
 
 
 def bytes_per_token(identity: TargetIdentity) -> int:
@@ -103,12 +122,30 @@ def _widths(identity: TargetIdentity) -> dict[str, int]:
     return {"kv": identity.num_layers * identity.kv_size, "hidden": identity.hidden_size}
 
 
-def _fingerprint(examples: Sequence[Example], identity: TargetIdentity) -> str:
-    """Short name of these examples, in this order, under this target."""
+def fingerprint(
+    examples: Sequence[Example],
+    identity: TargetIdentity,
+    weights: Mapping[str, Tensor] | None = None,
+) -> str:
+    """Short name of these examples, in this order, under this target and these weights."""
     digest = hashlib.sha256(repr(identity).encode())
     for example in examples:
-        digest.update(repr(example.token_ids).encode())
+        digest.update(repr(example.pieces).encode())
+    for name, tensor in (weights or {}).items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _require_room(directory: Path, num_bytes: int) -> None:
+    held = sum(file.stat().st_blocks * 512 for file in directory.glob("*.bf16"))
+    free = shutil.disk_usage(directory).free + held
+    if free < num_bytes * 1.02:
+        raise TrainingError(
+            f"Keeping activations needs {num_bytes / 1e9:.1f} GB in {directory}, "
+            f"{free / 1e9:.1f} GB are free. Free some space, use fewer examples or train "
+            "with activation_cache=false."
+        )
 
 
 def _flat_file(path: Path, shape: tuple[int, int]) -> np.memmap:

@@ -13,7 +13,7 @@ import pydantic
 import yaml
 
 from moaspec.errors import InputError
-from moaspec.model.config import DrafterConfig, LayerConfig
+from moaspec.model.config import DrafterConfig, LayerConfig, activation_name, text_rope
 from moaspec.target import Target
 from moaspec.train.losses import LossWeights
 
@@ -60,6 +60,10 @@ class TrainConfig:
         shortest_block, longest_block: lengths of T-step bounded blocks.
         staircase: start with SA restricted to its own block, fading out over half of training.
         warm_start: start from the target's own weights and states, see `moaspec.train.warm_start`.
+        warm_start_tokens: tokens whose activations `warm_start` looks at.
+        frozen_lsa: share of the steps, from the first on, in which LSA keeps its initial weights.
+            Its means over layers are then computed once per example and kept on disk, and a step
+            costs a fraction.
         activation_cache: keep the target's activations on disk.
         save_every: steps between checkpoints.
         seed: of initial weights, order and blocks.
@@ -84,6 +88,8 @@ class TrainConfig:
     longest_block: int = 15
     staircase: bool = False
     warm_start: bool = True
+    warm_start_tokens: int = 12000
+    frozen_lsa: float = 0.0
     activation_cache: bool = True
     save_every: int = 200
     seed: int = 0
@@ -93,10 +99,17 @@ class TrainConfig:
     sizes: DrafterSizes = field(default_factory=DrafterSizes)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "steps", "shortest_block", "save_every", "max_length"):
+        for name in (
+            "batch_size",
+            "steps",
+            "shortest_block",
+            "save_every",
+            "max_length",
+            "warm_start_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("held_out", "batch_tokens", "warmup_steps", "weight_decay"):
+        for name in ("held_out", "batch_tokens", "warmup_steps", "weight_decay", "frozen_lsa"):
             if getattr(self, name) < 0:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")
         for name in ("learning_rate", "clip"):
@@ -177,6 +190,7 @@ def drafter_config(target: Target, sizes: DrafterSizes) -> DrafterConfig:
             mlp_bias=biases and "mlp.gate_proj.bias" in first_layer,
         )
 
+    rope_parameters = text_rope(config)
     return DrafterConfig(
         hidden_size=identity.hidden_size,
         kv_size=identity.kv_size,
@@ -186,14 +200,14 @@ def drafter_config(target: Target, sizes: DrafterSizes) -> DrafterConfig:
             num_kv_heads=sizes.lsa_kv_heads or lsa_heads,
             head_dim=identity.kv_size // lsa_heads,
             intermediate_size=sizes.lsa_intermediate or identity.kv_size,
-            qkv_bias=identity.model_type == "qwen2",
+            qkv_bias=True,
         ),
         self_attention=text_layer(sizes.sa_intermediate, sizes.sa_kv_heads, biases=True),
         cross_attention=text_layer(sizes.ca_intermediate, sizes.ca_kv_heads, biases=False),
         rms_norm_eps=float(config.rms_norm_eps),
-        hidden_act=str(config.hidden_act),
-        rope_theta=float(config.rope_parameters["rope_theta"]),
-        rope_parameters=dict(config.rope_parameters),
+        hidden_act=activation_name(config),
+        rope_theta=float(rope_parameters["rope_theta"]),
+        rope_parameters=rope_parameters,
         max_position_embeddings=target.max_positions,
         target=identity,
     )

@@ -10,7 +10,7 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from moaspec.errors import InputError, TrainingError
 from moaspec.model import MoADrafter, save_drafter
 from moaspec.model.drafter import TargetPass
 from moaspec.target import Target
-from moaspec.train.activations import ActivationCache
+from moaspec.train.activations import ActivationCache, ExampleStore, fingerprint
 from moaspec.train.blocks import Blocks, fixed_blocks, random_blocks
 from moaspec.train.config import TrainConfig, drafter_config
 from moaspec.train.data import Batch, Example, collate, epoch_batches, frequent_tokens
@@ -52,15 +52,13 @@ Report = Callable[[Progress], None]
 
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> MoADrafter:
-    """A drafter with initial weights."""
+    """A drafter with random weights."""
     torch.manual_seed(config.seed)
     vocabulary = frequent_tokens(
         examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
     )
     drafter = MoADrafter(drafter_config(target, config.sizes), vocabulary)
     random_weights(drafter)
-    if config.warm_start:
-        warm_start(target, drafter, examples)
     return drafter.float().to(config.device)
 
 
@@ -100,7 +98,9 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(config.seed + 1)
         self.step = self.tokens = 0
         self.queue: list[list[int]] = []
-        self._resume()
+        if not self._resume() and config.warm_start:
+            warm_start(target, self.drafter, self._sample())
+        self.means = self._means_store() if self._lsa_is_frozen() else None
 
     def run(self, report: Report = lambda _: None) -> MoADrafter:
         """Train until `config.steps`, then write the drafter to `output/drafter`."""
@@ -128,9 +128,8 @@ class Trainer:
             longest=config.longest_block,
             generator=self.generator,
         )
-        result = self._activations(batch)
         staircase_B = self._staircase(len(batch.example_ids))
-        states_ME, target_ME, summary = self._states(batch, blocks, result, staircase_B)
+        states_ME, target_ME, summary = self._states(batch, blocks, staircase_B)
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
@@ -156,7 +155,7 @@ class Trainer:
         for start in range(0, len(ids), self.config.batch_size):
             batch = collate(self.examples, ids[start : start + self.config.batch_size])
             blocks = fixed_blocks(batch, MEASURED_BLOCK)
-            states_ME, target_ME, _ = self._states(batch, blocks, self._activations(batch), None)
+            states_ME, target_ME, _ = self._states(batch, blocks, None)
             full = self.target.head(target_ME).argmax(-1)
             drafted = self._logits(states_ME).argmax(-1)
             if self.drafter.draft_token_ids is not None:
@@ -190,10 +189,11 @@ class Trainer:
         }
         save_drafter(self.drafter, self.output / "drafter", dtype=dtype, training=facts)
 
-    def _resume(self) -> None:
+    def _resume(self) -> bool:
+        """Take up the last checkpoint; False when there is none."""
         path = self.output / "state.pt"
         if not path.exists():
-            return
+            return False
         try:
             state = torch.load(path, weights_only=True, map_location=self.config.device)
             self.drafter.load_state_dict(state["drafter"])
@@ -205,6 +205,17 @@ class Trainer:
             ) from error
         self.generator.set_state(state["generator"].cpu())
         self.step, self.tokens, self.queue = state["step"], state["tokens"], state["queue"]
+        return True
+
+    def _sample(self) -> Iterator[tuple[Batch, TargetPass]]:
+        """The first training examples, one a batch, for `warm_start`."""
+        tokens = 0
+        for index in self.train_ids:
+            if tokens >= self.config.warm_start_tokens:
+                return
+            batch = collate(self.examples, [index])
+            tokens += len(self.examples[index])
+            yield batch, self._activations(batch)
 
     def _next_batch(self) -> Batch:
         if not self.queue:
@@ -223,11 +234,38 @@ class Trainer:
             return self.target.encode(batch.input_ids_BT, batch.attention_mask_BT)
         return self.cache.passes(self.target, batch)
 
+    def _read(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The drafter's aggregate of every token and the target's final state, (B, T, E) each."""
+        if self.means is None or not self._lsa_is_frozen():
+            result = self._activations(batch)
+            return self.drafter.aggregate(result.kv_BTLK), result.hidden_BTE.float()
+        if not self.means.holds(batch):
+            result = self._activations(batch)
+            with torch.no_grad():
+                mean_BTK = self.drafter.encoder.mean_over_layers(result.kv_BTLK)
+            self.means.write(batch, mean=mean_BTK.cpu(), hidden=result.hidden_BTE.cpu())
+        mean_BTK = self.means.read("mean", batch).to(self.config.device).float()
+        hidden_BTE = self.means.read("hidden", batch).to(self.config.device).float()
+        return self.drafter.encoder.projection(mean_BTK), hidden_BTE
+
+    def _lsa_is_frozen(self) -> bool:
+        return self.step < self.config.frozen_lsa * self.config.steps
+
+    def _means_store(self) -> ExampleStore:
+        """Means over layers belong to these examples, this target and these weights of LSA."""
+        identity = self.target.identity
+        weights = self.drafter.encoder.layer_self_attention.state_dict()
+        return ExampleStore(
+            self.output / "means" / fingerprint(self.examples, identity, weights),
+            self.examples,
+            {"mean": identity.kv_size, "hidden": identity.hidden_size},
+        )
+
     def _states(
-        self, batch: Batch, blocks: Blocks, result: TargetPass, staircase_B: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, batch: Batch, blocks: Blocks, staircase_B: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Final states of drafter and target at the queries with loss, and the summary loss."""
-        aggregated_BTE = self.drafter.aggregate(result.kv_BTLK)
+        aggregated_BTE, hidden_BTE = self._read(batch)
         states_BTE = self.drafter.block_states(
             self.target.embed(batch.input_ids_BT),
             aggregated_BTE,
@@ -235,8 +273,10 @@ class Trainer:
             blocks.block_start_BT,
             staircase_B=staircase_B,
         )
-        hidden_BTE, real_BT = result.hidden_BTE.float(), batch.attention_mask_BT.bool()
-        summary = F.smooth_l1_loss(aggregated_BTE[real_BT], hidden_BTE[real_BT])
+        summary = None
+        if self.config.loss.summary:
+            real_BT = batch.attention_mask_BT.bool()
+            summary = F.smooth_l1_loss(aggregated_BTE[real_BT], hidden_BTE[real_BT])
         return states_BTE[blocks.loss_BT], hidden_BTE[blocks.loss_BT], summary
 
     def _logits(self, states_ME: Tensor) -> Tensor:

@@ -1,0 +1,192 @@
+"""What supported model families do in their own way, and why others are refused.
+
+The layers themselves are transformers' own. This file knows only what surrounds them: which layers
+have a sliding window, how positions become rotary embeddings, and how weights are laid out.
+
+Legend: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moaspec.errors import UnsupportedTargetError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+FAMILIES: dict[str, Literal["none", "all", "by_type"]] = {
+    "llama": "none",
+    "qwen2": "by_type",
+    "qwen3": "by_type",
+    "mistral": "all",
+    "gemma3_text": "by_type",
+    "phi3": "all",
+    "olmo2": "none",
+}
+"""Which layers have a sliding window: none, all (where the config sets one), or those that the
+config's `layer_types` names."""
+
+SUPPORTED_FAMILIES = tuple(FAMILIES)
+
+_STATE_SIZES = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_ssm", "lru_width")
+_REASONS: tuple[tuple[Callable[[Any], Any], str], ...] = (
+    (
+        lambda c: getattr(c, "is_encoder_decoder", False),
+        "its decoder also reads the states of an encoder",
+    ),
+    (
+        lambda c: hasattr(c, "text_config") or hasattr(c, "thinker_config"),
+        "it is multimodal, and only text models are covered",
+    ),
+    (
+        lambda c: getattr(c, "kv_lora_rank", None),
+        "its attention (MLA) keeps one compressed vector per token instead of keys and values",
+    ),
+    (
+        lambda c: getattr(c, "num_kv_shared_layers", 0),
+        "some of its layers share the keys and values of others instead of having their own",
+    ),
+    (
+        lambda c: any(hasattr(c, name) for name in _STATE_SIZES) or _odd_layers(c),
+        "not all of its layers keep keys and values of every token (state-space, linear, "
+        "convolutional or chunked layers)",
+    ),
+)
+_PLAIN_PARTS = {
+    "input_layernorm",
+    "post_attention_layernorm",
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+}
+
+
+def require_supported(config: Any, name: str) -> None:
+    """Refuse a model whose keys and values cannot be captured.
+
+    Raises:
+        UnsupportedTargetError: says why, and what is supported.
+    """
+    reason = _refusal(config)
+    if reason is not None:
+        raise UnsupportedTargetError(
+            f"{name} is a {config.model_type!r} model and cannot be drafted for: {reason}. A "
+            f"drafter reads the keys and values of every token in every layer. Supported families: "
+            f"{', '.join(SUPPORTED_FAMILIES)}."
+        )
+
+
+def _refusal(config: Any) -> str | None:
+    if config.model_type not in FAMILIES:
+        reasons = [text for applies, text in _REASONS if applies(config)]
+        return reasons[0] if reasons else "how it keeps keys and values is not covered"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its attention is bidirectional, so it does not generate token by token"
+    return "it has layers that this family usually has not" if _odd_layers(config) else None
+
+
+def _odd_layers(config: Any) -> bool:
+    """Whether the config names layers that are neither full nor sliding-window attention."""
+    return bool(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING})
+
+
+def layer_types(config: Any) -> tuple[str, ...]:
+    """FULL or SLIDING for every layer of a supported model."""
+    windows = FAMILIES[config.model_type]
+    if windows == "by_type":
+        return tuple(config.layer_types)
+    sliding = windows == "all" and config.sliding_window is not None
+    return (SLIDING if sliding else FULL,) * int(config.num_hidden_layers)
+
+
+def rope_by_type(config: Any) -> dict[str | None, dict[str, Any]]:
+    """`rope_parameters` of each layer type; of None where all types share them."""
+    parameters = config.rope_parameters
+    return dict(parameters) if FULL in parameters else {None: parameters}
+
+
+def rope_switches(config: Any) -> tuple[int, ...]:
+    """Lengths beyond which a text's rotary embeddings are other ones from its start (LongRoPE)."""
+    found = {_switch(parameters) for parameters in rope_by_type(config).values()}
+    return tuple(sorted(switch for switch in found if switch is not None))
+
+
+def _switch(parameters: Mapping[str, Any]) -> int | None:
+    if parameters["rope_type"] != "longrope":
+        return None
+    return int(parameters["original_max_position_embeddings"])
+
+
+def rotary_embeddings(
+    rotary: Any, config: Any, states_BTE: Tensor, position_ids_BT: Tensor, lengths_B: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Cosines and sines of each layer type, as the model's own module computes them.
+
+    Args:
+        rotary: the model's rotary module.
+        config: the model's config.
+        states_BTE: gives dtype and device.
+        position_ids_BT: (B, T) int64.
+        lengths_B: (B,) tokens of the text that each row belongs to. LongRoPE goes by these, so that
+            neither batch mates nor the cut of a long prompt into pieces decide.
+    """
+    result: dict[str, tuple[Tensor, Tensor]] = {}
+    for kind, parameters in rope_by_type(config).items():
+
+        def embed(
+            ids_BT: Tensor, options: Any = {} if kind is None else {"layer_type": kind}
+        ) -> Any:
+            return rotary(states_BTE, ids_BT, **options)
+
+        pair = _by_length(embed, position_ids_BT, lengths_B, _switch(parameters))
+        result |= dict.fromkeys((FULL, SLIDING) if kind is None else (kind,), pair)
+    return result
+
+
+def _by_length(
+    embed: Callable[[Tensor], Any], position_ids_BT: Tensor, lengths_B: Tensor, switch: int | None
+) -> tuple[Tensor, Tensor]:
+    """Transformers picks LongRoPE's factors by the largest position of a call; pick by row."""
+    if switch is None:
+        cos, sin = embed(position_ids_BT)
+        return cos, sin
+    beyond_B1 = torch.full_like(position_ids_BT[:, :1], switch)
+    short = embed(position_ids_BT.clamp(max=switch - 1))
+    long = embed(torch.cat((position_ids_BT, beyond_B1), dim=1))
+    is_long = (lengths_B > switch)[:, None, None]
+    cos, sin = (torch.where(is_long, b[:, :-1], a) for a, b in zip(short, long, strict=True))
+    return cos, sin
+
+
+def plain_layer_state(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """A decoder layer's weights under Llama's names, or None where it is built otherwise.
+
+    Phi-3's fused projections are split. Layers with norms of queries and keys or with norms after
+    attention and MLP (Qwen3, Gemma 3, OLMo 2) have no such form.
+    """
+    state = dict(state)
+    if "self_attn.qkv_proj.weight" in state:
+        state |= _split_fused(config, state)
+    parts = {name.rpartition(".")[0] for name in state}
+    return state if parts == _PLAIN_PARTS else None
+
+
+def _split_fused(config: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Query, key, value, gate and up projections out of the two fused ones, which are removed."""
+    qkv, gate_up = state.pop("self_attn.qkv_proj.weight"), state.pop("mlp.gate_up_proj.weight")
+    groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
+    kv_rows = qkv.shape[0] // (groups + 2)
+    query, key, value = qkv.split([groups * kv_rows, kv_rows, kv_rows])
+    gate, up = gate_up.chunk(2)
+    names = (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    )
+    parts = (query, key, value, gate, up)
+    return {f"{name}.weight": part for name, part in zip(names, parts, strict=True)}

@@ -1,0 +1,105 @@
+"""Packed weights compute what plain ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moaspec
+from moaspec.target import packing
+from moaspec.target.packing import PackedLinear, can_pack, pack_like, pack_linears
+from tiny import FAMILIES, PROMPTS, fresh_target
+
+CPU = torch.device("cpu")
+needs_packing = pytest.mark.skipif(
+    not can_pack(torch.float32, CPU), reason="oneDNN cannot pack weights on this machine"
+)
+
+
+@pytest.fixture(params=[False, True], ids=["emulated", "native"])
+def bf16_instructions(request: pytest.FixtureRequest) -> Iterator[bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_bf16_instructions", lambda: request.param)
+        yield request.param
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 24), (3, 24), (2, 5, 24), (2, 0, 24)])
+def test_packed_linear_computes_the_same(bias: bool, shape: tuple[int, ...]) -> None:
+    linear = nn.Linear(24, 40, bias=bias)
+    x = torch.randn(shape)
+    with torch.inference_mode():
+        packed = PackedLinear(linear)(x)
+        # Sums of 24 float32 products in another order.
+        torch.testing.assert_close(
+            packed, F.linear(x, linear.weight, linear.bias), atol=1e-5, rtol=0
+        )
+
+
+@needs_packing
+@pytest.mark.usefixtures("bf16_instructions")
+def test_bf16_results_are_bf16_and_close() -> None:
+    linear = nn.Linear(24, 40).bfloat16()
+    x = torch.randn(3, 24).bfloat16()
+    with torch.inference_mode():
+        packed = PackedLinear(linear)(x)
+        exact = F.linear(x.double(), linear.weight.double(), linear.bias.double())
+    assert packed.dtype == torch.bfloat16
+    # One rounding to bf16 (8 bits), of sums that are exact enough in float32.
+    torch.testing.assert_close(packed.double(), exact, atol=1e-2, rtol=2**-7)
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_layer_is_saved_like_a_plain_one(dtype: torch.dtype) -> None:
+    linear = nn.Linear(24, 40).to(dtype)
+    saved = PackedLinear(linear).state_dict()
+    assert saved.keys() == linear.state_dict().keys()
+    for name, value in linear.state_dict().items():
+        assert torch.equal(saved[name], value)
+
+
+@needs_packing
+def test_every_linear_but_those_kept_is_replaced() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4))
+    module = nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4))
+    kept = module[2]
+    pack_linears(module, keep=(kept,))
+    assert isinstance(module[0], PackedLinear)
+    assert isinstance(inner[0], PackedLinear)
+    assert module[2] is kept
+
+
+@needs_packing
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_target_writes_the_same_text(family: str, dtype: torch.dtype) -> None:
+    plain = fresh_target(family)
+    packed = fresh_target(family)
+    for target in (plain, packed):
+        target.model.to(dtype)
+    assert packed.pack()
+    for prompt in PROMPTS:
+        expected = moaspec.generate(plain, prompt, max_new_tokens=12)
+        assert moaspec.generate(packed, prompt, max_new_tokens=12).token_ids == expected.token_ids
+
+
+@needs_packing
+def test_a_tied_head_is_copied_only_to_save_an_emulation(bf16_instructions: bool) -> None:
+    float_head, bf16_head = nn.Linear(4, 8), nn.Linear(4, 8).bfloat16()
+    assert pack_like(float_head) is float_head
+    assert (pack_like(bf16_head) is bf16_head) is bf16_instructions
+
+
+def test_nothing_is_packed_where_there_is_nothing_to_gain() -> None:
+    assert not can_pack(torch.float16, CPU)
+    assert not can_pack(torch.float32, torch.device("meta"))
+    target = fresh_target()
+    target.model.half()
+    assert not target.pack()
+    assert any(type(module) is nn.Linear for module in target.model.modules())
