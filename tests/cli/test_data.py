@@ -266,7 +266,7 @@ def test_kill_9_at_ten_random_moments(model: str, tmp_path: Path) -> None:
     )
     facts = json.loads(done.stdout.splitlines()[-1])
     assert len(facts["sizes"]) >= 10
-    assert len(set(facts["sizes"])) > 3
+    assert len(set(facts["sizes"])) >= 3
     assert facts["different_outputs"] == 1
     ids = [json.loads(line)["id"] for line in out.read_text().splitlines()]
     assert ids == [str(i) for i in range(len(rows))]
