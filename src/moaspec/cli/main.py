@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from moaspec.cli import console
-from moaspec.cli.evaluate import demo, evaluate
+from moaspec.cli.evaluate import app as evaluate
+from moaspec.cli.evaluate import demo
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
@@ -34,7 +35,7 @@ def settings(
 
 for command in (generate, models, info, train, demo):
     app.command()(command)
-app.command(name="eval")(evaluate)
+app.add_typer(evaluate, name="eval")
 
 
 def run() -> None:
