@@ -11,7 +11,7 @@ from torch import Tensor
 import moaspec
 from moaspec.cli.console import chat_ids
 from moaspec.decode import bundled_drafters
-from moaspec.evaluate import compare, parse_methods, read_prompts
+from moaspec.evaluate import Parts, compare, parse_methods, read_prompts
 from moaspec.model import MoADrafter
 from moaspec.model.encoder import Encoder
 from moaspec.target.registry import ALIASES, packaged_gguf
@@ -35,7 +35,7 @@ def target() -> moaspec.Target:
 
 @pytest.fixture(scope="module")
 def prompts(target: moaspec.Target) -> list[list[int]]:
-    return [chat_ids(target, prompt.text) for prompt in read_prompts("bundled", limit=4)]
+    return [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=4)]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_plain_and_speculative_text_is_transformers_own(
     target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]
 ) -> None:
     names = ["hf", "plain", "moa", "moa@chain:4", "moa@tree:6x8x62"]
-    hf, *ours = parse_methods(names, target, drafter)
+    hf, *ours = parse_methods(names, Parts(target=target, checkpoints={"moa": drafter}))
     for ids in prompts[:2]:
         expected = hf.run(ids, NEW_TOKENS).token_ids
         for method in ours:

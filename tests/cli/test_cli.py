@@ -354,15 +354,15 @@ def test_eval_as_json(cli: Cli) -> None:
 @pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize("command", ["eval", "demo"])
 def test_a_different_text_fails(command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Method.run
+    right = Method.run_many
 
-    def wrong(self: Method, prompt_ids: list[int], max_new_tokens: int) -> Run:
-        run = right(self, prompt_ids, max_new_tokens)
+    def wrong(self: Method, prompts: list[list[int]], max_new_tokens: int) -> list[Run]:
+        runs = right(self, prompts, max_new_tokens)
         if self.name == "moa":
-            run.token_ids[-1] = (run.token_ids[-1] + 1) % tiny.VOCAB
-        return run
+            runs[0].token_ids[-1] = (runs[0].token_ids[-1] + 1) % tiny.VOCAB
+        return runs
 
-    monkeypatch.setattr(Method, "run", wrong)
+    monkeypatch.setattr(Method, "run_many", wrong)
     output = cli(command, "--max-new-tokens", "5")
     assert output.code == 1
     assert "DIFFERENT" in output.out

@@ -20,32 +20,32 @@ def test_bundled() -> None:
     prompts = read_prompts("bundled")
     assert len(prompts) >= 3
     assert {prompt.suite for prompt in prompts} == {"bundled"}
-    assert all(prompt.text.strip() for prompt in prompts)
+    assert all(prompt.turns[0].strip() for prompt in prompts)
     assert read_prompts("bundled", limit=2) == prompts[:2]
 
 
 def test_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "suite.jsonl", "one", "two")
     assert read_prompts(str(path)) == [
-        Prompt("suite", "1", "one"),
-        Prompt("suite", "3", "two"),
+        Prompt("suite", "1", ("one", "later")),
+        Prompt("suite", "3", ("two", "later")),
     ]
 
 
 def test_question_ids_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"question_id": 81, "turns": ["x"]}\n')
-    assert read_prompts(str(path)) == [Prompt("a", "81", "x")]
+    assert read_prompts(str(path)) == [Prompt("a", "81", ("x",))]
 
 
 def test_a_directory_limits_each_file(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", "three")
     write(tmp_path / "a.jsonl", "one", "two")
     (tmp_path / "notes.txt").write_text("not a suite")
-    texts = [prompt.text for prompt in read_prompts(str(tmp_path))]
+    texts = [prompt.turns[0] for prompt in read_prompts(str(tmp_path))]
     assert texts == ["one", "two", "three"]
     limited = read_prompts(str(tmp_path), limit=1)
-    assert [(prompt.suite, prompt.text) for prompt in limited] == [("a", "one"), ("b", "three")]
+    assert [(prompt.suite, prompt.turns[0]) for prompt in limited] == [("a", "one"), ("b", "three")]
 
 
 @pytest.mark.parametrize(

@@ -5,33 +5,40 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import pytest
 
 import tiny
 from moaspec.decode import Chain, Tree
 from moaspec.errors import InputError
-from moaspec.evaluate import Method, Prompt, Report, Run, measure, parse_methods
+from moaspec.evaluate import Method, Parts, Prompt, Report, Run, Settings, measure, parse_methods
+from moaspec.evaluate.methods import TransformersMethod
 
 PROMPTS = [
-    Prompt("first" if i < 3 else "second", str(i), " ".join(map(str, prompt)))
+    Prompt("first" if i < 3 else "second", str(i), (" ".join(map(str, prompt)),))
     for i, prompt in enumerate(tiny.PROMPTS)
 ]
 LIMIT = 9
 METHODS = ("hf", "plain", "moa@chain:3", "moa@tree:2x2x4")
 
 
-def encode(text: str) -> list[int]:
-    return [int(word) for word in text.split()]
+def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
+    ids: list[int] = []
+    for turn, answer in zip_longest(turns, answers, fillvalue=()):
+        ids += [int(word) for word in str(turn).split()]
+        ids += answer
+    return ids
 
 
 def methods(*names: str) -> list[Method]:
-    return parse_methods(names, tiny.target(), tiny.agreeing_drafter("llama"))
+    parts = Parts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    return parse_methods(names, parts)
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return measure(methods(*METHODS), PROMPTS, encode, max_new_tokens=LIMIT)
+    return measure(methods(*METHODS), PROMPTS, encode, Settings(max_new_tokens=LIMIT))
 
 
 def test_every_method_gives_the_targets_text(report: Report) -> None:
@@ -40,13 +47,13 @@ def test_every_method_gives_the_targets_text(report: Report) -> None:
         assert [tuple(run.token_ids) for run in outcome.runs] == expected
         assert [item.kind for item in outcome.equality] == ["identical"] * len(PROMPTS)
         assert outcome.lossless
+        assert outcome.tokens_per_s is not None
         assert outcome.tokens_per_s > 0
 
 
 def test_tau(report: Report) -> None:
     hf, plain, chain, tree = report.outcomes
-    assert hf.tau is None
-    assert plain.tau == 1.0
+    assert hf.tau == plain.tau == 1.0
     assert chain.tau is not None
     assert chain.tau > 1.5
     assert tree.tau is not None
@@ -70,8 +77,11 @@ def test_speedup_is_the_median_of_ratios(report: Report) -> None:
     for outcome, seconds in zip(
         report.outcomes[1:3], ([6.0] * 4, [1.0, 2.0, 3.0, 6.0]), strict=True
     ):
-        runs = [replace(run, seconds=s) for run, s in zip(outcome.runs, seconds, strict=True)]
-        timed.append(replace(outcome, runs=runs))
+        samples = [
+            replace(sample, runs=(replace(sample.runs[0], seconds=s),))
+            for sample, s in zip(outcome.samples, seconds, strict=True)
+        ]
+        timed.append(replace(outcome, samples=samples))
     assert replace(report, outcomes=timed).speedup(timed[1]) == pytest.approx(2.5)
 
 
@@ -90,7 +100,6 @@ def test_json(report: Report) -> None:
     assert len(chain["acceptance_by_depth"]) == 3
     assert [row["tokens"] for row in chain["prompts"]] == [LIMIT] * len(PROMPTS)
     assert set(chain["suites"]) == {"first", "second"}
-    assert facts["methods"]["hf"]["tau"] is None
 
 
 @dataclass(frozen=True)
@@ -99,20 +108,18 @@ class WrongMethod(Method):
 
     cut: bool = False
 
-    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Run:
-        run = super().run(prompt_ids, max_new_tokens)
-        tokens = list(run.token_ids)
-        if self.cut:
-            tokens.pop()
-        else:
-            tokens[-1] = (tokens[-1] + 1) % tiny.VOCAB
-        return replace(run, token_ids=tokens)
+    def run_many(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Run]:
+        return [self._spoilt(run) for run in super().run_many(prompts, max_new_tokens)]
+
+    def _spoilt(self, run: Run) -> Run:
+        *tokens, last = run.token_ids
+        return replace(run, token_ids=tokens if self.cut else [*tokens, (last + 1) % tiny.VOCAB])
 
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_wrong_token_is_noticed_and_no_speedup_is_given(cut: bool) -> None:
     wrong = WrongMethod("wrong", tiny.target(), shape=Chain(2), cut=cut)
-    report = measure([*methods("plain"), wrong], PROMPTS, encode, max_new_tokens=LIMIT)
+    report = measure([*methods("plain"), wrong], PROMPTS, encode, Settings(max_new_tokens=LIMIT))
     plain, outcome = report.outcomes
     assert plain.lossless
     assert not outcome.lossless
@@ -123,7 +130,7 @@ def test_a_wrong_token_is_noticed_and_no_speedup_is_given(cut: bool) -> None:
 
 
 def test_without_plain_the_first_method_is_the_baseline() -> None:
-    report = measure(methods("moa", "hf"), PROMPTS[:1], encode, max_new_tokens=3)
+    report = measure(methods("moa", "hf"), PROMPTS[:1], encode, Settings(max_new_tokens=3))
     assert report.baseline == "moa"
     assert all(outcome.lossless for outcome in report.outcomes)
 
@@ -134,7 +141,7 @@ def test_progress_is_told_of_every_run() -> None:
         methods("plain", "hf"),
         PROMPTS[:3],
         encode,
-        max_new_tokens=2,
+        Settings(max_new_tokens=2),
         advance=lambda: calls.append(None),
     )
     assert len(calls) == 6
@@ -143,7 +150,7 @@ def test_progress_is_told_of_every_run() -> None:
 def test_stop_tokens_end_every_method() -> None:
     own = tiny.own_texts("llama")[1]
     target = tiny.fresh_target(eos_token_id=own[4])
-    for method in parse_methods(["hf", "plain"], target, None):
+    for method in parse_methods(["hf", "plain"], Parts(target=target)):
         run = method.run(tiny.PROMPTS[1], 20)
         assert tuple(run.token_ids) == own[: own.index(own[4]) + 1]
         assert run.seconds > 0
@@ -151,7 +158,7 @@ def test_stop_tokens_end_every_method() -> None:
 
 def test_parse_methods() -> None:
     hf, plain, moa, chain, tree = methods("hf", "plain", "moa", "moa@chain:4", "moa@tree:3x2x5")
-    assert hf.shape is None
+    assert isinstance(hf, TransformersMethod)
     assert plain.drafter is None
     assert moa.drafter is not None
     assert chain.shape == Chain(4)
@@ -169,4 +176,4 @@ def test_methods_that_are_refused(name: str) -> None:
 
 def test_moa_needs_a_drafter() -> None:
     with pytest.raises(InputError, match="--drafter"):
-        parse_methods(["plain", "moa"], tiny.target(), None)
+        parse_methods(["plain", "moa"], Parts(target=tiny.target()))

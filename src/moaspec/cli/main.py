@@ -9,7 +9,8 @@ import typer
 
 from moaspec.cli import console
 from moaspec.cli.data import app as data
-from moaspec.cli.evaluate import demo, evaluate
+from moaspec.cli.evaluate import app as evaluate
+from moaspec.cli.evaluate import demo
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
@@ -35,7 +36,7 @@ def settings(
 
 for command in (generate, models, info, train, demo):
     app.command()(command)
-app.command(name="eval")(evaluate)
+app.add_typer(evaluate, name="eval")
 app.add_typer(data)
 
 

@@ -1,0 +1,91 @@
+"""Reports as tables in a terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from moaspec.cli import console
+from moaspec.decode import acceptance_by_depth
+from moaspec.evaluate import Outcome, Report
+from moaspec.evaluate.equality import NEAR_TIE
+
+
+def show(report: Report) -> None:
+    """Print the table, and what its last column means."""
+    facts = report.as_json()
+    how = f"{report.batch} prompts at once" if report.batch > 1 else "one prompt at a time"
+    title = (
+        f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads, greedy, "
+        f"{len(report.outcomes[0].samples)} prompts, {how}"
+    )
+    table = Table(title=title)
+    table.add_column("method", no_wrap=True)
+    table.add_column("throughput, tokens/s" if report.batch > 1 else "tokens/s")
+    table.add_column(f"speed-up over {report.baseline}")
+    table.add_column("tau")
+    table.add_column("acceptance by depth")
+    table.add_column(f"tokens equal to {report.baseline}'s")
+    for outcome in report.outcomes:
+        table.add_row(
+            outcome.method.name,
+            _speed(outcome),
+            _speedup(report, outcome),
+            "" if outcome.tau is None else f"{outcome.tau:.2f}",
+            " ".join(f"{share:.0%}" for share in acceptance_by_depth(outcome.results)),
+            _equal(outcome),
+        )
+    console.out.print(table)
+    tie = NEAR_TIE[report.outcomes[0].method.target.dtype]
+    console.out.print(
+        "Equal means: the same token ids; or the first difference sits where the target's own "
+        f"best logits are closer than {tie:g}, so that rounding decides between them, as it also "
+        "does between two plain decodings whose passes have different widths.",
+        style="dim",
+    )
+    if report.skipped:
+        console.out.print(
+            f"{len(report.skipped)} turns were left out: with their answer they do not fit into "
+            "the target's context.",
+            style="yellow",
+        )
+    multiple = report.by_suite(report.outcomes[0])
+    if len(multiple) > 1:
+        _show_suites(report, list(multiple))
+
+
+def _speed(outcome: Outcome) -> str:
+    """The middle and, with repeats, the range."""
+    if outcome.tokens_per_s is None:
+        return "not timed"
+    spread = outcome.tokens_per_s_by_repeat
+    span = f" ({min(spread):.1f} to {max(spread):.1f})" if len(spread) > 1 else ""
+    return f"{outcome.tokens_per_s:.1f}{span}"
+
+
+def _speedup(report: Report, outcome: Outcome) -> str:
+    if not outcome.lossless:
+        return "not shown: lossy"
+    speedup = report.speedup(outcome)
+    return "" if speedup is None else f"{speedup:.2f}x"
+
+
+def _equal(outcome: Outcome) -> str:
+    kinds = [item.kind for item in outcome.equality]
+    text = f"{kinds.count('identical')} of {len(kinds)}"
+    if ties := kinds.count("near_tie"):
+        text += f", {ties} part at a tie"
+    if wrong := kinds.count("different"):
+        text += f", {wrong} DIFFERENT"
+    return text
+
+
+def _show_suites(report: Report, suites: list[str]) -> None:
+    table = Table()
+    table.add_column("tau by suite", no_wrap=True)
+    for suite in suites:
+        table.add_column(suite)
+    for outcome in report.outcomes:
+        parts = report.by_suite(outcome)
+        if outcome.tau is not None:
+            table.add_row(outcome.method.name, *(f"{parts[s].tau or 0:.2f}" for s in suites))
+    console.out.print(table)
