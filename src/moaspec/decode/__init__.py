@@ -6,6 +6,7 @@ from moaspec.decode.api import (
     generate,
     load_drafter,
     local_engine,
+    start,
     stream,
 )
 from moaspec.decode.engine import Engine
@@ -14,6 +15,7 @@ from moaspec.decode.protocols import Drafter
 from moaspec.decode.replay import Replay
 from moaspec.decode.result import Event, GenerationResult, Timing, acceptance_by_depth
 from moaspec.decode.sampling import GREEDY, SamplingParams
+from moaspec.decode.session import Session
 from moaspec.decode.tree import AUTO, Chain, Tree, parse_shape
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "PromptLookup",
     "Replay",
     "SamplingParams",
+    "Session",
     "Timing",
     "Tree",
     "acceptance_by_depth",
@@ -36,5 +39,6 @@ __all__ = [
     "load_drafter",
     "local_engine",
     "parse_shape",
+    "start",
     "stream",
 ]
