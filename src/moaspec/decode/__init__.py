@@ -10,6 +10,7 @@ from moaspec.decode.api import (
     stream,
 )
 from moaspec.decode.engine import Engine
+from moaspec.decode.hook import custom_generate
 from moaspec.decode.lookup import PromptLookup
 from moaspec.decode.protocols import Drafter
 from moaspec.decode.replay import Replay
@@ -35,6 +36,7 @@ __all__ = [
     "acceptance_by_depth",
     "bundled_drafters",
     "choices",
+    "custom_generate",
     "generate",
     "load_drafter",
     "local_engine",

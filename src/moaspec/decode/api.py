@@ -246,7 +246,7 @@ def row_settings(target: Target, options: RowOptions) -> dict[str, Any]:
         "max_new_tokens": options.get("max_new_tokens", 64),
         "stop_token_ids": target.stop_token_ids if stops is None else stops,
         "stop": options.get("stop", ()),
-        "shape": _shape(options.get("tree", "auto")),
+        "shape": tree_shape(options.get("tree", "auto")),
         "sampling": sampling_params(options),
     }
 
@@ -279,7 +279,12 @@ def sampling_params(options: RowOptions) -> SamplingParams:
     return SamplingParams(processors=processors, **given).resolved()
 
 
-def _shape(tree: Tree | str) -> Tree:
+def tree_shape(tree: Tree | str) -> Tree:
+    """A shape, or the text that names one.
+
+    Raises:
+        InputError: neither.
+    """
     if isinstance(tree, Tree):
         return tree
     if isinstance(tree, str):

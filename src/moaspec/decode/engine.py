@@ -156,7 +156,7 @@ class Engine:
     def _parked_row(self, handle: int) -> _Row:
         if handle not in self._parked:
             raise InputError(
-                f"Request {handle} is not kept: add it with keep=True, let it end, and name it once."
+                f"Request {handle} is not kept: add it with keep=True and let it end first."
             )
         return self._parked[handle]
 

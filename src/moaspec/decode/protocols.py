@@ -122,7 +122,7 @@ class Drafter(Protocol):
         ...
 
     def rollback(self, row: int, length: int) -> None:
-        """Forget all but the first `length` verified tokens of a row: its text goes on otherwise."""
+        """Forget all but a row's first `length` verified tokens: its text goes on otherwise."""
         ...
 
     def close(self, row: int) -> None:

@@ -72,9 +72,7 @@ class Session:
             pass
         return self._result
 
-    def stream(
-        self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
-    ) -> Generator[Event]:
+    def stream(self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]) -> Generator[Event]:
         """Like `generate`, yielding verified tokens as each round ends.
 
         Closing the iterator, or starting another turn, ends the answer where it is; what was
