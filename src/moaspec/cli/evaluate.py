@@ -12,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moaspec.cli import console
-from moaspec.cli.generate import MODEL, choose_drafter, describe
-from moaspec.decode import acceptance_by_depth, local_engine
+from moaspec.cli.generate import choose_drafter, describe
+from moaspec.cli.options import MODEL
+from moaspec.decode import acceptance_by_depth, start
 from moaspec.errors import InputError
 from moaspec.evaluate import Method, Prompt, Report, measure, parse_methods, read_prompts
 from moaspec.evaluate.equality import NEAR_TIE
@@ -100,19 +101,16 @@ def _load_methods(
 
 def _stream_one(method: Method, prompt: Prompt, max_new_tokens: int) -> None:
     target = method.target
-    engine = local_engine(target, method.drafter)
-    handle = engine.add(
-        console.chat_ids(target, prompt.text),
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=target.stop_token_ids,
+    prompt_ids = console.chat_ids(target, prompt.text)
+    engine, (result,) = start(
+        target, [prompt_ids], drafter=method.drafter, max_new_tokens=max_new_tokens
     )
-    result = engine.result(handle)
     printer = console.TokenPrinter(target)
-    while engine.num_active:
-        for event in engine.step():
-            printer.show(event)
+    stopped = console.show_events(engine.run(), printer)
     printer.close()
     console.out.print(describe(result) + "\n", style="dim")
+    if stopped:
+        raise typer.Exit(130)
 
 
 def _measured(methods: Sequence[Method], prompts: Sequence[Prompt], max_new_tokens: int) -> Report:

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from moaspec.cli import console
+from moaspec.cli.chat import chat
+from moaspec.cli.check import check
 from moaspec.cli.evaluate import demo, evaluate
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
@@ -32,7 +34,7 @@ def settings(
     console.DEBUG.set(debug)
 
 
-for command in (generate, models, info, train, demo):
+for command in (generate, chat, models, info, train, demo, check):
     app.command()(command)
 app.command(name="eval")(evaluate)
 

@@ -1,11 +1,14 @@
 """Drafting, verification, and the engine that drives both."""
 
 from moaspec.decode.api import (
+    Options,
+    RowOptions,
     bundled_drafters,
     choices,
     generate,
     load_drafter,
     local_engine,
+    sampling_params,
     start,
     stream,
 )
@@ -27,8 +30,10 @@ __all__ = [
     "Engine",
     "Event",
     "GenerationResult",
+    "Options",
     "PromptLookup",
     "Replay",
+    "RowOptions",
     "SamplingParams",
     "Session",
     "Timing",
@@ -41,6 +46,7 @@ __all__ = [
     "load_drafter",
     "local_engine",
     "parse_shape",
+    "sampling_params",
     "start",
     "stream",
 ]

@@ -1,7 +1,7 @@
 """Transformers' own `generate`, decoding through the engine.
 
-`model.generate(..., custom_generate=custom_generate(drafter))` prepares everything as always: prompts,
-processors, criteria, configuration. Then it calls the object made here instead of its own loop.
+`model.generate(..., custom_generate=custom_generate(drafter))` prepares everything as always
+(prompts, processors, criteria) and then calls the object made here instead of its own loop.
 
 Legend: B rows, T tokens of the padded prompts, V vocabulary.
 """
