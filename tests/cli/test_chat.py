@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from transformers.utils import logging
 
 import moaspec
 import tiny
@@ -164,8 +165,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     monkeypatch.setattr("moaspec.cli.chat.load_target", lambda *_, **__: target)
     monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", dict)
     yield target
-    console.logging.set_verbosity_warning()
-    console.logging.enable_progress_bar()
+    logging.set_verbosity_warning()
+    logging.enable_progress_bar()
 
 
 def test_the_command_reads_a_pipe(
