@@ -87,8 +87,10 @@ def _as_json(target: Target, findings: Sequence[Finding]) -> dict[str, Any]:
 def _show(target: Target, findings: Sequence[Finding]) -> None:
     """A line per setting and method, then every fault and every parting."""
     dtype = str(target.dtype).removeprefix("torch.")
-    table = Table("setting", "method", "texts", "tokens", "as plain", "near ties", "faults")
-    table.title = f"{target.name}, {dtype}"
+    table = Table("setting", title=f"{target.name}, {dtype}")
+    table.add_column("method", no_wrap=True)
+    for heading in ("texts", "tokens", "as plain", "ties", "faults"):
+        table.add_column(heading)
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.setting, finding.method), []).append(finding)

@@ -82,21 +82,20 @@ class CustomGenerate:
         _check(model, input_ids, generation_config, model_kwargs)
         target = Target(model, None, name=model.config.name_or_path or "this model", freeze=False)
         engine = local_engine(target, self._drafter, num_target_layers=self._num_target_layers)
-        pads = _pads(input_ids, model_kwargs.get("attention_mask"))
+        prompts = _Prompts(input_ids, model_kwargs.get("attention_mask"))
         choices = generation_config.num_return_sequences or 1
+        limit = int(generation_config.max_length) - input_ids.shape[1]
         processors, sampling = _settings(logits_processor, generation_config, seed)
         handles = [
             engine.add(
-                input_ids[row, pad:].tolist(),
-                max_new_tokens=int(generation_config.max_length) - input_ids.shape[1],
+                prompts.token_ids(row),
+                max_new_tokens=limit,
                 shape=self._tree,
                 sampling=replace(
-                    sampling,
-                    choice=row % choices,
-                    processors=_row_processors(processors, input_ids[:, :pad], row),
+                    sampling, choice=row % choices, processors=prompts.adapt(processors, row)
                 ),
             )
-            for row, pad in enumerate(pads)
+            for row in range(len(input_ids))
         ]
         rows = _Rows(engine, handles, generation_config, stopping_criteria)
         sequences = rows.decode(input_ids, streamer)
@@ -180,11 +179,6 @@ def _check_positions(input_ids: Tensor, kwargs: dict[str, Any]) -> None:
         raise InputError("position_ids must count the real tokens of each row; leave them out.")
 
 
-def _pads(input_ids: Tensor, mask: Tensor | None) -> list[int]:
-    """How many pads each row begins with."""
-    return [0] * len(input_ids) if mask is None else (mask == 0).sum(-1).tolist()
-
-
 def _settings(
     prepared: LogitsProcessorList, config: GenerationConfig, seed: int | None
 ) -> tuple[LogitsProcessorList, SamplingParams]:
@@ -205,30 +199,39 @@ def _settings(
     return processors, SamplingParams(seed=seed, **found)
 
 
-def _row_processors(
-    processors: LogitsProcessorList, pads_BT: Tensor, row: int
-) -> tuple[LogitsProcessor, ...]:
-    """Transformers' processors as one of ours, for one row of the batch.
+class _Prompts:
+    """The left-padded batch that transformers prepared."""
 
-    They count padded lengths, and some hold something of every row of the batch (how many pads it
-    has, for one). So they are shown this row behind its pads, once in the place of every row.
-    """
-    stateful = [type(one).__name__ for one in processors if type(one).__name__ in _STATEFUL]
-    if stateful:
-        raise InputError(
-            f"{', '.join(stateful)} keeps a state from call to call; with speculation processors "
-            "must depend on their arguments only."
-        )
-    if not processors:
-        return ()
-    rows, pads = len(pads_BT), pads_BT[row].tolist()
+    def __init__(self, input_ids_BT: Tensor, mask_BT: Tensor | None) -> None:
+        none = [0] * len(input_ids_BT)
+        pads = none if mask_BT is None else (mask_BT == 0).sum(-1).tolist()
+        self._pads = [ids_T[:pad].tolist() for ids_T, pad in zip(input_ids_BT, pads, strict=True)]
+        self._ids = [ids_T[pad:].tolist() for ids_T, pad in zip(input_ids_BT, pads, strict=True)]
 
-    def process(prefix: Sequence[int], logits_V: Tensor) -> Tensor:
-        ids_T = torch.tensor([*pads, *prefix], device=logits_V.device)
-        scores_BV = processors(ids_T.repeat(rows, 1), logits_V.repeat(rows, 1))
-        return scores_BV[row]
+    def token_ids(self, row: int) -> list[int]:
+        """A row without its pads."""
+        return self._ids[row]
 
-    return (process,)
+    def adapt(self, processors: LogitsProcessorList, row: int) -> tuple[LogitsProcessor, ...]:
+        """Transformers' processors as one of ours, for one row of the batch.
+
+        They count padded lengths, and some hold something of every row of the batch (how many pads
+        it has, for one). So they are shown this row behind its pads, in the place of every row.
+        """
+        stateful = [type(one).__name__ for one in processors if type(one).__name__ in _STATEFUL]
+        if stateful:
+            raise InputError(
+                f"{', '.join(stateful)} keeps a state from call to call; with speculation "
+                "processors must depend on their arguments only."
+            )
+        pads, rows = self._pads[row], len(self._ids)
+
+        def process(prefix: Sequence[int], logits_V: Tensor) -> Tensor:
+            ids_T = torch.tensor([*pads, *prefix], device=logits_V.device)
+            scores_BV: Tensor = processors(ids_T.repeat(rows, 1), logits_V.repeat(rows, 1))
+            return scores_BV[row]
+
+        return (process,) if processors else ()
 
 
 class _Rows:
