@@ -24,7 +24,7 @@ from moaspec.target import Target
 PROMPT = "w5 w9 w2"
 OWN = tiny.own_texts("llama")[0]
 TEXT = " ".join(f"w{token}" for token in OWN)
-COMMANDS = ("generate", "models", "info", "train", "demo", "eval")
+COMMANDS = ("generate", "chat", "models", "info", "train", "demo", "eval", "check")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Target:
     def drafter(*_: Any, **__: Any) -> MoADrafter:
         return tiny.agreeing_drafter("llama")
 
-    for command in ("generate", "evaluate"):
+    for command in ("generate", "evaluate", "chat", "check"):
         monkeypatch.setattr(f"moaspec.cli.{command}.load_target", lambda *_, **__: target)
     monkeypatch.setattr("moaspec.cli.generate.load_drafter", drafter)
     monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", lambda: {"smollm2-135m": Path()})
@@ -450,3 +450,47 @@ def test_a_failed_training_exits_with_one(
     output = cli("train", str(training_files(tmp_path)))
     assert output.code == 1
     assert "The loss became nan." in output.err
+
+
+# check
+
+
+@pytest.fixture
+def one_prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"turns": [PROMPT]}))
+    return path
+
+
+@pytest.mark.usefixtures("loaded")
+def test_check_passes_and_says_so(one_prompt: Path, cli: Cli) -> None:
+    output = cli("check", "--suite", str(one_prompt), "--max-new-tokens", "4")
+    assert output.code == 0
+    assert "moa (N=0), tree" in output.out
+    assert "Right: every token" in output.out
+
+
+@pytest.mark.usefixtures("loaded")
+def test_check_fails_where_there_is_a_fault(
+    one_prompt: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moaspec.decode.decide.walk", lambda tree, _: [0] if tree.tokens else [])
+    options = ("check", "--suite", str(one_prompt), "--max-new-tokens", "4")
+    output = cli(*options)
+    assert output.code == 1
+    assert "FAULT: greedy; replay, tree; alone; prompt 0, token" in output.words
+    facts = json.loads(cli(*options, "--json").out)
+    assert facts["right"] is False
+    assert {"fault", "identical"} <= {finding["verdict"] for finding in facts["findings"]}
+
+
+@pytest.mark.parametrize("option", ["--limit", "--max-new-tokens", "--seeds"])
+def test_check_with_nothing_to_do(option: str, cli: Cli) -> None:
+    assert cli("check", option, "0").code == 2
+
+
+@pytest.mark.usefixtures("loaded")
+def test_no_tokens_have_no_speed(cli: Cli) -> None:
+    output = cli("generate", PROMPT, "--max-new-tokens", "0")
+    assert output.code == 0
+    assert "0 tokens (max_new_tokens), 0 rounds" in output.err

@@ -13,9 +13,10 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moaspec.cli import console
-from moaspec.cli.generate import MODEL, choose_drafter, describe
+from moaspec.cli.generate import choose_drafter, describe
+from moaspec.cli.options import MODEL
 from moaspec.cli.tables import show
-from moaspec.decode import load_drafter, local_engine
+from moaspec.decode import load_drafter, start
 from moaspec.errors import InputError
 from moaspec.evaluate import (
     Method,
@@ -197,19 +198,16 @@ def _load_checkpoints(kinds: set[str], sources: Sources, target: Target) -> dict
 
 def _stream_one(method: Method, prompt: Prompt, max_new_tokens: int) -> None:
     target = method.target
-    engine = local_engine(target, method.drafter)
-    handle = engine.add(
-        console.chat_ids(target, prompt.turns[0]),
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=target.stop_token_ids,
+    prompt_ids = console.chat_ids(target, prompt.turns[0])
+    engine, (result,) = start(
+        target, [prompt_ids], drafter=method.drafter, max_new_tokens=max_new_tokens
     )
-    result = engine.result(handle)
     printer = console.TokenPrinter(target)
-    while engine.num_active:
-        for event in engine.step():
-            printer.show(event)
+    stopped = console.show_events(engine.run(), printer)
     printer.close()
     console.out.print(describe(result) + "\n", style="dim")
+    if stopped:
+        raise typer.Exit(130)
 
 
 def _measured(

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from moaspec.cli import console
+from moaspec.cli.chat import chat
+from moaspec.cli.check import check
 from moaspec.cli.data import app as data
 from moaspec.cli.evaluate import app as evaluate
 from moaspec.cli.evaluate import demo
@@ -34,7 +36,7 @@ def settings(
     console.DEBUG.set(debug)
 
 
-for command in (generate, models, info, train, demo):
+for command in (generate, chat, models, info, train, demo, check):
     app.command()(command)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)

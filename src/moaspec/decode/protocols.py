@@ -89,7 +89,7 @@ class RowText:
     sampling: SamplingParams = GREEDY
 
 
-DRAFTER_METHODS = ("needs", "encode", "observe", "propose", "close")
+DRAFTER_METHODS = ("needs", "encode", "observe", "propose", "rollback", "close")
 """What an object must have to be a `Drafter`."""
 
 
@@ -119,6 +119,10 @@ class Drafter(Protocol):
 
     def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
         """Draft for every row, below its last token."""
+        ...
+
+    def rollback(self, row: int, length: int) -> None:
+        """Forget all but a row's first `length` verified tokens: its text goes on otherwise."""
         ...
 
     def close(self, row: int) -> None:

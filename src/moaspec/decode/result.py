@@ -65,6 +65,7 @@ class GenerationResult:
             own distribution, before temperature and processors.
         seed: of sampling; the one that was drawn where none was given. None where no noise took
             part and none was given.
+        num_reused_tokens: tokens of the prompt whose caches were held from an earlier turn.
         timing: seconds by part.
     """
 
@@ -77,6 +78,7 @@ class GenerationResult:
     stop_string: str | None = None
     logprobs: list[float] = field(default_factory=list)
     seed: int | None = None
+    num_reused_tokens: int = 0
     timing: Timing = field(default_factory=Timing)
 
     @property

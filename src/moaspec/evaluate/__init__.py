@@ -1,5 +1,6 @@
 """Is it faster here, and is it exactly right?"""
 
+from moaspec.evaluate.check import Check, Finding
 from moaspec.evaluate.equality import Equality, compare
 from moaspec.evaluate.methods import Method, Run
 from moaspec.evaluate.prompts import Prompt, read_prompts
@@ -9,7 +10,9 @@ from moaspec.evaluate.store import Item, Sample, Store
 from moaspec.evaluate.table import Parts, needed_checkpoints, parse_methods
 
 __all__ = [
+    "Check",
     "Equality",
+    "Finding",
     "Item",
     "Method",
     "Outcome",
