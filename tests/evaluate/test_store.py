@@ -31,7 +31,8 @@ SETTINGS = Settings(max_new_tokens=5, repeats=2)
 
 
 def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
-    return [*(int(word) for turn in turns for word in turn.split()), *sum(map(list, answers), [])]
+    words = [int(word) for turn in turns for word in turn.split()]
+    return [*words, *(token for answer in answers for token in answer)]
 
 
 def measured(directory: Path | None, prompts: Sequence[Prompt] = PROMPTS) -> Report:

@@ -6,6 +6,7 @@ from moaspec.decode.api import (
     generate,
     load_drafter,
     local_engine,
+    local_parts,
     stream,
 )
 from moaspec.decode.engine import Engine
@@ -35,6 +36,7 @@ __all__ = [
     "generate",
     "load_drafter",
     "local_engine",
+    "local_parts",
     "parse_shape",
     "stream",
 ]
