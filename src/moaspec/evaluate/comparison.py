@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from moaspec.errors import DataError
 
+REPORT = "report.json"
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 SAME = ("target", "dtype", "device", "threads", "machine", "batch")
@@ -80,7 +81,7 @@ def read_report(path: Path) -> dict[str, Any]:
     Raises:
         DataError: it is not there, or not a report.
     """
-    path = path / "report.json" if path.is_dir() else path
+    path = path / REPORT if path.is_dir() else path
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -121,9 +121,9 @@ class Costs:
 def measure_costs(
     methods: Sequence[Method],
     *,
-    contexts: Sequence[int] = CONTEXTS,
-    batches: Sequence[int] = BATCHES,
-    widths: Sequence[int] = WIDTHS,
+    contexts: Sequence[int] | None = None,
+    batches: Sequence[int] | None = None,
+    widths: Sequence[int] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Costs:
     """Measure passes and rounds.
@@ -131,10 +131,12 @@ def measure_costs(
     Args:
         methods: those with a drafter are measured, on the first one's target.
         contexts: tokens in the cache, one row; those that the target cannot take are left out.
-        batches: rows, at the shortest context.
-        widths: tokens of a pass, one row, at the shortest context.
+            None takes `CONTEXTS`.
+        batches: rows, at the shortest context; None takes `BATCHES`.
+        widths: tokens of a pass, one row, at the shortest context; None takes `WIDTHS`.
         advance: called after each measurement, for a progress display.
     """
+    contexts, batches, widths = contexts or CONTEXTS, batches or BATCHES, widths or WIDTHS
     target = methods[0].target
     drafted = [method for method in methods if method.drafter is not None]
     short = min(contexts)
