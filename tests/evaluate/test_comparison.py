@@ -95,8 +95,10 @@ def test_nothing_in_common() -> None:
 
 
 def test_the_interval_is_that_of_the_normal_law() -> None:
-    """The mean of 400 standard normal values: 95% within 1.96 / 20. 15%: quantiles of 10,000
-    resamples are good to a few percent, and so is the spread of one sample of 400.
+    """The mean of 400 standard normal values: 95% within 1.96 / 20.
+
+    15%: quantiles of 10,000 resamples are good to a few percent, and so is the spread of one sample
+    of 400.
     """
     values = np.random.default_rng(1).standard_normal(400)
     rows = np.stack((values, np.ones(400)), axis=1)

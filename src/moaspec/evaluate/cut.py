@@ -163,7 +163,7 @@ def _opinion(target: Target, seen: Sequence[int], text: list[int]) -> tuple[floa
     tokens_T = ids_1T[0, len(seen) :]
     log_p_T = logits_TV.log_softmax(-1).gather(1, tokens_T[:, None])[:, 0]
     agree_T = logits_TV.argmax(-1) == tokens_T
-    return float(log_p_T.mean()), float(agree_T.float().mean())
+    return float(log_p_T.mean()), float(agree_T.double().mean())
 
 
 def _mean(values: Any) -> float | None:
