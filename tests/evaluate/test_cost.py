@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from moaspec.evaluate import Method, Parts, parse_methods
 from moaspec.evaluate.cost import Costs, MemoryBound, RoundCost, measure_costs, num_measurements
 from moaspec.target import Target
 
-LENGTHS = {"contexts": (32, 64, 250), "batches": (1, 3), "widths": (1, 2, 4)}
+LENGTHS: dict[str, Any] = {"contexts": (32, 64, 250), "batches": (1, 3), "widths": (1, 2, 4)}
 
 
 def methods(of: Target) -> list[Method]:

@@ -10,6 +10,7 @@ from moaspec.errors import InputError
 from moaspec.evaluate import Method, Parts, needed_checkpoints, parse_methods
 from moaspec.evaluate.methods import ReplayMethod, TransformersMethod
 from moaspec.evaluate.table import KINDS
+from moaspec.target import Target
 
 REPEATING = [3, 1, 4, 1, 5, 3, 1, 4]
 NEW_TOKENS = 16
@@ -89,7 +90,7 @@ def test_a_missing_checkpoint_is_named(kind: str) -> None:
 def test_the_stock_target_is_loaded_once_and_only_where_needed() -> None:
     loads: list[None] = []
 
-    def stock() -> tiny.Target:
+    def stock() -> Target:
         loads.append(None)
         return tiny.target()
 
