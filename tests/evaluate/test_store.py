@@ -98,6 +98,23 @@ def test_a_method_may_join_later(tmp_path: Path, decodings: list[str]) -> None:
     assert report.lossless
 
 
+def test_another_drafter_is_measured_anew(tmp_path: Path, decodings: list[str]) -> None:
+    for seed in (1, 1, 2):
+        parts = Parts(
+            target=tiny.target(),
+            checkpoints={"moa": tiny.random_drafter(tiny.target(), seed=seed)},
+        )
+        measure(
+            parse_methods(["plain", "moa"], parts),
+            PROMPTS[:1],
+            encode,
+            Settings(max_new_tokens=SETTINGS.max_new_tokens),
+            store=Store(tmp_path, {}),
+        )
+    assert decodings.count("moa") == 2 * 2
+    assert decodings.count("plain") == 2
+
+
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     Store(tmp_path, {"threads": 1, "dtype": "float32"})
     with pytest.raises(InputError, match="threads was 1 and is 2"):

@@ -13,6 +13,7 @@ from moaspec.evaluate.comparison import Comparison, Interval
 from moaspec.evaluate.cost import Costs
 from moaspec.evaluate.cut import Cut
 from moaspec.evaluate.equality import NEAR_TIE
+from moaspec.evaluate.report import costs
 
 
 def show(report: Report) -> None:
@@ -53,9 +54,41 @@ def show(report: Report) -> None:
             "the target's context.",
             style="yellow",
         )
-    multiple = report.by_suite(report.outcomes[0])
-    if len(multiple) > 1:
-        _show_suites(report, list(multiple))
+    _show_costs_of_methods(report)
+    _show_parts(report)
+
+
+def _show_costs_of_methods(report: Report) -> None:
+    """Where the time of timed methods goes."""
+    rows = [_cost_row(outcome) for outcome in report.outcomes if outcome.timed and outcome.samples]
+    headings = ("first token, s", "round, ms: draft + verify + encode + rest")
+    more = ("passes per token", "CPU s per token", "peak MB")
+    console.out.print(_grid(("method", *headings, *more), rows))
+
+
+def _cost_row(outcome: Outcome) -> Sequence[str]:
+    facts = costs(outcome)
+    peak, parts = facts["peak_bytes"], facts["round_s"]
+    return (
+        outcome.method.name,
+        _number(facts["first_token_s"]),
+        " + ".join(_ms(part) for part in parts.values()) if parts else "",
+        _number(outcome.passes_per_token),
+        f"{facts['cpu_s_per_token']:.3f}",
+        "" if peak is None else f"{peak / 1e6:.0f}",
+    )
+
+
+def _show_parts(report: Report) -> None:
+    """Tau by suite, or by category where there is one suite only."""
+    drafted = [one for one in report.outcomes if one.tau is not None]
+    for title, split in (("suite", report.by_suite), ("category", report.by_category)):
+        parts = {one.method.name: split(one) for one in drafted}
+        names = list(next(iter(parts.values()), ()))
+        if len(names) > 1:
+            rows = [(name, *(_number(part[name].tau) for part in parts.values())) for name in names]
+            console.out.print(_grid((f"tau by {title}", *parts), rows))
+            return
 
 
 def _speed(outcome: Outcome) -> str:
@@ -96,15 +129,15 @@ def _show_suites(report: Report, suites: list[str]) -> None:
     console.out.print(table)
 
 
-def show_costs(costs: Costs) -> None:
+def show_costs(found: Costs) -> None:
     """Passes by width, rounds by context and batch, and what the machine allows."""
-    bound = costs.bound
+    bound = found.bound
     console.out.print(
         _grid(
             ("tokens in a pass", "ms", "speed-up if all were right"),
             [
                 (str(one.tokens), _ms(one.seconds), f"{bound.ceiling[one.tokens]:.2f}x")
-                for one in costs.widths
+                for one in found.widths
             ],
         )
     )
@@ -123,7 +156,7 @@ def show_costs(costs: Costs) -> None:
             *(_ms(part) for part in (one.plain_s, one.draft_s, one.verify_s, one.encode_s)),
             f"{one.break_even:.2f}",
         )
-        for one in costs.rounds
+        for one in found.rounds
     ]
     if rows:
         console.out.print(_grid((*headings, "pays from tau"), rows))
