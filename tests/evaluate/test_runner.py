@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from moaspec.decode import Chain, Tree
 from moaspec.errors import InputError
 from moaspec.evaluate import Method, Parts, Prompt, Report, Run, Settings, measure, parse_methods
 from moaspec.evaluate.methods import TransformersMethod
+from moaspec.evaluate.report import costs
+from moaspec.target import Target
 
 PROMPTS = [
     Prompt("first" if i < 3 else "second", str(i), (" ".join(map(str, prompt)),))
@@ -177,3 +180,105 @@ def test_methods_that_are_refused(name: str) -> None:
 def test_moa_needs_a_drafter() -> None:
     with pytest.raises(InputError, match="--drafter"):
         parse_methods(["plain", "moa"], Parts(target=tiny.target()))
+
+
+def test_later_turns_follow_the_baselines_answers() -> None:
+    """Also where another method is wrong: all see the same prompt."""
+    talk = [Prompt("talk", "1", ("5 9 2", "7 1", "30")), Prompt("talk", "2", ("33 0",))]
+    wrong = WrongMethod("wrong", tiny.target(), shape=Chain(2))
+    for batch in (1, 2):
+        settings = Settings(max_new_tokens=LIMIT, batch=batch)
+        report = measure([wrong, *methods("plain")], talk, encode, settings)
+        prompts = {s.item.key[:3]: s.item.prompt_ids for s in report.outcomes[0].samples}
+        first = tiny.own_text(tiny.target(), [5, 9, 2], LIMIT)
+        assert prompts["talk", "1", "1"] == (5, 9, 2, *first, 7, 1)
+        second = tiny.own_text(tiny.target(), prompts["talk", "1", "1"], LIMIT)
+        assert prompts["talk", "1", "2"] == (5, 9, 2, *first, 7, 1, *second, 30)
+        assert len(prompts) == 4
+
+
+def test_turns_that_do_not_fit_are_left_out_and_counted() -> None:
+    long = Prompt("long", "1", (" ".join(["1"] * 250), "2"))
+    report = measure(methods("plain"), [*PROMPTS, long], encode, Settings(max_new_tokens=LIMIT))
+    assert [item.prompt for item in report.skipped] == [long]
+    assert len(report.outcomes[0].samples) == len(PROMPTS)
+    assert report.as_json()["skipped"] == [("long", "1", "0")]
+
+
+@pytest.mark.parametrize("name", ["moa@chain:3", "moa@tree:2x2x4", "lookup@chain:4", "plain"])
+def test_tau_is_what_counting_passes_of_the_target_gives(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are counted by id and passes inside the target, not by the engine."""
+    passes: list[None] = []
+    right = Target.run
+
+    def counted(self: Target, *arguments: Any, **options: Any) -> Any:
+        passes.append(None)
+        return right(self, *arguments, **options)
+
+    monkeypatch.setattr(Target, "run", counted)
+    (method,) = methods(name)
+    runs = [method.run(prompt, LIMIT) for prompt in tiny.PROMPTS]
+    independent = sum(len(run.token_ids) - 1 for run in runs) / (len(passes) - len(runs))
+    monkeypatch.undo()
+    report = measure([method], PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    assert report.outcomes[0].tau == independent
+    tau_only = measure(
+        methods("plain" if name != "plain" else "hf"),
+        PROMPTS,
+        encode,
+        Settings(max_new_tokens=LIMIT),
+        tau_only=[method],
+    ).outcomes[1]
+    assert tau_only.tau == independent
+    assert (tau_only.timed, tau_only.tokens_per_s) == (False, None)
+
+
+def test_tau_of_transformers_is_what_counting_its_passes_gives() -> None:
+    (method,) = methods("hf-lookup")
+    prompt = [3, 1, 4, 1, 5, 3, 1, 4]
+    passes: list[None] = []
+    hook = method.target.model.register_forward_hook(lambda *_: passes.append(None))
+    run = method.run(prompt, 20)
+    hook.remove()
+    assert run.result.num_rounds == len(passes) - 1
+    assert sum(run.result.accept_lengths) < len(run.token_ids) == 20
+
+
+def test_repeats_and_their_spread() -> None:
+    settings = Settings(max_new_tokens=4, repeats=3)
+    report = measure(methods("plain", "moa"), PROMPTS, encode, settings)
+    for outcome in report.outcomes:
+        assert all(len(sample.runs) == 3 for sample in outcome.samples)
+        spread = outcome.tokens_per_s_by_repeat
+        assert len(spread) == 3
+        assert outcome.num_tokens == 4 * len(PROMPTS)
+
+
+def test_parts_of_a_round_add_up() -> None:
+    facts = measure(methods("moa@chain:3"), PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    outcome = facts.outcomes[0]
+    parts = costs(outcome)["round_s"]
+    assert set(parts) == {"draft", "verify", "encode", "rest"}
+    assert all(value >= 0 for value in parts.values())
+    rounds = sum(result.num_rounds for result in outcome.results)
+    decoding = sum(one.timing.total_s - one.timing.prefill_s for one in outcome.results)
+    # Rounding of sums of a few hundred clock readings.
+    assert sum(parts.values()) * rounds == pytest.approx(decoding, rel=1e-6)
+    assert outcome.passes_per_token == (rounds + len(PROMPTS)) / outcome.num_tokens
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "repeats", "batch"])
+def test_settings_below_one(name: str) -> None:
+    with pytest.raises(InputError, match=name):
+        Settings(**{name: 0})
+
+
+def test_methods_that_cannot_be_batched_or_are_named_twice() -> None:
+    with pytest.raises(InputError, match="one prompt at a time"):
+        measure(methods("plain", "hf"), PROMPTS, encode, Settings(batch=2))
+    with pytest.raises(InputError, match="one prompt at a time"):
+        measure(methods("plain"), PROMPTS, encode, Settings(), tau_only=methods("hf-lookup"))
+    with pytest.raises(InputError, match="both timed"):
+        measure(methods("plain"), PROMPTS, encode, Settings(), tau_only=methods("plain"))

@@ -31,7 +31,8 @@ SETTINGS = Settings(max_new_tokens=5, repeats=2)
 
 
 def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
-    return [*(int(word) for turn in turns for word in turn.split()), *sum(map(list, answers), [])]
+    words = [int(word) for turn in turns for word in turn.split()]
+    return [*words, *(token for answer in answers for token in answer)]
 
 
 def measured(directory: Path | None, prompts: Sequence[Prompt] = PROMPTS) -> Report:
@@ -95,6 +96,23 @@ def test_a_method_may_join_later(tmp_path: Path, decodings: list[str]) -> None:
     report = measure(methods, PROMPTS, encode, SETTINGS, store=store)
     assert set(decodings) == {"lookup@chain:3"}
     assert report.lossless
+
+
+def test_another_drafter_is_measured_anew(tmp_path: Path, decodings: list[str]) -> None:
+    for seed in (1, 1, 2):
+        parts = Parts(
+            target=tiny.target(),
+            checkpoints={"moa": tiny.random_drafter(tiny.target(), seed=seed)},
+        )
+        measure(
+            parse_methods(["plain", "moa"], parts),
+            PROMPTS[:1],
+            encode,
+            Settings(max_new_tokens=SETTINGS.max_new_tokens),
+            store=Store(tmp_path, {}),
+        )
+    assert decodings.count("moa") == 2 * 2
+    assert decodings.count("plain") == 2
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,27 +13,19 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moaspec.cli import console
-from moaspec.cli.generate import choose_drafter, describe
+from moaspec.cli.generate import describe
 from moaspec.cli.options import MODEL
-from moaspec.cli.tables import show
-from moaspec.decode import load_drafter, start
+from moaspec.cli.sources import Sources, chat_encoder, load_methods, read_checkpoints
+from moaspec.cli.tables import show, show_comparison, show_costs, show_cut
+from moaspec.decode import start
 from moaspec.errors import InputError
-from moaspec.evaluate import (
-    Method,
-    Parts,
-    Prompt,
-    Report,
-    Settings,
-    Store,
-    measure,
-    needed_checkpoints,
-    parse_methods,
-    read_prompts,
-)
+from moaspec.evaluate import Method, Prompt, Report, Settings, Store, measure, read_prompts
+from moaspec.evaluate.comparison import REPORT, compare_reports, read_report
+from moaspec.evaluate.cost import measure_costs, num_measurements
+from moaspec.evaluate.cut import measure_cut
+from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
 from moaspec.evaluate.report import surroundings
-from moaspec.evaluate.runner import Encode
 from moaspec.evaluate.store import prepare
-from moaspec.target import Target, load_target
 
 DEFAULT_METHODS = "hf,plain,moa"
 
@@ -75,6 +67,14 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    cost: Annotated[
+        bool,
+        typer.Option("--cost", help="Measure passes and rounds by context and batch, no prompts."),
+    ] = False,
+    cut: Annotated[
+        int | None,
+        typer.Option(help="Take the target away after so many tokens; judge what drafters write."),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Directory for results; the same command resumes what is there."),
@@ -96,10 +96,16 @@ def evaluate(
         prepare(out)
     console.set_threads(threads)
     console.quiet_libraries()
-    sources = Sources(model, drafter, _checkpoints(checkpoint or []), dtype, device)
+    sources = Sources(model, drafter, read_checkpoints(checkpoint or []), dtype, device)
     timed, untimed = _names(methods), _names(tau_only)
     with console.err.status(f"Loading {model}"):
         loaded = load_methods([*timed, *untimed], sources)
+    if cost:
+        _report_costs(loaded, out, as_json=as_json)
+        return
+    if cut is not None:
+        _report_cut(loaded, prompts, cut, max_new_tokens, out=out, as_json=as_json, system=system)
+        return
     facts = {**asdict(settings), **asdict(sources), "system": system, **surroundings()}
     report = _measured(
         loaded[: len(timed)],
@@ -109,27 +115,93 @@ def evaluate(
         store=Store(out, facts),
         system=system,
     )
-    result = {"settings": facts, "suite": suite, **report.as_json()}
-    if out is not None:
-        (out / "report.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if as_json:
-        console.out.print(json.dumps(result), markup=False)
-    else:
-        show(report)
+    result = {"settings": {**facts, "suite": suite, "limit": limit}, **report.as_json()}
+    _put_out(result, lambda: show(report), out and out / REPORT, as_json=as_json)
     if not report.lossless:
         raise typer.Exit(1)
 
 
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="report.json, or its directory.")],
+    after: Annotated[Path, typer.Argument(help="The other one.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What changed between two reports, with 95% confidence intervals over prompts.
+
+    Example: moaspec eval compare results/before results/after
+    """
+    found = compare_reports(read_report(before), read_report(after))
+    _put_out(found.as_json(), lambda: show_comparison(found), None, as_json=as_json)
+
+
+@app.command()
+def page(
+    directory: Annotated[Path, typer.Argument(help="What --out of moaspec eval named.")],
+) -> None:
+    """Write report.html anew from the results in a directory.
+
+    Example: moaspec eval page results
+    """
+    console.out.print(f"Written: {write_page(directory)}", markup=False)
+
+
+def _put_out(
+    facts: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
+) -> None:
+    """Write the file and the page around it, where wanted; print the table or the JSON."""
+    if path is not None:
+        path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        _write_page(path.parent)
+    if as_json:
+        console.out.print(json.dumps(facts), markup=False)
+    else:
+        show_it()
+
+
+def _write_page(directory: Path) -> None:
+    """The page, where there is a report to show; without matplotlib the rest still works."""
+    if not (directory / REPORT).exists():
+        return
+    try:
+        write_page(directory)
+    except InputError as error:
+        console.err.print(f"No {PAGE}: {error}", style="yellow", markup=False)
+
+
+def _report_costs(methods: Sequence[Method], out: Path | None, *, as_json: bool) -> None:
+    with _bar("measuring costs", num_measurements(methods[0].target, methods)) as advance:
+        costs = measure_costs(methods, advance=advance)
+    facts = {**costs.as_json(), "settings": surroundings()}
+    _put_out(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
+
+
+def _report_cut(
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    after: int,
+    max_new_tokens: int,
+    *,
+    out: Path | None,
+    as_json: bool,
+    system: str,
+) -> None:
+    encode = chat_encoder(methods[0].target, system)
+    with _bar("measuring", len(prompts)) as advance:
+        found = measure_cut(
+            methods,
+            prompts,
+            lambda turn: encode([turn], []),
+            after=after,
+            max_new_tokens=max_new_tokens,
+            advance=advance,
+        )
+    facts = {**found.as_json(), "settings": surroundings()}
+    _put_out(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
+
+
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _checkpoints(options: Sequence[str]) -> dict[str, str]:
-    pairs = [option.partition("=") for option in options]
-    wrong = [option for option, pair in zip(options, pairs, strict=True) if not pair[2]]
-    if wrong:
-        raise InputError(f"--checkpoint must be KIND=DIR, got {wrong[0]!r}.")
-    return {kind: path for kind, _, path in pairs}
 
 
 def demo(
@@ -155,47 +227,6 @@ def demo(
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class Sources:
-    """What to load."""
-
-    model: str
-    drafter: str | None = None
-    checkpoints: Mapping[str, str] = field(default_factory=dict)
-    dtype: str = "float32"
-    device: str = "cpu"
-
-
-def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
-    """The target, what the methods need beside it, and the methods."""
-    target = load_target(sources.model, dtype=sources.dtype, device=sources.device)
-    return parse_methods(
-        names,
-        Parts(
-            target=target,
-            checkpoints=_load_checkpoints(needed_checkpoints(names), sources, target),
-            stock=lambda: load_target(
-                sources.model, dtype=sources.dtype, device=sources.device, packed=False
-            ),
-        ),
-    )
-
-
-def _load_checkpoints(kinds: set[str], sources: Sources, target: Target) -> dict[str, Any]:
-    """Drafters by kind of method; another target where transformers drafts with one."""
-    loaded: dict[str, Any] = {}
-    if "moa" in kinds:
-        loaded["moa"] = choose_drafter(sources.drafter, sources.model, target)
-    for kind, path in sources.checkpoints.items():
-        if kind == "hf-assisted":
-            loaded[kind] = load_target(
-                path, dtype=sources.dtype, device=sources.device, packed=False
-            )
-        elif kind in kinds:
-            loaded[kind] = load_drafter(path, target=target)
-    return loaded
-
-
 def _stream_one(method: Method, prompt: Prompt, max_new_tokens: int) -> None:
     target = method.target
     prompt_ids = console.chat_ids(target, prompt.turns[0])
@@ -219,15 +250,8 @@ def _measured(
     store: Store | None = None,
     system: str = "default",
 ) -> Report:
-    columns = (
-        TextColumn("measuring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
     total = (len(methods) + len(tau_only)) * sum(len(prompt.turns) for prompt in prompts)
-    with Progress(*columns, console=console.err, transient=True) as bar:
-        task = bar.add_task("", total=total)
+    with _bar("measuring", total) as advance:
         return measure(
             methods,
             prompts,
@@ -235,24 +259,14 @@ def _measured(
             settings,
             tau_only=tau_only,
             store=store,
-            advance=lambda: bar.advance(task),
+            advance=advance,
         )
 
 
-def chat_encoder(target: Target, system: str) -> Encode:
-    """How turns and answers become prompt ids."""
-    first = {"none": [{"role": "system", "content": ""}], "default": []}.get(
-        system, [{"role": "system", "content": system}]
-    )
-
-    def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
-        messages = list(first)
-        tokenizer: Any = target.tokenizer
-        for turn, answer in zip_longest(turns, answers):
-            messages.append({"role": "user", "content": turn})
-            if answer is not None:
-                text = tokenizer.decode(answer, skip_special_tokens=True)
-                messages.append({"role": "assistant", "content": text})
-        return console.message_ids(target, messages)
-
-    return encode
+@contextmanager
+def _bar(name: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar; what is yielded moves it by one."""
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console.err, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

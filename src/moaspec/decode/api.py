@@ -76,10 +76,7 @@ def local_engine(
     Raises:
         InputError: a drafter that is neither, or N for one that has none.
     """
-    drafting = _drafting(target, drafter, num_target_layers)
-    verifier = LocalVerifier(target, drafting)
-    if isinstance(drafting, MoADrafting):
-        drafting.borrow(verifier.cache)
+    verifier, drafting = local_parts(target, drafter, num_target_layers=num_target_layers)
     return Engine(
         verifier,
         drafting,
@@ -88,6 +85,20 @@ def local_engine(
         tokenizer=target.tokenizer,
         rope_switches=target.rope_switches,
     )
+
+
+def local_parts(
+    target: Target,
+    drafter: MoADrafter | Drafter | None = None,
+    *,
+    num_target_layers: int | None = None,
+) -> tuple[LocalVerifier, Drafter | None]:
+    """Verifier and drafter of `local_engine`, for those who drive them step by step."""
+    drafting = _drafting(target, drafter, num_target_layers)
+    verifier = LocalVerifier(target, drafting)
+    if isinstance(drafting, MoADrafting):
+        drafting.borrow(verifier.cache)
+    return verifier, drafting
 
 
 def _drafting(

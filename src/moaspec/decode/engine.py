@@ -247,10 +247,12 @@ class Engine:
             self._take(row, request, verdict)
             for row, request, verdict in zip(rows, requests, verdicts, strict=True)
         ]
-        verified = time.perf_counter()
+        encode_s = max(verdict.encode_s for verdict in verdicts)
+        verify_s = time.perf_counter() - drafted - encode_s
         for row in rows:
             row.result.timing.draft_s += drafted - started
-            row.result.timing.verify_s += verified - drafted
+            row.result.timing.verify_s += verify_s
+            row.result.timing.encode_s += encode_s
         return events
 
     def _request(self, row: _Row, tree: DraftTree) -> Request:

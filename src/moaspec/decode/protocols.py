@@ -54,12 +54,14 @@ class Verdict:
         features: of all tokens that this request verified (`known` and accepted ones).
         logprobs: where the row asks for them, log-probabilities of the accepted tokens and of
             `next_token` under the target's own, unprocessed distribution.
+        encode_s: seconds that the features of the whole pass took.
     """
 
     accepted: tuple[int, ...]
     next_token: int
     features: Features = None
     logprobs: tuple[float, ...] = ()
+    encode_s: float = 0.0
 
 
 class Verifier(Protocol):

@@ -19,13 +19,15 @@ class Timing:
     Attributes:
         prefill_s: the prompt's pass, with the drafter's encoding of it.
         draft_s: drafting.
-        verify_s: the target's passes in rounds, with encoding.
+        verify_s: the target's passes in rounds, and what the drafter notes of them.
+        encode_s: the drafter's encoding of what rounds verified.
         total_s: from joining the engine to the last token.
     """
 
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    encode_s: float = 0.0
     total_s: float = 0.0
 
 

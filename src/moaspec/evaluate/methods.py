@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from moaspec.decode import AUTO, Drafter, GenerationResult, Replay, Timing, Tree, generate
 from moaspec.evaluate.meter import Meter
@@ -59,6 +62,14 @@ class Method:
         """Whether several prompts are decoded together."""
         return True
 
+    @cached_property
+    def key(self) -> str:
+        """The name, with a digest of the drafter's weights where it has some.
+
+        Results on disk go by it, so that a drafter that was trained on is measured anew.
+        """
+        return self.name + _digest(self.drafter)
+
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Run:
         """Decode one prompt, measured."""
         return self.run_many([prompt_ids], max_new_tokens)[0]
@@ -91,6 +102,16 @@ class Method:
             tree=self.shape,
             num_target_layers=self.num_target_layers,
         )
+
+
+def _digest(drafter: object) -> str:
+    if not isinstance(drafter, nn.Module):
+        return ""
+    digest = hashlib.sha256()
+    for parameter in drafter.parameters():
+        weights = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(weights.numpy().tobytes())
+    return f"#{digest.hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)

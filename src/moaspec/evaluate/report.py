@@ -223,6 +223,7 @@ def costs(outcome: Outcome) -> dict[str, Any]:
     parts = {
         "draft": sum(timing.draft_s for timing in timings),
         "verify": sum(timing.verify_s for timing in timings),
+        "encode": sum(timing.encode_s for timing in timings),
     }
     decoding = sum(timing.total_s - timing.prefill_s for timing in timings)
     known = any(parts.values()) and rounds > 0
@@ -248,6 +249,7 @@ def _sample_json(sample: Sample, timed: bool) -> dict[str, Any]:
         "tokens": len(first.token_ids),
         "seconds": [run.seconds for run in sample.runs] if timed else None,
         "rounds": first.result.num_rounds,
+        "emitted": sum(first.result.accept_lengths),
         "tau": first.result.tau,
         "equality": vars(sample.equality),
     }

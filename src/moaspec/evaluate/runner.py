@@ -87,12 +87,12 @@ class _Session:
 
     def answer(self, item: Item) -> list[int]:
         """The base's text."""
-        sample = self.store.get(self.base.name, item, self.settings.batch)
+        sample = self.store.get(self.base.key, item, self.settings.batch)
         assert sample is not None, "the base has run before anyone asks for its text"
         return sample.runs[0].token_ids
 
     def _have(self, method: Method, items: Sequence[Item], batch: int) -> bool:
-        return all(self.store.get(method.name, item, batch) is not None for item in items)
+        return all(self.store.get(method.key, item, batch) is not None for item in items)
 
     def _decode(self, method: Method, items: Sequence[Item]) -> list[Run]:
         prompts, limit = [item.prompt_ids for item in items], self.settings.max_new_tokens
@@ -107,12 +107,12 @@ class _Session:
             own = method.name == self.base.name
             expected = runs[0].token_ids if own else self.answer(item)
             worst = _worst(_compare(method, item, expected, run) for run in runs)
-            self.store.put(method.name, Sample(item, runs, worst, batch))
+            self.store.put(method.key, Sample(item, runs, worst, batch))
 
     def _collect(self, methods: Sequence[Method], items: Sequence[Item], batch: int) -> None:
         for method in methods:
             for item in items:
-                sample = self.store.get(method.name, item, batch)
+                sample = self.store.get(method.key, item, batch)
                 assert sample is not None, "measured or read before"
                 self.outcomes[method.name].samples.append(sample)
                 self.advance()
