@@ -94,11 +94,15 @@ def _show(target: Target, findings: Sequence[Finding]) -> None:
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.setting, finding.method), []).append(finding)
-    for key, group in groups.items():
+    last = ""
+    for (setting, method), group in groups.items():
+        if setting != last:
+            table.add_section()
         verdicts = [finding.verdict for finding in group]
         counts = [verdicts.count(kind) for kind in ("identical", "near_tie", "fault")]
         tokens = sum(finding.num_tokens for finding in group)
-        table.add_row(*key, *map(str, (len(group), tokens, *counts)))
+        heading, last = ("" if setting == last else setting), setting
+        table.add_row(heading, method, *map(str, (len(group), tokens, *counts)))
     console.out.print(table)
     limit = NEAR_TIE[target.dtype]
     for finding in findings:
