@@ -203,6 +203,8 @@ def test_turns_that_do_not_fit_are_left_out_and_counted() -> None:
     assert [item.prompt for item in report.skipped] == [long]
     assert len(report.outcomes[0].samples) == len(PROMPTS)
     assert report.as_json()["skipped"] == [("long", "1", "0")]
+    with pytest.raises(InputError, match="No prompt fits"):
+        measure(methods("plain"), [long], encode, Settings(max_new_tokens=LIMIT))
 
 
 @pytest.mark.parametrize("name", ["moa@chain:3", "moa@tree:2x2x4", "lookup@chain:4", "plain"])

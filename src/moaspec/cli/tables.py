@@ -15,6 +15,8 @@ from moaspec.evaluate.cut import Cut
 from moaspec.evaluate.equality import NEAR_TIE
 from moaspec.evaluate.report import costs
 
+ROUND_PARTS = ("draft", "verify", "encode", "rest")
+
 
 def show(report: Report) -> None:
     """Print the table, and what its last column means."""
@@ -61,18 +63,18 @@ def show(report: Report) -> None:
 def _show_costs_of_methods(report: Report) -> None:
     """Where the time of timed methods goes."""
     rows = [_cost_row(outcome) for outcome in report.outcomes if outcome.timed and outcome.samples]
-    headings = ("first token, s", "round, ms: draft + verify + encode + rest")
-    more = ("passes per token", "CPU s per token", "peak MB")
-    console.out.print(_grid(("method", *headings, *more), rows))
+    headings = ("method", "first token, s", *(f"{part}, ms" for part in ROUND_PARTS))
+    more = ("passes/token", "CPU s/token", "peak MB")
+    console.out.print(_grid((*headings, *more), rows))
 
 
 def _cost_row(outcome: Outcome) -> Sequence[str]:
     facts = costs(outcome)
-    peak, parts = facts["peak_bytes"], facts["round_s"]
+    peak, parts = facts["peak_bytes"], facts["round_s"] or {}
     return (
         outcome.method.name,
         _number(facts["first_token_s"]),
-        " + ".join(_ms(part) for part in parts.values()) if parts else "",
+        *(_ms(parts[name]) if parts else "" for name in ROUND_PARTS),
         _number(outcome.passes_per_token),
         f"{facts['cpu_s_per_token']:.3f}",
         "" if peak is None else f"{peak / 1e6:.0f}",

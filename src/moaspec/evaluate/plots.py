@@ -23,6 +23,7 @@ TEXT = {
 NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 """The same figures give the same bytes, and no addresses stand in the page."""
 
+PLAIN = "plain"
 Axes = Any
 Facts = Mapping[str, Any]
 
@@ -45,16 +46,17 @@ def draw_plots(
     """
     methods: Facts = facts.get("methods", {})
     base = facts.get("baseline", "plain")
+    colors = _colors(facts, costs)
     plots = {
-        f"Speed-up over {base}": _by_suite(methods, "median_speedup"),
-        "Tokens per round (tau)": _by_suite(methods, "tau"),
-        "Acceptance by depth": _acceptance(methods),
+        f"Speed-up over {base}": _by_suite(methods, "median_speedup", colors),
+        "Tokens per round (tau)": _by_suite(methods, "tau", colors),
+        "Acceptance by depth": _acceptance(methods, colors),
         "Time in a round": _round_parts(methods),
     }
     if costs is not None:
         plots["A pass over several tokens"] = _widths(costs)
-        plots["Round against context"] = _rounds(costs, "context")
-        plots["Round against batch"] = _rounds(costs, "batch")
+        plots["Round against context"] = _rounds(costs, "context", colors)
+        plots["Round against batch"] = _rounds(costs, "batch", colors)
     if cut is not None:
         plots["Alone after a cut: likelihood"] = _cut(cut, "log_likelihood", "log-probability")
         plots["Alone after a cut: agreement"] = _cut(cut, "agreement", "share of tokens")
@@ -65,7 +67,14 @@ Plot = tuple[Callable[[Axes], None], float]
 """What draws, and the height in inches."""
 
 
-def _by_suite(methods: Facts, figure: str) -> Plot | None:
+def _colors(facts: Facts, costs: Facts | None) -> dict[str, str]:
+    """A method has one colour in all plots."""
+    names = [PLAIN, *facts.get("methods", {})]
+    names += [one["method"] for one in (costs or {}).get("rounds", ())]
+    return {name: f"C{i}" for i, name in enumerate(dict.fromkeys(names))}
+
+
+def _by_suite(methods: Facts, figure: str, colors: Facts) -> Plot | None:
     """Horizontal bars: a group per suite, a bar per method."""
     values = {
         name: {suite: part.get(figure) for suite, part in method["suites"].items()}
@@ -80,7 +89,13 @@ def _by_suite(methods: Facts, figure: str) -> Plot | None:
     def draw(axes: Axes) -> None:
         for place, (name, row) in enumerate(values.items()):
             at = [i + height * (place - (len(values) - 1) / 2) for i in range(len(suites))]
-            axes.barh(at, [row.get(suite) or 0 for suite in suites], height, label=name)
+            axes.barh(
+                at,
+                [row.get(suite) or 0 for suite in suites],
+                height,
+                label=name,
+                color=colors[name],
+            )
         axes.set_yticks(range(len(suites)), suites)
         axes.invert_yaxis()
         axes.axvline(1, color="black", linewidth=0.8)
@@ -89,7 +104,7 @@ def _by_suite(methods: Facts, figure: str) -> Plot | None:
     return draw, 1.2 + 0.16 * len(values) * len(suites) + 0.1 * len(values)
 
 
-def _acceptance(methods: Facts) -> Plot | None:
+def _acceptance(methods: Facts, colors: Facts) -> Plot | None:
     rows = {name: one["acceptance_by_depth"] for name, one in methods.items()}
     rows = {name: row for name, row in rows.items() if row}
     if not rows:
@@ -97,7 +112,7 @@ def _acceptance(methods: Facts) -> Plot | None:
 
     def draw(axes: Axes) -> None:
         for name, row in rows.items():
-            axes.plot(range(1, len(row) + 1), row, marker="o", label=name)
+            axes.plot(range(1, len(row) + 1), row, marker="o", label=name, color=colors[name])
         axes.set_xlabel("depth")
         axes.set_ylabel("share of rounds")
         axes.set_ylim(0, 1)
@@ -147,7 +162,7 @@ def _widths(costs: Facts) -> Plot:
     return draw, 3.2
 
 
-def _rounds(costs: Facts, axis: str) -> Plot | None:
+def _rounds(costs: Facts, axis: str, colors: Facts) -> Plot | None:
     """Milliseconds of a round of every method, one line each, and of a plain pass."""
     other = "batch" if axis == "context" else "context"
     fixed = min((one[other] for one in costs["rounds"]), default=0)
@@ -159,14 +174,13 @@ def _rounds(costs: Facts, axis: str) -> Plot | None:
     if not lines:
         return None
     first = rows[0]["method"]
-    lines = {
-        "plain": [(one[axis], one["plain_s"]) for one in rows if one["method"] == first]
-    } | lines
+    lines = {PLAIN: [(one[axis], one["plain_s"]) for one in rows if one["method"] == first]} | lines
 
     def draw(axes: Axes) -> None:
         for name, points in lines.items():
             places, seconds = zip(*sorted(points), strict=True)
-            axes.plot(places, [1000 * value for value in seconds], marker="o", label=name)
+            milliseconds = [1000 * value for value in seconds]
+            axes.plot(places, milliseconds, marker="o", label=name, color=colors[name])
         axes.set_xscale("log", base=2)
         axes.set_xticks(places, [str(place) for place in places])
         axes.set_ylim(bottom=0)

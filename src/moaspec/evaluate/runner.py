@@ -48,6 +48,23 @@ class Settings:
 
 
 @dataclass
+class _Talk:
+    """A conversation, as far as it has been answered."""
+
+    prompt: Prompt
+    answers: list[list[int]] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return len(self.answers) == len(self.prompt.turns)
+
+    def next_item(self, encode: Encode) -> Item:
+        turn = len(self.answers)
+        ids = encode(self.prompt.turns[: turn + 1], self.answers)
+        return Item(self.prompt, turn, tuple(ids))
+
+
+@dataclass
 class _Session:
     """One call of `measure`."""
 
@@ -56,13 +73,33 @@ class _Session:
     settings: Settings
     store: Store
     advance: Callable[[], None]
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, Outcome]
+    items: list[Item] = field(default_factory=list)
+    skipped: list[Item] = field(default_factory=list)
     number: int = 0
 
     @property
     def base(self) -> Method:
         """Whose texts all others are compared with."""
         return next((one for one in self.methods if one.name == PLAIN), self.methods[0])
+
+    @property
+    def room(self) -> int:
+        """Longest prompt that leaves room for its answer."""
+        return self.methods[0].target.max_positions - self.settings.max_new_tokens
+
+    def ask(self, talks: Sequence[_Talk], encode: Encode) -> None:
+        """First turns together, then second turns, ...; what grows too long ends there."""
+        while talks:
+            asked = [(talk, talk.next_item(encode)) for talk in talks]
+            fit = [(talk, item) for talk, item in asked if len(item.prompt_ids) <= self.room]
+            self.skipped += [item for _, item in asked if len(item.prompt_ids) > self.room]
+            if fit:
+                self.timed([item for _, item in fit])
+            self.items += [item for _, item in fit]
+            for talk, item in fit:
+                talk.answers.append(self.answer(item))
+            talks = [talk for talk, _ in fit if not talk.over]
 
     def timed(self, items: Sequence[Item]) -> None:
         """All methods in turn on these items, another one first each time."""
@@ -143,57 +180,27 @@ def measure(
         advance: called after each method on each turn, for a progress display.
 
     Raises:
-        InputError: a method that cannot decode as many prompts together as asked.
+        InputError: a method that cannot decode as many prompts together as asked, or no prompt
+            that fits into the target's context.
     """
     _check(methods, tau_only, settings)
     outcomes = {one.name: Outcome(one) for one in methods}
     outcomes |= {one.name: Outcome(one, timed=False) for one in tau_only}
     session = _Session(methods, tau_only, settings, store or Store(), advance, outcomes)
     for method in methods:
-        method.run(encode(prompts[0].turns[:1], ()), WARM_UP_TOKENS)
-    items: list[Item] = []
-    skipped: list[Item] = []
-    room = methods[0].target.max_positions - settings.max_new_tokens
+        method.run(encode(prompts[0].turns[:1], ())[: session.room], WARM_UP_TOKENS)
     for group in _chunks(prompts, settings.batch):
-        for turn_items in _turns(group, encode, session.answer):
-            fit = [item for item in turn_items if len(item.prompt_ids) <= room]
-            skipped += [item for item in turn_items if len(item.prompt_ids) > room]
-            turn_items[:] = fit
-            if fit:
-                session.timed(fit)
-            items += fit
-    for chunk in _chunks(items, TAU_BATCH):
+        session.ask([_Talk(prompt) for prompt in group], encode)
+    if not session.items:
+        raise InputError(
+            f"No prompt fits into the context of {methods[0].target.name} with "
+            f"{settings.max_new_tokens} new tokens; ask for fewer, or use shorter prompts."
+        )
+    for chunk in _chunks(session.items, TAU_BATCH):
         session.untimed(chunk)
-    return Report(list(session.outcomes.values()), session.base.name, settings.batch, skipped)
-
-
-def _turns(
-    group: Sequence[Prompt], encode: Encode, answer: Callable[[Item], list[int]]
-) -> Iterator[list[Item]]:
-    """First turns of a group, then their second turns, ... Who drops an item ends its talk."""
-    answers: dict[tuple[str, str], list[list[int]]] = {}
-    going = list(group)
-    for turn in range(max(len(prompt.turns) for prompt in group)):
-        items = [
-            Item(
-                prompt,
-                turn,
-                tuple(
-                    encode(
-                        prompt.turns[: turn + 1],
-                        answers.get((prompt.suite, prompt.question_id), ()),
-                    )
-                ),
-            )
-            for prompt in going
-            if turn < len(prompt.turns)
-        ]
-        yield items
-        going = [item.prompt for item in items]
-        for item in items:
-            key = (item.prompt.suite, item.prompt.question_id)
-            if turn + 1 < len(item.prompt.turns):
-                answers.setdefault(key, []).append(answer(item))
+    return Report(
+        list(session.outcomes.values()), session.base.name, settings.batch, session.skipped
+    )
 
 
 def _check(methods: Sequence[Method], tau_only: Sequence[Method], settings: Settings) -> None:
