@@ -25,7 +25,7 @@ from moaspec.decode import (
 from moaspec.decode.textual import TextDrafter
 from moaspec.decode.tree import DraftTree, merged
 from moaspec.evaluate.equality import NEAR_TIE, first_difference, gaps
-from moaspec.evaluate.methods import Method
+from moaspec.evaluate.methods import TransformersMethod
 from moaspec.model import MoADrafter
 from moaspec.target import Target
 
@@ -130,7 +130,7 @@ class Check:
             ]
             known = [[*p, *text] for p, text in zip(self.prompts, plain, strict=True)]
             if name == "greedy":
-                hf = Method("hf", self.stock or self.target)
+                hf = TransformersMethod("hf", self.stock or self.target)
                 texts = [hf.run(p, self.max_new_tokens).token_ids for p in self.prompts]
                 yield from self._judge(name, "hf", "alone", texts, base)
             for way in self._ways(known):
