@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moaspec.cli import console
+from moaspec.cli.data import app as data
 from moaspec.cli.evaluate import demo, evaluate
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
@@ -35,6 +36,7 @@ def settings(
 for command in (generate, models, info, train, demo):
     app.command()(command)
 app.command(name="eval")(evaluate)
+app.add_typer(data)
 
 
 def run() -> None:
