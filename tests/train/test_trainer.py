@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,11 @@ from torch.testing import assert_close
 import moaspec
 import tiny
 from moaspec.errors import InputError, TrainingError
+from moaspec.model import MoADrafter
 from moaspec.train import DrafterSizes, Example, LossWeights, Progress, TrainConfig, Trainer
-from moaspec.train.trainer import MEASURED_BLOCK, new_drafter
+from moaspec.train.measure import MEASURED_BLOCK, Measured
+from moaspec.train.schedule import learning_rate, staircase_probability
+from moaspec.train.students import MoAStudent, StudentPass, new_drafter
 
 EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 
@@ -41,6 +43,11 @@ def settings(output: Path, **changes: Any) -> TrainConfig:
 
 def trainer(output: Path, **changes: Any) -> Trainer:
     return Trainer(tiny.target(), EXAMPLES, settings(output, **changes))
+
+
+def module(run: Trainer) -> MoADrafter:
+    assert isinstance(run.student, MoAStudent)
+    return run.student.module
 
 
 def test_it_learns_short_examples_by_heart_and_the_export_drafts(tmp_path: Path) -> None:
@@ -80,7 +87,7 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["training"]["steps"] == 5
     assert config["training"]["config"]["seed"] == 0
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.rglob("*partial*"))
 
 
 @pytest.mark.parametrize(
@@ -105,8 +112,8 @@ def test_resume_is_exact(changes: dict[str, Any], tmp_path: Path) -> None:
     resumed = trainer(tmp_path / "cut", steps=8, **changes)
     assert resumed.step == 4
     resumed.run()
-    state = whole.drafter.state_dict()
-    for name, value in resumed.drafter.state_dict().items():
+    state = module(whole).state_dict()
+    for name, value in module(resumed).state_dict().items():
         assert_close(value, state[name], rtol=0, atol=0)
     assert resumed.tokens == whole.tokens
 
@@ -128,7 +135,7 @@ def test_the_cache_changes_little(tmp_path: Path) -> None:
 
 def test_a_frozen_lsa_waits_for_its_share_of_the_steps(tmp_path: Path) -> None:
     run = trainer(tmp_path, frozen_lsa=0.5)
-    lsa = run.drafter.encoder.layer_self_attention
+    lsa = module(run).encoder.layer_self_attention
     before = {name: value.clone() for name, value in lsa.state_dict().items()}
     states = []
     for _ in range(4):
@@ -146,7 +153,7 @@ def test_stored_means_change_little(tmp_path: Path) -> None:
 
 def poison(run: Trainer) -> None:
     with torch.no_grad():
-        run.drafter.encoder.projection.bias[0] = math.nan
+        module(run).encoder.projection.bias[0] = math.nan
 
 
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
@@ -163,7 +170,7 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_warm_start_copies_the_first_layer(tmp_path: Path) -> None:
-    drafter = trainer(tmp_path).drafter
+    drafter = module(trainer(tmp_path))
     source = tiny.target().layer_state(0)
     sa = drafter.speaker.self_attention
     assert_close(sa.self_attn.q_proj.weight, source["self_attn.q_proj.weight"], rtol=0, atol=0)
@@ -175,7 +182,7 @@ def test_warm_start_copies_the_first_layer(tmp_path: Path) -> None:
 def test_warm_start_of_a_qwen2_target(tmp_path: Path) -> None:
     """Its first layer has query, key and value biases, and so must SA."""
     target = tiny.target("qwen2")
-    drafter = Trainer(target, EXAMPLES, settings(tmp_path)).drafter
+    drafter = module(Trainer(target, EXAMPLES, settings(tmp_path)))
     source = target.layer_state(0)
     bias = drafter.speaker.self_attention.self_attn.q_proj.bias
     assert bias is not None
@@ -214,39 +221,43 @@ def test_measured_accuracy_of_a_perfect_drafter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(tmp_path, held_out=2)
-    states: Callable[..., Any] = run._states
+    real = run.student.run
 
-    def perfect(*arguments: Any) -> tuple[Any, ...]:
-        _, target_ME, *rest = states(*arguments)
-        return target_ME, target_ME, *rest
+    def perfect(*arguments: Any) -> StudentPass:
+        (states,) = real(*arguments).exits
+        return StudentPass([dataclasses.replace(states, drafted_ME=states.target_ME)])
 
-    monkeypatch.setattr(run, "_states", perfect)
-    assert run.measure() == [1.0] * MEASURED_BLOCK
+    monkeypatch.setattr(run.student, "run", perfect)
+    # The examples are the target's own greedy text, so its first choices are what follows.
+    assert run.measure()[0] == Measured([1.0] * MEASURED_BLOCK, MEASURED_BLOCK + 1.0)
 
 
 def test_staircase_fades_out_over_half_of_training(tmp_path: Path) -> None:
-    run = trainer(tmp_path, staircase=True, steps=10)
-    first = run._staircase(50)
+    config = settings(tmp_path, staircase=True, steps=10)
+    assert [staircase_probability(config, step) for step in (0, 2, 5, 9)] == [1.0, 0.6, 0.0, 0.0]
+    assert staircase_probability(settings(tmp_path), 0) == 0.0
+    first = trainer(tmp_path, staircase=True, steps=10).data.next_part(0).staircase_B
     assert first is not None
     assert bool(first.all())
-    run.step = 5
-    last = run._staircase(50)
-    assert last is not None
-    assert not bool(last.any())
-    assert trainer(tmp_path / "off")._staircase(50) is None
 
 
 def test_learning_rate(tmp_path: Path) -> None:
-    run = trainer(tmp_path, steps=12, warmup_steps=2, learning_rate=1.0, final_lr=0.1)
-    rates = []
-    for step in range(13):
-        run.step = step
-        rates.append(run._learning_rate())
+    config = settings(tmp_path, steps=12, warmup_steps=2, learning_rate=1.0, final_lr=0.1)
+    rates = [learning_rate(config, step) for step in range(13)]
     assert rates[0] == pytest.approx(0.5)
     assert rates[1] == rates[2] == pytest.approx(1.0)
     assert rates[7] == pytest.approx(0.55)
     assert rates[12] == pytest.approx(0.1)
     assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
+def test_learning_rate_of_the_paper(tmp_path: Path) -> None:
+    """A peak of twenty times the rate that most of training has."""
+    config = settings(
+        tmp_path, steps=1000, warmup_steps=10, learning_rate=6e-4, final_lr=0.05, decay_steps=20
+    )
+    assert max(learning_rate(config, step) for step in range(1000)) == pytest.approx(6e-4)
+    assert {round(learning_rate(config, step), 9) for step in range(30, 1000)} == {3e-5}
 
 
 def test_too_few_examples(tmp_path: Path) -> None:
@@ -256,7 +267,7 @@ def test_too_few_examples(tmp_path: Path) -> None:
 
 def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
     run = trainer(tmp_path, held_out=2, batch_size=1)
-    seen = {run._next_batch().example_ids[0] for _ in range(6)}
+    seen = {run.data.next_part(0).batch.example_ids[0] for _ in range(6)}
     assert seen == {2, 3}
 
 
@@ -272,6 +283,8 @@ def test_a_resumed_run_must_be_the_same_drafter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"garbage"])
 def test_a_damaged_state_is_reported(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "state.pt").write_bytes(content)
-    with pytest.raises((InputError, TrainingError)):
+    trainer(tmp_path).run()
+    (state,) = (tmp_path / "state").glob("step-*")
+    next(state.glob("*.safetensors")).write_bytes(content)
+    with pytest.raises(TrainingError, match="damaged"):
         trainer(tmp_path)

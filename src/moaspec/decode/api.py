@@ -51,7 +51,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         bundled = ", ".join(bundled_drafters()) or "none"
         raise UnknownModelError(

@@ -61,6 +61,11 @@ class MoADrafting:
             raise InputError(
                 f"num_target_layers must be within 0..{target.num_layers}, got {layers}."
             )
+        if drafter.exits and layers not in config.num_target_layers:
+            raise InputError(
+                f"num_target_layers={layers}: this drafter has exits for "
+                f"{', '.join(map(str, config.num_target_layers))}."
+            )
         self.num_target_layers = layers
         self.module, self.target = drafter, target
         self.target_cache: KVCache | None = None
@@ -242,6 +247,7 @@ class _Level:
         states_BWE = drafting.module.speaker.read_memory(
             x_BWE, position_BW, lambda q: masked_attention(q, *self.memory, self.memory_mask)
         )
+        states_BWE = drafting.module.exit(states_BWE, drafting.num_target_layers)
         if drafting.num_target_layers:
             cache = drafting.target_cache
             assert cache is not None, "borrow() comes before drafting with N > 0"

@@ -88,6 +88,11 @@ class Batch:
     response_BT: Tensor
     example_ids: tuple[int, ...]
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        tensors = (self.input_ids_BT, self.attention_mask_BT, self.response_BT)
+        return Batch(*(tensor.to(device) for tensor in tensors), self.example_ids)
+
 
 def collate(examples: Sequence[Example], example_ids: Sequence[int]) -> Batch:
     """Right-pad examples into one batch."""
