@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,22 @@ from torch.testing import assert_close
 
 import moaspec
 import tiny
+from moaspec.decode.engine import run_now
+from moaspec.decode.moa import MoADrafting
+from moaspec.decode.protocols import Request, RowText
+from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, TrainingError
 from moaspec.model import MoADrafter
-from moaspec.train import DrafterSizes, Example, LossWeights, Progress, TrainConfig, Trainer
+from moaspec.train import (
+    DrafterSizes,
+    Ending,
+    Example,
+    LossWeights,
+    Progress,
+    TrainConfig,
+    Trainer,
+)
+from moaspec.train.losses import Divergence
 from moaspec.train.measure import MEASURED_BLOCK, Measured
 from moaspec.train.schedule import learning_rate, staircase_probability
 from moaspec.train.students import MoAStudent, StudentPass, new_drafter
@@ -288,3 +302,157 @@ def test_a_damaged_state_is_reported(content: bytes, tmp_path: Path) -> None:
     next(state.glob("*.safetensors")).write_bytes(content)
     with pytest.raises(TrainingError, match="damaged"):
         trainer(tmp_path)
+
+
+def test_accumulation_changes_nothing(tmp_path: Path) -> None:
+    """Losses are normalised by the tokens of the whole step, however many passes it takes."""
+    found = []
+    for accumulation in (1, 3, 4):
+        run = trainer(
+            tmp_path / str(accumulation),
+            batch_size=3,
+            accumulation=accumulation,
+            loss=LossWeights(summary=0.5),
+        )
+        parts = run.train_step()
+        gradients = {name: p.grad for name, p in module(run).named_parameters()}
+        found.append((parts, gradients))
+    (first, expected), *others = found
+    for parts, gradients in others:
+        # float32 sums in another order, and rows in batches of another length.
+        assert parts.total == pytest.approx(first.total, rel=1e-5)
+        assert parts.count == first.count
+        for name, gradient in gradients.items():
+            assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [(2,), (0, 1), (1, 0, 3)], ids=str)
+def test_exits_learn_and_the_export_drafts_with_each(
+    layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    """On-policy training in one pass gives drafts that the engine's cached passes get accepted."""
+    run = trainer(
+        tmp_path,
+        held_out=0,
+        batch_size=4,
+        steps=60,
+        save_every=60,
+        num_target_layers=layers,
+        loss=LossWeights(feature=0.1, kl=1.0),
+    )
+    seen: list[Progress] = []
+    run.run(seen.append)
+    assert seen[-1].kl < seen[0].kl / 2
+    drafter = moaspec.load_drafter(tmp_path / "drafter", target=tiny.target())
+    assert drafter.config.num_target_layers == layers
+    for n in (None, *layers):
+        results = moaspec.generate(
+            tiny.target(),
+            tiny.PROMPTS,
+            drafter=drafter,
+            max_new_tokens=tiny.NEW_TOKENS,
+            tree=moaspec.Chain(3),
+            num_target_layers=n,
+        )
+        assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts("llama"))
+        rounds = sum(result.num_rounds for result in results)
+        assert sum(sum(result.accept_lengths) for result in results) / rounds > 1.2
+
+
+def test_an_exit_that_was_not_trained_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, num_target_layers=(0, 1), steps=1)
+    run.run()
+    drafter = moaspec.load_drafter(tmp_path / "drafter", target=tiny.target())
+    with pytest.raises(InputError, match="exits for 0, 1"):
+        moaspec.generate(tiny.target(), [1, 2], drafter=drafter, num_target_layers=2)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "total_variation"])
+def test_every_divergence_falls(kind: Divergence, tmp_path: Path) -> None:
+    weights = LossWeights(feature=0.0, kl=1.0, divergence=kind)
+    run = trainer(tmp_path, held_out=0, batch_size=4, steps=30, save_every=30, loss=weights)
+    seen: list[Progress] = []
+    run.run(seen.append)
+    assert seen[-1].kl < 0.8 * seen[0].kl
+
+
+def test_simulated_tau_is_that_of_real_chains(tmp_path: Path) -> None:
+    """The engine's own drafter, started at every whole block of the held-out responses."""
+    run = trainer(
+        tmp_path, held_out=3, batch_size=2, steps=40, learning_rate=1e-2, activation_cache=False
+    )
+    for _ in range(40):
+        run.train_step()
+    run.data.held_out_ids = list(range(4))
+    target, drafter = tiny.target(), module(run).eval()
+    lengths = []
+    for example in run.data.examples:
+        text, start = example.token_ids, len(example.prompt_ids)
+        for root in range(start, len(text) - MEASURED_BLOCK, MEASURED_BLOCK):
+            drafting = MoADrafting(drafter, target)
+            verifier = LocalVerifier(target, drafting)
+            (verdict,) = run_now(verifier.verify([Request(0, 0, tuple(text[:root]))]))
+            drafting.observe(0, verdict.features)
+            (tree,) = drafting.propose(
+                [RowText(0, text[: root + 1])], moaspec.Chain(MEASURED_BLOCK)
+            )
+            wanted = text[root + 1 : root + 1 + MEASURED_BLOCK]
+            agreed = [a == b for a, b in zip(tree.tokens, wanted, strict=True)]
+            lengths.append([*agreed, False].index(False))
+    assert sum(lengths) > 0
+    assert run.measure()[0].tau == pytest.approx(sum(lengths) / len(lengths) + 1, abs=1e-3)
+
+
+def test_mixed_precision_changes_little(tmp_path: Path) -> None:
+    """bf16 has 8 bits, so losses agree to a percent or so."""
+    exact = trainer(tmp_path / "a").train_step()
+    mixed = trainer(tmp_path / "b", mixed_precision="bf16").train_step()
+    assert mixed.total == pytest.approx(exact.total, rel=0.03)
+    assert mixed.total != exact.total
+
+
+def test_it_leaves_in_time_and_goes_on_exactly(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", steps=5)
+    assert whole.run() is Ending.FINISHED
+    for step in range(1, 5):
+        cut = trainer(tmp_path / "cut", steps=5, save_every=100)
+        assert cut.run(seconds=1e-9) is Ending.TIME
+        assert cut.step == step
+    last = trainer(tmp_path / "cut", steps=5)
+    assert last.run(seconds=1000) is Ending.FINISHED
+    for name, value in module(last).state_dict().items():
+        assert_close(value, module(whole).state_dict()[name], rtol=0, atol=0)
+    rows = (tmp_path / "cut" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_very_last_step(number: signal.Signals, tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=100, save_every=100)
+
+    def report(progress: Progress) -> None:
+        if progress.step == 3:
+            signal.raise_signal(number)
+
+    assert run.run(report) is Ending.INTERRUPTED
+    again = trainer(tmp_path, steps=100)
+    assert again.step == run.step == 4
+    for name, value in module(again).state_dict().items():
+        assert_close(value, module(run).state_dict()[name], rtol=0, atol=0)
+
+
+def test_the_card_tells_what_was_done(tmp_path: Path) -> None:
+    run = trainer(tmp_path, num_target_layers=(0, 1), steps=3)
+    run.run()
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    for words in (
+        "tiny-llama",
+        "simulated tau",
+        "`unused`",
+        "| 3 of 3 |",
+        '"save_every": 2',
+        "0, 1",
+    ):
+        assert words in card
+    assert "Curve" in card
+    assert card.count("\n| 3 |") == 1

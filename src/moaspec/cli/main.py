@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from moaspec.cli import console
+from moaspec.cli.checkpoint import app as checkpoint
 from moaspec.cli.data import app as data
 from moaspec.cli.evaluate import demo, evaluate
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
 from moaspec.cli.train import train
-from moaspec.errors import MoaSpecError, TrainingError
+from moaspec.errors import HubError, MoaSpecError, TrainingError
 
 app = typer.Typer(
     name="moaspec",
@@ -37,6 +38,7 @@ for command in (generate, models, info, train, demo):
     app.command()(command)
 app.command(name="eval")(evaluate)
 app.add_typer(data)
+app.add_typer(checkpoint)
 
 
 def run() -> None:
@@ -49,4 +51,4 @@ def run() -> None:
         if console.DEBUG.get():
             raise
         console.error(str(error))
-        sys.exit(1 if isinstance(error, TrainingError) else 2)
+        sys.exit(1 if isinstance(error, TrainingError | HubError) else 2)

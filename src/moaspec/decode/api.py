@@ -38,11 +38,18 @@ def load_drafter(name: str | Path, *, target: Target) -> MoADrafter:
         UnknownModelError: nothing of that name.
         CheckpointError: unreadable, damaged, or made for another target.
     """
-    directory = bundled_drafters().get(str(name), Path(name))
-    if not directory.is_dir():
-        directory = _from_hub(str(name))
-    drafter = load_checkpoint(directory, target.identity, target.config)
+    drafter = load_checkpoint(find_drafter(name), target.identity, target.config)
     return drafter.to(device=target.device, dtype=target.dtype)
+
+
+def find_drafter(name: str | Path) -> Path:
+    """Directory of a checkpoint: a bundled alias, a directory, or a hub id, which is fetched.
+
+    Raises:
+        UnknownModelError: nothing of that name.
+    """
+    directory = bundled_drafters().get(str(name), Path(name))
+    return directory if directory.is_dir() else _from_hub(str(name))
 
 
 def _from_hub(name: str) -> Path:

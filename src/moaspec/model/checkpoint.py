@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,7 @@ def save_drafter(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        to_published_name(name): parameter.detach().to(dtype or parameter.dtype).contiguous().cpu()
-        for name, parameter in drafter.named_parameters(remove_duplicate=False)
-        if not name.startswith(_SHARED_NORM)
-    }
+    tensors = published_tensors(drafter, dtype)
     if drafter.draft_token_ids is not None:
         tensors[DRAFT_TOKENS] = drafter.draft_token_ids.cpu()
     section = {"format_version": FORMAT_VERSION, **dataclasses.asdict(drafter.config)}
@@ -106,6 +103,20 @@ def save_drafter(
         "training": dict(training or {}),
     }
     write_weights(directory, tensors, shard_bytes)
+    write_config(directory, config)
+
+
+def published_tensors(drafter: MoADrafter, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """All weights under their published names, on the CPU."""
+    return {
+        to_published_name(name): parameter.detach().to(dtype or parameter.dtype).contiguous().cpu()
+        for name, parameter in drafter.named_parameters(remove_duplicate=False)
+        if not name.startswith(_SHARED_NORM)
+    }
+
+
+def write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write `config.json`."""
     _replace(directory / CONFIG_FILE, lambda path: path.write_text(_json(config)))
 
 
@@ -114,7 +125,7 @@ def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: i
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=shard_bytes or 2**62)
     for name, names in split.filename_to_tensors.items():
         shard = {key: tensors[key] for key in names}
-        _replace(directory / name, lambda path, s=shard: save_file(s, path, {"format": "pt"}))
+        _replace(directory / name, partial(save_file, shard, metadata={"format": "pt"}))
     kept = set(split.filename_to_tensors)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -90,8 +90,12 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device."""
-        tensors = (self.input_ids_BT, self.attention_mask_BT, self.response_BT)
-        return Batch(*(tensor.to(device) for tensor in tensors), self.example_ids)
+        return Batch(
+            self.input_ids_BT.to(device),
+            self.attention_mask_BT.to(device),
+            self.response_BT.to(device),
+            self.example_ids,
+        )
 
 
 def collate(examples: Sequence[Example], example_ids: Sequence[int]) -> Batch:

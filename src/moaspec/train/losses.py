@@ -129,12 +129,14 @@ def exit_loss(
     """
     leaf_ME = states.drafted_ME.detach().requires_grad_()
     share = 0.5 if states.inner is not None else 1.0
-    sums = torch.zeros(4, device=leaf_ME.device)
+    sums = torch.zeros(5, device=leaf_ME.device)
     for drafted, target in zip(leaf_ME.split(chunk), states.target_ME.split(chunk), strict=True):
         feature, kl, hits = _terms(drafted, target, states, weights.divergence)
         total = weights.feature * share * feature + weights.kl * kl
         (scale * total).backward()
-        sums += torch.stack((total, share * feature, kl, hits)).detach()
+        sums += torch.stack(
+            (total, share * feature, kl, hits, hits.new_tensor(len(target)))
+        ).detach()
     assert leaf_ME.grad is not None
     proxy = (states.drafted_ME * leaf_ME.grad).sum()
     if states.inner is not None:
@@ -142,7 +144,7 @@ def exit_loss(
         proxy = proxy + scale * weights.feature * inner
         sums[0] += weights.feature * inner.detach()
         sums[1] += inner.detach()
-    return proxy, LossParts(*sums.tolist(), len(leaf_ME))
+    return proxy, LossParts(*sums.tolist())
 
 
 def _terms(

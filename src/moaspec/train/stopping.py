@@ -55,7 +55,7 @@ class Stop:
 
         def remember(number: int, _: FrameType | None) -> None:
             self._signalled = True
-            signal.signal(number, before[number])
+            signal.signal(number, before[signal.Signals(number)])
 
         for number in caught:
             signal.signal(number, remember)

@@ -49,9 +49,11 @@ class Student(Protocol):
         draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
     """
 
-    module: nn.Module
     exits: tuple[int, ...]
     draft_token_ids: Tensor | None
+
+    @property
+    def module(self) -> nn.Module: ...
 
     def start(self, ids: Sequence[int]) -> None:
         """Give a new module what is known without training, from these examples."""

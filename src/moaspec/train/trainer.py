@@ -263,7 +263,7 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return ending
         mine = torch.tensor([int(ending)], device=self.accelerator.device)
-        everyone: Tensor = self.accelerator.gather(mine)  # type: ignore[assignment]
+        everyone: Tensor = self.accelerator.gather(mine)
         return Ending(int(everyone.max()))
 
     def _start_trackers(self) -> None:
