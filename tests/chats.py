@@ -71,7 +71,9 @@ def tokenizer(template: str | None = CHATML) -> Any:
     """One token a word, in the vocabulary of the tiny targets."""
     known = [*MARKS, *TAGS]
     words = [*known, *(f"w{i}" for i in range(len(known), tiny.VOCAB))]
-    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w63"))
+    backend = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<|start|>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"\n|<[^>]*>"), behavior="isolated"),
@@ -81,9 +83,8 @@ def tokenizer(template: str | None = CHATML) -> Any:
     backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        unk_token="w63",
+        unk_token="<|start|>",
         eos_token="<|end|>",
-        additional_special_tokens=["<|start|>"],
     )
     made.chat_template = template
     return made

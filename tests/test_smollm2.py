@@ -13,6 +13,7 @@ from moaspec.cli.console import chat_ids
 from moaspec.decode import bundled_drafters
 from moaspec.evaluate import compare, parse_methods, read_prompts
 from moaspec.model import MoADrafter
+from moaspec.model.encoder import Encoder
 from moaspec.target.registry import ALIASES, packaged_gguf
 
 ALIAS = "smollm2-135m"
@@ -75,15 +76,44 @@ def tau(target: moaspec.Target, prompts: list[list[int]]) -> Callable[[MoADrafte
     return measure
 
 
-def test_the_drafter_lives_on_the_targets_activations(
-    drafter: MoADrafter, tau: Callable[[MoADrafter], float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Put noise in the place of the target's keys and values, and fewer drafts are accepted."""
-    whole, aggregate = tau(drafter), drafter.encoder.aggregate
+def noise_for_activations(encoder: Encoder, patch: pytest.MonkeyPatch) -> None:
+    aggregate = encoder.aggregate
 
     def of_noise(kv_BTLK: Tensor) -> Tensor:
         torch.manual_seed(0)
         return aggregate(torch.randn_like(kv_BTLK) * kv_BTLK.std())
 
-    monkeypatch.setattr(drafter.encoder, "aggregate", of_noise)
+    patch.setattr(encoder, "aggregate", of_noise)
+
+
+def permuted_layers(encoder: Encoder, patch: pytest.MonkeyPatch) -> None:
+    aggregate = encoder.aggregate
+
+    def of_permuted(kv_BTLK: Tensor) -> Tensor:
+        order = torch.randperm(kv_BTLK.shape[2], generator=torch.Generator().manual_seed(0))
+        return aggregate(kv_BTLK[:, :, order])
+
+    patch.setattr(encoder, "aggregate", of_permuted)
+
+
+def zero_keys(encoder: Encoder, patch: pytest.MonkeyPatch) -> None:
+    project_kv = encoder.project_kv
+
+    def without_keys(states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = project_kv(states_BTE, position_ids_BT)
+        return torch.zeros_like(key), value
+
+    patch.setattr(encoder, "project_kv", without_keys)
+
+
+@pytest.mark.parametrize("damage", [noise_for_activations, permuted_layers, zero_keys])
+def test_the_drafter_lives_on_the_targets_activations(
+    drafter: MoADrafter,
+    tau: Callable[[MoADrafter], float],
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Encoder, pytest.MonkeyPatch], None],
+) -> None:
+    """Take them away, or their order or CA's keys, and fewer drafts are accepted."""
+    whole = tau(drafter)
+    damage(drafter.encoder, monkeypatch)
     assert tau(drafter) < whole

@@ -29,7 +29,7 @@ class Request:
 
     Attributes:
         row: which row.
-        base: tokens of the row that are already verified and stay.
+        base: tokens of the row that are already verified and stay; 0 reads the row anew.
         known: tokens that follow them whatever the target thinks: a prompt, or the newest token.
         tree: drafts that hang below the last known token.
         sampling: how the row's tokens are chosen; with a seed where noise takes part.

@@ -111,8 +111,9 @@ class Target:
     def rope_switches(self) -> tuple[int, ...]:
         """Lengths beyond which the keys of a whole text change (LongRoPE), ascending.
 
-        What was cached before must be computed again from the text's start; Hugging Face's
-        `generate` does the same.
+        What was cached before must be computed again from the text's start, as Hugging Face's
+        `generate` does for Phi-3. (For other families it goes on with mixed keys, so that the text
+        depends on where the prompt ended; here it never does.)
         """
         return families.rope_switches(self.config)
 

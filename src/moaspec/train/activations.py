@@ -142,7 +142,7 @@ def fingerprint(
     """Short name of these examples, in this order, under this target and these weights."""
     digest = hashlib.sha256(repr(identity).encode())
     for example in examples:
-        digest.update(repr(example.token_ids).encode())
+        digest.update(repr(example.pieces).encode())
     for name, tensor in (weights or {}).items():
         digest.update(name.encode())
         digest.update(tensor.detach().float().cpu().numpy().tobytes())
