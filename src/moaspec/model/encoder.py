@@ -83,4 +83,6 @@ class Encoder(nn.Module):
             Two tensors (B, C, T, D of CA).
         """
         cos_sin = self.memory_rope(position_ids_BT)
+        # Under mixed precision the projection answers in less than its norm has.
+        states_BTE = states_BTE.to(self.memory_norm.weight.dtype)
         return self.memory_key_value(self.memory_norm(states_BTE), cos_sin)
