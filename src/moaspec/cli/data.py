@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moaspec.cli import console
 from moaspec.cli.generate import MODEL
-from moaspec.decode import load_drafter
+from moaspec.decode import load_any_drafter
 from moaspec.errors import DataError, InputError
 from moaspec.target import Target, load_target
 from moaspec.train.conversations import read_conversations
@@ -88,7 +88,7 @@ def synth_command(
     systems = _lines(system_prompts)
     target = _load(model, dtype, device, threads)
     imagination = Imagination(target, systems)
-    module = load_drafter(drafter, target=target) if drafter else None
+    module = load_any_drafter(drafter, target=target) if drafter else None
     with _progress("prompts", num) as bar:
         scribe = Scribe(
             target,
@@ -150,7 +150,7 @@ def regenerate_command(
         conversations = check_prompts(target, found, on_malformed)
     if not conversations:
         raise DataError("No usable prompts: every source was empty or its rows malformed.")
-    module = load_drafter(drafter, target=target) if drafter else None
+    module = load_any_drafter(drafter, target=target) if drafter else None
     with _progress("conversations", len(conversations)) as bar:
         scribe = Scribe(target, module, writing, advance=bar.advance)
         settings = scribe.settings(prompts=fingerprint(conversations), drafter=drafter)

@@ -14,7 +14,7 @@ from moaspec.decode import (
     GenerationResult,
     SamplingParams,
     bundled_drafters,
-    load_drafter,
+    load_any_drafter,
     local_engine,
     parse_shape,
 )
@@ -144,9 +144,9 @@ def _show(
 def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | None:
     """The named drafter, else the one bundled for this target, else none (plain decoding)."""
     if name is not None:
-        return load_drafter(name, target=target)
+        return load_any_drafter(name, target=target)
     if model in bundled_drafters():
-        return load_drafter(model, target=target)
+        return load_any_drafter(model, target=target)
     console.err.print(f"No drafter is bundled for {model}: decoding plainly.", style="yellow")
     return None
 

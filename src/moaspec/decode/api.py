@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
+from moaspec.decode.baselines import baseline_drafting
 from moaspec.decode.engine import Engine
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import DRAFTER_METHODS, Drafter
@@ -18,6 +19,7 @@ from moaspec.decode.tree import Tree, parse_shape
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError, UnknownModelError
 from moaspec.model import MoADrafter, load_checkpoint
+from moaspec.model.baselines import is_baseline, load_baseline
 from moaspec.target import Target
 
 
@@ -40,6 +42,19 @@ def load_drafter(name: str | Path, *, target: Target) -> MoADrafter:
     """
     drafter = load_checkpoint(find_drafter(name), target.identity, target.config)
     return drafter.to(device=target.device, dtype=target.dtype)
+
+
+def load_any_drafter(name: str | Path, *, target: Target) -> MoADrafter | Drafter:
+    """`load_drafter` for Mixture-of-Attentions drafters and for trained baselines alike.
+
+    Returns:
+        What `generate` takes as `drafter`. A baseline holds rows of one engine only.
+    """
+    directory = find_drafter(name)
+    if not is_baseline(directory):
+        return load_drafter(directory, target=target)
+    module = load_baseline(directory, target.identity)
+    return baseline_drafting(module.to(device=target.device, dtype=target.dtype), target)
 
 
 def find_drafter(name: str | Path) -> Path:

@@ -14,6 +14,7 @@ import yaml
 
 from moaspec.errors import InputError
 from moaspec.model.config import DrafterConfig, LayerConfig, activation_name, text_rope
+from moaspec.model.stack import StackConfig
 from moaspec.target import Target
 from moaspec.train.losses import LossWeights
 
@@ -48,6 +49,7 @@ class DrafterSizes:
         sa_intermediate, ca_intermediate: MLP widths; default: the target's.
         sa_kv_heads, ca_kv_heads: default: the target's.
         draft_vocab: size of the trimmed draft vocabulary; 0 keeps the full one.
+        layers: layers of an independent drafter.
     """
 
     lsa_heads: int = 0
@@ -58,6 +60,7 @@ class DrafterSizes:
     ca_intermediate: int = 0
     ca_kv_heads: int = 0
     draft_vocab: int = 0
+    layers: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,8 @@ class TrainConfig:
             Its means over layers are then computed once per example and kept on disk, and a step
             costs a fraction.
         activation_cache: keep the target's activations on disk.
+        drafter: "moa", or a baseline: "eagle" (EAGLE-2's head) or "independent" (a small language
+            model between the target's embeddings and its head).
         num_target_layers: N, target layers that drafts reuse; several values train one drafter
             with an exit for each, the first being its default.
         save_every: steps between checkpoints.
@@ -124,6 +129,7 @@ class TrainConfig:
     warm_start_tokens: int = 12000
     frozen_lsa: float = 0.0
     activation_cache: bool = True
+    drafter: Literal["moa", "eagle", "independent"] = "moa"
     num_target_layers: tuple[int, ...] = (0,)
     save_every: int = 200
     shard_mb: float = 0.0
@@ -148,6 +154,11 @@ class TrainConfig:
         if not layers or min(layers) < 0 or len(set(layers)) < len(layers):
             raise InputError(
                 f"num_target_layers must be different numbers of layers, 0 or more; got {layers}."
+            )
+        if self.drafter != "moa" and (max(layers) or self.frozen_lsa or self.loss.summary):
+            raise InputError(
+                f"drafter={self.drafter} has no LSA and reuses no layers: leave out "
+                "num_target_layers, frozen_lsa and loss.summary."
             )
         if self.frozen_lsa and (max(layers) or self.sharding != "none"):
             raise InputError("frozen_lsa works with num_target_layers=[0] and sharding=none only.")
@@ -213,6 +224,20 @@ def _override(values: dict[str, Any], item: str) -> None:
         if not isinstance(values, dict):
             raise InputError(f"{key}: {name} is a single value, nothing is inside it.")
     values[last] = yaml.safe_load(text)
+
+
+def stack_config(target: Target, config: TrainConfig) -> StackConfig:
+    """Config of a new baseline drafter: layers as the target's, widths as `sizes.sa_*` say."""
+    shape = drafter_config(target, config.sizes)
+    return StackConfig(
+        layer=dataclasses.replace(shape.self_attention, qkv_bias=False, o_bias=False),
+        num_layers=config.sizes.layers if config.drafter == "independent" else 1,
+        rms_norm_eps=shape.rms_norm_eps,
+        hidden_act=shape.hidden_act,
+        rope_parameters=shape.rope_parameters,
+        max_position_embeddings=shape.max_position_embeddings,
+        target=target.identity,
+    )
 
 
 def drafter_config(

@@ -72,7 +72,6 @@ class ExitStates:
         drafted_logits, target_logits: heads; each gets its own final states.
         inner: N > 0: drafted and true states before the last N layers, (M, E) each.
         relative: compare states in units of the target state's size, as several exits must.
-        has_features: whether the two kinds of states can be compared at all.
     """
 
     drafted_ME: Tensor
@@ -81,7 +80,6 @@ class ExitStates:
     target_logits: LogitsOf
     inner: tuple[Tensor, Tensor] | None = None
     relative: bool = False
-    has_features: bool = True
 
 
 def feature_loss(drafted_ME: Tensor, target_ME: Tensor, *, relative: bool = False) -> Tensor:
@@ -154,10 +152,7 @@ def _terms(
     with torch.no_grad():
         target_MV = states.target_logits(target_ME)
     drafted_MV = states.drafted_logits(drafted_ME)
-    if states.has_features:
-        feature = feature_loss(drafted_ME, target_ME, relative=states.relative)
-    else:
-        feature = drafted_ME.sum() * 0
+    feature = feature_loss(drafted_ME, target_ME, relative=states.relative)
     hits = (drafted_MV.argmax(-1) == target_MV.argmax(-1)).sum().float()
     return feature, divergence(drafted_MV, target_MV, kind), hits
 

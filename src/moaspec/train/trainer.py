@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moaspec.errors import TrainingError
 from moaspec.target import Target
+from moaspec.train.baselines import BaselineStudent
 from moaspec.train.card import write_card
 from moaspec.train.config import TrainConfig
 from moaspec.train.data import Example
@@ -98,7 +99,11 @@ class Trainer:
         directory = self.output / "activations" if config.activation_cache else None
         before = [n for n in config.num_target_layers if n]
         self.reader = TargetReader(target, self.data.examples, directory, before)
-        self.student: Student = MoAStudent(target, self.reader, config, self.output)
+        self.student: Student = (
+            MoAStudent(target, self.reader, config, self.output)
+            if config.drafter == "moa"
+            else BaselineStudent(target, self.reader, config)
+        )
         self.states = StateFiles(self.output / "state", config.shard_bytes)
         self.step = self.tokens = 0
         saved = self.states.load()
