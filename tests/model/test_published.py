@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from moaspec.target import Target
 from moaspec.train import DrafterSizes
 from moaspec.train.config import drafter_config
 
-PUBLISHED_SIZES = {"lsa_heads": 4}
+PUBLISHED_SIZES: dict[str, Any] = {"lsa_heads": 4}
 """The published rule gives every attention the target's number of heads."""
 
 

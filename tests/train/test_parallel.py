@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 import moaspec
@@ -116,3 +118,33 @@ def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
     config = TrainConfig(target="t", data=("d",), output=str(tmp_path), trackers=("nowhere",))
     with pytest.raises(InputError, match="nowhere"):
         new_accelerator(config)
+
+
+@pytest.mark.slow
+def test_kill_9_at_ten_random_moments(tmp_path: Path) -> None:
+    """The same weights, bit for bit, as an uninterrupted run, and one log row a step."""
+    settings = {"steps": 60, "save_every": 1, "activation_cache": True}
+    found: list[dict[str, Tensor]] = []
+    for name, kills in (("whole", 0), ("killed", 10)):
+        (tmp_path / name).mkdir()
+        config = write_config(tmp_path / name, output=str(tmp_path / name / "run"), **settings)
+        script = Path(__file__).parents[1] / "killing_training.py"
+        done = subprocess.run(
+            [sys.executable, str(script), str(config), str(kills)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        facts = json.loads(done.stdout.splitlines()[-1])
+        state = StateFiles(tmp_path / name / "run" / "state").load()
+        assert state is not None
+        found.append(state[0])
+        rows = (tmp_path / name / "run" / "log.jsonl").read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == list(range(1, 61))
+    assert facts["hits"] >= 5
+    assert facts["steps"] >= 3
+    whole, killed = found
+    assert whole.keys() == killed.keys()
+    for key, value in whole.items():
+        assert torch.equal(value, killed[key]), key

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 import moaspec
 import tiny
+from moaspec.decode import load_any_drafter
 from moaspec.decode.engine import run_now
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import Request, RowText
@@ -457,3 +458,84 @@ def test_the_card_tells_what_was_done(tmp_path: Path) -> None:
         assert words in card
     assert "Curve" in card
     assert card.count("\n| 3 |") == 1
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "independent"])
+def test_baselines_learn_by_the_same_loop(drafter: Any, tmp_path: Path) -> None:
+    run = trainer(
+        tmp_path,
+        held_out=0,
+        batch_size=4,
+        steps=120,
+        save_every=120,
+        drafter=drafter,
+        loss=LossWeights(feature=0.1, kl=1.0),
+    )
+    seen: list[Progress] = []
+    run.run(seen.append)
+    assert seen[-1].kl < seen[0].kl / 2
+    results = moaspec.generate(
+        tiny.target(),
+        tiny.PROMPTS,
+        drafter=load_any_drafter(tmp_path / "drafter", target=tiny.target()),
+        max_new_tokens=tiny.NEW_TOKENS,
+        tree=moaspec.Chain(2),
+    )
+    assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts("llama"))
+    rounds = sum(result.num_rounds for result in results)
+    assert sum(sum(result.accept_lengths) for result in results) / rounds > 1.2
+    assert trainer(tmp_path, held_out=0, batch_size=4, steps=120, drafter=drafter).step == 120
+
+
+@pytest.mark.parametrize("without", [("lsa",), ("sa",), ("lsa", "sa")], ids=str)
+def test_parts_left_out(without: tuple[Any, ...], tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=3, sizes=DrafterSizes(without=without))
+    run.run()
+    drafter = moaspec.load_drafter(tmp_path / "drafter", target=tiny.target())
+    assert drafter.config.without == without
+    ids = torch.tensor([list(tiny.PROMPTS[2])])
+    ones = torch.ones_like(ids)
+    start = torch.zeros_like(ids)
+    before = drafter.block_logits(tiny.target(), ids, ones, start)[0, -1]
+    changed = ids.clone()
+    changed[0, 5] = 9
+    after = drafter.block_logits(tiny.target(), changed, ones, start)[0, -1]
+    # Only SA tells the last query of a token that CA may not read.
+    assert torch.equal(before, after) == ("sa" in without)
+    kv = torch.randn(1, 2, 3, drafter.config.kv_size)
+    earlier = torch.cat((torch.randn(1, 2, 2, drafter.config.kv_size), kv[:, :, 2:]), dim=2)
+    same = torch.equal(drafter.aggregate(kv), drafter.aggregate(earlier))
+    assert same == ("lsa" in without)
+    (result,) = moaspec.generate(
+        tiny.target(), tiny.PROMPTS[:1], drafter=drafter, max_new_tokens=tiny.NEW_TOKENS
+    )
+    assert tuple(result.token_ids) == tiny.own_texts("llama")[0]
+
+
+def test_tau_rises_on_a_qwen3_never_seen_before(tmp_path: Path) -> None:
+    """Three layers, random weights, nothing but its config and its own text."""
+    target = tiny.fresh_target("qwen3", seed=77, initializer_range=0.1)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(tiny.VOCAB, (24, 4), generator=generator).tolist()
+    texts = [result.token_ids for result in moaspec.generate(target, prompts, max_new_tokens=26)]
+    examples = [Example(p, t) for p, t in zip(prompts, texts, strict=True)]
+    run = Trainer(
+        target,
+        examples,
+        settings(
+            tmp_path,
+            held_out=4,
+            batch_size=8,
+            steps=150,
+            save_every=75,
+            shortest_block=5,
+            longest_block=12,
+            loss=LossWeights(feature=0.1, kl=1.0),
+        ),
+    )
+    before = run.measure()[0].tau
+    run.run()
+    after = run.measure()[0].tau
+    assert before is not None
+    assert after is not None
+    assert after > before + 0.2

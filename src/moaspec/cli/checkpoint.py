@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import httpx
 import typer
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError
 
 from moaspec.cli import console
 from moaspec.cli.generate import MODEL
@@ -84,7 +83,8 @@ def push(
             )
     except HFValidationError as error:
         raise InputError(f"{repository!r} is no hub id; expected owner/name.") from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    # The hub's client passes on whatever its HTTP library raises, which changes with versions.
+    except Exception as error:
         raise HubError(
             f"Cannot push to {repository}: {type(error).__name__}: {error}. Is the hub in reach, "
             "and are you logged in (hf auth login, or HF_TOKEN) with the right to write there?"

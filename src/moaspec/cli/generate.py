@@ -10,6 +10,7 @@ import typer
 
 from moaspec.cli import console
 from moaspec.decode import (
+    Drafter,
     Engine,
     GenerationResult,
     SamplingParams,
@@ -141,7 +142,7 @@ def _show(
         console.err.print(describe(result), style="dim")
 
 
-def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | None:
+def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | Drafter | None:
     """The named drafter, else the one bundled for this target, else none (plain decoding)."""
     if name is not None:
         return load_any_drafter(name, target=target)

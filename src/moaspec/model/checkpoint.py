@@ -292,6 +292,7 @@ def config_from_json(section: Mapping[str, Any]) -> DrafterConfig:
     for name in ("layer_self_attention", "self_attention", "cross_attention"):
         values[name] = LayerConfig(**values[name])
     values["num_target_layers"] = tuple(values["num_target_layers"])
+    values["without"] = tuple(values.get("without", ()))
     if values.get("target") is not None:
         values["target"] = TargetIdentity(**values["target"])
     return DrafterConfig(**values)

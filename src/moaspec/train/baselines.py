@@ -35,10 +35,9 @@ class BaselineStudent:
         config: of the run.
     """
 
-    exits = (0,)
-
     def __init__(self, target: Target, reader: TargetReader, config: TrainConfig) -> None:
         self._target, self._reader, self._config = target, reader, config
+        self.exits: tuple[int, ...] = (0,)
         torch.manual_seed(config.seed)
         vocabulary = frequent_tokens(
             reader.examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
@@ -47,6 +46,8 @@ class BaselineStudent:
         random_weights(self.module)
         self.module.float().to(target.device)
         self.draft_token_ids = self.module.draft_token_ids
+        # EAGLE's later drafts read its own predictions, its training pass the target's states.
+        self.simulates = config.drafter == "independent"
 
     def start(self, ids: Sequence[int]) -> None:
         """Random weights are all that a baseline starts from."""

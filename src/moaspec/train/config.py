@@ -50,6 +50,7 @@ class DrafterSizes:
         sa_kv_heads, ca_kv_heads: default: the target's.
         draft_vocab: size of the trimmed draft vocabulary; 0 keeps the full one.
         layers: layers of an independent drafter.
+        without: parts that are left out, to measure what they bring; see `DrafterConfig`.
     """
 
     lsa_heads: int = 0
@@ -61,6 +62,7 @@ class DrafterSizes:
     ca_kv_heads: int = 0
     draft_vocab: int = 0
     layers: int = 2
+    without: tuple[Literal["lsa", "sa"], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,4 +295,5 @@ def drafter_config(
         max_position_embeddings=target.max_positions,
         num_target_layers=num_target_layers,
         target=identity,
+        without=sizes.without,
     )

@@ -4,8 +4,8 @@ Held-out responses are cut into blocks of `MEASURED_BLOCK`. At each block's star
 drafts a greedy chain of that length. The training pass feeds it the response's own tokens, which
 are what a chain has drafted for as long as it agrees; so the length of the agreeing prefix is
 exactly that of a real chain. **Simulated tau** is its mean over all whole blocks, plus 1 for the
-token that the target adds. A draft agrees when the response, which the target wrote, goes on with
-it.
+token that the target adds. EAGLE gets none, because its chain reads its own predictions. A draft
+agrees when the response, which the target wrote, goes on with it.
 
 Legend: M queries with loss, X blocks.
 """

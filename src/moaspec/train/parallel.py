@@ -45,8 +45,10 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
         log_with=list(config.trackers) or None,
         project_dir=config.output,
         kwargs_handlers=[
-            # A frozen LSA has no gradients to wait for.
-            DistributedDataParallelKwargs(find_unused_parameters=config.frozen_lsa > 0)
+            # A frozen LSA or a part left out has no gradients to wait for.
+            DistributedDataParallelKwargs(
+                find_unused_parameters=config.frozen_lsa > 0 or bool(config.sizes.without)
+            )
         ],
     )
 

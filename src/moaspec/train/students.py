@@ -47,10 +47,12 @@ class Student(Protocol):
         module: what learns.
         exits: the N of each exit.
         draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
+        simulates: whether a training pass drafts what a chain would, as long as it agrees.
     """
 
     exits: tuple[int, ...]
     draft_token_ids: Tensor | None
+    simulates: bool
 
     @property
     def module(self) -> nn.Module: ...
@@ -95,6 +97,7 @@ class MoAStudent:
     def __init__(
         self, target: Target, reader: TargetReader, config: TrainConfig, output: Path
     ) -> None:
+        self.simulates = True
         self._target, self._reader, self._config, self._output = target, reader, config, output
         self.module: MoADrafter = new_drafter(target, config, reader.examples)
         self.exits = config.num_target_layers

@@ -99,11 +99,7 @@ class Trainer:
         directory = self.output / "activations" if config.activation_cache else None
         before = [n for n in config.num_target_layers if n]
         self.reader = TargetReader(target, self.data.examples, directory, before)
-        self.student: Student = (
-            MoAStudent(target, self.reader, config, self.output)
-            if config.drafter == "moa"
-            else BaselineStudent(target, self.reader, config)
-        )
+        self.student = self._new_student()
         self.states = StateFiles(self.output / "state", config.shard_bytes)
         self.step = self.tokens = 0
         saved = self.states.load()
@@ -113,6 +109,11 @@ class Trainer:
         if saved is not None:
             self._resume(*saved)
         self.log = RunLog(self.output / "log.jsonl", self.step)
+
+    def _new_student(self) -> Student:
+        if self.config.drafter == "moa":
+            return MoAStudent(self.target, self.reader, self.config, self.output)
+        return BaselineStudent(self.target, self.reader, self.config)
 
     def run(self, report: Report = lambda _: None, *, seconds: float | None = None) -> Ending:
         """Train until `config.steps`, a signal or the end of the time; then write the drafter.
@@ -232,7 +233,9 @@ class Trainer:
             return {}
         return {
             "held_out_accuracy": found[self.student.exits[0]].accuracy,
-            "held_out_tau": {str(n): one.tau for n, one in found.items()},
+            "held_out_tau": {
+                str(n): one.tau if self.student.simulates else None for n, one in found.items()
+            },
         }
 
     def save(self) -> None:
