@@ -1,7 +1,7 @@
 """Trains in a child that is killed at random moments: `killing_training.py CONFIG KILLS`.
 
-The child is forked, so that ten kills cost one import. Prints one line of JSON: how many kills hit a
-run that was under way, and from how many different steps the next run went on.
+The child is forked, so that ten kills cost one import. Prints one line of JSON: how many kills hit
+a run that was under way, and from how many different steps the next run went on.
 """
 
 from __future__ import annotations
