@@ -33,6 +33,7 @@ from moaspec.model.encoder import Encoder
 from moaspec.model.speaker import Speaker
 from moaspec.target import Target
 from moaspec.train import DrafterSizes, Example, LossWeights, TrainConfig, Trainer, read_examples
+from moaspec.train.losses import exit_loss
 from moaspec.train.order import Part
 from moaspec.train.reader import TargetReader
 from moaspec.train.students import MoAStudent
@@ -86,7 +87,7 @@ def shares(clock: Clock, trainer: Trainer) -> Iterator[None]:
         patch.object(Speaker, "read_text", clock.timed("SA + CA", Speaker.read_text)),
         patch.object(Speaker, "read_memory", clock.timed("SA + CA", Speaker.read_memory)),
         patch.object(MoAStudent, "_logits", clock.timed("head", MoAStudent._logits)),
-        patch.object(loop, "exit_loss", clock.timed("head and loss", loop.exit_loss)),
+        patch.object(loop, "exit_loss", clock.timed("head and loss", exit_loss)),
         patch.object(
             trainer.accelerator, "backward", clock.timed("backward", trainer.accelerator.backward)
         ),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moaspec.decode import GenerationResult, Tree, generate, parse_shape
+from moaspec.decode import Drafter, GenerationResult, Tree, generate, parse_shape
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.target import Target
@@ -37,7 +37,7 @@ class Method:
 
     name: str
     target: Target
-    drafter: MoADrafter | None = None
+    drafter: MoADrafter | Drafter | None = None
     shape: Tree | None = None
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Run:
@@ -72,7 +72,7 @@ class Method:
 def parse_methods(
     names: Sequence[str],
     target: Target,
-    drafter: MoADrafter | None,
+    drafter: MoADrafter | Drafter | None,
     *,
     stock: Callable[[], Target] | None = None,
 ) -> list[Method]:
@@ -96,7 +96,7 @@ def parse_methods(
     ]
 
 
-def _parse(name: str, target: Target, drafter: MoADrafter | None) -> Method:
+def _parse(name: str, target: Target, drafter: MoADrafter | Drafter | None) -> Method:
     kind, _, shape = name.partition("@")
     tree = parse_shape(shape or "auto")
     if kind == "hf" and not shape:
