@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 
 from moaspec.cli import console
-from moaspec.cli.generate import MODEL
+from moaspec.cli.options import MODEL
 from moaspec.decode.api import find_drafter
 from moaspec.errors import HubError, InputError
 from moaspec.model import load_checkpoint, save_drafter, save_published

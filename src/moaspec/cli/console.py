@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.text import Text
 from tokenizers.decoders import DecodeStream
@@ -74,6 +76,23 @@ class TokenPrinter:
         out.print()
 
 
+def show_events(events: Generator[Event], printer: TokenPrinter | None) -> bool:
+    """Decode to the end, printing tokens as they are verified.
+
+    Returns:
+        True when the user stopped it with Ctrl-C; what had been verified by then stays.
+    """
+    try:
+        for event in events:
+            if printer is not None:
+                printer.show(event)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        events.close()
+    return False
+
+
 def chat_ids(target: Target, prompt: str, *, raw: bool = False) -> list[int]:
     """Token ids of a user's prompt, in the target's chat template where it has one.
 
@@ -82,11 +101,43 @@ def chat_ids(target: Target, prompt: str, *, raw: bool = False) -> list[int]:
     """
     if not prompt.strip():
         raise InputError("The prompt is empty; write what the model should answer.")
+    return message_ids(target, [{"role": "user", "content": prompt}], raw=raw)
+
+
+def message_ids(
+    target: Target, messages: Sequence[Mapping[str, str]], *, raw: bool = False
+) -> list[int]:
+    """Token ids of a conversation, up to where the answer begins.
+
+    Raises:
+        InputError: a target without tokenizer, or a conversation that its template refuses.
+    """
     tokenizer: Any = target.tokenizer
     if tokenizer is None:
         raise InputError(f"The target {target.name} has no tokenizer, so it cannot read text.")
     if raw or not tokenizer.chat_template:
-        return list(tokenizer(prompt)["input_ids"])
-    message = {"role": "user", "content": prompt}
-    encoded = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=True)
+        return list(tokenizer("\n".join(one["content"] for one in messages))["input_ids"])
+    return conversation_ids(target, messages)
+
+
+def conversation_ids(target: Target, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a whole conversation, up to where the next answer begins.
+
+    Raises:
+        InputError: no chat template, or one that refuses these messages.
+    """
+    tokenizer: Any = target.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise InputError(
+            f"The target {target.name} has no chat template, so it holds no conversation; use "
+            "`moaspec generate`."
+        )
+    try:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True
+        )
+    except TemplateError as error:
+        raise InputError(
+            f"The chat template of {target.name} refuses this conversation: {error}."
+        ) from error
     return list(encoded["input_ids"])

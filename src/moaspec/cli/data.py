@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moaspec.cli import console
-from moaspec.cli.generate import MODEL
+from moaspec.cli.options import MODEL
 from moaspec.decode import load_any_drafter
 from moaspec.errors import DataError, InputError
 from moaspec.target import Target, load_target

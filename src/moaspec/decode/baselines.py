@@ -73,6 +73,12 @@ class EagleDrafting(_Headed):
         known = self.hidden.get(row)
         self.hidden[row] = features if known is None else torch.cat((known, features))
 
+    def rollback(self, row: int, length: int) -> None:
+        """Forget all but a row's first tokens."""
+        super().rollback(row, length)
+        if row in self.hidden:
+            self.hidden[row] = self.hidden[row][:length]
+
     def close(self, row: int) -> None:
         """Forget a row."""
         super().close(row)

@@ -7,7 +7,7 @@ with its own length and acceptance. A round is: draft, verify, take in what was 
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -34,13 +34,11 @@ class _Row:
     shape: Tree
     sampling: SamplingParams
     prompt_length: int
+    keep: bool
+    prefilled: bool = False
     base: int = 0  # verified tokens whose activations the verifier holds
     result: GenerationResult = field(default_factory=GenerationResult)
     started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def prefilled(self) -> bool:
-        return self.base > 0
 
     @property
     def remaining(self) -> int:
@@ -77,6 +75,7 @@ class Engine:
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self._tokenizer, self._switches = tokenizer, tuple(rope_switches)
         self._rows: dict[int, _Row] = {}
+        self._parked: dict[int, _Row] = {}
         self._next_handle = 0
 
     @property
@@ -93,6 +92,8 @@ class Engine:
         stop: str | Iterable[str] = (),
         shape: Tree = AUTO,
         sampling: SamplingParams = GREEDY,
+        keep: bool = False,
+        after: int | None = None,
     ) -> int:
         """Let a request join; its prompt is processed by the next `step`.
 
@@ -103,14 +104,18 @@ class Engine:
             stop: strings that end the row as soon as its generated text contains one.
             shape: of the drafts.
             sampling: how tokens are chosen; a seed is drawn where one is needed and missing.
+            keep: hold the row's caches when it ends, for a later request to come `after` it or
+                until `forget`.
+            after: handle of a row that ended and was kept. Its place is taken over, and what its
+                text shares with the beginning of the prompt is not computed again.
 
         Returns:
             A handle that events carry.
 
         Raises:
             PromptError: empty, as long as the context or longer, or ids outside the vocabulary.
-            InputError: `max_new_tokens` below 0, a biased token outside the vocabulary, or stop
-                strings without a tokenizer.
+            InputError: `max_new_tokens` below 0, a biased token outside the vocabulary, stop
+                strings without a tokenizer, or `after` a row that is not kept.
         """
         check_prompt(prompt_ids, self._vocab_size, self._max_positions)
         if max_new_tokens < 0:
@@ -118,11 +123,10 @@ class Engine:
         check_bias(sampling, self._vocab_size)
         strings = stop_strings(stop)
         sampling = sampling.resolved()
-        used = {row.row for row in self._rows.values()}
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self._rows[handle] = _Row(
-            handle=handle,
-            row=next(i for i in range(len(used) + 1) if i not in used),
+        old = None if after is None else self._parked_row(after)
+        row = _Row(
+            handle=self._next_handle,
+            row=self._free_row() if old is None else old.row,
             token_ids=list(prompt_ids),
             max_new_tokens=max_new_tokens,
             stop_token_ids=frozenset(stop_token_ids),
@@ -130,9 +134,49 @@ class Engine:
             shape=shape,
             sampling=sampling,
             prompt_length=len(prompt_ids),
+            keep=keep,
             result=GenerationResult(seed=sampling.seed),
         )
-        return handle
+        if old is not None:
+            self._take_over(row, old)
+        self._next_handle += 1
+        self._rows[row.handle] = row
+        return row.handle
+
+    def forget(self, handle: int) -> None:
+        """Let go of a row that ended and was kept.
+
+        Raises:
+            InputError: no such row.
+        """
+        row = self._parked_row(handle)
+        del self._parked[handle]
+        self._close(row)
+
+    def _parked_row(self, handle: int) -> _Row:
+        if handle not in self._parked:
+            raise InputError(
+                f"Request {handle} is not kept: add it with keep=True and let it end first."
+            )
+        return self._parked[handle]
+
+    def _free_row(self) -> int:
+        used = {row.row for rows in (self._rows, self._parked) for row in rows.values()}
+        return next(i for i in range(len(used) + 1) if i not in used)
+
+    def _take_over(self, row: _Row, old: _Row) -> None:
+        """Keep of an old row what is the same in the new one; its last token is always read."""
+        common = _common_length(old.token_ids, row.token_ids[:-1])
+        same_keys = self._regime(old.base) == self._regime(len(row.token_ids))
+        row.base = min(common, old.base) if same_keys else 0
+        row.result.num_reused_tokens = row.base
+        if self._drafter is not None:
+            self._drafter.rollback(row.row, row.base)
+        del self._parked[old.handle]
+
+    def _regime(self, length: int) -> int:
+        """Which rotary embeddings the keys of a text of this length have."""
+        return sum(length > switch for switch in self._switches)
 
     def abort(self, handle: int) -> GenerationResult:
         """Let a request leave at once; what was generated so far is returned."""
@@ -143,6 +187,19 @@ class Engine:
     def result(self, handle: int) -> GenerationResult:
         """The result so far of an active request."""
         return self._rows[handle].result
+
+    def run(self) -> Generator[Event]:
+        """Step until no row is left; closing the iterator early aborts those that are."""
+        try:
+            while self._rows:
+                yield from self.step()
+        finally:
+            self.abort_all()
+
+    def abort_all(self) -> None:
+        """Let every request leave at once."""
+        for handle in list(self._rows):
+            self.abort(handle)
 
     def step(self) -> list[Event]:
         """`astep` for a verifier that answers at once, such as the local one."""
@@ -168,7 +225,7 @@ class Engine:
 
     async def _prefill(self, rows: Sequence[_Row]) -> list[Event]:
         started = time.perf_counter()
-        requests = [row.request(0, row.token_ids, DraftTree()) for row in rows]
+        requests = [row.request(row.base, row.token_ids[row.base :], DraftTree()) for row in rows]
         verdicts = await self._verifier.verify(requests)
         events = [
             self._take(row, request, verdict)
@@ -190,10 +247,12 @@ class Engine:
             self._take(row, request, verdict)
             for row, request, verdict in zip(rows, requests, verdicts, strict=True)
         ]
-        verified = time.perf_counter()
+        encode_s = max(verdict.encode_s for verdict in verdicts)
+        verify_s = time.perf_counter() - drafted - encode_s
         for row in rows:
             row.result.timing.draft_s += drafted - started
-            row.result.timing.verify_s += verified - drafted
+            row.result.timing.verify_s += verify_s
+            row.result.timing.encode_s += encode_s
         return events
 
     def _request(self, row: _Row, tree: DraftTree) -> Request:
@@ -206,7 +265,7 @@ class Engine:
 
     def _outgrown(self, row: _Row) -> bool:
         """Whether the text crossed a switch of its rotary embeddings since it was verified."""
-        return any(row.base <= switch < len(row.token_ids) for switch in self._switches)
+        return self._regime(row.base) != self._regime(len(row.token_ids))
 
     def _draft(self, rows: Sequence[_Row]) -> list[DraftTree]:
         """Trees for all rows; rows that want the same shape are drafted together."""
@@ -249,6 +308,7 @@ class Engine:
             result.accept_lengths.append(len(tokens))
             result.drafted_depths.append(max(request.tree.depths, default=0))
             result.num_drafted += len(request.tree.tokens)
+        row.prefilled = True
         row.base = request.base + len(request.known) + len(accepted)
         row.token_ids += tokens
         result.token_ids += tokens
@@ -277,9 +337,21 @@ class Engine:
         row.result.stop_reason = reason
         row.result.timing.total_s = time.perf_counter() - row.started
         del self._rows[row.handle]
+        if row.keep:
+            self._parked[row.handle] = row
+        else:
+            self._close(row)
+
+    def _close(self, row: _Row) -> None:
         self._verifier.close(row.row)
         if self._drafter is not None:
             self._drafter.close(row.row)
+
+
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that two texts have in common at their beginning."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int) -> None:

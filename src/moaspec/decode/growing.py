@@ -98,6 +98,10 @@ class Growing(ABC):
     def observe(self, row: int, features: Features) -> None:  # noqa: B027 - nothing to take in
         """Nothing to take in, unless a subclass does."""
 
+    def rollback(self, row: int, length: int) -> None:
+        """Forget all but a row's first tokens; what lies beyond is written over."""
+        self.read[row] = max(0, min(self.read.get(row, 0), length - self.lag))
+
     def close(self, row: int) -> None:
         """Forget a row."""
         self.read.pop(row, None)

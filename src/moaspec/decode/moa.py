@@ -84,6 +84,11 @@ class MoADrafting(Growing):
         self.memory.append(row, start, key_1CTD, value_1CTD)
         self.remembered[row] = stop
 
+    def rollback(self, row: int, length: int) -> None:
+        """Forget all but a row's first tokens; what lies beyond is written over."""
+        super().rollback(row, length)
+        self.remembered[row] = min(self.remembered.get(row, 0), length)
+
     def close(self, row: int) -> None:
         """Forget a row."""
         super().close(row)

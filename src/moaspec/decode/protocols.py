@@ -54,12 +54,14 @@ class Verdict:
         features: of all tokens that this request verified (`known` and accepted ones).
         logprobs: where the row asks for them, log-probabilities of the accepted tokens and of
             `next_token` under the target's own, unprocessed distribution.
+        encode_s: seconds that the features of the whole pass took.
     """
 
     accepted: tuple[int, ...]
     next_token: int
     features: Features = None
     logprobs: tuple[float, ...] = ()
+    encode_s: float = 0.0
 
 
 class Verifier(Protocol):
@@ -89,7 +91,7 @@ class RowText:
     sampling: SamplingParams = GREEDY
 
 
-DRAFTER_METHODS = ("needs", "encode", "observe", "propose", "close")
+DRAFTER_METHODS = ("needs", "encode", "observe", "propose", "rollback", "close")
 """What an object must have to be a `Drafter`."""
 
 
@@ -120,6 +122,10 @@ class Drafter(Protocol):
 
     def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
         """Draft for every row, below its last token."""
+        ...
+
+    def rollback(self, row: int, length: int) -> None:
+        """Forget all but a row's first `length` verified tokens: its text goes on otherwise."""
         ...
 
     def close(self, row: int) -> None:

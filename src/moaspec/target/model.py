@@ -54,13 +54,20 @@ class Target:
         model: a `PreTrainedModel` with an LM head; put in evaluation mode, gradients off.
         tokenizer: transformers' tokenizer, or None where only token ids are used.
         name: how messages call it.
+        freeze: False leaves the model's mode and gradients as they are, for a model that is not
+            ours to change; it must be in evaluation mode then.
 
     Raises:
         UnsupportedTargetError: keys and values of this family cannot be captured.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        freeze: bool = True,
     ) -> None:
         families.require_supported(model.config, name)
         if model.config._attn_implementation != "sdpa":
@@ -69,7 +76,7 @@ class Target:
                 f"{model.config._attn_implementation!r}; verifying a tree needs masks that only "
                 "'sdpa' takes as they are. Load it with attn_implementation='sdpa'."
             )
-        self.model = model.eval().requires_grad_(requires_grad=False)
+        self.model = model.eval().requires_grad_(requires_grad=False) if freeze else model
         self.tokenizer = tokenizer
         self.name = name
         self._base: Any = model.base_model
