@@ -183,3 +183,22 @@ def test_the_papers_tree_accepts_as_the_reference_does(tmp_path: Path) -> None:
 def test_config_of_the_golden_head(tmp_path: Path) -> None:
     golden_eagle(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["moaspec_baseline"]["kind"] == "eagle"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rolled_back_baselines_draft_as_fresh_ones_do(kind: str) -> None:
+    """What is drafted and accepted shows that states and caches hold the right tokens."""
+    target, module = tiny.target(), new(kind)
+    session = moaspec.Session(target, baseline_drafting(module, target))
+    for prompt in (tiny.PROMPTS[1], tiny.PROMPTS[2], tiny.PROMPTS[1][:5], tiny.PROMPTS[1]):
+        got, fresh = (
+            generate(prompt, max_new_tokens=tiny.NEW_TOKENS, tree="tree:3,4,12")
+            for generate in (
+                session.generate,
+                lambda ids, **options: moaspec.generate(
+                    target, ids, drafter=baseline_drafting(module, target), **options
+                ),
+            )
+        )
+        assert got.token_ids == fresh.token_ids
+        assert got.accept_lengths == fresh.accept_lengths
