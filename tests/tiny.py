@@ -147,7 +147,7 @@ def tokenizer() -> Any:
 
 
 def random_drafter(
-    of: Target, *, seed: int = 1, draft_token_ids: Tensor | None = None, **sizes: int
+    of: Target, *, seed: int = 1, draft_token_ids: Tensor | None = None, **sizes: Any
 ) -> MoADrafter:
     """A drafter that disagrees: random weights."""
     torch.manual_seed(seed)

@@ -10,7 +10,8 @@ MoaSpecError
 │   └── MismatchError        the checkpoint belongs to another target
 ├── UnsupportedTargetError   keys and values of this family cannot be captured
 ├── DataError                training data is malformed
-└── TrainingError            training cannot go on (for example a loss that is not finite)
+├── TrainingError            training cannot go on (for example a loss that is not finite)
+└── HubError                 the model hub cannot be reached or refuses (exit code 1)
 """
 
 
@@ -56,3 +57,7 @@ class DataError(MoaSpecError):
 
 class TrainingError(MoaSpecError):
     """Training cannot continue; the last checkpoint is intact."""
+
+
+class HubError(MoaSpecError):
+    """The model hub cannot be reached, or refuses what was asked of it."""

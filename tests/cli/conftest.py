@@ -51,6 +51,6 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Target:
 
     for command in ("generate", "sources", "chat", "check"):
         monkeypatch.setattr(f"moaspec.cli.{command}.load_target", lambda *_, **__: target)
-    monkeypatch.setattr("moaspec.cli.generate.load_drafter", drafter)
+    monkeypatch.setattr("moaspec.cli.generate.load_any_drafter", drafter)
     monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", lambda: {"smollm2-135m": Path()})
     return target

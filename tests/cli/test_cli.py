@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from typer.testing import CliRunner
 
 import tiny
@@ -21,7 +22,7 @@ from moaspec.target import Target
 PROMPT = "w5 w9 w2"
 OWN = tiny.own_texts("llama")[0]
 TEXT = " ".join(f"w{token}" for token in OWN)
-COMMANDS = ("generate", "chat", "models", "info", "train", "demo", "eval", "check")
+COMMANDS = ("generate", "chat", "models", "info", "train", "demo", "eval", "check", "checkpoint")
 
 
 # Help and lists
@@ -368,3 +369,58 @@ def test_no_tokens_have_no_speed(cli: Cli) -> None:
     output = cli("generate", PROMPT, "--max-new-tokens", "0")
     assert output.code == 0
     assert "0 tokens (max_new_tokens), 0 rounds" in output.err
+
+
+def test_train_stops_in_time_and_goes_on(cli: Cli, tmp_path: Path) -> None:
+    config = str(training_files(tmp_path))
+    output = cli("train", config, "steps=2", "--for", "0.001s")
+    assert output.code == 0
+    assert "run it again to continue" in output.words
+    again = cli("train", config, "steps=2", "--for", "1h")
+    assert again.code == 0
+    assert "from step 1" in again.words
+    assert "run it again" not in again.words
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1m", "3 days", ""])
+def test_train_refuses_odd_durations(text: str, cli: Cli, tmp_path: Path) -> None:
+    output = cli("train", str(training_files(tmp_path)), f"--for={text}")
+    assert output.code == 2
+    assert "8m" in output.err
+
+
+# checkpoint
+
+
+@pytest.mark.parametrize("form", ["raw", "vllm"])
+def test_convert_there_and_back(form: str, cli: Cli, tmp_path: Path) -> None:
+    of = tiny.fresh_target(num_attention_heads=4, hidden_size=64)
+    of.model.save_pretrained(tmp_path / "target")
+    save_drafter(tiny.random_drafter(of, lsa_heads=4), tmp_path / "ours")
+    model = ("--model", str(tmp_path / "target"))
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    assert (
+        cli("checkpoint", "convert", str(tmp_path / "ours"), there, "--to", form, *model).code == 0
+    )
+    facts = json.loads(cli("info", there, "--json").out)
+    assert facts["format"] == "published"
+    output = cli(
+        "checkpoint", "convert", there, back, "--to", "moaspec", *model, "--num-target-layers", "1"
+    )
+    assert output.code == 0
+    assert json.loads(cli("info", back, "--json").out)["num_target_layers"] == [1]
+    assert cli("checkpoint", "convert", back, back, "--to", form, *model).code == 2
+
+
+def test_push_offline(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Port 9 of this machine is nobody's: a hub out of reach."""
+    monkeypatch.setattr(
+        "moaspec.cli.checkpoint.HfApi",
+        lambda: HfApi(endpoint="http://127.0.0.1:9", token="none"),
+    )
+    save_drafter(tiny.random_drafter(tiny.target()), tmp_path)
+    output = cli("checkpoint", "push", str(tmp_path), "someone/drafter")
+    assert output.code == 1
+    assert "Is the hub in reach" in output.err
+    assert cli("checkpoint", "push", str(tmp_path), "not an id").code == 2
+    assert cli("checkpoint", "push", str(tmp_path / "nothing"), "someone/drafter").code == 2

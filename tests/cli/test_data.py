@@ -96,6 +96,35 @@ def test_from_nothing_to_a_drafter(cli: Cli, model: str, tmp_path: Path) -> None
     assert cli("data", "regenerate", prompts, "--out", again, *name, *SMALL, *drafter)[0] == 0
 
 
+@pytest.mark.parametrize("command", ["regenerate", "synth"])
+def test_stopping_in_time_and_going_on(command: str, cli: Cli, model: str, tmp_path: Path) -> None:
+    """A budget that is over at once saves nothing; without one the rows are those of one run."""
+    prompts = [jsonl(tmp_path / "p.jsonl", PROMPTS[:3])] if command == "regenerate" else []
+    limits = () if command == "regenerate" else ("--num", "3")
+    rows = []
+    for name in ("whole", "cut"):
+        out = tmp_path / f"{name}.jsonl"
+        arguments = (
+            "data",
+            command,
+            *prompts,
+            *limits,
+            "--out",
+            str(out),
+            "--model",
+            model,
+            *SMALL,
+        )
+        if name == "cut":
+            code, _, err = cli(*arguments, "--for", "0.001s")
+            assert code == 0
+            assert "run the same command again" in err
+        assert cli(*arguments, "--for", "1h")[0] == 0
+        rows.append(out.read_bytes())
+    assert rows[0] == rows[1]
+    assert cli(*arguments, "--for", "soon")[0] == 2
+
+
 def test_running_again_adds_nothing(cli: Cli, model: str, tmp_path: Path) -> None:
     prompts, out = jsonl(tmp_path / "p.jsonl", PROMPTS[:3]), tmp_path / "r.jsonl"
     arguments = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *SMALL)

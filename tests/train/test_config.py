@@ -149,7 +149,7 @@ def test_a_drafter_for_every_family(family: str) -> None:
     assert config.self_attention.head_dim == config.cross_attention.head_dim == target.head_dim
     assert config.kv_size == 2 * 2 * target.head_dim
     assert config.self_attention.qkv_bias == biases
-    assert config.layer_self_attention.qkv_bias  # the warm start writes into them
+    assert config.layer_self_attention.qkv_bias  # the warm start writes its preferences there
     assert not config.cross_attention.qkv_bias
     assert config.rms_norm_eps == target.config.rms_norm_eps
     assert config.hidden_act == ("gelu_pytorch_tanh" if family == "gemma3_text" else "silu")
@@ -186,3 +186,36 @@ def test_sizes_of_ones_own() -> None:
 def test_heads_that_do_not_fit(heads: int) -> None:
     with pytest.raises(InputError):
         drafter_config(tiny.target(), DrafterSizes(lsa_heads=heads))
+
+
+READY = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_ready_configs_are_valid(path: Path) -> None:
+    assert read_train_config(path, ["data=[mine.jsonl]"]).data == ("mine.jsonl",)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_target_layers": ()},
+        {"num_target_layers": (1, 1)},
+        {"num_target_layers": (-1,)},
+        {"num_target_layers": (1,), "frozen_lsa": 0.5},
+        {"sharding": "fsdp", "frozen_lsa": 0.5},
+        {"drafter": "eagle", "num_target_layers": (1,)},
+        {"drafter": "independent", "frozen_lsa": 0.5},
+        {"accumulation": 0},
+        {"shard_mb": -1.0},
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        TrainConfig(**{"target": "tiny", "data": ("a",), "output": "out"} | change)
+
+
+def test_more_reused_layers_than_there_are() -> None:
+    with pytest.raises(InputError, match="3 layers"):
+        drafter_config(tiny.target(), DrafterSizes(), (4,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,26 @@ from torch.testing import assert_close
 
 import moaspec
 import tiny
+from moaspec.decode import load_any_drafter
+from moaspec.decode.engine import run_now
+from moaspec.decode.moa import MoADrafting
+from moaspec.decode.protocols import Request, RowText
+from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, TrainingError
-from moaspec.train import DrafterSizes, Example, LossWeights, Progress, TrainConfig, Trainer
-from moaspec.train.trainer import MEASURED_BLOCK, new_drafter
+from moaspec.model import MoADrafter
+from moaspec.train import (
+    DrafterSizes,
+    Ending,
+    Example,
+    LossWeights,
+    Progress,
+    TrainConfig,
+    Trainer,
+)
+from moaspec.train.losses import Divergence
+from moaspec.train.measure import MEASURED_BLOCK, Measured
+from moaspec.train.schedule import learning_rate, staircase_probability
+from moaspec.train.students import MoAStudent, StudentPass, new_drafter
 
 EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 
@@ -41,6 +58,11 @@ def settings(output: Path, **changes: Any) -> TrainConfig:
 
 def trainer(output: Path, **changes: Any) -> Trainer:
     return Trainer(tiny.target(), EXAMPLES, settings(output, **changes))
+
+
+def module(run: Trainer) -> MoADrafter:
+    assert isinstance(run.student, MoAStudent)
+    return run.student.module
 
 
 def test_it_learns_short_examples_by_heart_and_the_export_drafts(tmp_path: Path) -> None:
@@ -80,7 +102,7 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["training"]["steps"] == 5
     assert config["training"]["config"]["seed"] == 0
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.rglob("*partial*"))
 
 
 @pytest.mark.parametrize(
@@ -105,8 +127,8 @@ def test_resume_is_exact(changes: dict[str, Any], tmp_path: Path) -> None:
     resumed = trainer(tmp_path / "cut", steps=8, **changes)
     assert resumed.step == 4
     resumed.run()
-    state = whole.drafter.state_dict()
-    for name, value in resumed.drafter.state_dict().items():
+    state = module(whole).state_dict()
+    for name, value in module(resumed).state_dict().items():
         assert_close(value, state[name], rtol=0, atol=0)
     assert resumed.tokens == whole.tokens
 
@@ -128,7 +150,7 @@ def test_the_cache_changes_little(tmp_path: Path) -> None:
 
 def test_a_frozen_lsa_waits_for_its_share_of_the_steps(tmp_path: Path) -> None:
     run = trainer(tmp_path, frozen_lsa=0.5)
-    lsa = run.drafter.encoder.layer_self_attention
+    lsa = module(run).encoder.layer_self_attention
     before = {name: value.clone() for name, value in lsa.state_dict().items()}
     states = []
     for _ in range(4):
@@ -146,7 +168,7 @@ def test_stored_means_change_little(tmp_path: Path) -> None:
 
 def poison(run: Trainer) -> None:
     with torch.no_grad():
-        run.drafter.encoder.projection.bias[0] = math.nan
+        module(run).encoder.projection.bias[0] = math.nan
 
 
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
@@ -163,7 +185,7 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_warm_start_copies_the_first_layer(tmp_path: Path) -> None:
-    drafter = trainer(tmp_path).drafter
+    drafter = module(trainer(tmp_path))
     source = tiny.target().layer_state(0)
     sa = drafter.speaker.self_attention
     assert_close(sa.self_attn.q_proj.weight, source["self_attn.q_proj.weight"], rtol=0, atol=0)
@@ -175,7 +197,7 @@ def test_warm_start_copies_the_first_layer(tmp_path: Path) -> None:
 def test_warm_start_of_a_qwen2_target(tmp_path: Path) -> None:
     """Its first layer has query, key and value biases, and so must SA."""
     target = tiny.target("qwen2")
-    drafter = Trainer(target, EXAMPLES, settings(tmp_path)).drafter
+    drafter = module(Trainer(target, EXAMPLES, settings(tmp_path)))
     source = target.layer_state(0)
     bias = drafter.speaker.self_attention.self_attn.q_proj.bias
     assert bias is not None
@@ -214,39 +236,43 @@ def test_measured_accuracy_of_a_perfect_drafter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(tmp_path, held_out=2)
-    states: Callable[..., Any] = run._states
+    real = run.student.run
 
-    def perfect(*arguments: Any) -> tuple[Any, ...]:
-        _, target_ME, *rest = states(*arguments)
-        return target_ME, target_ME, *rest
+    def perfect(*arguments: Any) -> StudentPass:
+        (states,) = real(*arguments).exits
+        return StudentPass([dataclasses.replace(states, drafted_ME=states.target_ME)])
 
-    monkeypatch.setattr(run, "_states", perfect)
-    assert run.measure() == [1.0] * MEASURED_BLOCK
+    monkeypatch.setattr(run.student, "run", perfect)
+    # The examples are the target's own greedy text, so its first choices are what follows.
+    assert run.measure()[0] == Measured([1.0] * MEASURED_BLOCK, MEASURED_BLOCK + 1.0)
 
 
 def test_staircase_fades_out_over_half_of_training(tmp_path: Path) -> None:
-    run = trainer(tmp_path, staircase=True, steps=10)
-    first = run._staircase(50)
+    config = settings(tmp_path, staircase=True, steps=10)
+    assert [staircase_probability(config, step) for step in (0, 2, 5, 9)] == [1.0, 0.6, 0.0, 0.0]
+    assert staircase_probability(settings(tmp_path), 0) == 0.0
+    first = trainer(tmp_path, staircase=True, steps=10).data.next_part(0).staircase_B
     assert first is not None
     assert bool(first.all())
-    run.step = 5
-    last = run._staircase(50)
-    assert last is not None
-    assert not bool(last.any())
-    assert trainer(tmp_path / "off")._staircase(50) is None
 
 
 def test_learning_rate(tmp_path: Path) -> None:
-    run = trainer(tmp_path, steps=12, warmup_steps=2, learning_rate=1.0, final_lr=0.1)
-    rates = []
-    for step in range(13):
-        run.step = step
-        rates.append(run._learning_rate())
+    config = settings(tmp_path, steps=12, warmup_steps=2, learning_rate=1.0, final_lr=0.1)
+    rates = [learning_rate(config, step) for step in range(13)]
     assert rates[0] == pytest.approx(0.5)
     assert rates[1] == rates[2] == pytest.approx(1.0)
     assert rates[7] == pytest.approx(0.55)
     assert rates[12] == pytest.approx(0.1)
     assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
+def test_learning_rate_of_the_paper(tmp_path: Path) -> None:
+    """A peak of twenty times the rate that most of training has."""
+    config = settings(
+        tmp_path, steps=1000, warmup_steps=10, learning_rate=6e-4, final_lr=0.05, decay_steps=20
+    )
+    assert max(learning_rate(config, step) for step in range(1000)) == pytest.approx(6e-4)
+    assert {round(learning_rate(config, step), 9) for step in range(30, 1000)} == {3e-5}
 
 
 def test_too_few_examples(tmp_path: Path) -> None:
@@ -256,7 +282,7 @@ def test_too_few_examples(tmp_path: Path) -> None:
 
 def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
     run = trainer(tmp_path, held_out=2, batch_size=1)
-    seen = {run._next_batch().example_ids[0] for _ in range(6)}
+    seen = {run.data.next_part(0).batch.example_ids[0] for _ in range(6)}
     assert seen == {2, 3}
 
 
@@ -272,6 +298,244 @@ def test_a_resumed_run_must_be_the_same_drafter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"garbage"])
 def test_a_damaged_state_is_reported(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "state.pt").write_bytes(content)
-    with pytest.raises((InputError, TrainingError)):
+    trainer(tmp_path).run()
+    (state,) = (tmp_path / "state").glob("step-*")
+    next(state.glob("*.safetensors")).write_bytes(content)
+    with pytest.raises(TrainingError, match="damaged"):
         trainer(tmp_path)
+
+
+def test_accumulation_changes_nothing(tmp_path: Path) -> None:
+    """Losses are normalised by the tokens of the whole step, however many passes it takes."""
+    found = []
+    for accumulation in (1, 3, 4):
+        run = trainer(
+            tmp_path / str(accumulation),
+            batch_size=3,
+            accumulation=accumulation,
+            loss=LossWeights(summary=0.5),
+        )
+        parts = run.train_step()
+        gradients = {name: p.grad for name, p in module(run).named_parameters()}
+        found.append((parts, gradients))
+    (first, expected), *others = found
+    for parts, gradients in others:
+        # float32 sums in another order, and rows in batches of another length.
+        assert parts.total == pytest.approx(first.total, rel=1e-5)
+        assert parts.count == first.count
+        for name, gradient in gradients.items():
+            assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [(2,), (0, 1), (1, 0, 3)], ids=str)
+def test_exits_learn_and_the_export_drafts_with_each(
+    layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    """On-policy training in one pass gives drafts that the engine's cached passes get accepted."""
+    run = trainer(
+        tmp_path,
+        held_out=0,
+        batch_size=4,
+        steps=60,
+        save_every=60,
+        num_target_layers=layers,
+        loss=LossWeights(feature=0.1, kl=1.0),
+    )
+    seen: list[Progress] = []
+    run.run(seen.append)
+    # Two random layers at the end of a tiny target decide nearly all by themselves.
+    assert seen[-1].kl < max(seen[0].kl / 2, 0.01)
+    drafter = moaspec.load_drafter(tmp_path / "drafter", target=tiny.target())
+    assert drafter.config.num_target_layers == layers
+    for n in (None, *layers):
+        results = moaspec.generate(
+            tiny.target(),
+            tiny.PROMPTS,
+            drafter=drafter,
+            max_new_tokens=tiny.NEW_TOKENS,
+            tree=moaspec.Chain(3),
+            num_target_layers=n,
+        )
+        assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts("llama"))
+        rounds = sum(result.num_rounds for result in results)
+        assert sum(sum(result.accept_lengths) for result in results) / rounds > 1.2
+
+
+def test_an_exit_that_was_not_trained_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, num_target_layers=(0, 1), steps=1)
+    run.run()
+    drafter = moaspec.load_drafter(tmp_path / "drafter", target=tiny.target())
+    with pytest.raises(InputError, match="exits for 0, 1"):
+        moaspec.generate(tiny.target(), [1, 2], drafter=drafter, num_target_layers=2)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "total_variation"])
+def test_every_divergence_falls(kind: Divergence, tmp_path: Path) -> None:
+    weights = LossWeights(feature=0.0, kl=1.0, divergence=kind)
+    run = trainer(tmp_path, held_out=0, batch_size=4, steps=30, save_every=30, loss=weights)
+    seen: list[Progress] = []
+    run.run(seen.append)
+    assert seen[-1].kl < 0.95 * seen[0].kl
+
+
+def test_simulated_tau_is_that_of_real_chains(tmp_path: Path) -> None:
+    """The engine's own drafter, started at every whole block of the held-out responses."""
+    run = trainer(
+        tmp_path, held_out=3, batch_size=2, steps=40, learning_rate=1e-2, activation_cache=False
+    )
+    for _ in range(40):
+        run.train_step()
+    run.data.held_out_ids = list(range(4))
+    target, drafter = tiny.target(), module(run).eval()
+    lengths = []
+    for example in run.data.examples:
+        text, start = example.token_ids, len(example.prompt_ids)
+        for root in range(start, len(text) - MEASURED_BLOCK, MEASURED_BLOCK):
+            drafting = MoADrafting(drafter, target)
+            verifier = LocalVerifier(target, drafting)
+            (verdict,) = run_now(verifier.verify([Request(0, 0, tuple(text[:root]))]))
+            drafting.observe(0, verdict.features)
+            (tree,) = drafting.propose(
+                [RowText(0, text[: root + 1])], moaspec.Chain(MEASURED_BLOCK)
+            )
+            wanted = text[root + 1 : root + 1 + MEASURED_BLOCK]
+            agreed = [a == b for a, b in zip(tree.tokens, wanted, strict=True)]
+            lengths.append([*agreed, False].index(False))
+    assert sum(lengths) > 0
+    assert run.measure()[0].tau == pytest.approx(sum(lengths) / len(lengths) + 1, abs=1e-3)
+
+
+def test_mixed_precision_changes_little(tmp_path: Path) -> None:
+    """bf16 has 8 bits, so losses agree to a percent or so."""
+    exact = trainer(tmp_path / "a").train_step()
+    mixed = trainer(tmp_path / "b", mixed_precision="bf16").train_step()
+    assert mixed.total == pytest.approx(exact.total, rel=0.03)
+    assert mixed.total != exact.total
+
+
+def test_it_leaves_in_time_and_goes_on_exactly(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", steps=5)
+    assert whole.run() is Ending.FINISHED
+    for step in range(1, 5):
+        cut = trainer(tmp_path / "cut", steps=5, save_every=100)
+        assert cut.run(seconds=1e-9) is Ending.TIME
+        assert cut.step == step
+    last = trainer(tmp_path / "cut", steps=5)
+    assert last.run(seconds=1000) is Ending.FINISHED
+    for name, value in module(last).state_dict().items():
+        assert_close(value, module(whole).state_dict()[name], rtol=0, atol=0)
+    rows = (tmp_path / "cut" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_very_last_step(number: signal.Signals, tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=100, save_every=100)
+
+    def report(progress: Progress) -> None:
+        if progress.step == 3:
+            signal.raise_signal(number)
+
+    assert run.run(report) is Ending.INTERRUPTED
+    again = trainer(tmp_path, steps=100)
+    assert again.step == run.step == 4
+    for name, value in module(again).state_dict().items():
+        assert_close(value, module(run).state_dict()[name], rtol=0, atol=0)
+
+
+def test_the_card_tells_what_was_done(tmp_path: Path) -> None:
+    run = trainer(tmp_path, num_target_layers=(0, 1), steps=3)
+    run.run()
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    for words in (
+        "tiny-llama",
+        "simulated tau",
+        "`unused`",
+        "| 3 of 3 |",
+        '"save_every": 2',
+        "0, 1",
+    ):
+        assert words in card
+    assert "Curve" in card
+    assert card.count("\n| 3 |") == 1
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "independent"])
+def test_baselines_learn_by_the_same_loop(drafter: Any, tmp_path: Path) -> None:
+    run = trainer(
+        tmp_path,
+        held_out=0,
+        batch_size=4,
+        steps=120,
+        save_every=120,
+        drafter=drafter,
+        loss=LossWeights(feature=0.1, kl=1.0),
+    )
+    seen: list[Progress] = []
+    run.run(seen.append)
+    assert seen[-1].kl < seen[0].kl / 2
+    results = moaspec.generate(
+        tiny.target(),
+        tiny.PROMPTS,
+        drafter=load_any_drafter(tmp_path / "drafter", target=tiny.target()),
+        max_new_tokens=tiny.NEW_TOKENS,
+        tree=moaspec.Chain(2),
+    )
+    assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts("llama"))
+    rounds = sum(result.num_rounds for result in results)
+    assert sum(sum(result.accept_lengths) for result in results) / rounds > 1.2
+    assert trainer(tmp_path, held_out=0, batch_size=4, steps=120, drafter=drafter).step == 120
+
+
+@pytest.mark.parametrize("without", [("lsa",), ("sa",), ("lsa", "sa")], ids=str)
+def test_parts_left_out(without: tuple[Any, ...], tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=3, sizes=DrafterSizes(without=without))
+    run.run()
+    drafter = moaspec.load_drafter(tmp_path / "drafter", target=tiny.target())
+    assert drafter.config.without == without
+    ids = torch.tensor([list(tiny.PROMPTS[2])])
+    ones = torch.ones_like(ids)
+    start = torch.zeros_like(ids)
+    before = drafter.block_logits(tiny.target(), ids, ones, start)[0, -1]
+    changed = ids.clone()
+    changed[0, 5] = 9
+    after = drafter.block_logits(tiny.target(), changed, ones, start)[0, -1]
+    # Only SA tells the last query of a token that CA may not read.
+    assert torch.equal(before, after) == ("sa" in without)
+    kv = torch.randn(1, 2, 3, drafter.config.kv_size)
+    earlier = torch.cat((torch.randn(1, 2, 2, drafter.config.kv_size), kv[:, :, 2:]), dim=2)
+    same = torch.equal(drafter.aggregate(kv), drafter.aggregate(earlier))
+    assert same == ("lsa" in without)
+    (result,) = moaspec.generate(
+        tiny.target(), tiny.PROMPTS[:1], drafter=drafter, max_new_tokens=tiny.NEW_TOKENS
+    )
+    assert tuple(result.token_ids) == tiny.own_texts("llama")[0]
+
+
+def test_tau_rises_on_a_qwen3_never_seen_before(tmp_path: Path) -> None:
+    """Three layers, random weights, nothing but its config and its own text."""
+    target = tiny.fresh_target("qwen3", seed=77, initializer_range=0.1)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(tiny.VOCAB, (24, 4), generator=generator).tolist()
+    texts = [result.token_ids for result in moaspec.generate(target, prompts, max_new_tokens=26)]
+    examples = [Example(p, t) for p, t in zip(prompts, texts, strict=True)]
+    run = Trainer(
+        target,
+        examples,
+        settings(
+            tmp_path,
+            held_out=4,
+            batch_size=8,
+            steps=150,
+            save_every=75,
+            shortest_block=5,
+            longest_block=12,
+            loss=LossWeights(feature=0.1, kl=1.0),
+        ),
+    )
+    before = run.measure()[0].tau
+    run.run()
+    after = run.measure()[0].tau
+    assert before is not None
+    assert after is not None
+    assert after > before + 0.2

@@ -25,6 +25,11 @@ out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False)
 
 
+def nowhere() -> Console:
+    """A console for processes other than the first, which say nothing."""
+    return Console(quiet=True)
+
+
 def error(message: str) -> None:
     """One clear line on standard error."""
     err.print(Text("Error: ", style="bold red") + Text(message))

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moaspec.cli import console
 from moaspec.cli.options import MODEL
-from moaspec.decode import load_drafter
+from moaspec.decode import load_any_drafter
 from moaspec.errors import DataError, InputError
 from moaspec.target import Target, load_target
 from moaspec.train.conversations import read_conversations
@@ -26,6 +26,7 @@ from moaspec.train.reading import read_examples
 from moaspec.train.regenerate import check_prompts, fingerprint, regenerate, with_system_prompts
 from moaspec.train.sources import refuse
 from moaspec.train.statistics import Statistics, statistics
+from moaspec.train.stopping import Ending, Stop
 from moaspec.train.synth import Imagination, synth
 from moaspec.train.writing import Scribe, Writing
 
@@ -51,6 +52,9 @@ Temperature = Annotated[float, typer.Option(help="0 takes the best token.")]
 TopP = Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass.")]
 Drafter = Annotated[str | None, typer.Option(help="Alias, directory or hub id; makes it faster.")]
 Skip = Annotated[bool, typer.Option("--skip-malformed", help="Count bad rows and go on.")]
+For = Annotated[
+    str | None, typer.Option("--for", help="Stop after this time, ready to go on: 8m, 1.5h.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -70,11 +74,13 @@ def synth_command(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
+    for_: For = None,
 ) -> None:
     """Let the target imagine prompts, with no data set at all; run it again to continue.
 
     Example: moaspec data synth --num 2000 --out prompts.jsonl
     """
+    stop = Stop.after(for_)
     if num < 1:
         raise InputError(f"--num must be at least 1, got {num}.")
     writing = Writing(
@@ -88,8 +94,8 @@ def synth_command(
     systems = _lines(system_prompts)
     target = _load(model, dtype, device, threads)
     imagination = Imagination(target, systems)
-    module = load_drafter(drafter, target=target) if drafter else None
-    with _progress("prompts", num) as bar:
+    module = load_any_drafter(drafter, target=target) if drafter else None
+    with _progress("prompts", num, stop) as bar:
         scribe = Scribe(
             target,
             module,
@@ -125,11 +131,13 @@ def regenerate_command(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = None,
+    for_: For = None,
 ) -> None:
     """Let the target write the responses to prompts; run it again to continue after a stop.
 
     Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
     """
+    stop = Stop.after(for_)
     if not 0 <= without_system <= 1 or (limit is not None and limit < 1):
         raise InputError("--without-system must lie in 0..1, and --limit be at least 1.")
     writing = Writing(
@@ -150,8 +158,8 @@ def regenerate_command(
         conversations = check_prompts(target, found, on_malformed)
     if not conversations:
         raise DataError("No usable prompts: every source was empty or its rows malformed.")
-    module = load_drafter(drafter, target=target) if drafter else None
-    with _progress("conversations", len(conversations)) as bar:
+    module = load_any_drafter(drafter, target=target) if drafter else None
+    with _progress("conversations", len(conversations), stop) as bar:
         scribe = Scribe(target, module, writing, advance=bar.advance)
         settings = scribe.settings(prompts=fingerprint(conversations), drafter=drafter)
         with Journal(out, settings) as journal, _stoppable(journal):
@@ -233,6 +241,10 @@ def overlap_command(
         raise typer.Exit(1)
 
 
+class _TimeUpError(Exception):
+    """The time that `--for` gave is over."""
+
+
 class _Skipped:
     """Counts malformed rows and shows the first few."""
 
@@ -248,7 +260,8 @@ class _Skipped:
 class _Bar:
     """A progress bar with tokens per second of this run."""
 
-    def __init__(self, bar: Progress, total: int) -> None:
+    def __init__(self, bar: Progress, total: int, stop: Stop) -> None:
+        self._stop = stop
         self._bar, self._total = bar, total
         self._task = bar.add_task("", total=total, speed="")
         self._tokens, self._started = 0, time.perf_counter()
@@ -268,10 +281,12 @@ class _Bar:
         elapsed = time.perf_counter() - self._started
         speed = f"{self._tokens} tokens, {self._tokens / max(elapsed, 1e-9):.1f} tokens/s"
         self._bar.update(self._task, advance=finished, speed=speed)
+        if self._stop.due is Ending.TIME:
+            raise _TimeUpError
 
 
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[_Bar]:
+def _progress(what: str, total: int, stop: Stop) -> Iterator[_Bar]:
     columns = (
         TextColumn(what),
         BarColumn(),
@@ -280,21 +295,22 @@ def _progress(what: str, total: int) -> Iterator[_Bar]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console.err) as bar:
-        yield _Bar(bar, total)
+        yield _Bar(bar, total, stop)
 
 
 @contextmanager
 def _stoppable(journal: Journal) -> Iterator[None]:
-    """Say what is safe when the user stops."""
+    """Say what is safe when the user stops, or the time is up."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _TimeUpError) as reason:
         console.err.print(
             f"Stopped. {journal.rows} rows are in {journal.path}; run the same command again to "
             "continue.",
             style="yellow",
         )
-        raise
+        if isinstance(reason, KeyboardInterrupt):
+            raise
 
 
 def _load(model: str, dtype: str, device: str, threads: int | None) -> Target:

@@ -9,10 +9,11 @@ import typer
 
 from moaspec.cli import console, options
 from moaspec.decode import (
+    Drafter,
     GenerationResult,
     Options,
     bundled_drafters,
-    load_drafter,
+    load_any_drafter,
     parse_shape,
     sampling_params,
     start,
@@ -101,12 +102,12 @@ def _show(
         console.err.print(describe(result), style="dim")
 
 
-def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | None:
+def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | Drafter | None:
     """The named drafter, else the one bundled for this target, else none (plain decoding)."""
     if name is not None:
-        return load_drafter(name, target=target)
+        return load_any_drafter(name, target=target)
     if model in bundled_drafters():
-        return load_drafter(model, target=target)
+        return load_any_drafter(model, target=target)
     console.err.print(f"No drafter is bundled for {model}: decoding plainly.", style="yellow")
     return None
 

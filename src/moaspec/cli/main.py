@@ -10,6 +10,7 @@ import typer
 from moaspec.cli import console
 from moaspec.cli.chat import chat
 from moaspec.cli.check import check
+from moaspec.cli.checkpoint import app as checkpoint
 from moaspec.cli.data import app as data
 from moaspec.cli.evaluate import app as evaluate
 from moaspec.cli.evaluate import demo
@@ -17,7 +18,7 @@ from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
 from moaspec.cli.train import train
-from moaspec.errors import MoaSpecError, TrainingError
+from moaspec.errors import HubError, MoaSpecError, TrainingError
 
 app = typer.Typer(
     name="moaspec",
@@ -40,6 +41,7 @@ for command in (generate, chat, models, info, train, demo, check):
     app.command()(command)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)
+app.add_typer(checkpoint)
 
 
 def run() -> None:
@@ -52,4 +54,4 @@ def run() -> None:
         if console.DEBUG.get():
             raise
         console.error(str(error))
-        sys.exit(1 if isinstance(error, TrainingError) else 2)
+        sys.exit(1 if isinstance(error, TrainingError | HubError) else 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 from moaspec.cli import console
 from moaspec.cli.generate import choose_drafter
-from moaspec.decode import load_drafter
+from moaspec.decode import load_any_drafter
 from moaspec.errors import InputError
 from moaspec.evaluate import Method, Parts, needed_checkpoints, parse_methods
 from moaspec.evaluate.runner import Encode
@@ -66,7 +66,7 @@ def _load_checkpoints(kinds: set[str], sources: Sources, target: Target) -> dict
                 path, dtype=sources.dtype, device=sources.device, packed=False
             )
         elif kind in kinds:
-            loaded[kind] = load_drafter(path, target=target)
+            loaded[kind] = load_any_drafter(path, target=target)
     return loaded
 
 

@@ -10,23 +10,37 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moaspec.cli import console
 from moaspec.target import load_target
+from moaspec.train import Ending, Trainer, new_accelerator, read_examples, read_train_config
 from moaspec.train import Progress as StepProgress
-from moaspec.train import Trainer, read_examples, read_train_config
+from moaspec.train.stopping import parse_duration
 
 
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file of settings.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value pairs.")] = None,
+    for_: Annotated[
+        str | None, typer.Option("--for", help="Stop after this time, ready to resume: 8m, 1.5h.")
+    ] = None,
 ) -> None:
-    """Train a drafter; run the same command again to resume from the last checkpoint.
+    """Train a drafter; run the same command again to resume exactly where it stopped.
 
-    Example: moaspec train configs/smollm2-135m.yaml data='[responses.jsonl]' steps=500
+    Ctrl-C saves the last step before leaving. Several processes: torchrun -m moaspec train ...
+
+    Example: moaspec train configs/smollm2-135m.yaml data='[responses.jsonl]' steps=500 --for 8m
     """
+    seconds = None if for_ is None else parse_duration(for_)
     settings = read_train_config(config, overrides or [])
     console.set_threads(settings.threads or None)
     console.quiet_libraries()
+    accelerator = new_accelerator(settings)
+    out = console.out if accelerator.is_main_process else console.nowhere()
     with console.err.status(f"Loading {settings.target}"):
-        target = load_target(settings.target, device=settings.device, packed=False)
+        target = load_target(
+            settings.target,
+            dtype=settings.target_dtype,
+            device=str(accelerator.device),
+            packed=False,
+        )
         examples = read_examples(
             settings.data,
             vocab_size=target.vocab_size,
@@ -34,10 +48,11 @@ def train(
             tokenizer=target.tokenizer,
             stop_token_ids=target.stop_token_ids,
         )
-        trainer = Trainer(target, examples, settings)
-    console.out.print(
-        f"{len(examples)} examples, drafter of {trainer.drafter.num_parameters / 1e6:.1f}M "
-        f"parameters, from step {trainer.step}"
+        trainer = Trainer(target, examples, settings, accelerator=accelerator)
+    size = sum(parameter.numel() for parameter in trainer.student.module.parameters())
+    out.print(
+        f"{len(examples)} examples, drafter of {size / 1e6:.1f}M parameters, "
+        f"from step {trainer.step}"
     )
     columns = (
         TextColumn("step"),
@@ -46,17 +61,30 @@ def train(
         TextColumn("{task.fields[state]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console.out) as bar:
+    with Progress(*columns, console=out) as bar:
         task = bar.add_task("train", total=settings.steps, completed=trainer.step, state="")
 
         def report(step: StepProgress) -> None:
             bar.update(task, completed=step.step, state=_line(step))
             if step.held_out_accuracy:
-                bar.console.print(f"step {step.step}: held-out accuracy {step.held_out_accuracy}")
+                bar.console.print(_measured(step))
 
-        trainer.run(report)
-    console.out.print(f"Drafter written to {trainer.output / 'drafter'}")
+        ending = trainer.run(report, seconds=seconds)
+    out.print(f"Drafter written to {trainer.output / 'drafter'}")
+    if ending is not Ending.FINISHED:
+        out.print(f"Stopped after step {trainer.step}, which is saved; run it again to continue.")
+    if ending is Ending.INTERRUPTED:
+        raise typer.Exit(130)
 
 
 def _line(step: StepProgress) -> str:
-    return f"loss {step.loss:.3f}  kl {step.kl:.3f}  {step.tokens_per_s:.0f} tokens/s"
+    return (
+        f"loss {step.loss:.3f}  kl {step.kl:.3f}  accuracy {step.accuracy:.0%}  "
+        f"{step.tokens_per_s:.0f} tokens/s"
+    )
+
+
+def _measured(step: StepProgress) -> str:
+    taus = step.held_out_tau or {}
+    shown = ", ".join(f"{tau} (N={n})" for n, tau in taus.items() if tau is not None)
+    return f"step {step.step}: held-out accuracy {step.held_out_accuracy}, tau {shown or 'none'}"

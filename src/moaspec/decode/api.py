@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
+from moaspec.decode.baselines import baseline_drafting
 from moaspec.decode.engine import Engine
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import DRAFTER_METHODS, Drafter
@@ -18,6 +19,7 @@ from moaspec.decode.tree import Tree, parse_shape
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError, UnknownModelError
 from moaspec.model import MoADrafter, load_checkpoint
+from moaspec.model.baselines import is_baseline, load_baseline
 from moaspec.target import Target
 
 
@@ -38,11 +40,31 @@ def load_drafter(name: str | Path, *, target: Target) -> MoADrafter:
         UnknownModelError: nothing of that name.
         CheckpointError: unreadable, damaged, or made for another target.
     """
-    directory = bundled_drafters().get(str(name), Path(name))
-    if not directory.is_dir():
-        directory = _from_hub(str(name))
-    drafter = load_checkpoint(directory, target.identity, target.config)
+    drafter = load_checkpoint(find_drafter(name), target.identity, target.config)
     return drafter.to(device=target.device, dtype=target.dtype)
+
+
+def load_any_drafter(name: str | Path, *, target: Target) -> MoADrafter | Drafter:
+    """`load_drafter` for Mixture-of-Attentions drafters and for trained baselines alike.
+
+    Returns:
+        What `generate` takes as `drafter`. A baseline holds rows of one engine only.
+    """
+    directory = find_drafter(name)
+    if not is_baseline(directory):
+        return load_drafter(directory, target=target)
+    module = load_baseline(directory, target.identity)
+    return baseline_drafting(module.to(device=target.device, dtype=target.dtype), target)
+
+
+def find_drafter(name: str | Path) -> Path:
+    """Directory of a checkpoint: a bundled alias, a directory, or a hub id, which is fetched.
+
+    Raises:
+        UnknownModelError: nothing of that name.
+    """
+    directory = bundled_drafters().get(str(name), Path(name))
+    return directory if directory.is_dir() else _from_hub(str(name))
 
 
 def _from_hub(name: str) -> Path:
@@ -51,7 +73,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         bundled = ", ".join(bundled_drafters()) or "none"
         raise UnknownModelError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.tree import DraftTree, Tree
 
-Need = Literal["kv"]
+Need = Literal["kv", "hidden"]
 Features = Any
 """Made by a drafter's `encode`, understood by its `observe`, opaque to everything between."""
 
@@ -96,17 +96,18 @@ DRAFTER_METHODS = ("needs", "encode", "observe", "propose", "rollback", "close")
 
 
 class Drafter(Protocol):
-    """Proposes tokens. `needs` says which of the target's activations `encode` wants."""
+    """Proposes tokens. `needs` says which of the target's activations `encode` wants: one kind."""
 
     needs: frozenset[Need]
 
     def encode(
-        self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Sequence[int]
+        self, activations_1N: Tensor, position_ids_1N: Tensor, counts: Sequence[int]
     ) -> list[Features]:
         """Runs beside the target: what `observe` needs to know of newly verified tokens.
 
         Args:
-            kv_1NLK: keys and values of N tokens, those of several rows one after another.
+            activations_1N: of N tokens, those of several rows one after another: keys and values
+                (1, N, L, K) for a drafter that needs "kv", final states (1, N, E) for "hidden".
             position_ids_1N: their positions.
             counts: how many of the N belong to each row.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moaspec.decode.cache import KVCache, tree_mask
 from moaspec.decode.decide import Decision, decide
-from moaspec.decode.protocols import Drafter, Request, Verdict
+from moaspec.decode.protocols import Drafter, Need, Request, Verdict
 from moaspec.decode.tree import ancestor_matrix
 from moaspec.model.encoder import layer_features
 from moaspec.target import Target
@@ -59,7 +59,8 @@ class LocalVerifier:
 
     def __init__(self, target: Target, drafter: Drafter | None = None) -> None:
         self.target = target
-        self._encode = drafter.encode if drafter is not None and "kv" in drafter.needs else None
+        self._needs: frozenset[Need] = drafter.needs if drafter is not None else frozenset()
+        self._encode = drafter.encode if drafter is not None and self._needs else None
         self._texts: dict[int, list[int]] = {}
         self.cache = KVCache(
             num_layers=target.num_layers,
@@ -83,31 +84,47 @@ class LocalVerifier:
         self._texts.clear()
 
     def _verify(self, requests: Sequence[Request]) -> list[Verdict]:
-        plans = self._prefill(requests)
-        decisions = self._decide(plans, self._pass(plans))
+        plans, early = self._prefill(requests)
+        hidden_BTE = self._pass(plans)
+        decisions = self._decide(plans, hidden_BTE)
+        if "hidden" in self._needs:
+            for done, plan, states_TE, decision in zip(
+                early, plans, hidden_BTE, decisions, strict=True
+            ):
+                nodes = [plan.num_known + node for node in decision.accepted]
+                done += [states_TE[: plan.num_known], states_TE[nodes]]
         for request, decision in zip(requests, decisions, strict=True):
             root = request.base + len(request.known) - 1
             slots = [root + 1 + node for node in decision.accepted]
             self.cache.commit(request.row, root + 1, slots)
         started = time.perf_counter()
-        features = self._features(requests, [len(decision.accepted) for decision in decisions])
+        accepted = [len(decision.accepted) for decision in decisions]
+        features = self._features(requests, accepted, early)
         encode_s = time.perf_counter() - started
         return [
             Verdict(decision.accepted, decision.next_token, feature, decision.logprobs, encode_s)
             for decision, feature in zip(decisions, features, strict=True)
         ]
 
-    def _prefill(self, requests: Sequence[Request]) -> list[_Plan]:
-        """Run all but the last stretch of long `known` tokens; plan the deciding pass."""
-        plans = []
+    def _prefill(self, requests: Sequence[Request]) -> tuple[list[_Plan], list[list[Tensor]]]:
+        """Run all but the last stretch of long `known` tokens; plan the deciding pass.
+
+        Returns:
+            A plan per request, and the final states of what was run, (n, E) each, where needed.
+        """
+        plans: list[_Plan] = []
+        early: list[list[Tensor]] = []
         for request in requests:
             start, known = request.base, request.known
+            early.append([])
             while len(known) > PREFILL_CHUNK_TOKENS:
                 chunk, known = known[:PREFILL_CHUNK_TOKENS], known[PREFILL_CHUNK_TOKENS:]
-                self._pass([_Plan(request, start, chunk, len(chunk))])
+                states_1TE = self._pass([_Plan(request, start, chunk, len(chunk))])
+                if "hidden" in self._needs:
+                    early[-1].append(states_1TE[0])
                 start += len(chunk)
             plans.append(_Plan(request, start, known + request.tree.tokens, len(known)))
-        return plans
+        return plans, early
 
     def _pass(self, plans: Sequence[_Plan]) -> Tensor:
         """Run the target over every plan's tokens, right-padded: (B, T, E) final states."""
@@ -149,21 +166,36 @@ class LocalVerifier:
         text[request.base :] = request.known
         return text
 
-    def _features(self, requests: Sequence[Request], num_accepted: Sequence[int]) -> list[object]:
+    def _features(
+        self,
+        requests: Sequence[Request],
+        num_accepted: Sequence[int],
+        hidden: Sequence[Sequence[Tensor]],
+    ) -> list[object]:
         """The drafter's encoding of every token that this verification committed."""
         if self._encode is None:
             return [None] * len(requests)
-        kv: list[Tensor] = []
+        stops = [
+            request.base + len(request.known) + accepted
+            for request, accepted in zip(requests, num_accepted, strict=True)
+        ]
         positions: list[int] = []
-        counts: list[int] = []
-        for request, accepted in zip(requests, num_accepted, strict=True):
-            stop = request.base + len(request.known) + accepted
-            key_LHTD, value_LHTD = self.cache.read(request.row, request.base, stop)
-            kv.append(layer_features(key_LHTD[:, None], value_LHTD[:, None]))
+        for request, stop in zip(requests, stops, strict=True):
             positions += range(request.base, stop)
-            counts.append(stop - request.base)
+        counts = [stop - request.base for request, stop in zip(requests, stops, strict=True)]
+        if "kv" in self._needs:
+            activations = torch.cat(
+                [self._kv(r, stop) for r, stop in zip(requests, stops, strict=True)], dim=1
+            )
+        else:
+            activations = torch.cat([states for row in hidden for states in row])[None]
         position_ids_1N = torch.tensor([positions], device=self.target.device)
-        return self._encode(torch.cat(kv, dim=1), position_ids_1N, counts)
+        return self._encode(activations, position_ids_1N, counts)
+
+    def _kv(self, request: Request, stop: int) -> Tensor:
+        """Keys and values of a request's tokens up to `stop`, (1, n, L, K)."""
+        key_LHTD, value_LHTD = self.cache.read(request.row, request.base, stop)
+        return layer_features(key_LHTD[:, None], value_LHTD[:, None])
 
 
 def _groups(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:

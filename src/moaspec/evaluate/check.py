@@ -96,7 +96,7 @@ class Check:
 
     target: Target
     prompts: Sequence[Sequence[int]]
-    drafter: MoADrafter | None = None
+    drafter: MoADrafter | Drafter | None = None
     stock: Target | None = None
     max_new_tokens: int = 64
     seeds: Sequence[int] = (0,)
@@ -147,7 +147,9 @@ class Check:
             "replay": (Replay(known, agreement=REPLAY_AGREEMENT), None),
             "bait": (Bait(baits), None),
         }
-        if self.drafter is not None:
+        if self.drafter is not None and not isinstance(self.drafter, MoADrafter):
+            drafters["trained"] = (self.drafter, None)
+        elif self.drafter is not None:
             drafters["random"] = (_untrained(self.drafter), None)
             for layers in self.drafter.config.num_target_layers:
                 drafters[f"moa (N={layers})"] = (self.drafter, layers)

@@ -3,6 +3,7 @@
 from moaspec.model.checkpoint import load_checkpoint, save_drafter
 from moaspec.model.config import DrafterConfig, LayerConfig, TargetIdentity
 from moaspec.model.drafter import MoADrafter
+from moaspec.model.published import save_published
 
 __all__ = [
     "DrafterConfig",
@@ -11,4 +12,5 @@ __all__ = [
     "TargetIdentity",
     "load_checkpoint",
     "save_drafter",
+    "save_published",
 ]

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,6 +35,7 @@ from moaspec.model.config import (
 from moaspec.model.drafter import MoADrafter
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 DRAFT_TOKENS = "draft_token_ids"
 FORMAT_VERSION = 1
 
@@ -48,6 +51,7 @@ _RENAMED = (
     ("cross_attention.self_attn.v_proj.", "encoder.memory_key_value.v_proj."),
     ("cross_attention.", "speaker.cross_attention."),
     ("Ekv2E.", "encoder.projection."),
+    ("exits.", "exits."),
 )
 _SHARED_NORM = "encoder.memory_norm."
 
@@ -74,6 +78,7 @@ def save_drafter(
     *,
     dtype: torch.dtype | None = None,
     training: Mapping[str, Any] | None = None,
+    shard_bytes: int = 0,
 ) -> None:
     """Write a checkpoint that `load_checkpoint` reads back.
 
@@ -82,14 +87,12 @@ def save_drafter(
         directory: created when missing; an existing checkpoint in it is replaced.
         dtype: dtype of the stored weights; None keeps them as they are.
         training: facts about the training run, stored as they are.
+        shard_bytes: largest file of weights; 0 for one file. Several get the index that
+            transformers' sharded checkpoints have.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        to_published_name(name): parameter.detach().to(dtype or parameter.dtype).contiguous().cpu()
-        for name, parameter in drafter.named_parameters(remove_duplicate=False)
-        if not name.startswith(_SHARED_NORM)
-    }
+    tensors = published_tensors(drafter, dtype)
     if drafter.draft_token_ids is not None:
         tensors[DRAFT_TOKENS] = drafter.draft_token_ids.cpu()
     section = {"format_version": FORMAT_VERSION, **dataclasses.asdict(drafter.config)}
@@ -99,13 +102,49 @@ def save_drafter(
         "moaspec": section,
         "training": dict(training or {}),
     }
-    for name, write in (
-        (WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"})),
-        (CONFIG_FILE, lambda path: path.write_text(json.dumps(config, indent=2) + "\n")),
-    ):
-        scratch = directory / f".{name}.partial"
-        write(scratch)
-        scratch.replace(directory / name)
+    write_weights(directory, tensors, shard_bytes)
+    write_config(directory, config)
+
+
+def published_tensors(drafter: MoADrafter, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """All weights under their published names, on the CPU."""
+    return {
+        to_published_name(name): parameter.detach().to(dtype or parameter.dtype).contiguous().cpu()
+        for name, parameter in drafter.named_parameters(remove_duplicate=False)
+        if not name.startswith(_SHARED_NORM)
+    }
+
+
+def write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write `config.json`."""
+    _replace(directory / CONFIG_FILE, lambda path: path.write_text(_json(config)))
+
+
+def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: int = 0) -> None:
+    """Write tensors as `model.safetensors`, or as shards with an index."""
+    split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=shard_bytes or 2**62)
+    for name, names in split.filename_to_tensors.items():
+        shard = {key: tensors[key] for key in names}
+        _replace(directory / name, partial(save_file, shard, metadata={"format": "pt"}))
+    kept = set(split.filename_to_tensors)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _replace(directory / INDEX_FILE, lambda path: path.write_text(_json(index)))
+        kept.add(INDEX_FILE)
+    for old in [*directory.glob("model*.safetensors"), directory / INDEX_FILE]:
+        if old.name not in kept:
+            old.unlink(missing_ok=True)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file so that a reader finds the old one or the new one, whole."""
+    scratch = path.with_name(f".{path.name}.partial")
+    write(scratch)
+    scratch.replace(path)
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -136,9 +175,34 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
         CheckpointError: no such file.
         CorruptCheckpointError: truncated, not safetensors, or a value is not finite.
     """
-    path = Path(directory) / WEIGHTS_FILE
-    if not path.exists():
-        raise CheckpointError(f"No drafter checkpoint at {directory}: {path} is missing.")
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(Path(directory)):
+        tensors |= _read_file(path)
+    return tensors
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files of a checkpoint's weights: one, or those that its index names.
+
+    Raises:
+        CheckpointError: one is missing.
+        CorruptCheckpointError: the index cannot be read.
+    """
+    index, files = directory / INDEX_FILE, [directory / WEIGHTS_FILE]
+    if index.exists():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CorruptCheckpointError(f"Cannot read {index}: {error}") from error
+        # Names only: an index must not lead out of its directory.
+        files = [directory / Path(str(name)).name for name in sorted(names)]
+    for path in files:
+        if not path.exists():
+            raise CheckpointError(f"No drafter checkpoint at {directory}: {path} is missing.")
+    return files
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -228,6 +292,7 @@ def config_from_json(section: Mapping[str, Any]) -> DrafterConfig:
     for name in ("layer_self_attention", "self_attention", "cross_attention"):
         values[name] = LayerConfig(**values[name])
     values["num_target_layers"] = tuple(values["num_target_layers"])
+    values["without"] = tuple(values.get("without", ()))
     if values.get("target") is not None:
         values["target"] = TargetIdentity(**values["target"])
     return DrafterConfig(**values)

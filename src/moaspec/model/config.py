@@ -71,6 +71,8 @@ class DrafterConfig:
         max_position_embeddings: the target's context, which some scalings need.
         num_target_layers: the N that this drafter was trained for, the default one first.
         target: the target it was trained for; None in published checkpoints.
+        without: parts left out to measure what they bring: "lsa" (only the last layer's keys and
+            values are read), "sa" (CA's queries come from token embeddings alone).
     """
 
     hidden_size: int
@@ -85,8 +87,12 @@ class DrafterConfig:
     max_position_embeddings: int = 2048
     num_target_layers: tuple[int, ...] = (0,)
     target: TargetIdentity | None = None
+    without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        unknown = set(self.without) - {"lsa", "sa"}
+        if unknown:
+            raise ShapeError(f"without may hold 'lsa' and 'sa', got {sorted(unknown)}.")
         widths = {
             "layer_self_attention": (self.layer_self_attention.hidden_size, self.kv_size),
             "self_attention": (self.self_attention.hidden_size, self.hidden_size),

@@ -6,7 +6,8 @@ value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -27,10 +28,12 @@ class TargetPass:
     Attributes:
         kv_BTLK: keys and values of all layers, as `layer_features` lays them out.
         hidden_BTE: states after the final norm, the input of the LM head.
+        before: by N, the states that enter the last N layers, (B, T, E) each, where asked for.
     """
 
     kv_BTLK: Tensor
     hidden_BTE: Tensor
+    before: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class TrainingTarget(Protocol):
@@ -53,6 +56,23 @@ class TrainingTarget(Protocol):
     def head(self, states_BTE: Tensor, token_ids: Tensor | None = None) -> Tensor: ...
 
 
+class ExitAdapter(nn.Module):
+    """CA's output as one N of several wants it: norm, linear, and the size of that N's states.
+
+    States before the last N layers differ in direction and by tens in size, too much for one
+    output to stand for all of them.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.linear = nn.Linear(config.hidden_size, config.hidden_size)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, states_BTE: Tensor) -> Tensor:
+        return self.linear(self.norm(states_BTE)) * self.scale
+
+
 class MoADrafter(nn.Module):
     """A drafter that reads the target's keys and values in every layer.
 
@@ -70,6 +90,10 @@ class MoADrafter(nn.Module):
         self.speaker = Speaker(config)
         # CA normalises its queries and its keys with one weight; each half holds it.
         self.encoder.memory_norm = self.speaker.cross_attention.input_layernorm
+        several = len(config.num_target_layers) > 1
+        self.exits = nn.ModuleDict(
+            {str(n): ExitAdapter(config) for n in config.num_target_layers} if several else {}
+        )
         self.draft_token_ids: Tensor | None
         self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
 
@@ -134,6 +158,55 @@ class MoADrafter(nn.Module):
             x_BTE, position_ids_BT, lambda q: masked_attention(q, key, value, ca_mask)
         )
 
+    def exit(self, states_BTE: Tensor, num_target_layers: int) -> Tensor:
+        """CA's output as input of the last N target layers (N = 0: of the head).
+
+        Raises:
+            ShapeError: the drafter has several exits, and none for this N.
+        """
+        if not self.exits:
+            return states_BTE
+        if str(num_target_layers) not in self.exits:
+            raise ShapeError(
+                f"This drafter was trained for num_target_layers in "
+                f"{self.config.num_target_layers}, got {num_target_layers}."
+            )
+        return self.exits[str(num_target_layers)](states_BTE)
+
+    def forward(
+        self,
+        embeddings_BTE: Tensor,
+        read: Tensor,
+        attention_mask_BT: Tensor,
+        block_start_BT: Tensor,
+        *,
+        staircase_B: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The training pass of all exits.
+
+        Args:
+            embeddings_BTE: the target's token embeddings.
+            read: keys and values of all layers, (B, T, L, K), or means over layers that a frozen
+                LSA gave before, (B, T, K).
+            attention_mask_BT: see `block_states`.
+            block_start_BT: see `block_states`.
+            staircase_B: see `block_states`.
+
+        Returns:
+            The aggregate of every token, then the output of each exit in the order of
+            `config.num_target_layers`: (B, T, E) each.
+        """
+        aggregated_BTE = self.aggregate(read) if read.ndim == 4 else self.encoder.projection(read)
+        states_BTE = self.block_states(
+            embeddings_BTE,
+            aggregated_BTE,
+            attention_mask_BT,
+            block_start_BT,
+            staircase_B=staircase_B,
+        )
+        layers = self.config.num_target_layers
+        return aggregated_BTE, *(self.exit(states_BTE, n) for n in layers)
+
     def block_logits(
         self,
         target: TrainingTarget,
@@ -166,6 +239,7 @@ class MoADrafter(nn.Module):
             block_start_BT,
             staircase_B=staircase_B,
         )
+        states_BTE = self.exit(states_BTE, num_target_layers)
         if num_target_layers:
             states_BTE = target.reuse_layers(
                 states_BTE,

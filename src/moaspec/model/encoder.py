@@ -44,6 +44,7 @@ class Encoder(nn.Module):
         eps = config.rms_norm_eps
         lsa, ca = config.layer_self_attention, config.cross_attention
         self.layer_self_attention = DecoderLayer(lsa, eps=eps, hidden_act=config.hidden_act)
+        self.last_layer_only = "lsa" in config.without
         self.layer_rope = Rope.plain(lsa.head_dim, config.rope_theta)
         self.projection = nn.Linear(config.kv_size, config.hidden_size)
         self.memory_norm = nn.RMSNorm(config.hidden_size, eps=eps)
@@ -63,6 +64,8 @@ class Encoder(nn.Module):
 
     def mean_over_layers(self, kv_BTLK: Tensor) -> Tensor:
         """LSA, then the mean over layers: (B, T, L, K) -> (B, T, K)."""
+        if self.last_layer_only:
+            kv_BTLK = kv_BTLK[:, :, -1:]
         flat_NLK = kv_BTLK.flatten(0, 1).to(self.projection.weight.dtype)
         means = [self._mean(chunk) for chunk in flat_NLK.split(AGGREGATE_CHUNK_TOKENS)]
         return torch.cat(means).unflatten(0, kv_BTLK.shape[:2])
@@ -83,4 +86,6 @@ class Encoder(nn.Module):
             Two tensors (B, C, T, D of CA).
         """
         cos_sin = self.memory_rope(position_ids_BT)
+        # Under mixed precision the projection answers in less than its norm has.
+        states_BTE = states_BTE.to(self.memory_norm.weight.dtype)
         return self.memory_key_value(self.memory_norm(states_BTE), cos_sin)

@@ -28,6 +28,7 @@ class Speaker(nn.Module):
             {"rope_theta": config.rope_theta, **config.rope_parameters},
             config.max_position_embeddings,
         )
+        self.without_text = "sa" in config.without
         self.cross_attention = CrossLayer(ca, eps=eps, hidden_act=act)
         self.cross_rope = Rope.plain(ca.head_dim, config.rope_theta)
 
@@ -35,6 +36,8 @@ class Speaker(nn.Module):
         self, embeddings_BTE: Tensor, position_ids_BT: Tensor, attend: SelfAttend
     ) -> Tensor:
         """SA: depends on the tokens alone, so verified tokens never need recomputing."""
+        if self.without_text:
+            return embeddings_BTE
         return self.self_attention(embeddings_BTE, self.self_rope(position_ids_BT), attend)
 
     def read_memory(self, x_BTE: Tensor, position_ids_BT: Tensor, attend: CrossAttend) -> Tensor:

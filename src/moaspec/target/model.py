@@ -11,7 +11,7 @@ K = 2 * H * D, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any, cast
 
@@ -30,6 +30,9 @@ from moaspec.target.packing import can_pack, pack_like, pack_linears
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
+
+WatchLayer = Callable[[int, Tensor], None]
+"""(layer index, the states that enter it, (B, T, E))."""
 
 
 class _KVTap:
@@ -209,6 +212,7 @@ class Target:
         mask_B1TS: Tensor,
         write: WriteKV,
         lengths_B: Tensor | None = None,
+        watch: WatchLayer | None = None,
     ) -> Tensor:
         """One pass through all layers.
 
@@ -221,6 +225,7 @@ class Target:
             write: receives each layer's keys and values; see the module's docstring.
             lengths_B: (B,) tokens of each row's whole text, by which LongRoPE goes; None takes the
                 largest position of the row. To be given where a row is only the start of a text.
+            watch: is shown what enters each layer.
 
         Returns:
             (B, T, E) after the final norm.
@@ -232,6 +237,7 @@ class Target:
             mask_B1TS=mask_B1TS,
             write=write,
             lengths_B=lengths_B,
+            watch=watch,
         )
 
     def run_last(
@@ -243,6 +249,7 @@ class Target:
         mask_B1TS: Tensor,
         write: WriteKV,
         lengths_B: Tensor | None = None,
+        watch: WatchLayer | None = None,
     ) -> Tensor:
         """The last `num` layers and the final norm, from states that stand for their input.
 
@@ -257,6 +264,8 @@ class Target:
         tap = _KVTap(write)
         for index in range(self.num_layers - num, self.num_layers):
             kind = self._layer_types[index]
+            if watch is not None:
+                watch(index, states_BTE)
             states_BTE = self._base.layers[index](
                 states_BTE,
                 attention_mask=masks[kind],
@@ -274,8 +283,17 @@ class Target:
         return masks
 
     @torch.no_grad()
-    def encode(self, input_ids_BT: Tensor, attention_mask_BT: Tensor) -> TargetPass:
-        """Uncached pass that captures keys and values of all layers, for training."""
+    def encode(
+        self, input_ids_BT: Tensor, attention_mask_BT: Tensor, before: Collection[int] = ()
+    ) -> TargetPass:
+        """Uncached pass that captures keys and values of all layers, for training.
+
+        Args:
+            input_ids_BT: (B, T) int64.
+            attention_mask_BT: (B, T), 1 for real tokens.
+            before: the N > 0 of which the states that enter the last N layers are wanted.
+        """
+        entering: dict[int, Tensor] = {}
         keys: list[Tensor] = []
         values: list[Tensor] = []
 
@@ -284,13 +302,19 @@ class Target:
             values.append(value)
             return key, value
 
+        def watch(layer: int, states_BTE: Tensor) -> None:
+            if self.num_layers - layer in before:
+                entering[self.num_layers - layer] = states_BTE
+
         hidden_BTE = self.run(
             input_ids_BT,
             positions(attention_mask_BT),
             mask_B1TS=text_mask(attention_mask_BT),
             write=capture,
+            watch=watch,
         )
-        return TargetPass(layer_features(torch.stack(keys), torch.stack(values)), hidden_BTE)
+        kv_BTLK = layer_features(torch.stack(keys), torch.stack(values))
+        return TargetPass(kv_BTLK, hidden_BTE, entering)
 
     def reuse_layers(
         self,

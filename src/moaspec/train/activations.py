@@ -50,7 +50,7 @@ class ExampleStore:
             for name, width in widths.items()
         }
         self._done = np.memmap(
-            _sized(directory / f"done-{len(examples)}.bool", len(examples)),
+            _sized(directory / f"done-{len(examples)}-{'+'.join(widths)}.bool", len(examples)),
             dtype=np.bool_,
             mode="r+",
         )
@@ -80,38 +80,6 @@ class ExampleStore:
         return torch.from_numpy(flat).view(torch.bfloat16)
 
 
-class ActivationCache:
-    """Target activations of a fixed list of examples, filled on first use.
-
-    Args:
-        directory: each list of examples and target has a folder in it, which later runs reuse.
-        examples: the examples, in an order that does not change.
-        identity: the target, for the sizes.
-
-    Raises:
-        TrainingError: the disk has too little room; the message says how much is needed.
-    """
-
-    def __init__(
-        self, directory: Path, examples: Sequence[Example], identity: TargetIdentity
-    ) -> None:
-        self._kv_shape = (identity.num_layers, identity.kv_size)
-        self._store = ExampleStore(
-            directory / fingerprint(examples, identity),
-            examples,
-            _widths(identity),
-        )
-
-    def passes(self, target: Target, batch: Batch) -> TargetPass:
-        """The batch's activations, read back or computed and stored: bf16, pads are zero."""
-        if not self._store.holds(batch):
-            result = target.encode(batch.input_ids_BT, batch.attention_mask_BT)
-            kv_BTX, hidden_BTE = result.kv_BTLK.flatten(2), result.hidden_BTE
-            self._store.write(batch, kv=kv_BTX.cpu(), hidden=hidden_BTE.cpu())
-        kv_BTX = self._store.read("kv", batch)
-        return TargetPass(kv_BTX.unflatten(2, self._kv_shape), self._store.read("hidden", batch))
-
-
 def bytes_per_token(identity: TargetIdentity) -> int:
     """What the cache of one token takes on disk."""
     return 2 * sum(_widths(identity).values())
@@ -120,6 +88,50 @@ def bytes_per_token(identity: TargetIdentity) -> int:
 def _widths(identity: TargetIdentity) -> dict[str, int]:
     """Numbers of one token in each file."""
     return {"kv": identity.num_layers * identity.kv_size, "hidden": identity.hidden_size}
+
+
+class ActivationCache:
+    """Target activations of a fixed list of examples, filled on first use.
+
+    Args:
+        directory: each list of examples and target has a folder in it, which later runs reuse.
+        examples: the examples, in an order that does not change.
+        identity: the target, for the sizes.
+        before: the N > 0 of which the states that enter the last N layers are kept too.
+
+    Raises:
+        TrainingError: the disk has too little room; the message says how much is needed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        examples: Sequence[Example],
+        identity: TargetIdentity,
+        before: Sequence[int] = (),
+    ) -> None:
+        self._kv_shape = (identity.num_layers, identity.kv_size)
+        self._before = tuple(before)
+        self._store = ExampleStore(
+            directory / fingerprint(examples, identity),
+            examples,
+            _widths(identity) | {f"before{n}": identity.hidden_size for n in before},
+        )
+
+    def passes(self, target: Target, batch: Batch) -> TargetPass:
+        """The batch's activations, read back or computed and stored: bf16, pads are zero."""
+        store, device = self._store, target.device
+        if not store.holds(batch):
+            result = target.encode(batch.input_ids_BT, batch.attention_mask_BT, self._before)
+            entering = {f"before{n}": states.cpu() for n, states in result.before.items()}
+            kv_BTX, hidden_BTE = result.kv_BTLK.flatten(2), result.hidden_BTE
+            store.write(batch, kv=kv_BTX.cpu(), hidden=hidden_BTE.cpu(), **entering)
+        kv_BTX = store.read("kv", batch).to(device)
+        return TargetPass(
+            kv_BTX.unflatten(2, self._kv_shape),
+            store.read("hidden", batch).to(device),
+            {n: store.read(f"before{n}", batch).to(device) for n in self._before},
+        )
 
 
 def fingerprint(

@@ -29,6 +29,10 @@ class Blocks:
     step_BT: Tensor
     loss_BT: Tensor
 
+    def to(self, device: torch.device) -> Blocks:
+        """The same blocks on a device."""
+        return Blocks(*(x.to(device) for x in (self.block_start_BT, self.step_BT, self.loss_BT)))
+
 
 def random_blocks(
     batch: Batch, *, shortest: int, longest: int, generator: torch.Generator

@@ -7,15 +7,35 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 import yaml
 
 from moaspec.errors import InputError
 from moaspec.model.config import DrafterConfig, LayerConfig, activation_name, text_rope
+from moaspec.model.stack import StackConfig
 from moaspec.target import Target
 from moaspec.train.losses import LossWeights
+
+_AT_LEAST_ONE = (
+    "batch_size",
+    "accumulation",
+    "steps",
+    "shortest_block",
+    "save_every",
+    "max_length",
+    "warm_start_tokens",
+)
+_NOT_NEGATIVE = (
+    "held_out",
+    "batch_tokens",
+    "warmup_steps",
+    "decay_steps",
+    "weight_decay",
+    "frozen_lsa",
+    "shard_mb",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +49,8 @@ class DrafterSizes:
         sa_intermediate, ca_intermediate: MLP widths; default: the target's.
         sa_kv_heads, ca_kv_heads: default: the target's.
         draft_vocab: size of the trimmed draft vocabulary; 0 keeps the full one.
+        layers: layers of an independent drafter.
+        without: parts that are left out, to measure what they bring; see `DrafterConfig`.
     """
 
     lsa_heads: int = 0
@@ -39,6 +61,8 @@ class DrafterSizes:
     ca_intermediate: int = 0
     ca_kv_heads: int = 0
     draft_vocab: int = 0
+    layers: int = 2
+    without: tuple[Literal["lsa", "sa"], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +75,15 @@ class TrainConfig:
         output: directory of the run: checkpoints, log, exported drafter.
         max_length: tokens of one example, prompt included.
         held_out: examples set aside for measuring.
-        batch_size: examples of one optimiser step.
+        batch_size: examples of one optimiser step, over all processes and accumulation steps.
         batch_tokens: if not 0, a step has as many examples of like length as fit into so many
             tokens, pads included, instead of `batch_size`.
+        accumulation: passes that a process splits its share of a step into.
         steps: optimiser steps.
         learning_rate: peak, reached after `warmup_steps`; falls along a cosine to `final_lr`.
         final_lr: fraction of the peak at the end.
+        decay_steps: steps of the fall; 0 takes the rest of the run. The rate stays where it is
+            afterwards, so the paper's recipe is a peak of 20 times its rate and `final_lr` 1/20.
         shortest_block, longest_block: lengths of T-step bounded blocks.
         staircase: start with SA restricted to its own block, fading out over half of training.
         warm_start: start from the target's own weights and states, see `moaspec.train.warm_start`.
@@ -65,9 +92,20 @@ class TrainConfig:
             Its means over layers are then computed once per example and kept on disk, and a step
             costs a fraction.
         activation_cache: keep the target's activations on disk.
+        drafter: "moa", or a baseline: "eagle" (EAGLE-2's head) or "independent" (a small language
+            model between the target's embeddings and its head).
+        num_target_layers: N, target layers that drafts reuse; several values train one drafter
+            with an exit for each, the first being its default.
         save_every: steps between checkpoints.
+        shard_mb: largest file of a checkpoint, in MB of 10^6 bytes; 0 for no limit.
         seed: of initial weights, order and blocks.
         threads: torch threads; 0 leaves torch's default.
+        device: "cpu" or "cuda"; each process takes a GPU of its own.
+        target_dtype: of the target's weights.
+        mixed_precision: "bf16" lets the drafter compute in bf16 over float32 weights.
+        sharding: "fsdp" shards weights, gradients and optimiser over the processes; "none" keeps
+            all of them in each (DDP).
+        trackers: where to log besides `log.jsonl`: names that accelerate knows (tensorboard, ...).
     """
 
     target: str
@@ -77,9 +115,11 @@ class TrainConfig:
     held_out: int = 32
     batch_size: int = 8
     batch_tokens: int = 0
+    accumulation: int = 1
     steps: int = 2000
     learning_rate: float = 1e-3
     final_lr: float = 0.05
+    decay_steps: int = 0
     warmup_steps: int = 50
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
@@ -91,37 +131,57 @@ class TrainConfig:
     warm_start_tokens: int = 12000
     frozen_lsa: float = 0.0
     activation_cache: bool = True
+    drafter: Literal["moa", "eagle", "independent"] = "moa"
+    num_target_layers: tuple[int, ...] = (0,)
     save_every: int = 200
+    shard_mb: float = 0.0
     seed: int = 0
     threads: int = 0
     device: str = "cpu"
+    target_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    mixed_precision: Literal["no", "bf16"] = "no"
+    sharding: Literal["none", "fsdp"] = "none"
+    trackers: tuple[str, ...] = ()
     loss: LossWeights = field(default_factory=LossWeights)
     sizes: DrafterSizes = field(default_factory=DrafterSizes)
 
     def __post_init__(self) -> None:
-        for name in (
-            "batch_size",
-            "steps",
-            "shortest_block",
-            "save_every",
-            "max_length",
-            "warm_start_tokens",
-        ):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("held_out", "batch_tokens", "warmup_steps", "weight_decay", "frozen_lsa"):
-            if getattr(self, name) < 0:
-                raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")
-        for name in ("learning_rate", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"{name} must be above 0 and finite, got {getattr(self, name)}.")
+        self._check_numbers()
         if self.longest_block < self.shortest_block:
             raise InputError(
                 f"longest_block ({self.longest_block}) is below shortest_block "
                 f"({self.shortest_block})."
             )
+        layers = self.num_target_layers
+        if not layers or min(layers) < 0 or len(set(layers)) < len(layers):
+            raise InputError(
+                f"num_target_layers must be different numbers of layers, 0 or more; got {layers}."
+            )
+        if self.drafter != "moa" and (max(layers) or self.frozen_lsa or self.loss.summary):
+            raise InputError(
+                f"drafter={self.drafter} has no LSA and reuses no layers: leave out "
+                "num_target_layers, frozen_lsa and loss.summary."
+            )
+        if self.frozen_lsa and (max(layers) or self.sharding != "none"):
+            raise InputError("frozen_lsa works with num_target_layers=[0] and sharding=none only.")
         if not self.data:
             raise InputError("data must name at least one file.")
+
+    def _check_numbers(self) -> None:
+        for name in _AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{name} must be above 0 and finite, got {getattr(self, name)}.")
+
+    @property
+    def shard_bytes(self) -> int:
+        """Largest file of a checkpoint; 0 for no limit."""
+        return int(self.shard_mb * 1e6)
 
 
 def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -168,13 +228,37 @@ def _override(values: dict[str, Any], item: str) -> None:
     values[last] = yaml.safe_load(text)
 
 
-def drafter_config(target: Target, sizes: DrafterSizes) -> DrafterConfig:
-    """Config of a new drafter for this target, with biases where published drafters have them."""
+def stack_config(target: Target, config: TrainConfig) -> StackConfig:
+    """Config of a new baseline drafter: layers as the target's, widths as `sizes.sa_*` say."""
+    shape = drafter_config(target, config.sizes)
+    return StackConfig(
+        layer=dataclasses.replace(shape.self_attention, qkv_bias=False, o_bias=False),
+        num_layers=config.sizes.layers if config.drafter == "independent" else 1,
+        rms_norm_eps=shape.rms_norm_eps,
+        hidden_act=shape.hidden_act,
+        rope_parameters=shape.rope_parameters,
+        max_position_embeddings=shape.max_position_embeddings,
+        target=target.identity,
+    )
+
+
+def drafter_config(
+    target: Target, sizes: DrafterSizes, num_target_layers: tuple[int, ...] = (0,)
+) -> DrafterConfig:
+    """Config of a new drafter for this target, with biases where published drafters have them.
+
+    Raises:
+        InputError: sizes that do not fit the target, or more reused layers than it has.
+    """
     config, identity = target.config, target.identity
     head_dim = target.head_dim
     lsa_heads = sizes.lsa_heads or identity.kv_size // head_dim
     if identity.kv_size % lsa_heads:
         raise InputError(f"lsa_heads={lsa_heads} does not divide K={identity.kv_size}.")
+    if max(num_target_layers) > target.num_layers:
+        raise InputError(
+            f"num_target_layers={num_target_layers}: the target has {target.num_layers} layers."
+        )
 
     first_layer = target.layer_state(0)
 
@@ -209,5 +293,7 @@ def drafter_config(target: Target, sizes: DrafterSizes) -> DrafterConfig:
         rope_theta=float(rope_parameters["rope_theta"]),
         rope_parameters=rope_parameters,
         max_position_embeddings=target.max_positions,
+        num_target_layers=num_target_layers,
         target=identity,
+        without=sizes.without,
     )

@@ -88,6 +88,15 @@ class Batch:
     response_BT: Tensor
     example_ids: tuple[int, ...]
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        return Batch(
+            self.input_ids_BT.to(device),
+            self.attention_mask_BT.to(device),
+            self.response_BT.to(device),
+            self.example_ids,
+        )
+
 
 def collate(examples: Sequence[Example], example_ids: Sequence[int]) -> Batch:
     """Right-pad examples into one batch."""

@@ -5,8 +5,9 @@ Legend: M queries with loss, E hidden size, V draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from torch import Tensor
 
 LogitsOf = Callable[[Tensor], Tensor]
 """(M, E) states -> (M, V) float32 logits over the draft vocabulary."""
+Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
+CHUNK = 512
+"""Queries whose logits exist at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +25,17 @@ class LossWeights:
     """Weights of the sum that is minimised.
 
     Attributes:
-        feature: smooth-L1 between the final states of drafter and target (the paper: 1.0).
-        kl: forward KL from the target's distribution to the drafter's (the paper: 0.1).
+        feature: smooth-L1 between states of drafter and target (the paper: 1.0).
+        kl: divergence between their distributions (the paper: 0.1).
         summary: smooth-L1 between the aggregate of a token and the target's final state of it (not
             in the paper). It teaches LSA directly, before CA has learned to read its output.
+        divergence: "forward_kl" (the paper), "reverse_kl" or "total_variation".
     """
 
     feature: float = 1.0
     kl: float = 0.1
     summary: float = 0.0
+    divergence: Divergence = "forward_kl"
 
 
 @dataclass(frozen=True)
@@ -38,68 +44,122 @@ class LossParts:
 
     Attributes:
         total: weighted loss.
-        feature: smooth-L1 between final states, mean over E.
-        kl: forward KL from the target's distribution to the drafter's.
+        feature: smooth-L1 between states, mean over E.
+        kl: divergence between the target's distribution and the drafter's.
         hits: queries whose most likely draft is the target's most likely token.
         count: queries.
     """
 
-    total: float
-    feature: float
-    kl: float
-    hits: int
-    count: int
+    total: float = 0.0
+    feature: float = 0.0
+    kl: float = 0.0
+    hits: float = 0.0
+    count: float = 0.0
+
+    def as_tensor(self) -> Tensor:
+        """(5,) float64, so that processes can add theirs up."""
+        values = (self.total, self.feature, self.kl, self.hits, self.count)
+        return torch.tensor(values, dtype=torch.float64)
 
 
-def feature_loss(drafted_ME: Tensor, target_ME: Tensor) -> Tensor:
-    """Smooth-L1 (beta 1), mean over E, summed over queries. Source: the paper, section 4.4."""
+@dataclass(frozen=True)
+class ExitStates:
+    """What one exit gave for the queries with loss, beside what it should have given.
+
+    Attributes:
+        drafted_ME: final states, with a graph behind them.
+        target_ME: the target's, after its final norm.
+        drafted_logits, target_logits: heads; each gets its own final states.
+        inner: N > 0: drafted and true states before the last N layers, (M, E) each.
+        relative: compare states in units of the target state's size, as several exits must.
+    """
+
+    drafted_ME: Tensor
+    target_ME: Tensor
+    drafted_logits: LogitsOf
+    target_logits: LogitsOf
+    inner: tuple[Tensor, Tensor] | None = None
+    relative: bool = False
+
+
+def feature_loss(drafted_ME: Tensor, target_ME: Tensor, *, relative: bool = False) -> Tensor:
+    """Smooth-L1 (beta 1), mean over E, summed over queries. Source: the paper, section 4.4.
+
+    Args:
+        drafted_ME: (M, E).
+        target_ME: (M, E).
+        relative: divide both by the root mean square of each target state first.
+    """
+    if relative:
+        size_M1 = target_ME.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+        drafted_ME, target_ME = drafted_ME / size_M1, target_ME / size_M1
     return F.smooth_l1_loss(drafted_ME, target_ME, reduction="none").mean(-1).sum()
 
 
-def forward_kl(drafted_MV: Tensor, target_MV: Tensor) -> Tensor:
-    """KL(p || q) of target p and drafter q from logits, summed over queries."""
+def divergence(drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forward_kl") -> Tensor:
+    """Between target p and drafter q, from logits, summed over queries.
+
+    forward_kl is KL(p || q), reverse_kl is KL(q || p), total_variation is half of sum |p - q|: one
+    minus the chance that a sampled draft is accepted.
+    """
     log_p, log_q = target_MV.log_softmax(-1), drafted_MV.log_softmax(-1)
+    if kind == "total_variation":
+        return 0.5 * (log_p.exp() - log_q.exp()).abs().sum()
+    if kind == "reverse_kl":
+        log_p, log_q = log_q, log_p
     return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
 
 
-def backward_in_chunks(
-    drafted_ME: Tensor,
-    target_ME: Tensor,
-    logits_of: LogitsOf,
-    *,
-    weights: LossWeights,
-    summary: Tensor | None = None,
-    chunk: int = 512,
-) -> LossParts:
-    """Compute the mean loss and backpropagate it, holding `chunk` x V logits at a time.
+def exit_loss(
+    states: ExitStates, weights: LossWeights, *, scale: float, chunk: int = CHUNK
+) -> tuple[Tensor, LossParts]:
+    """The loss of one exit, holding `chunk` x V logits at a time.
 
     Args:
-        drafted_ME: the drafter's final states, with a graph behind them.
-        target_ME: the target's states after its final norm.
-        logits_of: the LM head (restricted to the draft vocabulary).
+        states: of the exit.
         weights: of the losses.
-        summary: mean summary loss, with a graph behind it; None leaves it out.
+        scale: factor of the summed loss: one over the queries of the whole step.
         chunk: queries whose logits exist at once.
 
     Returns:
-        Sums over the M queries; gradients of the *mean* have been accumulated.
+        A number to backpropagate, whose gradient (not value) is that of `scale` times the loss
+        summed over queries, and the sums.
     """
-    leaf_ME = drafted_ME.detach().requires_grad_()
-    sums = torch.zeros(3)
-    hits = 0
-    for drafted, target in zip(leaf_ME.split(chunk), target_ME.split(chunk), strict=True):
-        with torch.no_grad():
-            target_logits = logits_of(target)
-        drafted_logits = logits_of(drafted)
-        feature, kl = feature_loss(drafted, target), forward_kl(drafted_logits, target_logits)
-        total = weights.feature * feature + weights.kl * kl
-        (total / len(leaf_ME)).backward()
-        sums += torch.stack((total, feature, kl)).detach().cpu()
-        hits += int((drafted_logits.argmax(-1) == target_logits.argmax(-1)).sum())
-    roots, gradients = [drafted_ME], [leaf_ME.grad]
-    if summary is not None and weights.summary:
-        roots.append(weights.summary * summary)
-        gradients.append(None)
-    torch.autograd.backward(roots, gradients)
-    total_sum, feature_sum, kl_sum = sums.tolist()
-    return LossParts(total_sum, feature_sum, kl_sum, hits, len(leaf_ME))
+    leaf_ME = states.drafted_ME.detach().requires_grad_()
+    share = 0.5 if states.inner is not None else 1.0
+    sums = torch.zeros(5, device=leaf_ME.device)
+    for drafted, target in zip(leaf_ME.split(chunk), states.target_ME.split(chunk), strict=True):
+        feature, kl, hits = _terms(drafted, target, states, weights.divergence)
+        total = weights.feature * share * feature + weights.kl * kl
+        (scale * total).backward()
+        sums += torch.stack(
+            (total, share * feature, kl, hits, hits.new_tensor(len(target)))
+        ).detach()
+    assert leaf_ME.grad is not None
+    proxy = (states.drafted_ME * leaf_ME.grad).sum()
+    if states.inner is not None:
+        inner = share * feature_loss(*states.inner, relative=states.relative)
+        proxy = proxy + scale * weights.feature * inner
+        sums[0] += weights.feature * inner.detach()
+        sums[1] += inner.detach()
+    return proxy, LossParts(*sums.tolist())
+
+
+def _terms(
+    drafted_ME: Tensor, target_ME: Tensor, states: ExitStates, kind: Divergence
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Feature loss, divergence and hits of one chunk."""
+    with torch.no_grad():
+        target_MV = states.target_logits(target_ME)
+    drafted_MV = states.drafted_logits(drafted_ME)
+    feature = feature_loss(drafted_ME, target_ME, relative=states.relative)
+    hits = (drafted_MV.argmax(-1) == target_MV.argmax(-1)).sum().float()
+    return feature, divergence(drafted_MV, target_MV, kind), hits
+
+
+def mean_parts(parts: Iterable[LossParts]) -> LossParts:
+    """The mean over exits; hits are the first one's."""
+    stacked = torch.stack([one.as_tensor() for one in parts])
+    mean = stacked.mean(0)
+    mean[3] = stacked[0, 3]
+    return LossParts(*mean.tolist())

@@ -47,7 +47,7 @@ TOKEN_SLOPES = ((1.2, 14.0), (0.4, 10.0), (0.0, 0.0))
 LONGEST_DISTANCE = 1024
 
 
-def random_weights(drafter: MoADrafter) -> None:
+def random_weights(drafter: nn.Module) -> None:
     """Normal linear weights, zero biases."""
     for module in drafter.modules():
         if isinstance(module, nn.Linear):

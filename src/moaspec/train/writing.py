@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moaspec.decode import Engine, GenerationResult, local_engine
+from moaspec.decode import Drafter, Engine, GenerationResult, local_engine
 from moaspec.decode.sampling import SamplingParams
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
@@ -82,7 +82,7 @@ class Scribe:
     def __init__(
         self,
         target: Target,
-        drafter: MoADrafter | None,
+        drafter: MoADrafter | Drafter | None,
         writing: Writing,
         *,
         stop_token_ids: Collection[int] | None = None,

@@ -1,0 +1,172 @@
+"""Drafting with the baselines: EAGLE's head, an independent small language model.
+
+Legend: B rows, T new tokens, W beams of a level, U drafted slots, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moaspec.decode.cache import KVCache
+from moaspec.decode.growing import Growing, Level, Reading
+from moaspec.decode.protocols import Drafter, Features, Need, RowText
+from moaspec.decode.tree import Tree
+from moaspec.model.baselines import Baseline
+from moaspec.model.eagle import EagleDrafter
+from moaspec.model.independent import IndependentDrafter
+from moaspec.model.layers import SelfAttend, masked_attention
+from moaspec.model.stack import StackConfig
+from moaspec.target import Target
+
+
+def baseline_drafting(module: Baseline, target: Target) -> Drafter:
+    """The `Drafter` of a trained baseline."""
+    if isinstance(module, EagleDrafter):
+        return EagleDrafting(module, target)
+    return IndependentDrafting(module, target)
+
+
+class _Headed(Growing):
+    """Drafts through the target's own head."""
+
+    def __init__(self, module: Baseline, target: Target) -> None:
+        super().__init__(target, module.draft_token_ids, _text_cache(target, module.config))
+        self._head = target.head_rows(module.draft_token_ids)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens can be drafted."""
+        return self._head[0].shape[0]
+
+    def log_q(self, states_BWE: Tensor) -> Tensor:
+        """Log-probabilities over the draft vocabulary, float32."""
+        return self.target.logits(states_BWE, self._head).log_softmax(-1)
+
+
+class EagleDrafting(_Headed):
+    """Needs the target's final state of every verified token.
+
+    Args:
+        module: the trained head.
+        target: the target it drafts for.
+    """
+
+    needs: frozenset[Need] = frozenset({"hidden"})
+    lag = 1
+
+    def __init__(self, module: EagleDrafter, target: Target) -> None:
+        super().__init__(module, target)
+        self.module = module
+        self.hidden: dict[int, Tensor] = {}
+
+    def encode(
+        self, hidden_1NE: Tensor, _position_ids_1N: Tensor, counts: Sequence[int]
+    ) -> list[Features]:
+        """The states themselves, split by row: (n, E) each."""
+        return list(hidden_1NE[0].split(list(counts)))
+
+    def observe(self, row: int, features: Features) -> None:
+        """Append final states of newly verified tokens."""
+        known = self.hidden.get(row)
+        self.hidden[row] = features if known is None else torch.cat((known, features))
+
+    def rollback(self, row: int, length: int) -> None:
+        """Forget all but a row's first tokens."""
+        super().rollback(row, length)
+        if row in self.hidden:
+            self.hidden[row] = self.hidden[row][:length]
+
+    def close(self, row: int) -> None:
+        """Forget a row."""
+        super().close(row)
+        self.hidden.pop(row, None)
+
+    def level(self, rows: Sequence[RowText], shape: Tree) -> Level:
+        """The head's passes of one round."""
+        return _EagleLevel(self, rows, shape)
+
+
+class _EagleLevel(Level):
+    drafting: EagleDrafting
+
+    def __init__(self, drafting: EagleDrafting, rows: Sequence[RowText], shape: Tree) -> None:
+        super().__init__(drafting, rows, shape)
+        self._states_BUE: Tensor | None = None
+
+    def read_text(self, reading: Reading) -> Tensor:
+        """True states with the text, predictions with drafts."""
+        write, module = self._writer(reading), self.drafting.module
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return masked_attention(query, *write(0, key, value), reading.mask)
+
+        embeddings = self.drafting.target.embed(reading.token_ids_BT)
+        return module.read(embeddings, self._hidden(reading), reading.position_ids_BT, attend)
+
+    def _hidden(self, reading: Reading) -> Tensor:
+        """The state that belongs to each token's predecessor, (B, T, E)."""
+        if reading.parent_slots_BT is not None:
+            assert self._states_BUE is not None, "the root comes first"
+            index = reading.parent_slots_BT[..., None].expand(-1, -1, self._states_BUE.shape[-1])
+            return self._states_BUE.gather(1, index)
+        stop = reading.token_ids_BT.shape[1]
+        known = [
+            self.drafting.hidden[row][start : start + stop]
+            for row, start in zip(self.indices, reading.starts, strict=True)
+        ]
+        return torch.stack(
+            [torch.nn.functional.pad(one, (0, 0, 0, stop - len(one))) for one in known]
+        )
+
+    def finished(self, states_BWE: Tensor) -> None:
+        """Keep predictions for the children of these nodes."""
+        known = [] if self._states_BUE is None else [self._states_BUE]
+        self._states_BUE = torch.cat([*known, states_BWE], dim=1)
+
+
+class IndependentDrafting(_Headed):
+    """Needs nothing of the target but its embeddings and its head.
+
+    Args:
+        module: the trained layers.
+        target: the target it drafts for.
+    """
+
+    def __init__(self, module: IndependentDrafter, target: Target) -> None:
+        super().__init__(module, target)
+        self.module = module
+
+    def level(self, rows: Sequence[RowText], shape: Tree) -> Level:
+        """The layers' passes of one round."""
+        return _IndependentLevel(self, rows, shape)
+
+
+class _IndependentLevel(Level):
+    drafting: IndependentDrafting
+
+    def read_text(self, reading: Reading) -> Tensor:
+        """All layers."""
+        write, module = self._writer(reading), self.drafting.module
+
+        def attention(layer: int) -> SelfAttend:
+            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                return masked_attention(query, *write(layer, key, value), reading.mask)
+
+            return attend
+
+        embeddings = self.drafting.target.embed(reading.token_ids_BT)
+        attends = [attention(layer) for layer in range(module.config.num_layers)]
+        return module.read(embeddings, reading.position_ids_BT, attends)
+
+
+def _text_cache(target: Target, config: StackConfig) -> KVCache:
+    return KVCache(
+        num_layers=config.num_layers,
+        num_heads=config.layer.num_kv_heads,
+        head_dim=config.layer.head_dim,
+        dtype=target.dtype,
+        device=target.device,
+    )

@@ -1,0 +1,281 @@
+"""Growing draft trees level by level, for drafters that are networks.
+
+What all of them share: one cache slot per token of the text, drafted nodes in the slots behind it,
+and the bookkeeping of which node sees which. What differs is how a token is read and what becomes
+of it before the head.
+
+Legend: B rows, T new tokens, W beams of a level, U drafted slots, S visible slots, E hidden size,
+V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moaspec.decode.cache import KVCache, tree_mask
+from moaspec.decode.coupling import Ranking
+from moaspec.decode.protocols import Features, Need, RowText
+from moaspec.decode.tree import DraftTree, Tree
+from moaspec.errors import ShapeError
+from moaspec.target import Target
+
+
+@dataclass
+class _Beams:
+    """The drafted nodes so far, all levels, for B rows.
+
+    Attributes:
+        tokens, scores, parents: (B, nodes) draft token, score of its path (see `Ranking`), parent
+            node or -1.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Tokens of one pass, of all rows.
+
+    Attributes:
+        token_ids_BT: the tokens.
+        position_ids_BT: theirs.
+        starts: first slot that each row writes.
+        mask: (B, 1, T, S), which slots each token sees.
+        parent_slots_BT: drafts only: the drafted slot (0: the root) of each one's parent.
+    """
+
+    token_ids_BT: Tensor
+    position_ids_BT: Tensor
+    starts: Sequence[int]
+    mask: Tensor
+    parent_slots_BT: Tensor | None = None
+
+
+class Growing(ABC):
+    """A `Drafter` that grows trees with a network.
+
+    Slot s of the text cache holds the text's token s (`lag` later tokens: s + lag). Below the root,
+    slot root + 1 + u holds drafted beam u; the next round writes over it.
+
+    Args:
+        target: the target it drafts for.
+        draft_token_ids: the trimmed vocabulary, None for the full one.
+        text: keys and values of the text, of as many layers as read it.
+    """
+
+    needs: frozenset[Need] = frozenset()
+    lag = 0
+    """How many tokens ahead of its slot a token is: 1 where it is read with its predecessor's
+    state."""
+
+    def __init__(self, target: Target, draft_token_ids: Tensor | None, text: KVCache) -> None:
+        self.target, self.text = target, text
+        self._draft_token_ids = draft_token_ids
+        self.read: dict[int, int] = {}
+
+    @abstractmethod
+    def level(self, rows: Sequence[RowText], shape: Tree) -> Level:
+        """What reads the tokens of one round."""
+
+    @abstractmethod
+    def log_q(self, states_BWE: Tensor) -> Tensor:
+        """Log-probabilities over the draft vocabulary, float32."""
+
+    def encode(
+        self, _activations_1N: Tensor, _position_ids_1N: Tensor, counts: Sequence[int]
+    ) -> list[Features]:
+        """No features, unless a subclass needs them."""
+        return [None] * len(counts)
+
+    def observe(self, row: int, features: Features) -> None:  # noqa: B027 - nothing to take in
+        """Nothing to take in, unless a subclass does."""
+
+    def rollback(self, row: int, length: int) -> None:
+        """Forget all but a row's first tokens; what lies beyond is written over."""
+        self.read[row] = max(0, min(self.read.get(row, 0), length - self.lag))
+
+    def close(self, row: int) -> None:
+        """Forget a row."""
+        self.read.pop(row, None)
+
+    def release(self) -> None:
+        """Give the cache's memory back; no row may be in use."""
+        self.text.release()
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """How many tokens can be drafted."""
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+        """Grow one tree per row, all rows level by level together."""
+        vocabulary = self.vocabulary
+        if shape.breadth > vocabulary:
+            raise ShapeError(
+                f"Tree breadth {shape.breadth} exceeds the draft vocabulary of {vocabulary}."
+            )
+        level = self.level(rows, shape)
+        ranking = Ranking(rows, self._token_ids(torch.arange(vocabulary, device=level.device)))
+        children = ranking.children(level.read_root(), shape.breadth, 0)
+        nodes, frontier = _first_level(*children)
+        for depth in range(1, shape.depth):
+            log_q_BWV = level.extend(self._token_ids(nodes.tokens), nodes.parents, frontier)
+            children = ranking.children(log_q_BWV, shape.breadth, depth)
+            nodes, frontier = _next_level(nodes, frontier, *children)
+        return self._trees(nodes, shape.total_tokens)
+
+    def _token_ids(self, draft_tokens: Tensor) -> Tensor:
+        ids = self._draft_token_ids
+        return draft_tokens if ids is None else ids.to(draft_tokens.device)[draft_tokens]
+
+    def _trees(self, nodes: _Beams, total_tokens: int) -> list[DraftTree]:
+        """The best nodes by cumulative score. Stable sorting keeps every parent of a kept node."""
+        order = nodes.scores.sort(dim=1, descending=True, stable=True).indices
+        kept_BN = order[:, :total_tokens].sort(dim=1).values
+        tokens = self._token_ids(nodes.tokens.gather(1, kept_BN)).tolist()
+        parents = nodes.parents.gather(1, kept_BN).tolist()
+        return [_renumbered(*row) for row in zip(kept_BN.tolist(), tokens, parents, strict=True)]
+
+
+@dataclass(frozen=True)
+class Own:
+    """Where drafted nodes are: first slot of each row's pass, and which drafted slots they see."""
+
+    starts: Sequence[int]
+    sees_BWU: Tensor
+
+
+class Level(ABC):
+    """One round's passes through the network, for all rows together."""
+
+    def __init__(self, drafting: Growing, rows: Sequence[RowText], shape: Tree) -> None:
+        self.drafting, self.rows = drafting, rows
+        self.device = drafting.target.device
+        self.indices = [row.row for row in rows]
+        self.roots = [len(row.token_ids) - 1 - drafting.lag for row in rows]
+        self.levels = 0
+        self.slots = max(self.roots) + 1 + (shape.depth - 1) * shape.breadth
+        drafting.text.reserve(max(self.indices) + 1, self.slots)
+        # own_BNU: which drafted slots (the root first) each drafted node sees, itself included.
+        self.own_BNU = torch.ones(len(rows), 1, 1, dtype=torch.bool, device=self.device)
+
+    @abstractmethod
+    def read_text(self, reading: Reading) -> Tensor:
+        """Read tokens, storing their keys and values: (B, T, E)."""
+
+    def finish(self, x_BWE: Tensor, _position_BW: Tensor, _own: Own) -> Tensor:
+        """From what was read of nodes to states for the head, (B, W, E)."""
+        return x_BWE
+
+    def read_root(self) -> Tensor:
+        """Read all text that was not read yet; log q after the root, (B, 1, V)."""
+        drafting = self.drafting
+        starts = [drafting.read.get(row, 0) for row in self.indices]
+        fresh = [
+            list(row.token_ids[start + drafting.lag :])
+            for row, start in zip(self.rows, starts, strict=True)
+        ]
+        longest = max(map(len, fresh))
+        padded = [tokens + [0] * (longest - len(tokens)) for tokens in fresh]
+        offsets_T = torch.arange(longest, device=self.device)
+        starts_B1 = torch.tensor(starts, device=self.device)[:, None]
+        causal_BTT = (offsets_T[:, None] >= offsets_T).expand(len(starts), -1, -1)
+        visible = max(starts) + longest
+        drafting.text.reserve(max(self.indices) + 1, visible)
+        roots_B1 = torch.tensor(self.roots, device=self.device)[:, None]
+        reading = Reading(
+            torch.tensor(padded, device=self.device),
+            # Pads must not look like a longer text: LongRoPE goes by a row's largest position.
+            (starts_B1 + offsets_T).minimum(roots_B1),
+            starts,
+            tree_mask(starts, causal_BTT, visible),
+        )
+        x_BTE = self.read_text(reading)
+        last_B = torch.tensor([len(tokens) - 1 for tokens in fresh], device=self.device)
+        root_B1E = x_BTE[torch.arange(len(fresh), device=self.device), last_B][:, None]
+        for row in self.rows:
+            drafting.read[row.row] = len(row.token_ids) - drafting.lag
+        return self._log_q(root_B1E, roots_B1, Own(self.roots, self.own_BNU))
+
+    def extend(self, token_ids_BN: Tensor, parents_BN: Tensor, frontier_BW: Tensor) -> Tensor:
+        """Feed the frontier's beams; log q of their children, (B, W, V)."""
+        batch, width = frontier_BW.shape
+        if self.levels == 0:
+            parent_slot_BW = torch.zeros_like(frontier_BW)
+        else:
+            parent_slot_BW = self._slot_of(parents_BN.gather(1, frontier_BW))
+        index = parent_slot_BW[..., None].expand(-1, -1, self.own_BNU.shape[2])
+        parent_rows_BWU = self.own_BNU.gather(1, index)
+        itself = torch.eye(width, dtype=torch.bool, device=self.device).expand(batch, -1, -1)
+        rows_BWU = torch.cat((parent_rows_BWU, itself), dim=2)
+        padded = F.pad(self.own_BNU, (0, width))
+        self.own_BNU = torch.cat((padded, rows_BWU), dim=1)
+        self._remember_slots(frontier_BW)
+        self.levels += 1
+        used = rows_BWU.shape[2]
+        starts = [root + used - width for root in self.roots]
+        position_BW = torch.tensor(self.roots, device=self.device)[:, None] + self.levels
+        position_BW = position_BW.expand(-1, width)
+        mask = tree_mask(self.roots, rows_BWU, max(self.roots) + used)
+        tokens_BW = token_ids_BN.gather(1, frontier_BW)
+        x_BWE = self.read_text(Reading(tokens_BW, position_BW, starts, mask, parent_slot_BW))
+        return self._log_q(x_BWE, position_BW, Own(starts, rows_BWU))
+
+    def _log_q(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> Tensor:
+        states_BWE = self.finish(x_BWE, position_BW, own)
+        self.finished(states_BWE)
+        return self.drafting.log_q(states_BWE)
+
+    def finished(self, states_BWE: Tensor) -> None:  # noqa: B027 - most need not know
+        """Told of every node's final state, the root's first, in the order of drafted slots."""
+
+    def _writer(self, reading: Reading) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The text cache's operation for one pass."""
+        width, visible = reading.token_ids_BT.shape[1], reading.mask.shape[-1]
+        return self.drafting.text.writer(self.indices, reading.starts, width, visible)
+
+    def _remember_slots(self, frontier_BW: Tensor) -> None:
+        first = self.own_BNU.shape[1] - frontier_BW.shape[1]
+        self._frontier, self._first_slot = frontier_BW, first
+
+    def _slot_of(self, parent_nodes_BW: Tensor) -> Tensor:
+        """Drafted slot of nodes that were in the last frontier."""
+        match_BWF = parent_nodes_BW[..., None] == self._frontier[:, None]
+        return self._first_slot + match_BWF.long().argmax(-1)
+
+
+def _first_level(scores_B1C: Tensor, tokens_B1C: Tensor) -> tuple[_Beams, Tensor]:
+    scores, tokens = scores_B1C[:, 0], tokens_B1C[:, 0]
+    nodes = _Beams(tokens, scores, torch.full_like(tokens, -1))
+    return nodes, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+
+
+def _next_level(
+    nodes: _Beams, frontier_BW: Tensor, child_scores: Tensor, child_tokens: Tensor
+) -> tuple[_Beams, Tensor]:
+    """Add each beam's children, (B, W, C); the best C of them all are the next frontier."""
+    breadth = child_tokens.shape[-1]
+    scores_BC = (nodes.scores.gather(1, frontier_BW)[..., None] + child_scores).flatten(1)
+    parents_BC = frontier_BW[..., None].expand_as(child_tokens).flatten(1)
+    best_BW = scores_BC.topk(breadth, dim=-1).indices
+    grown = _Beams(
+        torch.cat((nodes.tokens, child_tokens.flatten(1)), dim=1),
+        torch.cat((nodes.scores, scores_BC), dim=1),
+        torch.cat((nodes.parents, parents_BC), dim=1),
+    )
+    return grown, nodes.tokens.shape[1] + best_BW
+
+
+def _renumbered(kept: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> DraftTree:
+    """A tree whose parents point into the kept nodes."""
+    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+    return DraftTree(tuple(tokens), tuple(place[parent] for parent in parents))

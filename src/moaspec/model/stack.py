@@ -1,0 +1,39 @@
+"""Sizes of a drafter that is a stack of plain layers over the text (the baselines)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from moaspec.errors import ShapeError
+from moaspec.model.config import LayerConfig, TargetIdentity
+from moaspec.model.rope import Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig:
+    """Everything needed to build a baseline drafter.
+
+    Attributes:
+        layer: each of its layers, as wide as the target.
+        num_layers: how many.
+        rope_parameters: transformers' `rope_parameters` of the target.
+        max_position_embeddings: the target's context, which some scalings need.
+        target: the target it was trained for.
+    """
+
+    layer: LayerConfig
+    num_layers: int = 1
+    rms_norm_eps: float = 1e-5
+    hidden_act: str = "silu"
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    max_position_embeddings: int = 2048
+    target: TargetIdentity | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ShapeError(f"num_layers must be at least 1, got {self.num_layers}.")
+
+    def rope(self) -> Rope:
+        """Rotary embeddings as the target has them."""
+        return Rope.scaled(self.layer.head_dim, self.rope_parameters, self.max_position_embeddings)

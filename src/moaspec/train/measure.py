@@ -1,0 +1,125 @@
+"""How good the drafts are on held-out conversations, from training passes alone.
+
+Held-out responses are cut into blocks of `MEASURED_BLOCK`. At each block's start the drafter
+drafts a greedy chain of that length. The training pass feeds it the response's own tokens, which
+are what a chain has drafted for as long as it agrees; so the length of the agreeing prefix is
+exactly that of a real chain. **Simulated tau** is its mean over all whole blocks, plus 1 for the
+token that the target adds. EAGLE gets none, because its chain reads its own predictions. A draft
+agrees when the response, which the target wrote, goes on with it.
+
+Legend: M queries with loss, X blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moaspec.train.blocks import fixed_blocks
+from moaspec.train.data import Example, collate
+from moaspec.train.losses import CHUNK, ExitStates, LogitsOf
+from moaspec.train.order import Part, split
+from moaspec.train.students import StudentPass
+
+MEASURED_BLOCK = 8
+"""Drafts in a row."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One exit on held-out conversations.
+
+    Attributes:
+        accuracy: by draft step, the share of first choices that are the target's, given that all
+            tokens before are the target's.
+        tau: simulated tokens per round of a chain; None when no response fills a block.
+    """
+
+    accuracy: list[float]
+    tau: float | None
+
+
+def measure(
+    run: Callable[[Part], StudentPass],
+    examples: Sequence[Example],
+    ids: Sequence[int],
+    *,
+    batch_size: int,
+    draft_token_ids: Tensor | None,
+    place: tuple[int, int],
+    total: Callable[[Tensor], Tensor],
+    head: LogitsOf,
+) -> list[Measured]:
+    """Measure every exit.
+
+    Args:
+        run: the student's pass.
+        examples: conversations.
+        ids: those that are held out; none gives an empty list.
+        batch_size: of them in one pass.
+        draft_token_ids: the trimmed vocabulary.
+        place: number of this process, and of how many.
+        total: adds up over processes.
+        head: the target's, over its full vocabulary.
+    """
+    sums: list[Tensor] = []
+    by_length = sorted(ids, key=lambda i: len(examples[i]))
+    for start in range(0, len(by_length), batch_size):
+        batch = collate(examples, by_length[start : start + batch_size])
+        whole = Part(batch, fixed_blocks(batch, MEASURED_BLOCK), None)
+        part = split(whole, place[1])[place[0]]
+        found = [_sums(one, part, draft_token_ids, head) for one in run(part).exits]
+        sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+    return [_measured(total(one)) for one in sums]
+
+
+def _sums(states: ExitStates, part: Part, draft_token_ids: Tensor | None, head: LogitsOf) -> Tensor:
+    """(2 * MEASURED_BLOCK + 2,): hits and queries by step, agreeing drafts, whole blocks."""
+    drafted, best = [], []
+    for mine, target in zip(
+        states.drafted_ME.split(CHUNK), states.target_ME.split(CHUNK), strict=True
+    ):
+        drafted.append(states.drafted_logits(mine).argmax(-1))
+        best.append(head(target).argmax(-1))
+    ids = None if draft_token_ids is None else draft_token_ids.cpu()
+    drafted_M, best_M = torch.cat(drafted).cpu(), torch.cat(best).cpu()
+    drafted_M = drafted_M if ids is None else ids[drafted_M]
+    loss_BT = part.blocks.loss_BT
+    written_M = part.batch.input_ids_BT.roll(-1, dims=1)[loss_BT]
+    step_M = part.blocks.step_BT[loss_BT]
+    agreed_M = drafted_M == written_M
+    prefixes = agreeing_prefixes(agreed_M, step_M)
+    return torch.cat(
+        (
+            torch.zeros(MEASURED_BLOCK).index_add_(0, step_M, (drafted_M == best_M).float()),
+            torch.zeros(MEASURED_BLOCK).index_add_(0, step_M, torch.ones(len(step_M))),
+            torch.tensor([float(prefixes.sum()), float(len(prefixes))]),
+        )
+    ).double()
+
+
+def agreeing_prefixes(agreed_M: Tensor, step_M: Tensor) -> Tensor:
+    """Length of the agreeing prefix of every whole block, (X,).
+
+    Args:
+        agreed_M: bool, queries in order of blocks.
+        step_M: the step of each in its block, from 0.
+    """
+    if not len(step_M):
+        return step_M
+    block_M = (step_M == 0).cumsum(0) - 1
+    agreed_X8 = torch.zeros(int(block_M[-1]) + 1, MEASURED_BLOCK, dtype=torch.long)
+    agreed_X8[block_M, step_M] = agreed_M.long()
+    whole_X = torch.bincount(block_M, minlength=len(agreed_X8)) == MEASURED_BLOCK
+    return agreed_X8[whole_X].cumprod(1).sum(1)
+
+
+def _measured(sums: Tensor) -> Measured:
+    hits, counts, rest = sums.split([MEASURED_BLOCK, MEASURED_BLOCK, 2])
+    agreed, blocks = rest.tolist()
+    accuracy = (hits / counts.clamp(min=1)).tolist()
+    tau = round(agreed / blocks + 1, 4) if blocks else None
+    return Measured([round(value, 4) for value in accuracy], tau)

@@ -1,0 +1,140 @@
+"""Which examples each step trains on, in which blocks, and each process's part of them.
+
+Everything random is drawn for the whole step, the same in every process and whatever the number
+of parts, so that a run on two processes sees what a run on one sees.
+
+Legend: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moaspec.errors import InputError
+from moaspec.train.blocks import Blocks, random_blocks
+from moaspec.train.config import TrainConfig
+from moaspec.train.data import Batch, Example, collate, epoch_batches
+from moaspec.train.schedule import staircase_probability
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a step: what one pass of one process computes.
+
+    Attributes:
+        batch: the rows.
+        blocks: theirs.
+        staircase_B: rows whose SA sees its own block only.
+    """
+
+    batch: Batch
+    blocks: Blocks
+    staircase_B: Tensor | None
+
+    def to(self, device: torch.device) -> Part:
+        """The same rows on a device."""
+        staircase_B = None if self.staircase_B is None else self.staircase_B.to(device)
+        return Part(self.batch.to(device), self.blocks.to(device), staircase_B)
+
+
+class DataOrder:
+    """The examples of a run, shuffled once; held-out ones first, then those trained on.
+
+    Args:
+        examples: all of them.
+        config: of the run.
+
+    Raises:
+        InputError: no example would be left to train on.
+    """
+
+    def __init__(self, examples: Sequence[Example], config: TrainConfig) -> None:
+        if len(examples) <= config.held_out:
+            raise InputError(
+                f"{len(examples)} examples are too few for held_out={config.held_out}."
+            )
+        order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(config.seed))
+        self.examples = [examples[i] for i in order.tolist()]
+        self.held_out_ids = list(range(config.held_out))
+        self.train_ids = list(range(config.held_out, len(examples)))
+        self._config = config
+        self._generator = torch.Generator().manual_seed(config.seed + 1)
+        self._queue: list[list[int]] = []
+
+    def next_part(self, step: int) -> Part:
+        """All rows of the next step."""
+        batch = collate(self.examples, self._next_ids())
+        blocks = random_blocks(
+            batch,
+            shortest=self._config.shortest_block,
+            longest=self._config.longest_block,
+            generator=self._generator,
+        )
+        if not self._config.staircase:
+            return Part(batch, blocks, None)
+        drawn_B = torch.rand(len(batch.example_ids), generator=self._generator)
+        return Part(batch, blocks, drawn_B < staircase_probability(self._config, step))
+
+    def _next_ids(self) -> list[int]:
+        if not self._queue:
+            batches = epoch_batches(
+                [self.examples[i] for i in self.train_ids],
+                batch_size=self._config.batch_size,
+                batch_tokens=self._config.batch_tokens,
+                generator=self._generator,
+            )
+            self._queue = [[self.train_ids[i] for i in ids] for ids in batches]
+        return self._queue.pop()
+
+    def state(self) -> dict[str, Any]:
+        """Where in the epoch the run is, as JSON."""
+        return {"generator": self._generator.get_state().tolist(), "queue": self._queue}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from where `state` was taken."""
+        self._generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+        self._queue = [list(ids) for ids in state["queue"]]
+
+
+def split(part: Part, number: int) -> list[Part]:
+    """Deal rows out to `number` passes.
+
+    Where there are fewer rows, the rest get one row without loss: every process must take part in
+    every pass.
+    """
+    rows = list(range(len(part.batch.example_ids)))
+    return [
+        _rows(part, rows[i::number]) if rows[i::number] else _mute(_rows(part, rows[:1]))
+        for i in range(number)
+    ]
+
+
+def _rows(part: Part, rows: list[int]) -> Part:
+    """Some rows, without the padding that only others needed."""
+    batch, blocks = part.batch, part.blocks
+    longest = int(batch.attention_mask_BT[rows].sum(1).max())
+    return Part(
+        Batch(
+            batch.input_ids_BT[rows, :longest],
+            batch.attention_mask_BT[rows, :longest],
+            batch.response_BT[rows, :longest],
+            tuple(batch.example_ids[row] for row in rows),
+        ),
+        Blocks(
+            blocks.block_start_BT[rows, :longest],
+            blocks.step_BT[rows, :longest],
+            blocks.loss_BT[rows, :longest],
+        ),
+        None if part.staircase_B is None else part.staircase_B[rows],
+    )
+
+
+def _mute(part: Part) -> Part:
+    blocks = part.blocks
+    silent = Blocks(blocks.block_start_BT, blocks.step_BT, torch.zeros_like(blocks.loss_BT))
+    return Part(part.batch, silent, part.staircase_B)

@@ -1,0 +1,90 @@
+"""What the frozen target says of a batch, computed or read back from disk.
+
+Legend: B batch, T tokens, L target layers, K one layer's key and value, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moaspec.model.drafter import TargetPass
+from moaspec.model.encoder import Encoder
+from moaspec.target import Target
+from moaspec.train.activations import ActivationCache, ExampleStore, fingerprint
+from moaspec.train.data import Batch, Example, collate
+
+
+class TargetReader:
+    """Passes of the target over examples, kept on disk where there is a directory.
+
+    Args:
+        target: the frozen target.
+        examples: those that batches are made of.
+        directory: where activations are kept; None computes them every time.
+        before: the N > 0 of which the states before the last N layers are wanted.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        examples: Sequence[Example],
+        directory: Path | None,
+        before: Sequence[int] = (),
+    ) -> None:
+        self.target, self.examples, self._before = target, examples, tuple(before)
+        self._cache = (
+            ActivationCache(directory, examples, target.identity, self._before)
+            if directory
+            else None
+        )
+
+    def passes(self, batch: Batch) -> TargetPass:
+        """Activations of a batch that is on the target's device."""
+        if self._cache is not None:
+            return self._cache.passes(self.target, batch)
+        return self.target.encode(batch.input_ids_BT, batch.attention_mask_BT, self._before)
+
+    def sample(self, ids: Sequence[int], tokens: int) -> Iterator[tuple[Batch, TargetPass]]:
+        """Examples one by one until there are so many tokens."""
+        seen = 0
+        for index in ids:
+            if seen >= tokens:
+                return
+            batch = collate(self.examples, [index]).to(self.target.device)
+            seen += len(self.examples[index])
+            yield batch, self.passes(batch)
+
+
+class FrozenMeans:
+    """What a frozen LSA makes of each example, once and for all, on disk.
+
+    Args:
+        reader: where its inputs come from.
+        encoder: with the LSA, which must not change as long as this is used.
+        directory: where the numbers are kept.
+    """
+
+    def __init__(self, reader: TargetReader, encoder: Encoder, directory: Path) -> None:
+        self._reader, self._encoder = reader, encoder
+        identity = reader.target.identity
+        weights = encoder.layer_self_attention.state_dict()
+        self._store = ExampleStore(
+            directory / fingerprint(reader.examples, identity, weights),
+            reader.examples,
+            {"mean": identity.kv_size, "hidden": identity.hidden_size},
+        )
+
+    def read(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Means over layers (B, T, K) and the target's final states (B, T, E)."""
+        store, device = self._store, self._reader.target.device
+        if not store.holds(batch):
+            result = self._reader.passes(batch)
+            with torch.no_grad():
+                mean_BTK = self._encoder.mean_over_layers(result.kv_BTLK)
+            store.write(batch, mean=mean_BTK.cpu(), hidden=result.hidden_BTE.cpu())
+        mean_BTK = store.read("mean", batch).to(device).float()
+        return mean_BTK, store.read("hidden", batch).to(device).float()

@@ -1,0 +1,134 @@
+"""What an exact resume needs, on disk: tensors in files of a chosen size, and one JSON file.
+
+A state is written into a directory of its own, which gets its name (`step-NUMBER`) once it is
+whole; only then are older ones removed. So a run that is killed at any moment finds a whole state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moaspec.errors import TrainingError
+
+FACTS_FILE = "state.json"
+
+
+class StateFiles:
+    """The states of one run.
+
+    Args:
+        directory: where they live.
+        shard_bytes: largest file; 0 for no limit. Tensors above it are cut along their first axis.
+    """
+
+    def __init__(self, directory: Path, shard_bytes: int = 0) -> None:
+        self.directory, self._shard_bytes = directory, shard_bytes
+
+    def latest(self) -> Path | None:
+        """The newest whole state, or None."""
+        found = {int(path.name.removeprefix("step-")): path for path in self._states()}
+        return found[max(found)] if found else None
+
+    def _states(self) -> list[Path]:
+        return [path for path in self.directory.glob("step-*") if path.name[5:].isdigit()]
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Write a state, then remove older ones.
+
+        Raises:
+            TrainingError: it cannot be written, for example because the disk is full; the last
+                state is intact.
+        """
+        scratch, final = self.directory / "partial", self.directory / f"step-{step}"
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+            names = _write_shards(scratch, tensors, self._shard_bytes)
+            (scratch / FACTS_FILE).write_text(json.dumps({**facts, "files": names}))
+            if final.exists():
+                return
+            scratch.rename(final)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise TrainingError(
+                f"Cannot save step {step} in {self.directory}: {error}. The last saved state is "
+                "intact: make room and run the same command again."
+            ) from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        for path in self._states():
+            if path != final:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The newest state, or None.
+
+        Raises:
+            TrainingError: it is damaged.
+        """
+        path = self.latest()
+        if path is None:
+            return None
+        try:
+            facts = json.loads((path / FACTS_FILE).read_text())
+            pieces: dict[str, Tensor] = {}
+            for name in facts["files"]:
+                pieces |= load_file(path / name)
+            return _joined(pieces), facts
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise TrainingError(
+                f"The saved state {path} is damaged ({type(error).__name__}: {error}). Delete it "
+                "to start again, or put it back from a copy."
+            ) from error
+
+
+def _write_shards(directory: Path, tensors: Mapping[str, Tensor], limit: int) -> list[str]:
+    names: list[str] = []
+    shard: dict[str, Tensor] = {}
+    held = 0
+    for name, piece in _pieces(tensors, limit):
+        if shard and limit and held + piece.nbytes > limit:
+            names.append(_write(directory, len(names), shard))
+            shard, held = {}, 0
+        shard[name] = piece
+        held += piece.nbytes
+    names.append(_write(directory, len(names), shard))
+    return names
+
+
+def _write(directory: Path, number: int, shard: dict[str, Tensor]) -> str:
+    name = f"part-{number:05d}.safetensors"
+    save_file(shard, directory / name)
+    return name
+
+
+def _pieces(tensors: Mapping[str, Tensor], limit: int) -> Iterator[tuple[str, Tensor]]:
+    """Tensors under `NAME@NUMBER`, cut along their first axis where they exceed the limit."""
+    for name, tensor in tensors.items():
+        rows = len(tensor) if tensor.ndim else 1
+        parts = min(rows, math.ceil(tensor.nbytes / limit)) if limit else 1
+        # safetensors refuses tensors that share memory, as weights used twice do.
+        chunks = tensor.tensor_split(parts) if parts > 1 else (tensor,)
+        for number, chunk in enumerate(chunks):
+            yield f"{name}@{number}", chunk.detach().cpu().clone()
+
+
+def _joined(pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in pieces.items():
+        base, _, number = name.rpartition("@")
+        found.setdefault(base, {})[int(number)] = tensor
+    return {
+        name: parts[0] if len(parts) == 1 else torch.cat([parts[i] for i in range(len(parts))])
+        for name, parts in found.items()
+    }

@@ -1,0 +1,87 @@
+"""Leaving in time: Ctrl-C, the notice a machine gets before it is taken away, a budget of time."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from types import FrameType
+
+from moaspec.errors import InputError
+
+
+class Ending(IntEnum):
+    """Why a run left its loop; where processes differ, the larger one counts."""
+
+    FINISHED = 0
+    TIME = 1
+    INTERRUPTED = 2
+
+
+class Stop:
+    """Says when to leave.
+
+    Args:
+        seconds: budget of time from now on; None for none.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._signalled = False
+
+    @classmethod
+    def after(cls, duration: str | None) -> Stop:
+        """A budget such as "8m"; None for none.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        return cls(None if duration is None else parse_duration(duration))
+
+    @property
+    def due(self) -> Ending:
+        """Why to leave after this step; FINISHED is no reason."""
+        if self._signalled:
+            return Ending.INTERRUPTED
+        late = self._deadline is not None and time.monotonic() >= self._deadline
+        return Ending.TIME if late else Ending.FINISHED
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Take SIGINT and SIGTERM as a wish to leave after the step; the second one acts at once.
+
+        Only the main thread can; elsewhere nothing changes.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        caught = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in caught}
+
+        def remember(number: int, _: FrameType | None) -> None:
+            self._signalled = True
+            signal.signal(number, before[signal.Signals(number)])
+
+        for number in caught:
+            signal.signal(number, remember)
+        try:
+            yield
+        finally:
+            for number in caught:
+                signal.signal(number, before[number])
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of "8m", "90s", "1.5h" or "45" (seconds).
+
+    Raises:
+        InputError: anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None or not float(match[1]):
+        raise InputError(f"Expected a duration such as 8m, 90s or 1.5h, got {text!r}.")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]

@@ -1,0 +1,188 @@
+"""What is trained: how each kind of drafter is made, run over a batch, and written.
+
+Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moaspec.model import MoADrafter, save_drafter
+from moaspec.model.drafter import TargetPass, positions
+from moaspec.model.masks import reused_layer_mask, text_mask
+from moaspec.target import Target
+from moaspec.train.config import TrainConfig, drafter_config
+from moaspec.train.data import Example, frequent_tokens
+from moaspec.train.losses import ExitStates
+from moaspec.train.order import Part
+from moaspec.train.reader import FrozenMeans, TargetReader
+from moaspec.train.schedule import lsa_is_frozen
+from moaspec.train.warm_start import random_weights, warm_start
+
+
+@dataclass(frozen=True)
+class StudentPass:
+    """One pass of what is trained over a part of a step.
+
+    Attributes:
+        exits: what each exit gave.
+        summary: aggregates of real tokens and the target's final states of them, (tokens, E) each;
+            None where there is no aggregate.
+    """
+
+    exits: Sequence[ExitStates]
+    summary: tuple[Tensor, Tensor] | None = None
+
+
+class Student(Protocol):
+    """One kind of drafter, as the loop sees it.
+
+    Attributes:
+        module: what learns.
+        exits: the N of each exit.
+        draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
+        simulates: whether a training pass drafts what a chain would, as long as it agrees.
+    """
+
+    exits: tuple[int, ...]
+    draft_token_ids: Tensor | None
+    simulates: bool
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def start(self, ids: Sequence[int]) -> None:
+        """Give a new module what is known without training, from these examples."""
+        ...
+
+    def run(self, model: nn.Module, part: Part, step: int) -> StudentPass:
+        """Run `model`, which is `module` as the processes share it."""
+        ...
+
+    def save(
+        self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
+    ) -> None:
+        """Write a checkpoint."""
+        ...
+
+
+def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> MoADrafter:
+    """A drafter with random weights."""
+    torch.manual_seed(config.seed)
+    vocabulary = frequent_tokens(
+        examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
+    )
+    shape = drafter_config(target, config.sizes, config.num_target_layers)
+    drafter = MoADrafter(shape, vocabulary)
+    random_weights(drafter)
+    return drafter.float().to(target.device)
+
+
+class MoAStudent:
+    """A Mixture-of-Attentions drafter with one or several exits.
+
+    Args:
+        target: the frozen target.
+        reader: of its activations.
+        config: of the run.
+        output: directory of the run.
+    """
+
+    def __init__(
+        self, target: Target, reader: TargetReader, config: TrainConfig, output: Path
+    ) -> None:
+        self.simulates = True
+        self._target, self._reader, self._config, self._output = target, reader, config, output
+        self.module: MoADrafter = new_drafter(target, config, reader.examples)
+        self.exits = config.num_target_layers
+        self.draft_token_ids = self.module.draft_token_ids
+        self._means: FrozenMeans | None = None
+
+    @torch.no_grad()
+    def start(self, ids: Sequence[int]) -> None:
+        """Informed initial weights (`warm_start`), and each exit's size of states."""
+        config = self._config
+        if config.warm_start:
+            sample = self._reader.sample(ids, config.warm_start_tokens)
+            warm_start(self._target, self.module, sample)
+        if self.module.exits:
+            _, result = next(self._reader.sample(ids, 1))
+            for n in self.exits:
+                adapter: Any = self.module.exits[str(n)]
+                nn.init.eye_(adapter.linear.weight)
+                wanted = result.before[n] if n else result.hidden_BTE
+                adapter.scale.fill_(wanted.float().square().mean().sqrt())
+
+    def run(self, model: nn.Module, part: Part, step: int) -> StudentPass:
+        """All exits of a part; LSA's means are read back while it is frozen."""
+        batch, blocks, target = part.batch, part.blocks, self._target
+        read, result = self._read(part, step)
+        aggregated_BTE, *outputs = model(
+            target.embed(batch.input_ids_BT).float(),
+            read,
+            batch.attention_mask_BT,
+            blocks.block_start_BT,
+            staircase_B=part.staircase_B,
+        )
+        hidden_BTE, real_BT = result.hidden_BTE.float(), batch.attention_mask_BT.bool()
+        return StudentPass(
+            [self._exit(n, x, part, result) for n, x in zip(self.exits, outputs, strict=True)],
+            (aggregated_BTE.float()[real_BT], hidden_BTE[real_BT]),
+        )
+
+    def _read(self, part: Part, step: int) -> tuple[Tensor, TargetPass]:
+        if not lsa_is_frozen(self._config, step):
+            result = self._reader.passes(part.batch)
+            return result.kv_BTLK, result
+        if self._means is None:
+            directory = self._output / "means"
+            self._means = FrozenMeans(self._reader, self.module.encoder, directory)
+        mean_BTK, hidden_BTE = self._means.read(part.batch)
+        return mean_BTK, TargetPass(mean_BTK, hidden_BTE)
+
+    def _exit(self, n: int, states_BTE: Tensor, part: Part, result: TargetPass) -> ExitStates:
+        """Final states of an exit, after the reused layers, at the queries with loss."""
+        loss_BT, inner = part.blocks.loss_BT, None
+        final_BTE = states_BTE
+        if n:
+            inner = (states_BTE[loss_BT].float(), result.before[n][loss_BT].float())
+            mask_BT = part.batch.attention_mask_BT
+            final_BTE = self._target.reuse_layers(
+                states_BTE.to(self._target.dtype),
+                positions(mask_BT),
+                mask=reused_layer_mask(text_mask(mask_BT), part.blocks.block_start_BT),
+                kv_BTLK=result.kv_BTLK,
+                num=n,
+            )
+        return ExitStates(
+            final_BTE[loss_BT].float(),
+            result.hidden_BTE[loss_BT].float(),
+            self._logits,
+            self._logits,
+            inner=inner,
+            relative=len(self.exits) > 1,
+        )
+
+    def _logits(self, states_ME: Tensor) -> Tensor:
+        return self._target.head(states_ME.to(self._target.dtype), self.draft_token_ids)
+
+    def save(
+        self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
+    ) -> None:
+        """Write a checkpoint that `load_drafter` reads, bf16."""
+        ids = None if self.draft_token_ids is None else self.draft_token_ids.cpu()
+        drafter = MoADrafter(self.module.config, ids)
+        drafter.load_state_dict(weights)
+        save_drafter(
+            drafter,
+            directory,
+            dtype=torch.bfloat16,
+            training=facts,
+            shard_bytes=self._config.shard_bytes,
+        )

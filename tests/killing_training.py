@@ -1,0 +1,52 @@
+"""Trains in a child that is killed at random moments: `killing_training.py CONFIG KILLS`.
+
+The child is forked, so that ten kills cost one import. Prints one line of JSON: how many kills hit
+a run that was under way, and from how many different steps the next run went on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from moaspec.target import load_target
+from moaspec.train import Trainer, read_examples, read_train_config
+from moaspec.train.state import StateFiles
+
+
+def main(config: Path, kills: int) -> None:
+    """Kill `kills` times, then let a run come to its end."""
+    torch.set_num_threads(1)
+    settings = read_train_config(config)
+    target = load_target(settings.target, packed=False)
+    examples = read_examples(
+        settings.data,
+        vocab_size=target.vocab_size,
+        max_length=settings.max_length,
+        tokenizer=target.tokenizer,
+        stop_token_ids=target.stop_token_ids,
+    )
+    moments, steps, hits = random.Random(3), set(), 0
+    for left in range(kills, -1, -1):
+        child = os.fork()
+        if child == 0:
+            Trainer(target, examples, settings).run()
+            os._exit(0)
+        if left:
+            time.sleep(moments.uniform(0.05, 1.0))
+            os.kill(child, signal.SIGKILL)
+        hits += os.waitpid(child, 0)[1] == signal.SIGKILL
+        latest = StateFiles(Path(settings.output) / "state").latest()
+        steps.add(latest.name if latest else "none")
+    print(json.dumps({"hits": hits, "steps": len(steps)}))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,43 @@
+"""Leaving in time."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from moaspec.errors import InputError
+from moaspec.train.stopping import Ending, Stop, parse_duration
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("8m", 480), ("90s", 90), ("1.5h", 5400), ("45", 45), (" 2m ", 120)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "-1m", "0s", "1d", "1m30s", "nan"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(InputError, match="8m"):
+        parse_duration(text)
+
+
+def test_time_is_up() -> None:
+    assert Stop().due is Ending.FINISHED
+    assert Stop(1000).due is Ending.FINISHED
+    over = Stop.after("0.000001s")
+    time.sleep(0.001)
+    assert over.due is Ending.TIME
+
+
+def test_the_second_signal_acts_at_once() -> None:
+    stop = Stop()
+    before = signal.getsignal(signal.SIGINT)
+    with stop.on_signals():
+        signal.raise_signal(signal.SIGINT)
+        assert stop.due is Ending.INTERRUPTED
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
