@@ -29,7 +29,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from moaspec.decode import Engine, Replay
+from moaspec.decode import GREEDY, Engine, Replay, SamplingParams, Tree
+from moaspec.decode.engine import run_now
+from moaspec.decode.moa import MoADrafting
+from moaspec.decode.protocols import Request, RowText
+from moaspec.decode.tree import DraftTree
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.model import MoADrafter
 from moaspec.target import Target
@@ -210,6 +214,26 @@ class ReplayDrafting(Replay):
 
     def close(self, row: int) -> None:
         self.closed.append(row)
+
+
+def draft(
+    target: Target,
+    drafter: MoADrafter,
+    prompt: tuple[int, ...],
+    shape: Tree,
+    *,
+    num_target_layers: int = 0,
+    sampling: SamplingParams = GREEDY,
+) -> tuple[list[int], DraftTree]:
+    """The text up to the root, and the first round's tree."""
+    drafting = MoADrafting(drafter, target, num_target_layers=num_target_layers)
+    verifier = LocalVerifier(target, drafting)
+    drafting.borrow(verifier.cache)
+    (verdict,) = run_now(verifier.verify([Request(0, 0, prompt)]))
+    drafting.observe(0, verdict.features)
+    text = [*prompt, verdict.next_token]
+    (tree,) = drafting.propose([RowText(0, text, sampling)], shape)
+    return text, tree
 
 
 def replay_engine(of: Target, drafting: ReplayDrafting) -> Engine:

@@ -188,6 +188,35 @@ def test_generate_as_json(cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("loaded")
+def test_generate_samples_the_same_with_and_without_speculation(cli: Cli) -> None:
+    settings = "--temperature 1.2 --top-p 0.9 --top-k 40 --min-p 0.01 --repetition-penalty 1.1"
+    options = (*settings.split(), "--seed", "5", "--max-new-tokens", "12", "--json")
+    plain = json.loads(cli("generate", PROMPT, "--no-speculation", *options).out)
+    drafted = json.loads(cli("generate", PROMPT, "--tree", "tree:3x2x6", *options).out)
+    assert plain["token_ids"] == drafted["token_ids"] != list(OWN[:12])
+    assert plain["seed"] == drafted["seed"] == 5
+
+
+@pytest.mark.usefixtures("loaded")
+def test_generate_stops_at_a_string(cli: Cli) -> None:
+    stop = f"w{OWN[4]} w{OWN[5]}"
+    output = cli("generate", PROMPT, "--stop", "nowhere", "--stop", stop)
+    assert output.words == " ".join(f"w{token}" for token in OWN[:6])
+    assert "stop_string" in output.err
+
+
+@pytest.mark.usefixtures("loaded")
+def test_generate_several_choices(cli: Cli) -> None:
+    options = ("--num-choices", "2", "--temperature", "1.5", "--seed", "3", "--max-new-tokens", "6")
+    choices = json.loads(cli("generate", PROMPT, *options, "--json").out)["choices"]
+    assert choices[0]["token_ids"] != choices[1]["token_ids"]
+    output = cli("generate", PROMPT, *options)
+    assert output.words == f"{choices[0]['text']} {choices[1]['text']}"
+    assert "choice 1" in output.err
+    assert "seed 3" in output.err
+
+
+@pytest.mark.usefixtures("loaded")
 def test_one_token_has_no_tau(cli: Cli) -> None:
     output = cli("generate", PROMPT, "--max-new-tokens", "1")
     assert output.code == 0
@@ -236,7 +265,10 @@ def test_ctrl_c_while_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None
         (("--tree", "bush"), "draft shape"),
         (("--tree", "tree:3,2,1"), "depth 3"),
         (("--threads", "0"), "--threads"),
-        (("--max-new-tokens", "0"), "max_new_tokens"),
+        (("--max-new-tokens", "-1"), "max_new_tokens"),
+        (("--temperature", "-1"), "temperature"),
+        (("--num-choices", "0"), "--num-choices"),
+        (("--stop", ""), "stop"),
     ],
 )
 def test_bad_input_is_one_line(options: tuple[str, ...], message: str, cli: Cli) -> None:

@@ -13,33 +13,12 @@ from torch.testing import assert_close
 import moaspec
 import tiny
 from moaspec.decode import Chain, Tree
-from moaspec.decode.engine import run_now
 from moaspec.decode.moa import MoADrafting
-from moaspec.decode.protocols import Request, RowText
+from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, ancestor_matrix
-from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, ShapeError
 from moaspec.model import MoADrafter
 from moaspec.target import Target
-
-
-def draft(
-    target: Target,
-    drafter: MoADrafter,
-    prompt: tuple[int, ...],
-    shape: Tree,
-    *,
-    num_target_layers: int = 0,
-) -> tuple[list[int], DraftTree]:
-    """The text up to the root, and the first round's tree."""
-    drafting = MoADrafting(drafter, target, num_target_layers=num_target_layers)
-    verifier = LocalVerifier(target, drafting)
-    drafting.borrow(verifier.cache)
-    (verdict,) = run_now(verifier.verify([Request(0, 0, prompt)]))
-    drafting.observe(0, verdict.features)
-    text = [*prompt, verdict.next_token]
-    (tree,) = drafting.propose([RowText(0, text)], shape)
-    return text, tree
 
 
 def training_log_q(
@@ -62,7 +41,7 @@ def test_drafting_a_chain_is_the_training_pass(
     target = tiny.target(family)
     ids = None if vocabulary is None else torch.tensor(vocabulary)
     drafter = tiny.random_drafter(target, draft_token_ids=ids)
-    text, tree = draft(target, drafter, tiny.PROMPTS[1], Chain(6), num_target_layers=layers)
+    text, tree = tiny.draft(target, drafter, tiny.PROMPTS[1], Chain(6), num_target_layers=layers)
     log_q = training_log_q(target, drafter, text, list(tree.tokens), layers)
     assert list(tree.tokens) == log_q[:-1].argmax(-1).tolist()
     assert tree.parents == (-1, 0, 1, 2, 3, 4)
@@ -139,7 +118,7 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
 def test_drafting_a_tree_keeps_the_best_paths(layers: int, shape: Tree) -> None:
     target = tiny.target("qwen2")
     drafter = tiny.random_drafter(target)
-    text, tree = draft(target, drafter, tiny.PROMPTS[0], shape, num_target_layers=layers)
+    text, tree = tiny.draft(target, drafter, tiny.PROMPTS[0], shape, num_target_layers=layers)
     assert len(tree.tokens) == shape.total_tokens
     assert max(tree.depths) <= shape.depth
     assert paths(tree) == best_tree(target, drafter, text, shape, layers)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from moaspec.cli import console
 from moaspec.decode import (
+    Engine,
     GenerationResult,
+    SamplingParams,
     bundled_drafters,
     load_drafter,
     local_engine,
     parse_shape,
 )
+from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.target import Target, load_target
 
@@ -31,6 +35,22 @@ def generate(
     tree: Annotated[
         str, typer.Option(help="auto, chain:LENGTH or tree:DEPTH,BREADTH,TOTAL_TOKENS.")
     ] = "auto",
+    temperature: Annotated[float, typer.Option(help="0 takes the best token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among so many tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among tokens of this mass.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this share of the best one's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 makes tokens that occurred less likely.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of sampling; drawn where none is given.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop at this string; may be given several times.")
+    ] = None,
+    num_choices: Annotated[int, typer.Option(help="Answers, each sampled by itself.")] = 1,
     speculation: Annotated[
         bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
     ] = True,
@@ -41,11 +61,22 @@ def generate(
 ) -> None:
     """Answer a prompt, streaming verified tokens; accepted drafts are green.
 
-    Ctrl-C stops generating; what was generated stays on the screen.
+    Ctrl-C stops generating; what was generated stays on the screen. Several choices are decoded
+    together and shown one after another when they are done.
 
-    Example: moaspec generate "Why is the sky blue?" --max-new-tokens 64
+    Example: moaspec generate "Why is the sky blue?" --temperature 0.8 --top-p 0.95 --seed 7
     """
     shape = parse_shape(tree)
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    ).resolved()
+    if num_choices < 1:
+        raise InputError(f"--num-choices must be at least 1, got {num_choices}.")
     console.set_threads(threads)
     console.quiet_libraries()
     with console.err.status(f"Loading {model}"):
@@ -53,27 +84,61 @@ def generate(
         module = choose_drafter(drafter, model, target) if speculation else None
     prompt_ids = console.chat_ids(target, prompt, raw=raw)
     engine = local_engine(target, module)
-    handle = engine.add(
-        prompt_ids, max_new_tokens=max_new_tokens, stop_token_ids=target.stop_token_ids, shape=shape
-    )
-    result = engine.result(handle)
-    printer = console.TokenPrinter(target)
-    interrupted = False
+    handles = [
+        engine.add(
+            prompt_ids,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=target.stop_token_ids,
+            stop=stop or (),
+            shape=shape,
+            sampling=replace(sampling, choice=choice),
+        )
+        for choice in range(num_choices)
+    ]
+    results = [engine.result(handle) for handle in handles]
+    printer = None if as_json or num_choices > 1 else console.TokenPrinter(target)
+    interrupted = _run(engine, dict(zip(handles, results, strict=True)), printer)
+    if as_json:
+        facts = [summary(target, prompt_ids, result) for result in results]
+        console.out.print(
+            json.dumps(facts[0] if num_choices == 1 else {"choices": facts}), markup=False
+        )
+    else:
+        _show(target, results, printer)
+    if interrupted:
+        raise typer.Exit(130)
+
+
+def _run(
+    engine: Engine, results: dict[int, GenerationResult], printer: console.TokenPrinter | None
+) -> bool:
+    """Decode to the end, printing as it comes; True when the user stopped it."""
     try:
         while engine.num_active:
             for event in engine.step():
-                if not as_json:
+                if printer is not None:
                     printer.show(event)
     except KeyboardInterrupt:
-        interrupted = True
-        engine.abort(handle)
-    if as_json:
-        console.out.print(json.dumps(summary(target, prompt_ids, result)), markup=False)
-    else:
-        printer.close()
+        for handle, result in results.items():
+            if result.stop_reason is None:
+                engine.abort(handle)
+        return True
+    return False
+
+
+def _show(
+    target: Target, results: list[GenerationResult], printer: console.TokenPrinter | None
+) -> None:
+    """What is left to print after decoding: whole choices, and statistics."""
+    tokenizer: Any = target.tokenizer
+    for number, result in enumerate(results):
+        if printer is not None:
+            printer.close()
+        else:
+            console.err.print(f"choice {number}", style="bold")
+            text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
+            console.out.print(text, markup=False)
         console.err.print(describe(result), style="dim")
-    if interrupted:
-        raise typer.Exit(130)
 
 
 def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | None:
@@ -92,9 +157,10 @@ def describe(result: GenerationResult) -> str:
     decode_s = timing.total_s - timing.prefill_s
     speed = (len(result.token_ids) - 1) / decode_s if decode_s > 0 else 0.0
     tau = f"tau {result.tau:.2f}, " if result.tau else ""
+    seed = "" if result.seed is None else f", seed {result.seed}"
     return (
         f"{len(result.token_ids)} tokens ({result.stop_reason}), {speed:.1f} tokens/s, {tau}"
-        f"{result.num_rounds} rounds, prompt {timing.prefill_s:.2f} s"
+        f"{result.num_rounds} rounds, prompt {timing.prefill_s:.2f} s{seed}"
     )
 
 
@@ -107,6 +173,8 @@ def summary(target: Target, prompt_ids: list[int], result: GenerationResult) -> 
         "sources": result.sources,
         "prompt_tokens": len(prompt_ids),
         "stop_reason": result.stop_reason,
+        "stop_string": result.stop_string,
+        "seed": result.seed,
         "tau": result.tau,
         "accept_lengths": result.accept_lengths,
         "acceptance_by_depth": result.acceptance_by_depth,

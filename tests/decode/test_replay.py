@@ -1,0 +1,79 @@
+"""The replay drafter, and drafters in general as `generate` takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import moaspec
+import tiny
+from moaspec import Chain, Replay, Tree
+from moaspec.decode.tree import DraftTree, ancestor_matrix
+from moaspec.errors import InputError
+
+TEXT = list(range(10, 60))
+
+
+def test_a_right_path_with_wrong_siblings() -> None:
+    tree = Replay([TEXT]).draft(TEXT[:4], Tree(2, 3, 6))
+    assert tree == DraftTree((12, 11, 14, 13, 12, 15), (-1, -1, -1, 2, 2, 2))
+    assert Replay([TEXT]).draft(TEXT[:4], Chain(3)).tokens == (14, 15, 16)
+
+
+def test_total_tokens_is_a_limit() -> None:
+    tree = Replay([TEXT]).draft(TEXT[:4], Tree(3, 3, 4))
+    assert len(tree.tokens) == 4
+    assert ancestor_matrix(tree.parents)[-1].sum() == 3
+
+
+def test_each_depth_is_right_with_its_probability() -> None:
+    texts = [[first, *range(1000)] for first in range(5)]
+    drafter = Replay(texts, agreement=(0.8, 0.3), seed=5)
+    hits = [0, 0, 0]
+    total = 0
+    for text in texts[:1]:
+        for length in range(1, 900):
+            right = text[length : length + 3]
+            drafted = drafter.draft(text[:length], Chain(3)).tokens
+            hits = [h + (a == b) for h, a, b in zip(hits, right, drafted, strict=True)]
+            total += 1
+    # Standard error at 900 draws: 0.013 and 0.015; five of them.
+    assert abs(hits[0] / total - 0.8) < 0.075
+    assert abs(hits[1] / total - 0.3) < 0.075
+    assert abs(hits[2] / total - 0.3) < 0.075
+    again = Replay(texts, agreement=(0.8, 0.3), seed=5)
+    assert again.draft(texts[0][:50], Chain(3)) == drafter.draft(texts[0][:50], Chain(3))
+
+
+def test_unknown_texts_get_no_drafts() -> None:
+    assert Replay([TEXT]).draft([1, 2], Chain(3)) == DraftTree()
+    assert Replay([TEXT]).draft(TEXT, Chain(3)) == DraftTree()
+
+
+@pytest.mark.parametrize("agreement", [(), -0.1, 1.1, (0.5, 2.0)])
+def test_impossible_agreement(agreement: Any) -> None:
+    with pytest.raises(InputError, match="agreement"):
+        Replay([TEXT], agreement=agreement)
+
+
+def test_generate_takes_any_drafter() -> None:
+    own = tiny.own_texts("llama")[0]
+    result = moaspec.generate(
+        tiny.target(),
+        tiny.PROMPTS[0],
+        drafter=Replay([[*tiny.PROMPTS[0], *own]]),
+        tree=Chain(3),
+        max_new_tokens=tiny.NEW_TOKENS,
+    )
+    assert tuple(result.token_ids) == own
+    assert result.tau is not None
+    assert result.tau > 3
+
+
+def test_generate_refuses_what_is_no_drafter() -> None:
+    bad: Any = object()
+    with pytest.raises(InputError, match="lacks needs, encode"):
+        moaspec.generate(tiny.target(), [1], drafter=bad)
+    with pytest.raises(InputError, match="num_target_layers"):
+        moaspec.generate(tiny.target(), [1], drafter=Replay([]), num_target_layers=1)
