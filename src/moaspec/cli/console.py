@@ -12,12 +12,15 @@ from rich.text import Text
 from tokenizers.decoders import DecodeStream
 from transformers.utils import logging
 
+from moaspec.decode import CostTable, Shaping, Tree, calibrate, shaping_for
 from moaspec.decode.result import Event, Source
+from moaspec.decode.shaping import FreeBranches
 from moaspec.errors import InputError
+from moaspec.model import MoADrafter
 from moaspec.target import Target
 
 DEBUG: ContextVar[bool] = ContextVar("debug", default=False)
-STYLES: dict[Source, str] = {"draft": "bold green", "target": ""}
+STYLES: dict[Source, str] = {"draft": "bold green", "target": "", "copy": "bold cyan"}
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False)
@@ -45,6 +48,34 @@ def set_threads(threads: int | None) -> None:
     if threads < 1:
         raise InputError(f"--threads must be at least 1, got {threads}.")
     torch.set_num_threads(threads)
+
+
+def shaping(
+    target: Target,
+    drafter: MoADrafter | None,
+    *,
+    tree: Tree | str = "auto",
+    free_branches: FreeBranches = "auto",
+) -> Shaping:
+    """How to draft; the first time that "auto" is asked for here, the machine is measured."""
+    found = shaping_for(target, drafter, tree=tree, free_branches=free_branches)
+    if tree != "auto" or drafter is None or found.costs is not None:
+        return found
+    measure(target, drafter)
+    return shaping_for(target, drafter, tree=tree, free_branches=free_branches)
+
+
+def measure(
+    target: Target, drafter: MoADrafter | None, *, num_target_layers: int | None = None
+) -> CostTable:
+    """Calibrate with a status line that says what is being timed."""
+    with err.status("Measuring this machine") as status:
+        return calibrate(
+            target,
+            drafter,
+            num_target_layers=num_target_layers,
+            advance=lambda part: status.update(f"Measuring this machine, once: {part}"),
+        )
 
 
 class TokenPrinter:

@@ -27,7 +27,10 @@ def evaluate(
         str, typer.Option(help="bundled, a JSONL file or a directory of them.")
     ] = "bundled",
     methods: Annotated[
-        str, typer.Option(help="hf, plain, moa, moa@chain:4, moa@tree:6x8x62; commas between.")
+        str,
+        typer.Option(
+            help="hf, plain, moa, moa@chain:4, moa@tree:6x8x62, moa@auto+copy; commas between."
+        ),
     ] = DEFAULT_METHODS,
     limit: Annotated[int | None, typer.Option(help="Prompts per suite.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
@@ -50,6 +53,7 @@ def evaluate(
     with console.err.status(f"Loading {model}"):
         names = [name.strip() for name in methods.split(",") if name.strip()]
         chosen = _load_methods(names, model, drafter, dtype)
+    _calibrate(chosen)
     report = _measured(chosen, prompts, max_new_tokens)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -75,6 +79,7 @@ def demo(
     console.quiet_libraries()
     with console.err.status(f"Loading {MODEL} (the first time its weights are unpacked, 30 s)"):
         methods = _load_methods(DEFAULT_METHODS.split(","), MODEL, None, dtype)
+    _calibrate(methods)
     prompts = read_prompts("bundled", limit=3)
     console.out.print(f"[bold]{prompts[0].text}[/]")
     console.out.print("[dim]green: drafted and accepted; plain: the target's own choice[/]\n")
@@ -83,6 +88,13 @@ def demo(
     show(report)
     if not all(outcome.lossless for outcome in report.outcomes):
         raise typer.Exit(1)
+
+
+def _calibrate(methods: Sequence[Method]) -> None:
+    """Measure the machine once if a method leaves the shape to it."""
+    for method in methods:
+        if method.shape == "auto":
+            console.shaping(method.target, method.drafter)
 
 
 def _load_methods(
@@ -101,10 +113,13 @@ def _load_methods(
 def _stream_one(method: Method, prompt: Prompt, max_new_tokens: int) -> None:
     target = method.target
     engine = local_engine(target, method.drafter)
+    shaping = console.shaping(target, method.drafter)
     handle = engine.add(
         console.chat_ids(target, prompt.text),
         max_new_tokens=max_new_tokens,
         stop_token_ids=target.stop_token_ids,
+        shape=shaping.policy(),
+        free_branches=shaping.branches(),
     )
     result = engine.result(handle)
     printer = console.TokenPrinter(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -18,11 +19,27 @@ from moaspec.decode import (
     local_engine,
     parse_shape,
 )
+from moaspec.decode.shaping import FreeBranches
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.target import Target, load_target
 
 MODEL = "smollm2-135m"
+
+
+class FreeBranchesOption(StrEnum):
+    """Values of --free-branches."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
+FREE_BRANCHES: dict[FreeBranchesOption, FreeBranches] = {
+    FreeBranchesOption.auto: "auto",
+    FreeBranchesOption.on: True,
+    FreeBranchesOption.off: False,
+}
 
 
 def generate(
@@ -35,6 +52,9 @@ def generate(
     tree: Annotated[
         str, typer.Option(help="auto, chain:LENGTH or tree:DEPTH,BREADTH,TOTAL_TOKENS.")
     ] = "auto",
+    free_branches: Annotated[
+        FreeBranchesOption, typer.Option(help="Also try what the text itself said before.")
+    ] = FreeBranchesOption.auto,
     temperature: Annotated[float, typer.Option(help="0 takes the best token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among so many tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Sample among tokens of this mass.")] = 1.0,
@@ -59,14 +79,17 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no stream.")] = False,
 ) -> None:
-    """Answer a prompt, streaming verified tokens; accepted drafts are green.
+    """Answer a prompt, streaming verified tokens; accepted drafts are green, copies cyan.
+
+    With --tree auto the first run measures this machine, which takes some ten seconds; see
+    `moaspec calibrate`.
 
     Ctrl-C stops generating; what was generated stays on the screen. Several choices are decoded
     together and shown one after another when they are done.
 
     Example: moaspec generate "Why is the sky blue?" --temperature 0.8 --top-p 0.95 --seed 7
     """
-    shape = parse_shape(tree)
+    parse_shape(tree)  # before anything slow
     sampling = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -84,13 +107,15 @@ def generate(
         module = choose_drafter(drafter, model, target) if speculation else None
     prompt_ids = console.chat_ids(target, prompt, raw=raw)
     engine = local_engine(target, module)
+    shaping = console.shaping(target, module, tree=tree, free_branches=FREE_BRANCHES[free_branches])
     handles = [
         engine.add(
             prompt_ids,
             max_new_tokens=max_new_tokens,
             stop_token_ids=target.stop_token_ids,
             stop=stop or (),
-            shape=shape,
+            shape=shaping.policy(),
+            free_branches=shaping.branches(),
             sampling=replace(sampling, choice=choice),
         )
         for choice in range(num_choices)
@@ -157,6 +182,7 @@ def describe(result: GenerationResult) -> str:
     decode_s = timing.total_s - timing.prefill_s
     speed = (len(result.token_ids) - 1) / decode_s if decode_s > 0 else 0.0
     tau = f"tau {result.tau:.2f}, " if result.tau else ""
+    tau += f"{result.num_copied} of them copied, " if result.num_copied else ""
     seed = "" if result.seed is None else f", seed {result.seed}"
     return (
         f"{len(result.token_ids)} tokens ({result.stop_reason}), {speed:.1f} tokens/s, {tau}"
@@ -176,6 +202,7 @@ def summary(target: Target, prompt_ids: list[int], result: GenerationResult) -> 
         "stop_string": result.stop_string,
         "seed": result.seed,
         "tau": result.tau,
+        "num_copied": result.num_copied,
         "accept_lengths": result.accept_lengths,
         "acceptance_by_depth": result.acceptance_by_depth,
         "timing": vars(result.timing),

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moaspec.cli import console
+from moaspec.cli.calibrate import calibrate
 from moaspec.cli.evaluate import demo, evaluate
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
@@ -32,7 +33,7 @@ def settings(
     console.DEBUG.set(debug)
 
 
-for command in (generate, models, info, train, demo):
+for command in (generate, models, info, train, calibrate, demo):
     app.command()(command)
 app.command(name="eval")(evaluate)
 

@@ -9,12 +9,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
+from moaspec.decode.calibrate import stored_costs
+from moaspec.decode.cost import PRIOR
 from moaspec.decode.engine import Engine
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import DRAFTER_METHODS, Drafter
 from moaspec.decode.result import Event, GenerationResult
 from moaspec.decode.sampling import LogitsProcessor, SamplingParams
-from moaspec.decode.tree import Tree, parse_shape
+from moaspec.decode.shaping import FreeBranches, Shaping
+from moaspec.decode.tree import Tree
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError, UnknownModelError
 from moaspec.model import MoADrafter, load_checkpoint
@@ -109,6 +112,32 @@ def _drafting(
     return drafter
 
 
+def shaping_for(
+    target: Target,
+    drafter: MoADrafter | Drafter | None,
+    *,
+    tree: Tree | str = "auto",
+    free_branches: FreeBranches = "auto",
+    num_target_layers: int | None = None,
+) -> Shaping:
+    """How rows of this target and drafter decide what to draft, by what `calibrate` has stored.
+
+    Args:
+        target: of the rows.
+        drafter: of the rows; what it costs is known for `MoADrafter` only.
+        tree: see `Options`.
+        free_branches: see `Options`.
+        num_target_layers: see `Options`.
+
+    Raises:
+        InputError: a shape or setting that does not exist.
+    """
+    if tree != "auto" or not isinstance(drafter, MoADrafter):
+        return Shaping(tree, free_branches)
+    costs = stored_costs(target, drafter, num_target_layers=num_target_layers)
+    return Shaping(tree, free_branches, costs, drafter.config.acceptance or PRIOR)
+
+
 class Options(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`.
 
@@ -123,7 +152,12 @@ class Options(TypedDict, total=False):
         stop_token_ids: ids that end a row; None takes the target's own.
         num_choices: continuations per prompt, each with noise of its own; with more than one,
             every prompt gives a list of results.
-        tree: "auto", "chain:4", "tree:6,8,62", or a `Tree` or `Chain`.
+        tree: "chain:4", "tree:6,8,62", a `Tree` or `Chain`; or "auto": the shape that pays most on
+            this machine, plain rounds included, where `moaspec calibrate` has measured it for this
+            target, drafter, dtype and number of threads, else a small fixed one.
+        free_branches: whether candidates out of the text itself are verified beside the drafts:
+            True, False, or "auto" (the default): together with `tree="auto"`, where this machine
+            was measured, as long as they pay. Their tokens are reported as "copy".
         num_target_layers: N, target layers that the drafter reuses; None takes its default.
     """
 
@@ -144,6 +178,7 @@ class Options(TypedDict, total=False):
     stop_token_ids: Iterable[int] | None
     num_choices: int
     tree: Tree | str
+    free_branches: FreeBranches
     num_target_layers: int | None
 
 
@@ -235,16 +270,23 @@ def _start(
         raise InputError(f"num_choices must be an integer of at least 1, got {number!r}.")
     sampling = sampling_params(options)
     stops = options.get("stop_token_ids")
-    engine = local_engine(
-        target, options.get("drafter"), num_target_layers=options.get("num_target_layers")
+    drafter, layers = options.get("drafter"), options.get("num_target_layers")
+    shaping = shaping_for(
+        target,
+        drafter,
+        tree=options.get("tree", "auto"),
+        free_branches=options.get("free_branches", "auto"),
+        num_target_layers=layers,
     )
+    engine = local_engine(target, drafter, num_target_layers=layers)
     handles = [
         engine.add(
             prompt,
             max_new_tokens=options.get("max_new_tokens", 64),
             stop_token_ids=target.stop_token_ids if stops is None else stops,
             stop=options.get("stop", ()),
-            shape=_shape(options.get("tree", "auto")),
+            shape=shaping.policy(),
+            free_branches=shaping.branches(),
             sampling=replace(sampling, choice=choice),
         )
         for prompt in prompts
@@ -263,11 +305,3 @@ def sampling_params(options: Options) -> SamplingParams:
     given: dict[str, Any] = {name: value for name, value in options.items() if name in names}
     processors = tuple(options.get("logits_processors", ()))
     return SamplingParams(processors=processors, **given).resolved()
-
-
-def _shape(tree: Tree | str) -> Tree:
-    if isinstance(tree, Tree):
-        return tree
-    if isinstance(tree, str):
-        return parse_shape(tree)
-    raise InputError(f'tree must be "auto", Tree(...) or Chain(...), got {tree!r}.')

@@ -11,14 +11,19 @@ from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from moaspec.decode.lookup import NgramIndex
 from moaspec.decode.protocols import Drafter, Request, RowText, Verdict, Verifier
 from moaspec.decode.result import Event, GenerationResult, Source, StopReason
 from moaspec.decode.sampling import GREEDY, SamplingParams
+from moaspec.decode.shaping import FixedShape, ShapePolicy
 from moaspec.decode.stop import StopStrings, stop_strings
-from moaspec.decode.tree import AUTO, DraftTree, Tree
+from moaspec.decode.tree import AUTO, DraftTree, Tree, merged
 from moaspec.errors import InputError, PromptError
 
 T = TypeVar("T")
+
+COPY_NGRAMS = (4, 3, 2)
+"""Lengths of what free branches look for, longest first: a single token says too little."""
 
 
 @dataclass
@@ -31,9 +36,11 @@ class _Row:
     max_new_tokens: int
     stop_token_ids: frozenset[int]
     stop: StopStrings | None
-    shape: Tree
+    policy: ShapePolicy
+    branches: ShapePolicy | None
     sampling: SamplingParams
     prompt_length: int
+    index: NgramIndex = field(default_factory=lambda: NgramIndex(COPY_NGRAMS))
     base: int = 0  # verified tokens whose activations the verifier holds
     result: GenerationResult = field(default_factory=GenerationResult)
     started: float = field(default_factory=time.perf_counter)
@@ -48,7 +55,15 @@ class _Row:
 
     def request(self, base: int, known: Sequence[int], tree: DraftTree) -> Request:
         """What the verifier is asked for this row."""
-        return Request(self.row, base, tuple(known), tree, self.sampling, self.prompt_length)
+        return Request(
+            self.row,
+            base,
+            tuple(known),
+            tree,
+            self.sampling,
+            self.prompt_length,
+            self.policy.wants_features,
+        )
 
 
 class Engine:
@@ -91,7 +106,8 @@ class Engine:
         max_new_tokens: int,
         stop_token_ids: Iterable[int] = (),
         stop: str | Iterable[str] = (),
-        shape: Tree = AUTO,
+        shape: Tree | ShapePolicy = AUTO,
+        free_branches: Tree | ShapePolicy | None = None,
         sampling: SamplingParams = GREEDY,
     ) -> int:
         """Let a request join; its prompt is processed by the next `step`.
@@ -101,7 +117,9 @@ class Engine:
             max_new_tokens: at most so many; with 0 the next `step` ends the row.
             stop_token_ids: ids that end the row.
             stop: strings that end the row as soon as its generated text contains one.
-            shape: of the drafts.
+            shape: of the drafts, or a policy of this row's own that decides it every round.
+            free_branches: the same for candidates out of the row's own text, which are verified
+                beside the drafts and reported as copies; None for none.
             sampling: how tokens are chosen; a seed is drawn where one is needed and missing.
 
         Returns:
@@ -127,7 +145,10 @@ class Engine:
             max_new_tokens=max_new_tokens,
             stop_token_ids=frozenset(stop_token_ids),
             stop=StopStrings(strings, self._tokenizer) if strings else None,
-            shape=shape,
+            policy=FixedShape(shape) if isinstance(shape, Tree) else shape,
+            branches=FixedShape(free_branches)
+            if isinstance(free_branches, Tree)
+            else free_branches,
             sampling=sampling,
             prompt_length=len(prompt_ids),
             result=GenerationResult(seed=sampling.seed),
@@ -213,28 +234,39 @@ class Engine:
         trees = [DraftTree()] * len(rows)
         by_shape: dict[Tree, list[int]] = {}
         for i, row in enumerate(rows):
-            shape = self._shape(row)
+            shape = self._shape(row, row.policy, len(rows)) if self._drafter else None
             if shape is not None:
                 by_shape.setdefault(shape, []).append(i)
-        if self._drafter is None:
-            return trees
         for shape, indices in by_shape.items():
+            assert self._drafter is not None
             texts = [RowText(rows[i].row, rows[i].token_ids, rows[i].sampling) for i in indices]
             drafts = self._drafter.propose(texts, shape)
             for i, tree in zip(indices, drafts, strict=True):
                 trees[i] = tree
-        return trees
+        return [self._branched(*one, len(rows)) for one in zip(rows, trees, strict=True)]
 
-    def _shape(self, row: _Row) -> Tree | None:
+    def _branched(self, row: _Row, tree: DraftTree, num_rows: int) -> DraftTree:
+        """The drafts, and beside them what followed when the text had its last tokens before."""
+        if row.branches is None:
+            return tree
+        row.index.extend(row.token_ids)
+        shape = self._shape(row, row.branches, num_rows)
+        if shape is None:
+            return tree
+        paths = row.index.paths(shape)
+        return merged(paths, len(tree.tokens) + shape.total_tokens, tree)
+
+    def _shape(self, row: _Row, policy: ShapePolicy, num_rows: int) -> Tree | None:
         """What to draft for a row: nothing when one token is left, nothing past the context.
 
         Nothing either past the next change of all keys, or when such a change is due.
         """
-        if row.remaining <= 1 or self._outgrown(row):
-            return None
         length = len(row.token_ids)
+        shape = policy.shape(length, num_rows)
+        if shape is None or row.remaining <= 1 or self._outgrown(row):
+            return None
         ends = [self._max_positions, *(s for s in self._switches if s >= length)]
-        return row.shape.limited(min(ends) - length)
+        return shape.limited(min(ends) - length)
 
     def _take(self, row: _Row, request: Request, verdict: Verdict) -> Event:
         """Emit what a verdict brought, up to the row's end."""
@@ -242,21 +274,32 @@ class Engine:
             self._drafter.observe(row.row, verdict.features)
         accepted = [request.tree.tokens[node] for node in verdict.accepted]
         tokens, reason = self._kept(row, [*accepted, verdict.next_token])
-        sources: list[Source] = ["draft" for _ in accepted]
-        sources.append("target")
+        sources = self._sources(request.tree, verdict)[: len(tokens)]
         result = row.result
         if row.prefilled:
+            own = len(request.tree.tokens) - request.tree.num_copied
             result.accept_lengths.append(len(tokens))
-            result.drafted_depths.append(max(request.tree.depths, default=0))
-            result.num_drafted += len(request.tree.tokens)
+            result.copied_lengths.append(sources.count("copy"))
+            result.drafted_depths.append(max(request.tree.depths[:own], default=0))
+            result.num_drafted += own
+            for policy in (row.policy, row.branches):
+                if policy is not None:
+                    policy.observe(request.tree, verdict.accepted)
         row.base = request.base + len(request.known) + len(accepted)
         row.token_ids += tokens
         result.token_ids += tokens
-        result.sources += sources[: len(tokens)]
+        result.sources += sources
         result.logprobs += verdict.logprobs[: len(tokens)]
         if reason is not None:
             self._finish(row, reason)
-        return Event(row.handle, tuple(tokens), tuple(sources[: len(tokens)]), reason)
+        return Event(row.handle, tuple(tokens), tuple(sources), reason)
+
+    @staticmethod
+    def _sources(tree: DraftTree, verdict: Verdict) -> list[Source]:
+        """Who proposed each token of a verdict."""
+        own = len(tree.tokens) - tree.num_copied
+        sources: list[Source] = ["draft" if node < own else "copy" for node in verdict.accepted]
+        return [*sources, "target"]
 
     def _kept(self, row: _Row, tokens: list[int]) -> tuple[list[int], StopReason | None]:
         """Tokens up to and including the first that ends the row, and why it ends."""

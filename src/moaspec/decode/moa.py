@@ -71,6 +71,11 @@ class MoADrafting:
         self.read: dict[int, int] = {}
         self.remembered: dict[int, int] = {}
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that can be drafted."""
+        return self._head[0].shape[0]
+
     def borrow(self, target_cache: KVCache) -> None:
         """Let N > 0 attend to the target's own cache."""
         self.target_cache = target_cache
@@ -115,7 +120,7 @@ class MoADrafting:
     @torch.inference_mode()
     def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
         """Grow one tree per row, all rows level by level together."""
-        vocabulary = self._head[0].shape[0]
+        vocabulary = self.vocabulary
         if shape.breadth > vocabulary:
             raise ShapeError(
                 f"Tree breadth {shape.breadth} exceeds the draft vocabulary of {vocabulary}."

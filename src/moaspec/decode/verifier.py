@@ -60,6 +60,7 @@ class LocalVerifier:
         self.target = target
         self._encode = drafter.encode if drafter is not None and "kv" in drafter.needs else None
         self._texts: dict[int, list[int]] = {}
+        self._encoded: dict[int, int] = {}  # tokens of each row whose features were given out
         self.cache = KVCache(
             num_layers=target.num_layers,
             num_heads=target.num_kv_heads,
@@ -80,6 +81,7 @@ class LocalVerifier:
         """Give the cache's memory back; no row may be in use."""
         self.cache.release()
         self._texts.clear()
+        self._encoded.clear()
 
     def _verify(self, requests: Sequence[Request]) -> list[Verdict]:
         plans = self._prefill(requests)
@@ -147,20 +149,28 @@ class LocalVerifier:
         return text
 
     def _features(self, requests: Sequence[Request], num_accepted: Sequence[int]) -> list[object]:
-        """The drafter's encoding of every token that this verification committed."""
-        if self._encode is None:
-            return [None] * len(requests)
+        """The drafter's encoding of all committed tokens of a row that it has not encoded yet."""
+        features: list[object] = [None] * len(requests)
         kv: list[Tensor] = []
         positions: list[int] = []
-        counts: list[int] = []
-        for request, accepted in zip(requests, num_accepted, strict=True):
+        counts: dict[int, int] = {}
+        for i, (request, accepted) in enumerate(zip(requests, num_accepted, strict=True)):
+            start = min(self._encoded.get(request.row, 0), request.base)
+            if self._encode is None or not request.encode:
+                self._encoded[request.row] = start
+                continue
             stop = request.base + len(request.known) + accepted
-            key_LHTD, value_LHTD = self.cache.read(request.row, request.base, stop)
+            key_LHTD, value_LHTD = self.cache.read(request.row, start, stop)
             kv.append(layer_features(key_LHTD[:, None], value_LHTD[:, None]))
-            positions += range(request.base, stop)
-            counts.append(stop - request.base)
-        position_ids_1N = torch.tensor([positions], device=self.target.device)
-        return self._encode(torch.cat(kv, dim=1), position_ids_1N, counts)
+            positions += range(start, stop)
+            counts[i] = stop - start
+            self._encoded[request.row] = stop
+        if self._encode is not None and counts:
+            position_ids_1N = torch.tensor([positions], device=self.target.device)
+            encoded = self._encode(torch.cat(kv, dim=1), position_ids_1N, list(counts.values()))
+            for i, feature in zip(counts, encoded, strict=True):
+                features[i] = feature
+        return features
 
 
 def _groups(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:

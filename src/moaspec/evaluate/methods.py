@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from moaspec.decode import GenerationResult, Tree, generate, parse_shape
+from moaspec.decode.shaping import FreeBranches
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.target import Target
+
+COPIES: dict[str, FreeBranches] = {"": "auto", "copy": True, "nocopy": False}
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,15 @@ class Method:
         name: as the user wrote it.
         target: what decodes.
         drafter: None for plain decoding and for transformers.
-        shape: of the drafts; None for transformers' own `generate`.
+        shape: of the drafts, or "auto"; None for transformers' own `generate`.
+        free_branches: see `moaspec.generate`.
     """
 
     name: str
     target: Target
     drafter: MoADrafter | None = None
-    shape: Tree | None = None
+    shape: Tree | str | None = None
+    free_branches: FreeBranches = "auto"
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Run:
         """Decode, timed."""
@@ -52,6 +57,7 @@ class Method:
                 drafter=self.drafter,
                 max_new_tokens=max_new_tokens,
                 tree=self.shape,
+                free_branches=self.free_branches,
             )
             ids = result.token_ids
         return Run(ids, time.perf_counter() - started, result)
@@ -76,7 +82,10 @@ def parse_methods(
     *,
     stock: Callable[[], Target] | None = None,
 ) -> list[Method]:
-    """Read method names: `hf`, `plain`, `moa`, `moa@chain:4`, `moa@tree:6x8x62`.
+    """Read method names: `hf`, `plain`, `moa`, `moa@chain:4`, `moa@tree:6x8x62`, `moa@auto+copy`.
+
+    `+copy` adds free branches and `+nocopy` forbids them; without either, `moa` has them where the
+    machine was measured and they pay.
 
     Args:
         names: the names.
@@ -97,14 +106,18 @@ def parse_methods(
 
 
 def _parse(name: str, target: Target, drafter: MoADrafter | None) -> Method:
-    kind, _, shape = name.partition("@")
-    tree = parse_shape(shape or "auto")
-    if kind == "hf" and not shape:
+    rest, plus, copies = name.partition("+")
+    kind, _, shape = rest.partition("@")
+    tree = "auto" if shape in ("", "auto") else parse_shape(shape)
+    if name == "hf":
         return Method(name, target)
-    if kind == "plain" and not shape:
+    if name == "plain":
         return Method(name, target, shape=tree)
-    if kind == "moa":
+    if kind == "moa" and copies in COPIES and bool(plus) == bool(copies):
         if drafter is None:
             raise InputError(f"Method {name!r} needs a drafter; give one with --drafter.")
-        return Method(name, target, drafter, tree)
-    raise InputError(f"Unknown method {name!r}; use hf, plain, moa or moa@SHAPE.")
+        return Method(name, target, drafter, tree, COPIES[copies])
+    raise InputError(
+        f"Unknown method {name!r}; use hf, plain, moa or moa@SHAPE, the last two with +copy or "
+        "+nocopy if you like."
+    )

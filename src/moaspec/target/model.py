@@ -52,6 +52,9 @@ class Target:
         tokenizer: transformers' tokenizer, or None where only token ids are used.
         name: how messages call it.
 
+    Attributes:
+        packed: whether `pack` has laid the weights out for this CPU.
+
     Raises:
         UnsupportedTargetError: keys and values of this family cannot be captured.
     """
@@ -73,6 +76,7 @@ class Target:
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
         self._fast_head: nn.Module = self._lm_head
         self._layer_types = families.layer_types(model.config)
+        self.packed = False
 
     @property
     def config(self) -> Any:
@@ -158,6 +162,7 @@ class Target:
             return False
         pack_linears(self.model, keep=(self._lm_head,))
         self._fast_head = pack_like(self._lm_head)
+        self.packed = True
         return True
 
     def layer_state(self, index: int) -> dict[str, Tensor]:
