@@ -28,7 +28,8 @@ def drafter(**sizes: int) -> MoADrafter:
 
 @pytest.mark.parametrize("layers", [0, 1])
 def test_what_was_measured_is_found_again_and_used(cache: Path, layers: int) -> None:
-    module, parts = drafter(), []
+    module = drafter()
+    parts: list[str] = []
     assert stored_costs(tiny.target(), module, num_target_layers=layers) is None
     costs = calibrate(tiny.target(), module, num_target_layers=layers, advance=parts.append)
     assert stored_costs(tiny.target(), module, num_target_layers=layers) == costs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from moaspec.decode.engine import COPY_NGRAMS
 from moaspec.decode.lookup import NgramIndex
 from moaspec.decode.tree import DraftTree, merged
 
-LOOP = {"logit_bias": {3: 60.0, 4: 60.0, 5: 60.0}, "frequency_penalty": 0.1}
+LOOP: dict[str, Any] = {"logit_bias": {3: 60.0, 4: 60.0, 5: 60.0}, "frequency_penalty": 0.1}
 """Settings that make the tiny target repeat itself."""
 
 
@@ -57,23 +59,22 @@ def test_depths_and_ancestors_of_a_merged_tree() -> None:
 
 
 def results(
-    *, free_branches: bool, drafter: object, sampling: dict[str, object], tree: Tree
+    *, free_branches: bool, drafter: Any, sampling: dict[str, Any], tree: Tree
 ) -> list[GenerationResult]:
-    options: dict[str, object] = dict(sampling)
     return moaspec.generate(
         tiny.target(),
         [*tiny.PROMPTS, (3, 4, 5, 3, 4, 5, 3, 4)],
-        drafter=drafter,  # type: ignore[arg-type]
+        drafter=drafter,
         free_branches=free_branches,
         tree=tree,
         max_new_tokens=20,
-        **options,  # type: ignore[arg-type]
+        **sampling,
     )
 
 
 @pytest.mark.parametrize("sampling", [{}, LOOP, {"temperature": 0.7, "seed": 4, **LOOP}], ids=str)
 @pytest.mark.parametrize("who", ["moa", "lookup", "nobody"])
-def test_free_branches_never_change_the_text(who: str, sampling: dict[str, object]) -> None:
+def test_free_branches_never_change_the_text(who: str, sampling: dict[str, Any]) -> None:
     drafters = {
         "moa": tiny.random_drafter(tiny.target()),
         "lookup": PromptLookup(),
@@ -104,7 +105,7 @@ def test_copies_are_reported_apart() -> None:
 def test_families_with_windows_and_switches(family: str) -> None:
     target = tiny.target(family)
     prompt = (3, 4, 5, 3, 4, 5, 3)
-    sampling = SamplingParams(**LOOP)  # type: ignore[arg-type]
+    sampling = SamplingParams(**LOOP)
     texts = []
     for branches in (None, Tree(5, 2, 8)):
         engine = moaspec.decode.local_engine(target)
@@ -120,13 +121,13 @@ def test_families_with_windows_and_switches(family: str) -> None:
 def test_branches_end_with_the_context() -> None:
     target = tiny.fresh_target(max_position_embeddings=14)
     prompt = (3, 4, 5, 3, 4, 5, 3, 4)
-    plain = moaspec.generate(target, prompt, max_new_tokens=40, **LOOP)  # type: ignore[arg-type]
+    plain = moaspec.generate(target, prompt, max_new_tokens=40, **LOOP)
     got = moaspec.generate(
         target,
         prompt,
         free_branches=True,
         max_new_tokens=40,
-        **LOOP,  # type: ignore[arg-type]
+        **LOOP,
     )
     assert got.token_ids == plain.token_ids
     assert got.stop_reason == "context"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections import Counter
 
 import pytest
@@ -13,7 +15,7 @@ from torch.testing import assert_close
 import moaspec
 import tiny
 from moaspec.decode import Chain, Tree
-from moaspec.decode.moa import MoADrafting
+from moaspec.decode.moa import MoADrafting, prepared
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, ancestor_matrix
 from moaspec.errors import InputError, ShapeError
@@ -227,3 +229,50 @@ def test_trimmed_vocabulary_is_lossless(always_same: bool) -> None:
         tree=Chain(3),
     )
     assert tuple(result.token_ids) == tiny.own_texts("llama")[0]
+
+
+# Prepared weights
+
+
+def test_weights_are_prepared_once_and_again_when_they_change() -> None:
+    target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
+    first = prepared(drafter, target)
+    assert prepared(drafter, target) == first
+    names = set(drafter.state_dict())
+    before, _ = tiny.draft(target, drafter, tiny.PROMPTS[1], Chain(6))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.mul_(-0.5)
+    assert prepared(drafter, target)[0] is not first[0] or first[0] is drafter
+    text, tree = tiny.draft(target, drafter, tiny.PROMPTS[1], Chain(6))
+    assert text == before
+    log_q = training_log_q(target, drafter, text, list(tree.tokens), 0)
+    assert list(tree.tokens) == log_q[:-1].argmax(-1).tolist()
+    assert set(drafter.state_dict()) == names
+    other = tiny.fresh_target()
+    assert prepared(drafter, other)[1] is other.draft_head(None)
+
+
+def test_preparing_leaves_the_drafter_trainable_and_copyable() -> None:
+    target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
+    prepared(drafter, target)
+    assert any(type(module) is torch.nn.Linear for module in drafter.modules())
+    clone = copy.deepcopy(drafter)
+    assert clone.prepared is not drafter.prepared
+    assert pickle.loads(pickle.dumps(clone.prepared)).get(1, lambda: 2) == 2
+    drafter.train().requires_grad_(requires_grad=True)
+    module, _ = prepared(drafter, target)
+    assert module is drafter
+
+
+def test_bf16_drafts_run_on_packed_weights_and_change_no_text() -> None:
+    target = tiny.fresh_target()
+    target.model.bfloat16()
+    drafter = tiny.random_drafter(target).bfloat16()
+    options = {"max_new_tokens": 12, "tree": Tree(2, 2, 4)}
+    one, two = (
+        moaspec.generate(target, tiny.PROMPTS[0], drafter=drafter, **options)  # type: ignore[call-overload]
+        for _ in range(2)
+    )
+    assert one.token_ids == two.token_ids
+    assert one.accept_lengths == two.accept_lengths

@@ -10,11 +10,11 @@ import pytest
 
 import moaspec
 import tiny
+from costs import table
 from moaspec.decode import CostShape, FixedShape, Shaping, local_engine
 from moaspec.decode.shaping import COPIES, CREDIT_TOKENS, TOLERATED_LOSS, CostBranches
 from moaspec.decode.tree import AUTO, Chain, DraftTree, Tree
 from moaspec.errors import InputError, ShapeError
-from costs import table
 
 ENCODING = (0.0001, 0.0008, 0.0016, 0.0064)
 """Encoding at 1% of a plain round per token."""

@@ -6,12 +6,15 @@ C CA's KV heads, V draft vocabulary.
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moaspec.decode.cache import KVCache, prefix_mask, tree_mask
 from moaspec.decode.coupling import Ranking
@@ -21,6 +24,7 @@ from moaspec.errors import InputError, ShapeError
 from moaspec.model import MoADrafter
 from moaspec.model.layers import masked_attention
 from moaspec.target import Target
+from moaspec.target.packing import can_pack, pack_linears
 
 
 @dataclass
@@ -48,6 +52,9 @@ class MoADrafting:
         drafter: the trained module.
         target: the target it drafts for.
         num_target_layers: N; None takes what the checkpoint records first.
+
+    Attributes:
+        vocabulary: how many tokens can be drafted.
     """
 
     needs: frozenset[Need] = frozenset({"kv"})
@@ -62,19 +69,17 @@ class MoADrafting:
                 f"num_target_layers must be within 0..{target.num_layers}, got {layers}."
             )
         self.num_target_layers = layers
-        self.module, self.target = drafter, target
+        self.target = target
         self.target_cache: KVCache | None = None
-        self._head = target.head_rows(drafter.draft_token_ids)
+        self.module, self._head = prepared(drafter, target)
+        ids = drafter.draft_token_ids
+        self.vocabulary = target.vocab_size if ids is None else len(ids)
+        self._vocabulary_ids = self._token_ids(torch.arange(self.vocabulary, device=target.device))
         sa, ca = config.self_attention, config.cross_attention
         self.text = self._cache(sa.num_kv_heads, sa.head_dim)
         self.memory = self._cache(ca.num_kv_heads, ca.head_dim)
         self.read: dict[int, int] = {}
         self.remembered: dict[int, int] = {}
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens that can be drafted."""
-        return self._head[0].shape[0]
 
     def borrow(self, target_cache: KVCache) -> None:
         """Let N > 0 attend to the target's own cache."""
@@ -126,7 +131,7 @@ class MoADrafting:
                 f"Tree breadth {shape.breadth} exceeds the draft vocabulary of {vocabulary}."
             )
         level = _Level(self, rows, shape)
-        ranking = Ranking(rows, self._token_ids(torch.arange(vocabulary, device=level.device)))
+        ranking = Ranking(rows, self._vocabulary_ids)
         children = ranking.children(level.read_root(), shape.breadth, 0)
         nodes, frontier = _first_level(*children)
         for depth in range(1, shape.depth):
@@ -147,9 +152,12 @@ class MoADrafting:
         """The best nodes by cumulative score. Stable sorting keeps every parent of a kept node."""
         order = nodes.scores.sort(dim=1, descending=True, stable=True).indices
         kept_BN = order[:, :total_tokens].sort(dim=1).values
-        tokens = self._token_ids(nodes.tokens.gather(1, kept_BN)).tolist()
-        parents = nodes.parents.gather(1, kept_BN).tolist()
-        return [_renumbered(*row) for row in zip(kept_BN.tolist(), tokens, parents, strict=True)]
+        tokens_BN = self._token_ids(nodes.tokens.gather(1, kept_BN))
+        # A parent's place among the kept nodes; the root stays -1.
+        old_BN = nodes.parents.gather(1, kept_BN)
+        parents_BN = torch.searchsorted(kept_BN, old_BN).masked_fill(old_BN < 0, -1)
+        rows = torch.stack((tokens_BN, parents_BN), dim=1).tolist()
+        return [DraftTree(tuple(tokens), tuple(parents)) for tokens, parents in rows]
 
 
 class _Level:
@@ -284,7 +292,32 @@ def _next_level(
     return grown, nodes.tokens.shape[1] + best_BW
 
 
-def _renumbered(kept: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> DraftTree:
-    """A tree whose parents point into the kept nodes."""
-    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-    return DraftTree(tuple(tokens), tuple(place[parent] for parent in parents))
+def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
+    """The drafter and its head as decoding runs them: packed copies where the CPU gains by them.
+
+    They are made once and again when weights change, so a drafter in training may be tried out at
+    any time. The drafter itself stays as it is.
+    """
+    ids = drafter.draft_token_ids
+    chosen = None if ids is None else ids.data_ptr()
+    key = (
+        weakref.ref(target),
+        target.packed,
+        target.dtype,
+        drafter.version,
+        drafter.training,
+        chosen,
+    )
+    return cast(
+        tuple[MoADrafter, nn.Module],
+        drafter.prepared.get(key, lambda: (_packed(drafter), target.draft_head(ids))),
+    )
+
+
+def _packed(drafter: MoADrafter) -> MoADrafter:
+    weight = next(drafter.parameters())
+    if drafter.training or not can_pack(weight.dtype, weight.device):
+        return drafter
+    copied = copy.deepcopy(drafter)
+    pack_linears(copied)
+    return copied

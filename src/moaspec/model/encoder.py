@@ -63,7 +63,7 @@ class Encoder(nn.Module):
 
     def mean_over_layers(self, kv_BTLK: Tensor) -> Tensor:
         """LSA, then the mean over layers: (B, T, L, K) -> (B, T, K)."""
-        flat_NLK = kv_BTLK.flatten(0, 1).to(self.projection.weight.dtype)
+        flat_NLK = kv_BTLK.flatten(0, 1).to(self.memory_norm.weight.dtype)
         means = [self._mean(chunk) for chunk in flat_NLK.split(AGGREGATE_CHUNK_TOKENS)]
         return torch.cat(means).unflatten(0, kv_BTLK.shape[:2])
 
