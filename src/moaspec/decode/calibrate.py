@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def _path(facts: dict[str, Any]) -> Path:
 def _measured(
     target: Target, drafting: MoADrafting | None, advance: Callable[[str], None]
 ) -> CostTable:
-    bench = _Bench(target, drafting)
+    bench = Bench(target, drafting)
     longest = max(TOKENS)
     contexts = tuple(c for c in CONTEXTS if c + longest <= target.max_positions) or (1,)
     passes = []
@@ -194,11 +194,20 @@ def _rising(seconds: list[float]) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class _Bench:
-    """Runs each part by itself, on made-up tokens: costs do not depend on which they are."""
+class Bench:
+    """Runs each part by itself, on made-up tokens: costs do not depend on which they are.
+
+    Attributes:
+        target: what is timed.
+        drafting: the same; None where only the target is.
+        seconds: times a call.
+    """
 
     target: Target
     drafting: MoADrafting | None
+    seconds: Callable[[Callable[[], object], torch.device], float] = field(
+        default=lambda run, device: statistics.median(times(run, device))
+    )
 
     def target_pass(self, num_tokens: int, context: int) -> float:
         """Seconds of a pass over so many tokens after `context` others, without the head."""
@@ -217,13 +226,13 @@ class _Bench:
                 write=cache.writer([0], [context], num_tokens, visible),
             )
 
-        return _seconds(run, device)
+        return self.seconds(run, device)
 
     def head(self, num_tokens: int) -> float:
         """Seconds of the head and the choice."""
         width = int(self.target.config.hidden_size)
         states = torch.zeros(num_tokens, width, dtype=self.target.dtype, device=self.target.device)
-        return _seconds(lambda: self.target.head(states).argmax(-1), self.target.device)
+        return self.seconds(lambda: self.target.head(states).argmax(-1), self.target.device)
 
     def draft(self, shape: Tree) -> float:
         """Seconds of growing a tree over a text of the first context length."""
@@ -238,11 +247,11 @@ class _Bench:
             drafting.read[0] = length - 1
             drafting.propose([row], shape)
 
-        return _seconds(run, self.target.device)
+        return self.seconds(run, self.target.device)
 
     def encode(self, num_tokens: int) -> float:
         """Seconds of encoding so many verified tokens."""
-        return _seconds(lambda: self._features(num_tokens), self.target.device)
+        return self.seconds(lambda: self._features(num_tokens), self.target.device)
 
     def _features(self, num_tokens: int) -> Any:
         assert self.drafting is not None
@@ -257,18 +266,18 @@ class _Bench:
         return features
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median over repeated runs."""
+def times(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> list[float]:
+    """Seconds of repeated runs, after some that do not count."""
     for _ in range(WARM_UPS):
         run()
-    times = []
-    for _ in range(REPEATS):
+    seconds = []
+    for _ in range(repeats):
         _synchronise(device)
         started = time.perf_counter()
         run()
         _synchronise(device)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+        seconds.append(time.perf_counter() - started)
+    return seconds
 
 
 def _synchronise(device: torch.device) -> None:
