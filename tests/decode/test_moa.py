@@ -6,11 +6,13 @@ import copy
 import functools
 import pickle
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moaspec
 import tiny
@@ -276,3 +278,54 @@ def test_bf16_drafts_run_on_packed_weights_and_change_no_text() -> None:
     )
     assert one.token_ids == two.token_ids
     assert one.accept_lengths == two.accept_lengths
+
+
+# What a draft step costs, in operations
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the operations that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # pragma: no cover - called by torch
+        self.ops[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of_a_draft(shape: Tree, rows: int = 1) -> Counter[str]:
+    """Operations of one `propose` over rows of one length."""
+    target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
+    drafting = MoADrafting(drafter, target)
+    kv = torch.zeros(1, 4 * rows, target.num_layers, target.identity.kv_size)
+    positions = torch.arange(4).repeat(rows)[None]
+    for row, features in enumerate(drafting.encode(kv, positions, [4] * rows)):
+        drafting.observe(row, features)
+    texts = [RowText(row, [1, 2, 3, 4, 5]) for row in range(rows)]
+    with CountOps() as count:
+        drafting.propose(texts, shape)
+    return count.ops
+
+
+def test_operations_do_not_grow_with_nodes_or_rows() -> None:
+    small = ops_of_a_draft(Tree(3, 2, 4)).total()
+    assert ops_of_a_draft(Tree(3, 2, 10)).total() == small
+    assert ops_of_a_draft(Tree(3, 8, 60)).total() == small
+    # Writing several rows' slots takes an index where one row needs none.
+    assert ops_of_a_draft(Tree(3, 2, 4), rows=4).total() <= 1.1 * small
+
+
+def test_a_second_call_prepares_nothing() -> None:
+    target = tiny.target()
+    drafter = tiny.random_drafter(target, draft_token_ids=torch.arange(0, tiny.VOCAB, 3))
+    drafting = MoADrafting(drafter, target)
+    with CountOps() as count:
+        again = MoADrafting(drafter, target)
+    assert again.module is drafting.module
+    assert not {name for name in count.ops if "mkldnn" in name or "clone" in name}
+    # The draft vocabulary's ids, looked up once for all rounds, are the one gather that is left.
+    assert count.ops["aten.index.Tensor"] == 1
