@@ -63,7 +63,7 @@ def main() -> None:
     target = moaspec.load_target(ALIAS)
     drafter = moaspec.load_drafter(ALIAS, target=target)
     suite = read_prompts(args.suite, limit=args.limit)
-    prompts = [chat_ids(target, prompt.text) for prompt in suite]
+    prompts = [chat_ids(target, prompt.turns[0]) for prompt in suite]
     parts = [
         _collect(target, drafter, prompts, temperature, args.max_new_tokens)
         for temperature in args.temperatures

@@ -76,7 +76,7 @@ def main() -> None:
     target = moaspec.load_target(ALIAS)
     drafter = moaspec.load_drafter(ALIAS, target=target)
     suite = read_prompts(args.suite, limit=args.limit)
-    prompts = [chat_ids(target, prompt.text) for prompt in suite]
+    prompts = [chat_ids(target, prompt.turns[0]) for prompt in suite]
     sampled = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=1234)
     figures = {}
     for shape in args.shapes:

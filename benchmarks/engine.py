@@ -58,7 +58,7 @@ def main() -> None:
     target, drafter = load(args)
     shape = parse_shape(args.shape)
     agreements = sorted({*args.agreements, agreement_for(args.tau, shape.depth)})
-    prompts = [chat_ids(target, one.text) for one in read_prompts(args.suite, limit=args.limit)]
+    prompts = [chat_ids(target, one.turns[0]) for one in read_prompts(args.suite, limit=args.limit)]
     speeds: dict[float | None, list[float]] = {None: [], **{a: [] for a in agreements}}
     taus: dict[float, list[float]] = {a: [] for a in agreements}
     for ids in prompts:

@@ -67,7 +67,7 @@ def main() -> None:
     watch = Stopwatch(target.device)
     rounds: list[dict[str, float]] = []
     for prompt in read_prompts(args.suite, limit=args.limit):
-        ids = chat_ids(target, prompt.text)
+        ids = chat_ids(target, prompt.turns[0])
         engine = _engine(target, drafting, watch)
         for _ in range(args.batch):
             engine.add(ids, max_new_tokens=args.max_new_tokens, shape=parse_shape(args.tree))
@@ -119,7 +119,8 @@ class _TimedDrafting:
     """The drafter as the engine uses it."""
 
     def __init__(self, drafting: MoADrafting, watch: Stopwatch) -> None:
-        self.needs, self.encode, self.close = drafting.needs, drafting.encode, drafting.close
+        self.needs, self.encode = drafting.needs, drafting.encode
+        self.rollback, self.close = drafting.rollback, drafting.close
         self.propose = watch.wrap("drafter", drafting.propose)
         self.observe = watch.wrap("drafter", drafting.observe)
 

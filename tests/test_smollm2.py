@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 import moaspec
 from moaspec.cli.console import chat_ids
 from moaspec.decode import bundled_drafters
-from moaspec.evaluate import compare, parse_methods, read_prompts
+from moaspec.evaluate import Check, Parts, compare, parse_methods, read_prompts
 from moaspec.model import MoADrafter
+from moaspec.model.encoder import Encoder
 from moaspec.target.registry import ALIASES, packaged_gguf
 
 ALIAS = "smollm2-135m"
@@ -34,7 +36,7 @@ def target() -> moaspec.Target:
 
 @pytest.fixture(scope="module")
 def prompts(target: moaspec.Target) -> list[list[int]]:
-    return [chat_ids(target, prompt.text) for prompt in read_prompts("bundled", limit=4)]
+    return [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=4)]
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def test_plain_and_speculative_text_is_transformers_own(
     target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]
 ) -> None:
     names = ["hf", "plain", "moa", "moa@chain:4", "moa@tree:6x8x62"]
-    hf, *ours = parse_methods(names, target, drafter)
+    hf, *ours = parse_methods(names, Parts(target=target, checkpoints={"moa": drafter}))
     for ids in prompts[:2]:
         expected = hf.run(ids, NEW_TOKENS).token_ids
         for method in ours:
@@ -75,15 +77,81 @@ def tau(target: moaspec.Target, prompts: list[list[int]]) -> Callable[[MoADrafte
     return measure
 
 
-def test_the_drafter_lives_on_the_targets_activations(
-    drafter: MoADrafter, tau: Callable[[MoADrafter], float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Put noise in the place of the target's keys and values, and fewer drafts are accepted."""
-    whole, aggregate = tau(drafter), drafter.encoder.aggregate
+def noise_for_activations(encoder: Encoder, patch: pytest.MonkeyPatch) -> None:
+    aggregate = encoder.aggregate
 
     def of_noise(kv_BTLK: Tensor) -> Tensor:
         torch.manual_seed(0)
         return aggregate(torch.randn_like(kv_BTLK) * kv_BTLK.std())
 
-    monkeypatch.setattr(drafter.encoder, "aggregate", of_noise)
+    patch.setattr(encoder, "aggregate", of_noise)
+
+
+def permuted_layers(encoder: Encoder, patch: pytest.MonkeyPatch) -> None:
+    aggregate = encoder.aggregate
+
+    def of_permuted(kv_BTLK: Tensor) -> Tensor:
+        order = torch.randperm(kv_BTLK.shape[2], generator=torch.Generator().manual_seed(0))
+        return aggregate(kv_BTLK[:, :, order])
+
+    patch.setattr(encoder, "aggregate", of_permuted)
+
+
+def zero_keys(encoder: Encoder, patch: pytest.MonkeyPatch) -> None:
+    project_kv = encoder.project_kv
+
+    def without_keys(states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = project_kv(states_BTE, position_ids_BT)
+        return torch.zeros_like(key), value
+
+    patch.setattr(encoder, "project_kv", without_keys)
+
+
+@pytest.mark.parametrize("damage", [noise_for_activations, permuted_layers, zero_keys])
+def test_the_drafter_lives_on_the_targets_activations(
+    drafter: MoADrafter,
+    tau: Callable[[MoADrafter], float],
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Encoder, pytest.MonkeyPatch], None],
+) -> None:
+    """Take them away, or their order or CA's keys, and fewer drafts are accepted."""
+    whole = tau(drafter)
+    damage(drafter.encoder, monkeypatch)
     assert tau(drafter) < whole
+
+
+def test_every_way_of_decoding_passes_the_check(
+    target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]
+) -> None:
+    """The long version: moaspec check --limit 12 --max-new-tokens 64 --seeds 3."""
+    stock = moaspec.load_target(ALIAS, packed=False)
+    check = Check(target, prompts[:1], drafter=drafter, stock=stock, max_new_tokens=8)
+    assert [finding for finding in check.run() if finding.verdict == "fault"] == []
+
+
+def test_the_second_turn_reads_what_is_new(
+    target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]
+) -> None:
+    session = moaspec.Session(target, drafter)
+    session.generate(prompts[0], max_new_tokens=12)
+    held = session.token_ids
+    longer = [*held, *prompts[1]]
+    result = session.generate(longer, max_new_tokens=12)
+    assert result.num_reused_tokens == len(held) - 1
+    fresh = moaspec.generate(target, longer, max_new_tokens=12)
+    assert compare(target, longer, fresh.token_ids, result.token_ids).lossless
+
+
+def test_transformers_hook(
+    target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]
+) -> None:
+    tokenizer: Any = target.tokenizer
+    inputs = tokenizer.pad({"input_ids": prompts[:2]}, padding_side="left", return_tensors="pt")
+    model: Any = target.model
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    got = model.generate(**inputs, **options, custom_generate=moaspec.custom_generate(drafter))
+    width = inputs["input_ids"].shape[1]
+    for ids, ours, theirs in zip(prompts, got, expected, strict=False):
+        texts = theirs[width:].tolist(), ours[width:].tolist()
+        assert compare(target, ids, *texts).lossless

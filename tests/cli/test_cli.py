@@ -3,94 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers.utils import logging
 from typer.testing import CliRunner
 
 import tiny
+from commands import Cli, text_target
 from moaspec.cli.main import app, run
 from moaspec.decode import Engine, Event, stored_costs
 from moaspec.errors import ShapeError, TrainingError
-from moaspec.evaluate import Method, Run
-from moaspec.model import MoADrafter, save_drafter
+from moaspec.model import save_drafter
 from moaspec.target import Target
 
 PROMPT = "w5 w9 w2"
 OWN = tiny.own_texts("llama")[0]
 TEXT = " ".join(f"w{token}" for token in OWN)
-COMMANDS = ("generate", "models", "info", "train", "calibrate", "demo", "eval")
-
-
-@dataclass(frozen=True)
-class Output:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def words(self) -> str:
-        """Standard output with its line breaks forgotten."""
-        return " ".join(self.out.split())
-
-
-Cli = Callable[..., Output]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs the installed command's entry point."""
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-
-    def call(*arguments: str) -> Output:
-        monkeypatch.setattr("sys.argv", ["moaspec", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            run()
-        captured = capsys.readouterr()
-        code = caught.value.code
-        return Output(code if isinstance(code, int) else 0, captured.out, captured.err)
-
-    return call
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements of this machine are made for these tests alone."""
-    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(autouse=True)
-def _libraries_speak_again() -> Iterator[None]:
-    yield
-    logging.set_verbosity_warning()
-    logging.enable_progress_bar()
-
-
-def text_target(**changes: Any) -> Target:
-    return tiny.fresh_target(tokenizer=tiny.tokenizer(), **changes)
-
-
-@pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Target:
-    """Every name is the tiny target, and every drafter the agreeing one."""
-    target = text_target()
-
-    def drafter(*_: Any, **__: Any) -> MoADrafter:
-        return tiny.agreeing_drafter("llama")
-
-    for command in ("generate", "evaluate", "calibrate"):
-        monkeypatch.setattr(f"moaspec.cli.{command}.load_target", lambda *_, **__: target)
-    monkeypatch.setattr("moaspec.cli.generate.load_drafter", drafter)
-    monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", lambda: {"smollm2-135m": Path()})
-    return target
+COMMANDS = ("generate", "chat", "models", "info", "train", "calibrate", "demo", "eval", "check")
 
 
 # Measuring
@@ -362,70 +293,7 @@ def test_a_chat_template_is_used_unless_raw(cli: Cli, monkeypatch: pytest.Monkey
     assert json.loads(cli("generate", PROMPT, "--raw", *options).out)["prompt_tokens"] == 3
 
 
-# eval and demo
-
-
-def suite(directory: Path) -> Path:
-    for name, words in (("a", [PROMPT, "w7 w1"]), ("b", ["w33 w0"])):
-        lines = [json.dumps({"turns": [text]}) for text in words]
-        (directory / f"{name}.jsonl").write_text("\n".join(lines))
-    return directory
-
-
-@pytest.mark.usefixtures("loaded")
-def test_eval(cli: Cli, tmp_path: Path) -> None:
-    out = tmp_path / "results" / "deep"
-    options = ("--max-new-tokens", "6", "--methods", "hf,plain,moa@chain:3", "--out", str(out))
-    output = cli("eval", "--suite", str(suite(tmp_path)), *options)
-    assert output.code == 0
-    for words in ("moa@chain:3", "tau by suite", "closer than 0.001"):
-        assert words in output.words
-    report = json.loads((out / "report.json").read_text())
-    assert report["methods"]["moa@chain:3"]["lossless"] is True
-
-
-@pytest.mark.usefixtures("loaded")
-def test_eval_as_json(cli: Cli) -> None:
-    output = cli("eval", "--limit", "2", "--max-new-tokens", "3", "--methods", "plain", "--json")
-    facts = json.loads(output.out)
-    assert list(facts["methods"]) == ["plain"]
-    assert len(facts["methods"]["plain"]["prompts"]) == 2
-
-
-@pytest.mark.usefixtures("loaded")
-@pytest.mark.parametrize("command", ["eval", "demo"])
-def test_a_different_text_fails(command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Method.run
-
-    def wrong(self: Method, prompt_ids: list[int], max_new_tokens: int) -> Run:
-        run = right(self, prompt_ids, max_new_tokens)
-        if self.name == "moa":
-            run.token_ids[-1] = (run.token_ids[-1] + 1) % tiny.VOCAB
-        return run
-
-    monkeypatch.setattr(Method, "run", wrong)
-    output = cli(command, "--max-new-tokens", "5")
-    assert output.code == 1
-    assert "DIFFERENT" in output.out
-    assert "not shown" in output.words
-
-
-@pytest.mark.usefixtures("loaded")
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--max-new-tokens", "0"),
-        ("--limit", "0"),
-        ("--methods", "eagle"),
-        ("--methods", ""),
-        ("--suite", "nowhere.jsonl"),
-        ("--threads", "-1"),
-    ],
-)
-def test_eval_refuses(options: tuple[str, ...], cli: Cli) -> None:
-    output = cli("eval", *options)
-    assert output.code == 2
-    assert output.err.startswith("Error: ")
+# demo
 
 
 @pytest.mark.usefixtures("loaded")
@@ -491,3 +359,47 @@ def test_a_failed_training_exits_with_one(
     output = cli("train", str(training_files(tmp_path)))
     assert output.code == 1
     assert "The loss became nan." in output.err
+
+
+# check
+
+
+@pytest.fixture
+def one_prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"turns": [PROMPT]}))
+    return path
+
+
+@pytest.mark.usefixtures("loaded")
+def test_check_passes_and_says_so(one_prompt: Path, cli: Cli) -> None:
+    output = cli("check", "--suite", str(one_prompt), "--max-new-tokens", "4")
+    assert output.code == 0
+    assert "moa (N=0), tree" in output.out
+    assert "Right: every token" in output.out
+
+
+@pytest.mark.usefixtures("loaded")
+def test_check_fails_where_there_is_a_fault(
+    one_prompt: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moaspec.decode.decide.walk", lambda tree, _: [0] if tree.tokens else [])
+    options = ("check", "--suite", str(one_prompt), "--max-new-tokens", "4")
+    output = cli(*options)
+    assert output.code == 1
+    assert "FAULT: greedy; replay, tree; alone; prompt 0, token" in output.words
+    facts = json.loads(cli(*options, "--json").out)
+    assert facts["right"] is False
+    assert {"fault", "identical"} <= {finding["verdict"] for finding in facts["findings"]}
+
+
+@pytest.mark.parametrize("option", ["--limit", "--max-new-tokens", "--seeds"])
+def test_check_with_nothing_to_do(option: str, cli: Cli) -> None:
+    assert cli("check", option, "0").code == 2
+
+
+@pytest.mark.usefixtures("loaded")
+def test_no_tokens_have_no_speed(cli: Cli) -> None:
+    output = cli("generate", PROMPT, "--max-new-tokens", "0")
+    assert output.code == 0
+    assert "0 tokens (max_new_tokens), 0 rounds" in output.err

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import tiny
 from moaspec import Chain, SamplingParams, Tree
-from moaspec.decode.coupling import AGREEMENT, Ranking, agreement, margins
+from moaspec.decode.coupling import AGREEMENT, SHARPNESS, Ranking, agreement, margins
 from moaspec.decode.law import next_tokens
 from moaspec.decode.processors import Prefix
 from moaspec.decode.protocols import RowText
@@ -38,11 +38,11 @@ def rows_of(settings: list[SamplingParams], lengths: list[int]) -> list[RowText]
 
 
 def test_a_drafter_that_knows_the_target_proposes_its_choice() -> None:
-    """With q = p the first draft is the token that the law will choose, at every depth and beam."""
+    """Where q is p, but as flat as drafters are: its first draft is what the law will choose."""
     log_p = some_log_q(3, 4)
     rows = rows_of(SAMPLED, [7, 20, 1])
     for depth in range(3):
-        _, tokens = Ranking(rows, torch.arange(VOCAB)).children(log_p, 2, depth)
+        _, tokens = Ranking(rows, torch.arange(VOCAB)).children(log_p / SHARPNESS, 2, depth)
         for row, beam in itertools.product(range(3), range(4)):
             text = [*rows[row].token_ids, *[0] * depth]
             (chosen,) = next_tokens(log_p[row, beam, None], [Prefix(SAMPLED[row], text, 1)])
@@ -112,7 +112,7 @@ def test_coupling_gains_acceptance() -> None:
     """A drafter that is near the target agrees more often when it uses the same noise."""
     log_p = some_log_q(60, 1)
     error = torch.randn(log_p.shape, generator=torch.Generator().manual_seed(1))
-    log_q = (log_p + 0.5 * error).log_softmax(-1)
+    log_q = (log_p + 0.5 * error).log_softmax(-1) / SHARPNESS
     lengths = list(range(1, 61))
     law = SamplingParams(temperature=0.8, seed=0)
     prefixes = [Prefix(law, [1] * length, 1) for length in lengths]

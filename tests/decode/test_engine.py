@@ -325,3 +325,38 @@ def test_run_now_refuses_to_wait() -> None:
     assert run_now(answers()) == 3
     with pytest.raises(RuntimeError, match="astep"):
         run_now(waits())
+
+
+def test_kept_rows_hold_their_place_until_they_are_forgotten() -> None:
+    drafting = tiny.ReplayDrafting([])
+    engine = tiny.replay_engine(tiny.target(), drafting)
+    kept = engine.add(PROMPT, max_new_tokens=2, keep=True)
+    finish(engine)
+    assert drafting.closed == []
+    engine.add(PROMPT, max_new_tokens=2)
+    finish(engine)
+    assert drafting.closed == [1]
+    engine.forget(kept)
+    assert drafting.closed == [1, 0]
+    with pytest.raises(InputError, match="not kept"):
+        engine.forget(kept)
+    with pytest.raises(InputError, match="not kept"):
+        engine.add(PROMPT, max_new_tokens=2, after=kept)
+
+
+def test_an_unfinished_row_has_no_successor() -> None:
+    engine = local_engine(tiny.target())
+    handle = engine.add(PROMPT, max_new_tokens=2, keep=True)
+    with pytest.raises(InputError, match="not kept"):
+        engine.add(PROMPT, max_new_tokens=2, after=handle)
+    assert engine.num_active == 1
+
+
+def test_closing_a_run_aborts_its_rows() -> None:
+    engine = local_engine(tiny.target())
+    result = engine.result(engine.add(PROMPT, max_new_tokens=9))
+    events = engine.run()
+    next(events)
+    events.close()
+    assert (engine.num_active, result.stop_reason) == (0, "aborted")
+    assert len(result.token_ids) == 1

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import moaspec
 import tiny
 from moaspec import Chain, GenerationResult, PromptLookup, SamplingParams, Tree
-from moaspec.decode.engine import COPY_NGRAMS
 from moaspec.decode.lookup import NgramIndex
+from moaspec.decode.row import COPY_NGRAMS
 from moaspec.decode.tree import DraftTree, merged
 
 LOOP: dict[str, Any] = {"logit_bias": {3: 60.0, 4: 60.0, 5: 60.0}, "frequency_penalty": 0.1}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import tiny
+from moaspec.decode import SamplingParams, local_engine
 from moaspec.evaluate import compare
-from moaspec.evaluate.equality import Equality, first_difference, logit_gap
+from moaspec.evaluate.equality import Equality, first_difference, gaps
 from moaspec.target import Target
 
 PROMPT, OWN = list(tiny.PROMPTS[0]), list(tiny.own_texts("llama")[0])
@@ -63,8 +66,40 @@ def test_the_gap_is_how_far_the_worse_token_is_from_the_best() -> None:
     best = int(logits.argmax())
     assert best == OWN[0]
     expected = float(logits[best] - logits[3])
-    assert logit_gap(target, PROMPT, best, 3) == pytest.approx(expected, abs=1e-4)
-    assert logit_gap(target, PROMPT, 3, best) == pytest.approx(expected, abs=1e-4)
+    # Two ways of computing the same logits in float32, which differ in their last bits.
+    assert gaps(target, PROMPT, [3]) == [pytest.approx(expected, abs=1e-4)]
+    assert gaps(target, PROMPT, [best]) == [pytest.approx(0, abs=1e-4)]
+
+
+SETTINGS = (
+    SamplingParams(),
+    SamplingParams(repetition_penalty=1.4, presence_penalty=0.5),
+    SamplingParams(temperature=0.9, seed=5),
+    SamplingParams(temperature=1.3, top_k=9, top_p=0.8, min_p=0.01, seed=2**64 - 1, choice=3),
+)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_what_the_law_chooses_has_no_gap(family: str, sampling: SamplingParams) -> None:
+    """Texts that cross windows and LongRoPE's switch, decoded with caches one by one."""
+    target, prompt = tiny.target(family), tiny.PROMPTS[2]
+    engine = local_engine(target)
+    result = engine.result(engine.add(prompt, max_new_tokens=12, sampling=sampling))
+    for _ in engine.run():
+        pass
+    # Cached and uncached passes differ in float32's last bits.
+    assert max(gaps(target, prompt, result.token_ids, sampling)) < 1e-4
+    other = [(token + 1) % tiny.VOCAB for token in result.token_ids]
+    wrong = [
+        gaps(target, prompt, [*result.token_ids[:i], token], sampling, since=i)[0]
+        for i, token in enumerate(other)
+    ]
+    assert min(wrong) > 1e-3
+
+
+def test_forbidden_tokens_are_infinitely_far() -> None:
+    assert gaps(tiny.target(), PROMPT, [3], SamplingParams(logit_bias={3: -math.inf})) == [math.inf]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 23])

@@ -9,6 +9,7 @@ import pytest
 
 from moaspec.errors import DataError
 from moaspec.evaluate import Prompt, read_prompts
+from moaspec.evaluate.prompts import NAMED
 
 
 def write(path: Path, *texts: str) -> Path:
@@ -20,32 +21,32 @@ def test_bundled() -> None:
     prompts = read_prompts("bundled")
     assert len(prompts) >= 3
     assert {prompt.suite for prompt in prompts} == {"bundled"}
-    assert all(prompt.text.strip() for prompt in prompts)
+    assert all(prompt.turns[0].strip() for prompt in prompts)
     assert read_prompts("bundled", limit=2) == prompts[:2]
 
 
 def test_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "suite.jsonl", "one", "two")
     assert read_prompts(str(path)) == [
-        Prompt("suite", "1", "one"),
-        Prompt("suite", "3", "two"),
+        Prompt("suite", "1", ("one", "later")),
+        Prompt("suite", "3", ("two", "later")),
     ]
 
 
 def test_question_ids_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"question_id": 81, "turns": ["x"]}\n')
-    assert read_prompts(str(path)) == [Prompt("a", "81", "x")]
+    assert read_prompts(str(path)) == [Prompt("a", "81", ("x",))]
 
 
 def test_a_directory_limits_each_file(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", "three")
     write(tmp_path / "a.jsonl", "one", "two")
     (tmp_path / "notes.txt").write_text("not a suite")
-    texts = [prompt.text for prompt in read_prompts(str(tmp_path))]
+    texts = [prompt.turns[0] for prompt in read_prompts(str(tmp_path))]
     assert texts == ["one", "two", "three"]
     limited = read_prompts(str(tmp_path), limit=1)
-    assert [(prompt.suite, prompt.text) for prompt in limited] == [("a", "one"), ("b", "three")]
+    assert [(prompt.suite, prompt.turns[0]) for prompt in limited] == [("a", "one"), ("b", "three")]
 
 
 @pytest.mark.parametrize(
@@ -81,3 +82,49 @@ def test_nothing_there(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="Cannot read"):
         read_prompts(str(tmp_path))
+
+
+def test_a_limit_is_spread_over_categories(tmp_path: Path) -> None:
+    path = tmp_path / "many.jsonl"
+    rows = [{"category": c, "turns": [f"{c}{i}"]} for c in "abc" for i in range(3)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    texts = [prompt.turns[0] for prompt in read_prompts(str(path), limit=4)]
+    assert texts == ["a0", "a1", "b0", "c0"]
+    assert len(read_prompts(str(path), limit=99)) == 9
+
+
+def test_turns_references_and_plain_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{"turns": ["x", "y", "z"], "reference": ["1", "2"]}, {"prompt": "p", "reference": "r"}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    first, second = read_prompts(str(path), max_turns=2)
+    assert (first.turns, first.references) == (("x", "y"), ("1", "2"))
+    assert (second.turns, second.references) == (("p",), ("r",))
+
+
+def test_named_suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOASPEC_SUITES", raising=False)
+    for name in NAMED:
+        with pytest.raises(DataError, match=r"\$MOASPEC_SUITES names \(not set\)"):
+            read_prompts(name)
+    monkeypatch.setenv("MOASPEC_SUITES", str(tmp_path))
+    with pytest.raises(DataError, match="spec_bench"):
+        read_prompts("spec-bench")
+    write(tmp_path / "spec_bench.jsonl", "one")
+    assert read_prompts("spec-bench")[0].suite == "spec-bench"
+    directory = tmp_path / "paper_eval"
+    directory.mkdir()
+    for name in NAMED["paper"].files[1:]:
+        write(directory / f"{name}.jsonl", name)
+    with pytest.raises(DataError, match="lacks mt_bench"):
+        read_prompts("paper")
+    write(directory / "mt_bench.jsonl", "x")
+    write(directory / "another.jsonl", "x")
+    assert {prompt.suite for prompt in read_prompts("paper")} == set(NAMED["paper"].files)
+
+
+def test_an_id_that_occurs_twice(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question_id": 1, "turns": ["x"]}\n' * 2)
+    with pytest.raises(DataError, match=r"a\.jsonl:2.*twice"):
+        read_prompts(str(path))

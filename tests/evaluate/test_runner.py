@@ -5,33 +5,43 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
 
 import pytest
 
 import tiny
 from moaspec.decode import Chain, Tree
 from moaspec.errors import InputError
-from moaspec.evaluate import Method, Prompt, Report, Run, measure, parse_methods
+from moaspec.evaluate import Method, Parts, Prompt, Report, Run, Settings, measure, parse_methods
+from moaspec.evaluate.methods import TransformersMethod
+from moaspec.evaluate.report import costs
+from moaspec.target import Target
 
 PROMPTS = [
-    Prompt("first" if i < 3 else "second", str(i), " ".join(map(str, prompt)))
+    Prompt("first" if i < 3 else "second", str(i), (" ".join(map(str, prompt)),))
     for i, prompt in enumerate(tiny.PROMPTS)
 ]
 LIMIT = 9
 METHODS = ("hf", "plain", "moa@chain:3", "moa@tree:2x2x4")
 
 
-def encode(text: str) -> list[int]:
-    return [int(word) for word in text.split()]
+def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
+    ids: list[int] = []
+    for turn, answer in zip_longest(turns, answers, fillvalue=()):
+        ids += [int(word) for word in str(turn).split()]
+        ids += answer
+    return ids
 
 
 def methods(*names: str) -> list[Method]:
-    return parse_methods(names, tiny.target(), tiny.agreeing_drafter("llama"))
+    parts = Parts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    return parse_methods(names, parts)
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return measure(methods(*METHODS), PROMPTS, encode, max_new_tokens=LIMIT)
+    return measure(methods(*METHODS), PROMPTS, encode, Settings(max_new_tokens=LIMIT))
 
 
 def test_every_method_gives_the_targets_text(report: Report) -> None:
@@ -40,13 +50,13 @@ def test_every_method_gives_the_targets_text(report: Report) -> None:
         assert [tuple(run.token_ids) for run in outcome.runs] == expected
         assert [item.kind for item in outcome.equality] == ["identical"] * len(PROMPTS)
         assert outcome.lossless
+        assert outcome.tokens_per_s is not None
         assert outcome.tokens_per_s > 0
 
 
 def test_tau(report: Report) -> None:
     hf, plain, chain, tree = report.outcomes
-    assert hf.tau is None
-    assert plain.tau == 1.0
+    assert hf.tau == plain.tau == 1.0
     assert chain.tau is not None
     assert chain.tau > 1.5
     assert tree.tau is not None
@@ -70,8 +80,11 @@ def test_speedup_is_the_median_of_ratios(report: Report) -> None:
     for outcome, seconds in zip(
         report.outcomes[1:3], ([6.0] * 4, [1.0, 2.0, 3.0, 6.0]), strict=True
     ):
-        runs = [replace(run, seconds=s) for run, s in zip(outcome.runs, seconds, strict=True)]
-        timed.append(replace(outcome, runs=runs))
+        samples = [
+            replace(sample, runs=(replace(sample.runs[0], seconds=s),))
+            for sample, s in zip(outcome.samples, seconds, strict=True)
+        ]
+        timed.append(replace(outcome, samples=samples))
     assert replace(report, outcomes=timed).speedup(timed[1]) == pytest.approx(2.5)
 
 
@@ -90,7 +103,6 @@ def test_json(report: Report) -> None:
     assert len(chain["acceptance_by_depth"]) == 3
     assert [row["tokens"] for row in chain["prompts"]] == [LIMIT] * len(PROMPTS)
     assert set(chain["suites"]) == {"first", "second"}
-    assert facts["methods"]["hf"]["tau"] is None
 
 
 @dataclass(frozen=True)
@@ -99,20 +111,18 @@ class WrongMethod(Method):
 
     cut: bool = False
 
-    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Run:
-        run = super().run(prompt_ids, max_new_tokens)
-        tokens = list(run.token_ids)
-        if self.cut:
-            tokens.pop()
-        else:
-            tokens[-1] = (tokens[-1] + 1) % tiny.VOCAB
-        return replace(run, token_ids=tokens)
+    def run_many(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Run]:
+        return [self._spoilt(run) for run in super().run_many(prompts, max_new_tokens)]
+
+    def _spoilt(self, run: Run) -> Run:
+        *tokens, last = run.token_ids
+        return replace(run, token_ids=tokens if self.cut else [*tokens, (last + 1) % tiny.VOCAB])
 
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_wrong_token_is_noticed_and_no_speedup_is_given(cut: bool) -> None:
     wrong = WrongMethod("wrong", tiny.target(), shape=Chain(2), cut=cut)
-    report = measure([*methods("plain"), wrong], PROMPTS, encode, max_new_tokens=LIMIT)
+    report = measure([*methods("plain"), wrong], PROMPTS, encode, Settings(max_new_tokens=LIMIT))
     plain, outcome = report.outcomes
     assert plain.lossless
     assert not outcome.lossless
@@ -123,7 +133,7 @@ def test_a_wrong_token_is_noticed_and_no_speedup_is_given(cut: bool) -> None:
 
 
 def test_without_plain_the_first_method_is_the_baseline() -> None:
-    report = measure(methods("moa", "hf"), PROMPTS[:1], encode, max_new_tokens=3)
+    report = measure(methods("moa", "hf"), PROMPTS[:1], encode, Settings(max_new_tokens=3))
     assert report.baseline == "moa"
     assert all(outcome.lossless for outcome in report.outcomes)
 
@@ -134,7 +144,7 @@ def test_progress_is_told_of_every_run() -> None:
         methods("plain", "hf"),
         PROMPTS[:3],
         encode,
-        max_new_tokens=2,
+        Settings(max_new_tokens=2),
         advance=lambda: calls.append(None),
     )
     assert len(calls) == 6
@@ -143,7 +153,7 @@ def test_progress_is_told_of_every_run() -> None:
 def test_stop_tokens_end_every_method() -> None:
     own = tiny.own_texts("llama")[1]
     target = tiny.fresh_target(eos_token_id=own[4])
-    for method in parse_methods(["hf", "plain"], target, None):
+    for method in parse_methods(["hf", "plain"], Parts(target=target)):
         run = method.run(tiny.PROMPTS[1], 20)
         assert tuple(run.token_ids) == own[: own.index(own[4]) + 1]
         assert run.seconds > 0
@@ -151,7 +161,7 @@ def test_stop_tokens_end_every_method() -> None:
 
 def test_parse_methods() -> None:
     hf, plain, moa, chain, tree = methods("hf", "plain", "moa", "moa@chain:4", "moa@tree:3x2x5")
-    assert hf.shape is None
+    assert isinstance(hf, TransformersMethod)
     assert plain.drafter is None
     assert moa.drafter is not None
     assert chain.shape == Chain(4)
@@ -169,4 +179,106 @@ def test_methods_that_are_refused(name: str) -> None:
 
 def test_moa_needs_a_drafter() -> None:
     with pytest.raises(InputError, match="--drafter"):
-        parse_methods(["plain", "moa"], tiny.target(), None)
+        parse_methods(["plain", "moa"], Parts(target=tiny.target()))
+
+
+def test_later_turns_follow_the_baselines_answers() -> None:
+    """Also where another method is wrong: all see the same prompt."""
+    talk = [Prompt("talk", "1", ("5 9 2", "7 1", "30")), Prompt("talk", "2", ("33 0",))]
+    wrong = WrongMethod("wrong", tiny.target(), shape=Chain(2))
+    for batch in (1, 2):
+        settings = Settings(max_new_tokens=LIMIT, batch=batch)
+        report = measure([wrong, *methods("plain")], talk, encode, settings)
+        prompts = {s.item.key[:3]: s.item.prompt_ids for s in report.outcomes[0].samples}
+        first = tiny.own_text(tiny.target(), [5, 9, 2], LIMIT)
+        assert prompts["talk", "1", "1"] == (5, 9, 2, *first, 7, 1)
+        second = tiny.own_text(tiny.target(), prompts["talk", "1", "1"], LIMIT)
+        assert prompts["talk", "1", "2"] == (5, 9, 2, *first, 7, 1, *second, 30)
+        assert len(prompts) == 4
+
+
+def test_turns_that_do_not_fit_are_left_out_and_counted() -> None:
+    long = Prompt("long", "1", (" ".join(["1"] * 250), "2"))
+    report = measure(methods("plain"), [*PROMPTS, long], encode, Settings(max_new_tokens=LIMIT))
+    assert [item.prompt for item in report.skipped] == [long]
+    assert len(report.outcomes[0].samples) == len(PROMPTS)
+    assert report.as_json()["skipped"] == [("long", "1", "0")]
+
+
+@pytest.mark.parametrize("name", ["moa@chain:3", "moa@tree:2x2x4", "lookup@chain:4", "plain"])
+def test_tau_is_what_counting_passes_of_the_target_gives(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are counted by id and passes inside the target, not by the engine."""
+    passes: list[None] = []
+    right = Target.run
+
+    def counted(self: Target, *arguments: Any, **options: Any) -> Any:
+        passes.append(None)
+        return right(self, *arguments, **options)
+
+    monkeypatch.setattr(Target, "run", counted)
+    (method,) = methods(name)
+    runs = [method.run(prompt, LIMIT) for prompt in tiny.PROMPTS]
+    independent = sum(len(run.token_ids) - 1 for run in runs) / (len(passes) - len(runs))
+    monkeypatch.undo()
+    report = measure([method], PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    assert report.outcomes[0].tau == independent
+    tau_only = measure(
+        methods("plain" if name != "plain" else "hf"),
+        PROMPTS,
+        encode,
+        Settings(max_new_tokens=LIMIT),
+        tau_only=[method],
+    ).outcomes[1]
+    assert tau_only.tau == independent
+    assert (tau_only.timed, tau_only.tokens_per_s) == (False, None)
+
+
+def test_tau_of_transformers_is_what_counting_its_passes_gives() -> None:
+    (method,) = methods("hf-lookup")
+    prompt = [3, 1, 4, 1, 5, 3, 1, 4]
+    passes: list[None] = []
+    hook = method.target.model.register_forward_hook(lambda *_: passes.append(None))
+    run = method.run(prompt, 20)
+    hook.remove()
+    assert run.result.num_rounds == len(passes) - 1
+    assert sum(run.result.accept_lengths) < len(run.token_ids) == 20
+
+
+def test_repeats_and_their_spread() -> None:
+    settings = Settings(max_new_tokens=4, repeats=3)
+    report = measure(methods("plain", "moa"), PROMPTS, encode, settings)
+    for outcome in report.outcomes:
+        assert all(len(sample.runs) == 3 for sample in outcome.samples)
+        spread = outcome.tokens_per_s_by_repeat
+        assert len(spread) == 3
+        assert outcome.num_tokens == 4 * len(PROMPTS)
+
+
+def test_parts_of_a_round_add_up() -> None:
+    facts = measure(methods("moa@chain:3"), PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    outcome = facts.outcomes[0]
+    parts = costs(outcome)["round_s"]
+    assert set(parts) == {"draft", "verify", "encode", "rest"}
+    assert all(value >= 0 for value in parts.values())
+    rounds = sum(result.num_rounds for result in outcome.results)
+    decoding = sum(one.timing.total_s - one.timing.prefill_s for one in outcome.results)
+    # Rounding of sums of a few hundred clock readings.
+    assert sum(parts.values()) * rounds == pytest.approx(decoding, rel=1e-6)
+    assert outcome.passes_per_token == (rounds + len(PROMPTS)) / outcome.num_tokens
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "repeats", "batch"])
+def test_settings_below_one(name: str) -> None:
+    with pytest.raises(InputError, match=name):
+        Settings(**{name: 0})
+
+
+def test_methods_that_cannot_be_batched_or_are_named_twice() -> None:
+    with pytest.raises(InputError, match="one prompt at a time"):
+        measure(methods("plain", "hf"), PROMPTS, encode, Settings(batch=2))
+    with pytest.raises(InputError, match="one prompt at a time"):
+        measure(methods("plain"), PROMPTS, encode, Settings(), tau_only=methods("hf-lookup"))
+    with pytest.raises(InputError, match="both timed"):
+        measure(methods("plain"), PROMPTS, encode, Settings(), tau_only=methods("plain"))

@@ -22,9 +22,18 @@ def test_fixed_blocks_written_out() -> None:
     assert blocks.loss_BT.int().tolist() == [[0, 0, 0, 1, 1, 1, 1, 0], [0, 1, 1, 0, 0, 0, 0, 0]]
 
 
+def test_every_response_has_blocks_of_its_own() -> None:
+    """Responses at 2..4 and 7..9: blocks {2, 3}, {4}, {7, 8}, {9}; the rest is verified."""
+    batch = collate([Example((1, 2), (3, 4, 5), (6, 7), (8, 9, 1))], [0])
+    blocks = fixed_blocks(batch, 2)
+    assert blocks.block_start_BT.tolist() == [[0, 1, 1, 1, 3, 5, 6, 6, 6, 8]]
+    assert blocks.step_BT[blocks.loss_BT].tolist() == [0, 1, 0, 1]
+    assert blocks.loss_BT.int().tolist() == [[0, 0, 1, 1, 0, 0, 0, 1, 1, 0]]
+
+
 def block_lengths(blocks: Blocks, batch: Batch, row: int) -> list[int]:
     """Lengths of the row's blocks, as its steps tell them."""
-    start = int(batch.response_start_B[row])
+    start, *_ = batch.response_BT[row].nonzero().flatten().tolist()
     stop = int(batch.attention_mask_BT[row].sum())
     lengths: list[int] = []
     for step in blocks.step_BT[row, start:stop].tolist():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moaspec.errors import DataError
 from moaspec.train import Example, read_examples
-from moaspec.train.data import collate, epoch_batches, frequent_tokens
+from moaspec.train.data import collate, epoch_batches, frequent_tokens, padding_share
 
 ROWS = [
     {"prompt_ids": [1, 2, 3], "response_ids": [4, 5, 6]},
@@ -109,7 +109,7 @@ def test_collate_pads_on_the_right() -> None:
     batch = collate(EXAMPLES, [1, 0])
     assert batch.input_ids_BT.tolist() == [[7, 8, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
     assert batch.attention_mask_BT.tolist() == [[1, 1, 1, 0, 0, 0], [1] * 6]
-    assert batch.response_start_B.tolist() == [1, 3]
+    assert batch.response_BT.int().tolist() == [[0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]
     assert batch.example_ids == (1, 0)
 
 
@@ -120,6 +120,36 @@ def test_an_epoch_has_every_example_once(lengths: list[int], size: int, seed: in
     batches = epoch_batches(examples, batch_size=size, generator=generator)
     assert sorted(i for batch in batches for i in batch) == list(range(len(examples)))
     assert all(0 < len(batch) <= size for batch in batches)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=80), st.integers(1, 90))
+def test_batches_by_tokens(lengths: list[int], tokens: int) -> None:
+    examples = [Example((1,), (2,) * (length - 1)) for length in lengths]
+    generator = torch.Generator().manual_seed(0)
+    batches = epoch_batches(examples, batch_size=1, batch_tokens=tokens, generator=generator)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(examples)))
+    for batch in batches:
+        padded = max(lengths[i] for i in batch) * len(batch)
+        assert padded <= tokens or len(batch) == 1
+
+
+def test_padding_share() -> None:
+    examples = [Example((1,), (2,) * n) for n in (1, 3, 5)]
+    assert padding_share(examples, [[0, 1], [2]]) == pytest.approx(2 / 14)
+
+
+def test_examples_of_several_turns() -> None:
+    example = Example((1, 2), (3,), (4,), (5, 6))
+    assert example.token_ids == (1, 2, 3, 4, 5, 6)
+    assert example.response_ids == (3, 5, 6)
+    assert [int(mark) for mark in example.response_mask] == [0, 0, 1, 0, 1, 1]
+    assert Example.from_mask(example.token_ids, example.response_mask) == example
+    assert Example.from_mask((1, 2, 3, 4), (0, 1, 0, 0)) == Example((1,), (2,))
+    assert Example.from_mask((1, 2), (1, 1)).pieces == ((), (1, 2))
+    assert example.cut(4) is None
+    assert example.cut(5) is None
+    assert example.cut(6) == example
+    assert Example((1,), (2, 3, 4), (5,), (6,)).cut(5) == Example((1,), (2, 3, 4))
 
 
 def test_the_next_epoch_has_another_order() -> None:

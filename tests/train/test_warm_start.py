@@ -12,6 +12,8 @@ from torch.testing import assert_close
 import tiny
 from moaspec.model.encoder import Encoder
 from moaspec.model.rope import Rope, rotate
+from moaspec.train import Example
+from moaspec.train.data import collate
 from moaspec.train.warm_start import (
     TOKEN_SLOPES,
     balanced,
@@ -20,6 +22,7 @@ from moaspec.train.warm_start import (
     fit_linear,
     prefer_recent,
     read_last_layers,
+    warm_start,
 )
 
 
@@ -125,3 +128,19 @@ def test_sa_starts_as_the_first_layer_where_that_is_a_plain_one(family: str) -> 
     changed = {name for name, value in layer.state_dict().items() if not value.equal(before[name])}
     plain = family in ("llama", "qwen2", "mistral", "phi3")
     assert changed == (set(before) if plain else set())
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+def test_a_warm_start_for_families_with_layers_of_their_own(family: str) -> None:
+    """The regression starts from the target's states, whatever SA starts from."""
+    target = tiny.target(family)
+    drafter = tiny.random_drafter(target)
+    texts = zip(tiny.PROMPTS, tiny.own_texts(family), strict=True)
+    examples = [Example(prompt, text) for prompt, text in texts]
+    batches = [collate(examples, [index]) for index in range(len(examples))]
+    passes = [target.encode(one.input_ids_BT, one.attention_mask_BT) for one in batches]
+    warm_start(target, drafter, zip(batches, passes, strict=True))
+    ids = torch.tensor([[*tiny.PROMPTS[2], *tiny.own_texts(family)[2]]])
+    seen = target.encode(ids, torch.ones_like(ids))
+    error = (drafter.aggregate(seen.kv_BTLK) - seen.hidden_BTE).square().mean()
+    assert error < 0.5 * seen.hidden_BTE.square().mean()

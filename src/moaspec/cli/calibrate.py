@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from moaspec.cli import console
-from moaspec.cli.generate import MODEL, choose_drafter
+from moaspec.cli.generate import choose_drafter
+from moaspec.cli.options import MODEL
 from moaspec.decode import CostTable
 from moaspec.decode.cost import PRIOR, Acceptance, Prospect
 from moaspec.target import load_target

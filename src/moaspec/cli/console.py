@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.text import Text
 from tokenizers.decoders import DecodeStream
 from transformers.utils import logging
 
-from moaspec.decode import CostTable, Shaping, Tree, calibrate, shaping_for
+from moaspec.decode import CostTable, Drafter, Tree, calibrate, stored_costs
 from moaspec.decode.result import Event, Source
-from moaspec.decode.shaping import FreeBranches
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.target import Target
@@ -50,19 +51,18 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def shaping(
+def measure_once(
     target: Target,
-    drafter: MoADrafter | None,
+    drafter: MoADrafter | Drafter | None,
     *,
     tree: Tree | str = "auto",
-    free_branches: FreeBranches = "auto",
-) -> Shaping:
-    """How to draft; the first time that "auto" is asked for here, the machine is measured."""
-    found = shaping_for(target, drafter, tree=tree, free_branches=free_branches)
-    if tree != "auto" or drafter is None or found.costs is not None:
-        return found
-    measure(target, drafter)
-    return shaping_for(target, drafter, tree=tree, free_branches=free_branches)
+    num_target_layers: int | None = None,
+) -> None:
+    """Measure the machine the first time that "auto" is asked for here."""
+    if tree != "auto" or not isinstance(drafter, MoADrafter):
+        return
+    if stored_costs(target, drafter, num_target_layers=num_target_layers) is None:
+        measure(target, drafter, num_target_layers=num_target_layers)
 
 
 def measure(
@@ -100,6 +100,23 @@ class TokenPrinter:
         out.print()
 
 
+def show_events(events: Generator[Event], printer: TokenPrinter | None) -> bool:
+    """Decode to the end, printing tokens as they are verified.
+
+    Returns:
+        True when the user stopped it with Ctrl-C; what had been verified by then stays.
+    """
+    try:
+        for event in events:
+            if printer is not None:
+                printer.show(event)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        events.close()
+    return False
+
+
 def chat_ids(target: Target, prompt: str, *, raw: bool = False) -> list[int]:
     """Token ids of a user's prompt, in the target's chat template where it has one.
 
@@ -108,11 +125,43 @@ def chat_ids(target: Target, prompt: str, *, raw: bool = False) -> list[int]:
     """
     if not prompt.strip():
         raise InputError("The prompt is empty; write what the model should answer.")
+    return message_ids(target, [{"role": "user", "content": prompt}], raw=raw)
+
+
+def message_ids(
+    target: Target, messages: Sequence[Mapping[str, str]], *, raw: bool = False
+) -> list[int]:
+    """Token ids of a conversation, up to where the answer begins.
+
+    Raises:
+        InputError: a target without tokenizer, or a conversation that its template refuses.
+    """
     tokenizer: Any = target.tokenizer
     if tokenizer is None:
         raise InputError(f"The target {target.name} has no tokenizer, so it cannot read text.")
     if raw or not tokenizer.chat_template:
-        return list(tokenizer(prompt)["input_ids"])
-    message = {"role": "user", "content": prompt}
-    encoded = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=True)
+        return list(tokenizer("\n".join(one["content"] for one in messages))["input_ids"])
+    return conversation_ids(target, messages)
+
+
+def conversation_ids(target: Target, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a whole conversation, up to where the next answer begins.
+
+    Raises:
+        InputError: no chat template, or one that refuses these messages.
+    """
+    tokenizer: Any = target.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise InputError(
+            f"The target {target.name} has no chat template, so it holds no conversation; use "
+            "`moaspec generate`."
+        )
+    try:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True
+        )
+    except TemplateError as error:
+        raise InputError(
+            f"The chat template of {target.name} refuses this conversation: {error}."
+        ) from error
     return list(encoded["input_ids"])

@@ -3,67 +3,206 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from moaspec.cli import console
-from moaspec.cli.generate import MODEL, choose_drafter, describe
-from moaspec.decode import acceptance_by_depth, local_engine
+from moaspec.cli.generate import describe
+from moaspec.cli.options import MODEL
+from moaspec.cli.sources import Sources, chat_encoder, load_methods, read_checkpoints
+from moaspec.cli.tables import show, show_comparison, show_costs, show_cut
+from moaspec.decode import start
 from moaspec.errors import InputError
-from moaspec.evaluate import Method, Prompt, Report, measure, parse_methods, read_prompts
-from moaspec.evaluate.equality import NEAR_TIE
-from moaspec.target import load_target
+from moaspec.evaluate import Method, Prompt, Report, Settings, Store, measure, read_prompts
+from moaspec.evaluate.comparison import REPORT, compare_reports, read_report
+from moaspec.evaluate.cost import measure_costs, num_measurements
+from moaspec.evaluate.cut import measure_cut
+from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
+from moaspec.evaluate.report import surroundings
+from moaspec.evaluate.store import prepare
 
 DEFAULT_METHODS = "hf,plain,moa"
 
 
+app = typer.Typer(no_args_is_help=False)
+
+
+@app.callback(invoke_without_command=True)
 def evaluate(
+    context: typer.Context,
     suite: Annotated[
-        str, typer.Option(help="bundled, a JSONL file or a directory of them.")
+        str, typer.Option(help="bundled, paper, spec-bench, a JSONL file or a directory of them.")
     ] = "bundled",
     methods: Annotated[
-        str,
-        typer.Option(
-            help="hf, plain, moa, moa@chain:4, moa@tree:6x8x62, moa@auto+copy; commas between."
-        ),
+        str, typer.Option(help="Methods to time, commas between; see docs/evaluation.md.")
     ] = DEFAULT_METHODS,
-    limit: Annotated[int | None, typer.Option(help="Prompts per suite.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
+    tau_only: Annotated[
+        str,
+        typer.Option(help="Methods of which only tau is wanted: decoded in batches, not timed."),
+    ] = "",
+    limit: Annotated[
+        int | None, typer.Option(help="Prompts per suite, spread over its categories.")
+    ] = None,
+    turns: Annotated[int | None, typer.Option(help="Turns per conversation; all.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Decodings of each prompt by each method.")] = 1,
+    batch: Annotated[
+        int, typer.Option(help="Prompts decoded together; above 1, speed is throughput.")
+    ] = 1,
+    system: Annotated[
+        str, typer.Option(help="System prompt: default (the template's own), none, or a text.")
+    ] = "default",
     model: Annotated[str, typer.Option(help="Target: alias, directory or hub id.")] = MODEL,
-    drafter: Annotated[str | None, typer.Option(help="Alias, directory or hub id.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Of moa: alias, directory or hub id.")] = None,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="Of another kind of method: KIND=DIR, for example hf-assisted=DIR."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for report.json.")] = None,
+    cost: Annotated[
+        bool,
+        typer.Option("--cost", help="Measure passes and rounds by context and batch, no prompts."),
+    ] = False,
+    cut: Annotated[
+        int | None,
+        typer.Option(help="Take the target away after so many tokens; judge what drafters write."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory for results; the same command resumes what is there."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure decoding methods side by side, and whether their texts are equal.
 
     Example: moaspec eval --suite prompts/ --limit 20 --dtype bfloat16 --threads 2 --out results
     """
-    if max_new_tokens < 1 or (limit is not None and limit < 1):
-        raise InputError("--max-new-tokens and --limit must be at least 1.")
-    prompts = read_prompts(suite, limit=limit)
+    if context.invoked_subcommand is not None:
+        return
+    for name, value in (("--limit", limit), ("--turns", turns)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be at least 1, got {value}.")
+    settings = Settings(max_new_tokens=max_new_tokens, repeats=repeats, batch=batch)
+    prompts = read_prompts(suite, limit=limit, max_turns=turns)
+    if out is not None:
+        prepare(out)
     console.set_threads(threads)
     console.quiet_libraries()
+    sources = Sources(model, drafter, read_checkpoints(checkpoint or []), dtype, device)
+    timed, untimed = _names(methods), _names(tau_only)
     with console.err.status(f"Loading {model}"):
-        names = [name.strip() for name in methods.split(",") if name.strip()]
-        chosen = _load_methods(names, model, drafter, dtype)
-    _calibrate(chosen)
-    report = _measured(chosen, prompts, max_new_tokens)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.json").write_text(json.dumps(report.as_json(), indent=1) + "\n")
-    if as_json:
-        console.out.print(json.dumps(report.as_json()), markup=False)
-    else:
-        show(report)
-    if not all(outcome.lossless for outcome in report.outcomes):
+        loaded = load_methods([*timed, *untimed], sources)
+    if cost:
+        _report_costs(loaded, out, as_json=as_json)
+        return
+    _calibrate(loaded)
+    if cut is not None:
+        _report_cut(loaded, prompts, cut, max_new_tokens, out=out, as_json=as_json, system=system)
+        return
+    facts = {**asdict(settings), **asdict(sources), "system": system, **surroundings()}
+    report = _measured(
+        loaded[: len(timed)],
+        prompts,
+        settings,
+        tau_only=loaded[len(timed) :],
+        store=Store(out, facts),
+        system=system,
+    )
+    result = {"settings": {**facts, "suite": suite, "limit": limit}, **report.as_json()}
+    _put_out(result, lambda: show(report), out and out / REPORT, as_json=as_json)
+    if not report.lossless:
         raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="report.json, or its directory.")],
+    after: Annotated[Path, typer.Argument(help="The other one.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What changed between two reports, with 95% confidence intervals over prompts.
+
+    Example: moaspec eval compare results/before results/after
+    """
+    found = compare_reports(read_report(before), read_report(after))
+    _put_out(found.as_json(), lambda: show_comparison(found), None, as_json=as_json)
+
+
+@app.command()
+def page(
+    directory: Annotated[Path, typer.Argument(help="What --out of moaspec eval named.")],
+) -> None:
+    """Write report.html anew from the results in a directory.
+
+    Example: moaspec eval page results
+    """
+    console.out.print(f"Written: {write_page(directory)}", markup=False)
+
+
+def _put_out(
+    facts: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
+) -> None:
+    """Write the file and the page around it, where wanted; print the table or the JSON."""
+    if path is not None:
+        path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        _write_page(path.parent)
+    if as_json:
+        console.out.print(json.dumps(facts), markup=False)
+    else:
+        show_it()
+
+
+def _write_page(directory: Path) -> None:
+    """The page, where there is a report to show; without matplotlib the rest still works."""
+    if not (directory / REPORT).exists():
+        return
+    try:
+        write_page(directory)
+    except InputError as error:
+        console.err.print(f"No {PAGE}: {error}", style="yellow", markup=False)
+
+
+def _report_costs(methods: Sequence[Method], out: Path | None, *, as_json: bool) -> None:
+    with _bar("measuring costs", num_measurements(methods[0].target, methods)) as advance:
+        costs = measure_costs(methods, advance=advance)
+    facts = {**costs.as_json(), "settings": surroundings()}
+    _put_out(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
+
+
+def _report_cut(
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    after: int,
+    max_new_tokens: int,
+    *,
+    out: Path | None,
+    as_json: bool,
+    system: str,
+) -> None:
+    encode = chat_encoder(methods[0].target, system)
+    with _bar("measuring", len(prompts)) as advance:
+        found = measure_cut(
+            methods,
+            prompts,
+            lambda turn: encode([turn], []),
+            after=after,
+            max_new_tokens=max_new_tokens,
+            advance=advance,
+        )
+    facts = {**found.as_json(), "settings": surroundings()}
+    _put_out(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def demo(
@@ -78,125 +217,69 @@ def demo(
     console.set_threads(threads)
     console.quiet_libraries()
     with console.err.status(f"Loading {MODEL} (the first time its weights are unpacked, 30 s)"):
-        methods = _load_methods(DEFAULT_METHODS.split(","), MODEL, None, dtype)
+        methods = load_methods(_names(DEFAULT_METHODS), Sources(MODEL, dtype=dtype))
     _calibrate(methods)
     prompts = read_prompts("bundled", limit=3)
-    console.out.print(f"[bold]{prompts[0].text}[/]")
+    console.out.print(f"[bold]{prompts[0].turns[0]}[/]")
     console.out.print("[dim]green: drafted and accepted; plain: the target's own choice[/]\n")
     _stream_one(methods[-1], prompts[0], max_new_tokens)
-    report = _measured(methods, prompts, max_new_tokens)
+    report = _measured(methods, prompts, Settings(max_new_tokens=max_new_tokens))
     show(report)
-    if not all(outcome.lossless for outcome in report.outcomes):
+    if not report.lossless:
         raise typer.Exit(1)
 
 
 def _calibrate(methods: Sequence[Method]) -> None:
     """Measure the machine once if a method leaves the shape to it."""
     for method in methods:
-        if method.shape == "auto":
-            console.shaping(method.target, method.drafter)
-
-
-def _load_methods(
-    names: Sequence[str], model: str, drafter: str | None, dtype: str
-) -> list[Method]:
-    target = load_target(model, dtype=dtype)
-    needed = any(name.startswith("moa") for name in names)
-    return parse_methods(
-        names,
-        target,
-        choose_drafter(drafter, model, target) if needed else None,
-        stock=lambda: load_target(model, dtype=dtype, packed=False),
-    )
+        console.measure_once(
+            method.target,
+            method.drafter,
+            tree=method.shape,
+            num_target_layers=method.num_target_layers,
+        )
 
 
 def _stream_one(method: Method, prompt: Prompt, max_new_tokens: int) -> None:
     target = method.target
-    engine = local_engine(target, method.drafter)
-    shaping = console.shaping(target, method.drafter)
-    handle = engine.add(
-        console.chat_ids(target, prompt.text),
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=target.stop_token_ids,
-        shape=shaping.policy(),
-        free_branches=shaping.branches(),
+    prompt_ids = console.chat_ids(target, prompt.turns[0])
+    engine, (result,) = start(
+        target, [prompt_ids], drafter=method.drafter, max_new_tokens=max_new_tokens
     )
-    result = engine.result(handle)
     printer = console.TokenPrinter(target)
-    while engine.num_active:
-        for event in engine.step():
-            printer.show(event)
+    stopped = console.show_events(engine.run(), printer)
     printer.close()
     console.out.print(describe(result) + "\n", style="dim")
+    if stopped:
+        raise typer.Exit(130)
 
 
-def _measured(methods: Sequence[Method], prompts: Sequence[Prompt], max_new_tokens: int) -> Report:
-    columns = (
-        TextColumn("measuring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console.err, transient=True) as bar:
-        task = bar.add_task("", total=len(methods) * len(prompts))
+def _measured(
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    *,
+    tau_only: Sequence[Method] = (),
+    store: Store | None = None,
+    system: str = "default",
+) -> Report:
+    total = (len(methods) + len(tau_only)) * sum(len(prompt.turns) for prompt in prompts)
+    with _bar("measuring", total) as advance:
         return measure(
             methods,
             prompts,
-            lambda text: console.chat_ids(methods[0].target, text),
-            max_new_tokens=max_new_tokens,
-            advance=lambda: bar.advance(task),
+            chat_encoder(methods[0].target, system),
+            settings,
+            tau_only=tau_only,
+            store=store,
+            advance=advance,
         )
 
 
-def show(report: Report) -> None:
-    """Print the table, and what its last column means."""
-    facts = report.as_json()
-    title = (
-        f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads, greedy, "
-        f"{len(report.prompts)} prompts"
-    )
-    table = Table(title=title)
-    table.add_column("method", no_wrap=True)
-    for heading in ("tokens/s", f"speed-up over {report.baseline}", "tau"):
-        table.add_column(heading)
-    table.add_column("acceptance by depth")
-    table.add_column(f"tokens equal to {report.baseline}'s")
-    for outcome in report.outcomes:
-        speedup = report.speedup(outcome)
-        kinds = [item.kind for item in outcome.equality]
-        equal = f"{kinds.count('identical')} of {len(kinds)}"
-        if ties := kinds.count("near_tie"):
-            equal += f", {ties} part at a tie"
-        if wrong := kinds.count("different"):
-            equal += f", {wrong} DIFFERENT"
-        table.add_row(
-            outcome.method.name,
-            f"{outcome.tokens_per_s:.1f}",
-            "not shown: texts differ" if speedup is None else f"{speedup:.2f}x",
-            "" if outcome.tau is None else f"{outcome.tau:.2f}",
-            " ".join(f"{share:.0%}" for share in acceptance_by_depth(outcome.results)),
-            equal,
-        )
-    console.out.print(table)
-    tie = NEAR_TIE[report.outcomes[0].method.target.dtype]
-    console.out.print(
-        "Equal means: the same token ids; or the first difference sits where the target's own "
-        f"best logits are closer than {tie:g}, so that rounding decides between them, as it also "
-        "does between two plain decodings whose passes have different widths.",
-        style="dim",
-    )
-    multiple = report.by_suite(report.outcomes[0])
-    if len(multiple) > 1:
-        _show_suites(report, list(multiple))
-
-
-def _show_suites(report: Report, suites: list[str]) -> None:
-    table = Table()
-    table.add_column("tau by suite", no_wrap=True)
-    for suite in suites:
-        table.add_column(suite)
-    for outcome in report.outcomes:
-        parts = report.by_suite(outcome)
-        if outcome.tau is not None:
-            table.add_row(outcome.method.name, *(f"{parts[s].tau or 0:.2f}" for s in suites))
-    console.out.print(table)
+@contextmanager
+def _bar(name: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar; what is yielded moves it by one."""
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console.err, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

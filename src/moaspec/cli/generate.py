@@ -3,79 +3,45 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from moaspec.cli import console
+from moaspec.cli import console, options
 from moaspec.decode import (
-    Engine,
     GenerationResult,
-    SamplingParams,
+    Options,
     bundled_drafters,
     load_drafter,
-    local_engine,
     parse_shape,
+    sampling_params,
+    start,
 )
-from moaspec.decode.shaping import FreeBranches
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.target import Target, load_target
 
-MODEL = "smollm2-135m"
-
-
-class FreeBranchesOption(StrEnum):
-    """Values of --free-branches."""
-
-    auto = "auto"
-    on = "on"
-    off = "off"
-
-
-FREE_BRANCHES: dict[FreeBranchesOption, FreeBranches] = {
-    FreeBranchesOption.auto: "auto",
-    FreeBranchesOption.on: True,
-    FreeBranchesOption.off: False,
-}
-
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What the model should answer.")],
-    model: Annotated[str, typer.Option(help="Target: alias, directory or hub id.")] = MODEL,
-    drafter: Annotated[
-        str | None, typer.Option(help="Alias, directory or hub id; default: the bundled one.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 128,
-    tree: Annotated[
-        str, typer.Option(help="auto, chain:LENGTH or tree:DEPTH,BREADTH,TOTAL_TOKENS.")
-    ] = "auto",
-    free_branches: Annotated[
-        FreeBranchesOption, typer.Option(help="Also try what the text itself said before.")
-    ] = FreeBranchesOption.auto,
-    temperature: Annotated[float, typer.Option(help="0 takes the best token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among so many tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among tokens of this mass.")] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Drop tokens below this share of the best one's probability.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 makes tokens that occurred less likely.")
-    ] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Of sampling; drawn where none is given.")
-    ] = None,
+    model: options.Model = options.MODEL,
+    drafter: options.DrafterName = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    tree: options.Shape = "auto",
+    free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop at this string; may be given several times.")
     ] = None,
     num_choices: Annotated[int, typer.Option(help="Answers, each sampled by itself.")] = 1,
-    speculation: Annotated[
-        bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
-    ] = True,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    speculation: options.Speculation = True,
+    dtype: options.Dtype = "float32",
+    threads: options.Threads = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no stream.")] = False,
 ) -> None:
@@ -89,15 +55,21 @@ def generate(
 
     Example: moaspec generate "Why is the sky blue?" --temperature 0.8 --top-p 0.95 --seed 7
     """
-    parse_shape(tree)  # before anything slow
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    ).resolved()
+    parse_shape(tree)  # before anything slow, as below
+    settings: Options = {
+        "max_new_tokens": max_new_tokens,
+        "tree": tree,
+        "free_branches": free_branches.setting,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": stop or (),
+        "num_choices": num_choices,
+    }
+    sampling_params(settings)  # a bad value should not have to wait for the model
     if num_choices < 1:
         raise InputError(f"--num-choices must be at least 1, got {num_choices}.")
     console.set_threads(threads)
@@ -106,23 +78,11 @@ def generate(
         target = load_target(model, dtype=dtype)
         module = choose_drafter(drafter, model, target) if speculation else None
     prompt_ids = console.chat_ids(target, prompt, raw=raw)
-    engine = local_engine(target, module)
-    shaping = console.shaping(target, module, tree=tree, free_branches=FREE_BRANCHES[free_branches])
-    handles = [
-        engine.add(
-            prompt_ids,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=target.stop_token_ids,
-            stop=stop or (),
-            shape=shaping.policy(),
-            free_branches=shaping.branches(),
-            sampling=replace(sampling, choice=choice),
-        )
-        for choice in range(num_choices)
-    ]
-    results = [engine.result(handle) for handle in handles]
+    console.measure_once(target, module, tree=tree)
+    settings["drafter"] = module
+    engine, results = start(target, [prompt_ids], **settings)
     printer = None if as_json or num_choices > 1 else console.TokenPrinter(target)
-    interrupted = _run(engine, dict(zip(handles, results, strict=True)), printer)
+    interrupted = console.show_events(engine.run(), printer)
     if as_json:
         facts = [summary(target, prompt_ids, result) for result in results]
         console.out.print(
@@ -132,23 +92,6 @@ def generate(
         _show(target, results, printer)
     if interrupted:
         raise typer.Exit(130)
-
-
-def _run(
-    engine: Engine, results: dict[int, GenerationResult], printer: console.TokenPrinter | None
-) -> bool:
-    """Decode to the end, printing as it comes; True when the user stopped it."""
-    try:
-        while engine.num_active:
-            for event in engine.step():
-                if printer is not None:
-                    printer.show(event)
-    except KeyboardInterrupt:
-        for handle, result in results.items():
-            if result.stop_reason is None:
-                engine.abort(handle)
-        return True
-    return False
 
 
 def _show(
@@ -180,12 +123,13 @@ def describe(result: GenerationResult) -> str:
     """One line of statistics."""
     timing = result.timing
     decode_s = timing.total_s - timing.prefill_s
-    speed = (len(result.token_ids) - 1) / decode_s if decode_s > 0 else 0.0
+    rounds = result.num_rounds and decode_s > 0
+    speed = f"{(len(result.token_ids) - 1) / decode_s:.1f} tokens/s, " if rounds else ""
     tau = f"tau {result.tau:.2f}, " if result.tau else ""
     tau += f"{result.num_copied} of them copied, " if result.num_copied else ""
     seed = "" if result.seed is None else f", seed {result.seed}"
     return (
-        f"{len(result.token_ids)} tokens ({result.stop_reason}), {speed:.1f} tokens/s, {tau}"
+        f"{len(result.token_ids)} tokens ({result.stop_reason}), {speed}{tau}"
         f"{result.num_rounds} rounds, prompt {timing.prefill_s:.2f} s{seed}"
     )
 

@@ -9,7 +9,11 @@ import typer
 
 from moaspec.cli import console
 from moaspec.cli.calibrate import calibrate
-from moaspec.cli.evaluate import demo, evaluate
+from moaspec.cli.chat import chat
+from moaspec.cli.check import check
+from moaspec.cli.data import app as data
+from moaspec.cli.evaluate import app as evaluate
+from moaspec.cli.evaluate import demo
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
@@ -33,9 +37,10 @@ def settings(
     console.DEBUG.set(debug)
 
 
-for command in (generate, models, info, train, calibrate, demo):
+for command in (generate, chat, models, info, train, calibrate, demo, check):
     app.command()(command)
-app.command(name="eval")(evaluate)
+app.add_typer(evaluate, name="eval")
+app.add_typer(data)
 
 
 def run() -> None:

@@ -28,7 +28,11 @@ def train(
     with console.err.status(f"Loading {settings.target}"):
         target = load_target(settings.target, device=settings.device, packed=False)
         examples = read_examples(
-            settings.data, vocab_size=target.vocab_size, max_length=settings.max_length
+            settings.data,
+            vocab_size=target.vocab_size,
+            max_length=settings.max_length,
+            tokenizer=target.tokenizer,
+            stop_token_ids=target.stop_token_ids,
         )
         trainer = Trainer(target, examples, settings)
     console.out.print(

@@ -1,22 +1,29 @@
 """Drafting, verification, and the engine that drives both."""
 
 from moaspec.decode.api import (
+    Options,
+    RowOptions,
     bundled_drafters,
     choices,
     generate,
     load_drafter,
     local_engine,
+    local_parts,
+    sampling_params,
     shaping_for,
+    start,
     stream,
 )
 from moaspec.decode.calibrate import calibrate, stored_costs
 from moaspec.decode.cost import CostTable
 from moaspec.decode.engine import Engine
+from moaspec.decode.hook import custom_generate
 from moaspec.decode.lookup import PromptLookup
 from moaspec.decode.protocols import Drafter
 from moaspec.decode.replay import Replay
 from moaspec.decode.result import Event, GenerationResult, Timing, acceptance_by_depth
 from moaspec.decode.sampling import GREEDY, SamplingParams
+from moaspec.decode.session import Session
 from moaspec.decode.shaping import CostShape, FixedShape, ShapePolicy, Shaping
 from moaspec.decode.tree import AUTO, Chain, Tree, parse_shape
 
@@ -31,9 +38,12 @@ __all__ = [
     "Event",
     "FixedShape",
     "GenerationResult",
+    "Options",
     "PromptLookup",
     "Replay",
+    "RowOptions",
     "SamplingParams",
+    "Session",
     "ShapePolicy",
     "Shaping",
     "Timing",
@@ -42,11 +52,15 @@ __all__ = [
     "bundled_drafters",
     "calibrate",
     "choices",
+    "custom_generate",
     "generate",
     "load_drafter",
     "local_engine",
+    "local_parts",
     "parse_shape",
+    "sampling_params",
     "shaping_for",
+    "start",
     "stored_costs",
     "stream",
 ]

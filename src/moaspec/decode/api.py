@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -79,10 +79,7 @@ def local_engine(
     Raises:
         InputError: a drafter that is neither, or N for one that has none.
     """
-    drafting = _drafting(target, drafter, num_target_layers)
-    verifier = LocalVerifier(target, drafting)
-    if isinstance(drafting, MoADrafting):
-        drafting.borrow(verifier.cache)
+    verifier, drafting = local_parts(target, drafter, num_target_layers=num_target_layers)
     return Engine(
         verifier,
         drafting,
@@ -91,6 +88,20 @@ def local_engine(
         tokenizer=target.tokenizer,
         rope_switches=target.rope_switches,
     )
+
+
+def local_parts(
+    target: Target,
+    drafter: MoADrafter | Drafter | None = None,
+    *,
+    num_target_layers: int | None = None,
+) -> tuple[LocalVerifier, Drafter | None]:
+    """Verifier and drafter of `local_engine`, for those who drive them step by step."""
+    drafting = _drafting(target, drafter, num_target_layers)
+    verifier = LocalVerifier(target, drafting)
+    if isinstance(drafting, MoADrafting):
+        drafting.borrow(verifier.cache)
+    return verifier, drafting
 
 
 def _drafting(
@@ -138,30 +149,24 @@ def shaping_for(
     return Shaping(tree, free_branches, costs, drafter.config.acceptance or PRIOR)
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`.
+class RowOptions(TypedDict, total=False):
+    """Keyword arguments of everything that decodes one text.
 
     Attributes:
-        drafter: proposes tokens: a `MoADrafter`, or any object with the methods of the `Drafter`
-            protocol; None (the default) decodes plainly.
         max_new_tokens: at most so many per prompt; 64. 0 gives an empty result.
         temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty,
         frequency_penalty, logit_bias, logprobs: see `SamplingParams`.
         logits_processors: functions of (prefix token ids, logits); see `SamplingParams`.
         stop: a string or several; the text ends with the token that completes one.
         stop_token_ids: ids that end a row; None takes the target's own.
-        num_choices: continuations per prompt, each with noise of its own; with more than one,
-            every prompt gives a list of results.
         tree: "chain:4", "tree:6,8,62", a `Tree` or `Chain`; or "auto": the shape that pays most on
             this machine, plain rounds included, where `moaspec calibrate` has measured it for this
             target, drafter, dtype and number of threads, else a small fixed one.
         free_branches: whether candidates out of the text itself are verified beside the drafts:
             True, False, or "auto" (the default): together with `tree="auto"`, where this machine
             was measured, as long as they pay. Their tokens are reported as "copy".
-        num_target_layers: N, target layers that the drafter reuses; None takes its default.
     """
 
-    drafter: MoADrafter | Drafter | None
     max_new_tokens: int
     temperature: float
     top_k: int
@@ -176,9 +181,23 @@ class Options(TypedDict, total=False):
     logprobs: bool
     stop: str | Iterable[str]
     stop_token_ids: Iterable[int] | None
-    num_choices: int
     tree: Tree | str
     free_branches: FreeBranches
+
+
+class Options(RowOptions, total=False):
+    """Keyword arguments of `generate` and `stream`: those of `RowOptions`, and these.
+
+    Attributes:
+        drafter: proposes tokens: a `MoADrafter`, or any object with the methods of the `Drafter`
+            protocol; None (the default) decodes plainly.
+        num_choices: continuations per prompt, each with noise of its own; with more than one,
+            every prompt gives a list of results.
+        num_target_layers: N, target layers that the drafter reuses; None takes its default.
+    """
+
+    drafter: MoADrafter | Drafter | None
+    num_choices: int
     num_target_layers: int | None
 
 
@@ -217,27 +236,87 @@ def choices(
     target: Target, prompts: Sequence[Sequence[int]], **options: Unpack[Options]
 ) -> list[list[GenerationResult]]:
     """Like `generate` for a list of prompts: for each a list of `num_choices` results."""
-    engine, results = _start(target, [_token_ids(prompt) for prompt in prompts], options)
-    while engine.num_active:
-        engine.step()
+    engine, results = start(target, prompts, **options)
+    for _ in engine.run():
+        pass
     number = options.get("num_choices", 1)
     return [results[i : i + number] for i in range(0, len(results), number)]
 
 
 def stream(
     target: Target, prompt_ids: Sequence[int], **options: Unpack[Options]
-) -> Iterator[Event]:
+) -> Generator[Event]:
     """Like `generate` for one prompt, yielding verified tokens as each round ends.
 
-    With `num_choices` above 1, an event's `handle` is the number of its choice.
+    With `num_choices` above 1, an event's `handle` is the number of its choice. Closing the
+    iterator early ends decoding.
     """
-    engine, _ = _start(target, [_token_ids(prompt_ids)], options)
+    engine, _ = start(target, [prompt_ids], **options)
+    return engine.run()
 
-    def events() -> Iterator[Event]:
-        while engine.num_active:
-            yield from engine.step()
 
-    return events()
+def start(
+    target: Target, prompts: Sequence[Sequence[int]], **options: Unpack[Options]
+) -> tuple[Engine, list[GenerationResult]]:
+    """An engine that all prompts have joined, and their results, which fill as it runs."""
+    check_options(options, Options)
+    number = options.get("num_choices", 1)
+    if not isinstance(number, int) or number < 1:
+        raise InputError(f"num_choices must be an integer of at least 1, got {number!r}.")
+    drafter, layers = options.get("drafter"), options.get("num_target_layers")
+    settings = row_settings(target, options)
+    shaping = row_shaping(target, drafter, options, num_target_layers=layers)
+    engine = local_engine(target, drafter, num_target_layers=layers)
+    sampling = settings.pop("sampling")
+    handles = [
+        engine.add(
+            token_ids(prompt),
+            shape=shaping.policy(),
+            free_branches=shaping.branches(),
+            sampling=replace(sampling, choice=choice),
+            **settings,
+        )
+        for prompt in prompts
+        for choice in range(number)
+    ]
+    return engine, [engine.result(handle) for handle in handles]
+
+
+def check_options(options: Mapping[str, Any], known: type) -> None:
+    """Raise TypeError for an option that no one knows."""
+    unknown = set(options) - set(known.__annotations__)
+    if unknown:
+        raise TypeError(
+            f"Unknown option(s) {sorted(unknown)}; known: {', '.join(known.__annotations__)}."
+        )
+
+
+def row_settings(target: Target, options: RowOptions) -> dict[str, Any]:
+    """What `options` mean for `Engine.add`, all but what to draft."""
+    stops = options.get("stop_token_ids")
+    return {
+        "max_new_tokens": options.get("max_new_tokens", 64),
+        "stop_token_ids": target.stop_token_ids if stops is None else stops,
+        "stop": options.get("stop", ()),
+        "sampling": sampling_params(options),
+    }
+
+
+def row_shaping(
+    target: Target,
+    drafter: MoADrafter | Drafter | None,
+    options: RowOptions,
+    *,
+    num_target_layers: int | None = None,
+) -> Shaping:
+    """What `options` mean for what rows draft."""
+    return shaping_for(
+        target,
+        drafter,
+        tree=options.get("tree", "auto"),
+        free_branches=options.get("free_branches", "auto"),
+        num_target_layers=num_target_layers,
+    )
 
 
 def _is_batch(prompt_ids: Any) -> bool:
@@ -248,7 +327,7 @@ def _is_batch(prompt_ids: Any) -> bool:
     return first.ndim > 0 if hasattr(first, "ndim") else hasattr(first, "__len__")
 
 
-def _token_ids(prompt: Any) -> list[int]:
+def token_ids(prompt: Any) -> list[int]:
     """One prompt as plain integers."""
     try:
         return [operator.index(token) for token in prompt]
@@ -256,46 +335,7 @@ def _token_ids(prompt: Any) -> list[int]:
         raise PromptError(f"A prompt must be a list of integer token ids: {error}.") from error
 
 
-def _start(
-    target: Target, prompts: Sequence[Sequence[int]], options: Options
-) -> tuple[Engine, list[GenerationResult]]:
-    """An engine that all prompts have joined, and their results, which fill as it steps."""
-    unknown = set(options) - set(Options.__annotations__)
-    if unknown:
-        raise TypeError(
-            f"Unknown option(s) {sorted(unknown)}; known: {', '.join(Options.__annotations__)}."
-        )
-    number = options.get("num_choices", 1)
-    if not isinstance(number, int) or number < 1:
-        raise InputError(f"num_choices must be an integer of at least 1, got {number!r}.")
-    sampling = sampling_params(options)
-    stops = options.get("stop_token_ids")
-    drafter, layers = options.get("drafter"), options.get("num_target_layers")
-    shaping = shaping_for(
-        target,
-        drafter,
-        tree=options.get("tree", "auto"),
-        free_branches=options.get("free_branches", "auto"),
-        num_target_layers=layers,
-    )
-    engine = local_engine(target, drafter, num_target_layers=layers)
-    handles = [
-        engine.add(
-            prompt,
-            max_new_tokens=options.get("max_new_tokens", 64),
-            stop_token_ids=target.stop_token_ids if stops is None else stops,
-            stop=options.get("stop", ()),
-            shape=shaping.policy(),
-            free_branches=shaping.branches(),
-            sampling=replace(sampling, choice=choice),
-        )
-        for prompt in prompts
-        for choice in range(number)
-    ]
-    return engine, [engine.result(handle) for handle in handles]
-
-
-def sampling_params(options: Options) -> SamplingParams:
+def sampling_params(options: RowOptions) -> SamplingParams:
     """What `options` say about sampling, with a seed drawn where one is needed and missing.
 
     Raises:

@@ -7,63 +7,19 @@ with its own length and acceptance. A round is: draft, verify, take in what was 
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Generator, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
-from moaspec.decode.lookup import NgramIndex
 from moaspec.decode.protocols import Drafter, Request, RowText, Verdict, Verifier
-from moaspec.decode.result import Event, GenerationResult, Source, StopReason
+from moaspec.decode.result import Event, GenerationResult, StopReason
+from moaspec.decode.row import Row, check_bias, check_prompt
 from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.shaping import FixedShape, ShapePolicy
 from moaspec.decode.stop import StopStrings, stop_strings
-from moaspec.decode.tree import AUTO, DraftTree, Tree, merged
-from moaspec.errors import InputError, PromptError
+from moaspec.decode.tree import AUTO, DraftTree, Tree
+from moaspec.errors import InputError
 
 T = TypeVar("T")
-
-COPY_NGRAMS = (4, 3, 2)
-"""Lengths of what free branches look for, longest first: a single token says too little."""
-
-
-@dataclass
-class _Row:
-    """Host-side state of one request."""
-
-    handle: int
-    row: int
-    token_ids: list[int]
-    max_new_tokens: int
-    stop_token_ids: frozenset[int]
-    stop: StopStrings | None
-    policy: ShapePolicy
-    branches: ShapePolicy | None
-    sampling: SamplingParams
-    prompt_length: int
-    index: NgramIndex = field(default_factory=lambda: NgramIndex(COPY_NGRAMS))
-    base: int = 0  # verified tokens whose activations the verifier holds
-    result: GenerationResult = field(default_factory=GenerationResult)
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def prefilled(self) -> bool:
-        return self.base > 0
-
-    @property
-    def remaining(self) -> int:
-        return self.max_new_tokens - len(self.result.token_ids)
-
-    def request(self, base: int, known: Sequence[int], tree: DraftTree) -> Request:
-        """What the verifier is asked for this row."""
-        return Request(
-            self.row,
-            base,
-            tuple(known),
-            tree,
-            self.sampling,
-            self.prompt_length,
-            self.policy.wants_features,
-        )
 
 
 class Engine:
@@ -91,7 +47,8 @@ class Engine:
         self._verifier, self._drafter = verifier, drafter
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self._tokenizer, self._switches = tokenizer, tuple(rope_switches)
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
+        self._parked: dict[int, Row] = {}
         self._next_handle = 0
 
     @property
@@ -109,6 +66,8 @@ class Engine:
         shape: Tree | ShapePolicy = AUTO,
         free_branches: Tree | ShapePolicy | None = None,
         sampling: SamplingParams = GREEDY,
+        keep: bool = False,
+        after: int | None = None,
     ) -> int:
         """Let a request join; its prompt is processed by the next `step`.
 
@@ -121,14 +80,18 @@ class Engine:
             free_branches: the same for candidates out of the row's own text, which are verified
                 beside the drafts and reported as copies; None for none.
             sampling: how tokens are chosen; a seed is drawn where one is needed and missing.
+            keep: hold the row's caches when it ends, for a later request to come `after` it or
+                until `forget`.
+            after: handle of a row that ended and was kept. Its place is taken over, and what its
+                text shares with the beginning of the prompt is not computed again.
 
         Returns:
             A handle that events carry.
 
         Raises:
             PromptError: empty, as long as the context or longer, or ids outside the vocabulary.
-            InputError: `max_new_tokens` below 0, a biased token outside the vocabulary, or stop
-                strings without a tokenizer.
+            InputError: `max_new_tokens` below 0, a biased token outside the vocabulary, stop
+                strings without a tokenizer, or `after` a row that is not kept.
         """
         check_prompt(prompt_ids, self._vocab_size, self._max_positions)
         if max_new_tokens < 0:
@@ -136,24 +99,63 @@ class Engine:
         check_bias(sampling, self._vocab_size)
         strings = stop_strings(stop)
         sampling = sampling.resolved()
-        used = {row.row for row in self._rows.values()}
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self._rows[handle] = _Row(
-            handle=handle,
-            row=next(i for i in range(len(used) + 1) if i not in used),
+        old = None if after is None else self._parked_row(after)
+        row = Row(
+            handle=self._next_handle,
+            row=self._free_row() if old is None else old.row,
             token_ids=list(prompt_ids),
             max_new_tokens=max_new_tokens,
             stop_token_ids=frozenset(stop_token_ids),
             stop=StopStrings(strings, self._tokenizer) if strings else None,
             policy=FixedShape(shape) if isinstance(shape, Tree) else shape,
-            branches=FixedShape(free_branches)
-            if isinstance(free_branches, Tree)
-            else free_branches,
+            branches=(
+                FixedShape(free_branches) if isinstance(free_branches, Tree) else free_branches
+            ),
             sampling=sampling,
             prompt_length=len(prompt_ids),
+            keep=keep,
             result=GenerationResult(seed=sampling.seed),
         )
-        return handle
+        if old is not None:
+            self._take_over(row, old)
+        self._next_handle += 1
+        self._rows[row.handle] = row
+        return row.handle
+
+    def forget(self, handle: int) -> None:
+        """Let go of a row that ended and was kept.
+
+        Raises:
+            InputError: no such row.
+        """
+        row = self._parked_row(handle)
+        del self._parked[handle]
+        self._close(row)
+
+    def _parked_row(self, handle: int) -> Row:
+        if handle not in self._parked:
+            raise InputError(
+                f"Request {handle} is not kept: add it with keep=True and let it end first."
+            )
+        return self._parked[handle]
+
+    def _free_row(self) -> int:
+        used = {row.row for rows in (self._rows, self._parked) for row in rows.values()}
+        return next(i for i in range(len(used) + 1) if i not in used)
+
+    def _take_over(self, row: Row, old: Row) -> None:
+        """Keep of an old row what is the same in the new one; its last token is always read."""
+        common = _common_length(old.token_ids, row.token_ids[:-1])
+        same_keys = self._regime(old.base) == self._regime(len(row.token_ids))
+        row.base = min(common, old.base) if same_keys else 0
+        row.result.num_reused_tokens = row.base
+        if self._drafter is not None:
+            self._drafter.rollback(row.row, row.base)
+        del self._parked[old.handle]
+
+    def _regime(self, length: int) -> int:
+        """Which rotary embeddings the keys of a text of this length have."""
+        return sum(length > switch for switch in self._switches)
 
     def abort(self, handle: int) -> GenerationResult:
         """Let a request leave at once; what was generated so far is returned."""
@@ -164,6 +166,19 @@ class Engine:
     def result(self, handle: int) -> GenerationResult:
         """The result so far of an active request."""
         return self._rows[handle].result
+
+    def run(self) -> Generator[Event]:
+        """Step until no row is left; closing the iterator early aborts those that are."""
+        try:
+            while self._rows:
+                yield from self.step()
+        finally:
+            self.abort_all()
+
+    def abort_all(self) -> None:
+        """Let every request leave at once."""
+        for handle in list(self._rows):
+            self.abort(handle)
 
     def step(self) -> list[Event]:
         """`astep` for a verifier that answers at once, such as the local one."""
@@ -187,9 +202,9 @@ class Engine:
             self._finish(row, "max_new_tokens")
         return [Event(row.handle, (), (), "max_new_tokens") for row in done]
 
-    async def _prefill(self, rows: Sequence[_Row]) -> list[Event]:
+    async def _prefill(self, rows: Sequence[Row]) -> list[Event]:
         started = time.perf_counter()
-        requests = [row.request(0, row.token_ids, DraftTree()) for row in rows]
+        requests = [row.request(row.base, row.token_ids[row.base :], DraftTree()) for row in rows]
         verdicts = await self._verifier.verify(requests)
         events = [
             self._take(row, request, verdict)
@@ -200,7 +215,7 @@ class Engine:
             row.result.timing.prefill_s += elapsed
         return events
 
-    async def _round(self, rows: Sequence[_Row]) -> list[Event]:
+    async def _round(self, rows: Sequence[Row]) -> list[Event]:
         """Draft, verify, take in: one target pass for all rows."""
         started = time.perf_counter()
         trees = self._draft(rows)
@@ -211,13 +226,15 @@ class Engine:
             self._take(row, request, verdict)
             for row, request, verdict in zip(rows, requests, verdicts, strict=True)
         ]
-        verified = time.perf_counter()
+        encode_s = max(verdict.encode_s for verdict in verdicts)
+        verify_s = time.perf_counter() - drafted - encode_s
         for row in rows:
             row.result.timing.draft_s += drafted - started
-            row.result.timing.verify_s += verified - drafted
+            row.result.timing.verify_s += verify_s
+            row.result.timing.encode_s += encode_s
         return events
 
-    def _request(self, row: _Row, tree: DraftTree) -> Request:
+    def _request(self, row: Row, tree: DraftTree) -> Request:
         """The newest token and its drafts; the whole text where all its keys have changed."""
         if not self._outgrown(row):
             return row.request(row.base, row.token_ids[-1:], tree)
@@ -225,11 +242,11 @@ class Engine:
             self._drafter.close(row.row)
         return row.request(0, row.token_ids, DraftTree())
 
-    def _outgrown(self, row: _Row) -> bool:
+    def _outgrown(self, row: Row) -> bool:
         """Whether the text crossed a switch of its rotary embeddings since it was verified."""
-        return any(row.base <= switch < len(row.token_ids) for switch in self._switches)
+        return self._regime(row.base) != self._regime(len(row.token_ids))
 
-    def _draft(self, rows: Sequence[_Row]) -> list[DraftTree]:
+    def _draft(self, rows: Sequence[Row]) -> list[DraftTree]:
         """Trees for all rows; rows that want the same shape are drafted together."""
         trees = [DraftTree()] * len(rows)
         by_shape: dict[Tree, list[int]] = {}
@@ -243,113 +260,61 @@ class Engine:
             drafts = self._drafter.propose(texts, shape)
             for i, tree in zip(indices, drafts, strict=True):
                 trees[i] = tree
-        return [self._branched(*one, len(rows)) for one in zip(rows, trees, strict=True)]
+        return [
+            row.branched(tree, self._shape(row, row.branches, len(rows)))
+            for row, tree in zip(rows, trees, strict=True)
+        ]
 
-    def _branched(self, row: _Row, tree: DraftTree, num_rows: int) -> DraftTree:
-        """The drafts, and beside them what followed when the text had its last tokens before."""
-        if row.branches is None:
-            return tree
-        row.index.extend(row.token_ids)
-        shape = self._shape(row, row.branches, num_rows)
-        if shape is None:
-            return tree
-        paths = row.index.paths(shape)
-        return merged(paths, len(tree.tokens) + shape.total_tokens, tree)
-
-    def _shape(self, row: _Row, policy: ShapePolicy, num_rows: int) -> Tree | None:
+    def _shape(self, row: Row, policy: ShapePolicy | None, num_rows: int) -> Tree | None:
         """What to draft for a row: nothing when one token is left, nothing past the context.
 
         Nothing either past the next change of all keys, or when such a change is due.
         """
         length = len(row.token_ids)
-        shape = policy.shape(length, num_rows)
+        shape = None if policy is None else policy.shape(length, num_rows)
         if shape is None or row.remaining <= 1 or self._outgrown(row):
             return None
         ends = [self._max_positions, *(s for s in self._switches if s >= length)]
         return shape.limited(min(ends) - length)
 
-    def _take(self, row: _Row, request: Request, verdict: Verdict) -> Event:
+    def _take(self, row: Row, request: Request, verdict: Verdict) -> Event:
         """Emit what a verdict brought, up to the row's end."""
         if self._drafter is not None and verdict.features is not None:
             self._drafter.observe(row.row, verdict.features)
         accepted = [request.tree.tokens[node] for node in verdict.accepted]
-        tokens, reason = self._kept(row, [*accepted, verdict.next_token])
-        sources = self._sources(request.tree, verdict)[: len(tokens)]
-        result = row.result
+        tokens, reason = row.kept([*accepted, verdict.next_token], self._max_positions)
+        sources = row.sources(request.tree, verdict.accepted)[: len(tokens)]
         if row.prefilled:
-            own = len(request.tree.tokens) - request.tree.num_copied
-            result.accept_lengths.append(len(tokens))
-            result.copied_lengths.append(sources.count("copy"))
-            result.drafted_depths.append(max(request.tree.depths[:own], default=0))
-            result.num_drafted += own
-            for policy in (row.policy, row.branches):
-                if policy is not None:
-                    policy.observe(request.tree, verdict.accepted)
+            row.count(request.tree, verdict.accepted, sources)
+        row.prefilled = True
         row.base = request.base + len(request.known) + len(accepted)
         row.token_ids += tokens
-        result.token_ids += tokens
-        result.sources += sources
-        result.logprobs += verdict.logprobs[: len(tokens)]
+        row.result.token_ids += tokens
+        row.result.sources += sources
+        row.result.logprobs += verdict.logprobs[: len(tokens)]
         if reason is not None:
             self._finish(row, reason)
         return Event(row.handle, tuple(tokens), tuple(sources), reason)
 
-    @staticmethod
-    def _sources(tree: DraftTree, verdict: Verdict) -> list[Source]:
-        """Who proposed each token of a verdict."""
-        own = len(tree.tokens) - tree.num_copied
-        sources: list[Source] = ["draft" if node < own else "copy" for node in verdict.accepted]
-        return [*sources, "target"]
-
-    def _kept(self, row: _Row, tokens: list[int]) -> tuple[list[int], StopReason | None]:
-        """Tokens up to and including the first that ends the row, and why it ends."""
-        room = self._max_positions - len(row.token_ids)
-        for i, token in enumerate(tokens, start=1):
-            if token in row.stop_token_ids:
-                return tokens[:i], "stop_token"
-            if row.stop and (found := row.stop.push(token)):
-                row.result.stop_string = found
-                return tokens[:i], "stop_string"
-            if i == row.remaining:
-                return tokens[:i], "max_new_tokens"
-            if i == room:
-                return tokens[:i], "context"
-        return tokens, None
-
-    def _finish(self, row: _Row, reason: StopReason) -> None:
+    def _finish(self, row: Row, reason: StopReason) -> None:
         row.result.stop_reason = reason
         row.result.timing.total_s = time.perf_counter() - row.started
         del self._rows[row.handle]
+        if row.keep:
+            self._parked[row.handle] = row
+        else:
+            self._close(row)
+
+    def _close(self, row: Row) -> None:
         self._verifier.close(row.row)
         if self._drafter is not None:
             self._drafter.close(row.row)
 
 
-def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int) -> None:
-    """Raise PromptError for a prompt that the target cannot take."""
-    if not prompt_ids:
-        raise PromptError("The prompt is empty; give at least one token.")
-    if len(prompt_ids) >= max_positions:
-        raise PromptError(
-            f"The prompt has {len(prompt_ids)} tokens; the target's context of {max_positions} "
-            "leaves no room to generate. Shorten the prompt."
-        )
-    outside = [token for token in prompt_ids if not 0 <= token < vocab_size]
-    if outside:
-        raise PromptError(
-            f"Token id {outside[0]} is outside the target's vocabulary (0..{vocab_size - 1}). "
-            "Was another tokenizer used?"
-        )
-
-
-def check_bias(sampling: SamplingParams, vocab_size: int) -> None:
-    """Raise InputError for a bias on tokens that the target does not have."""
-    outside = [token for token in sampling.logit_bias if token >= vocab_size]
-    if outside:
-        raise InputError(
-            f"logit_bias names token id {outside[0]}, outside the target's vocabulary "
-            f"(0..{vocab_size - 1})."
-        )
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that two texts have in common at their beginning."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:

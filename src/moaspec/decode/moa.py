@@ -112,6 +112,11 @@ class MoADrafting:
         self.memory.append(row, start, key_1CTD, value_1CTD)
         self.remembered[row] = stop
 
+    def rollback(self, row: int, length: int) -> None:
+        """Forget all but a row's first tokens; what lies beyond is written over."""
+        for counts in (self.read, self.remembered):
+            counts[row] = min(counts.get(row, 0), length)
+
     def close(self, row: int) -> None:
         """Forget a row."""
         self.read.pop(row, None)

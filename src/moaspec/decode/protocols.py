@@ -29,7 +29,7 @@ class Request:
 
     Attributes:
         row: which row.
-        base: tokens of the row that are already verified and stay.
+        base: tokens of the row that are already verified and stay; 0 reads the row anew.
         known: tokens that follow them whatever the target thinks: a prompt, or the newest token.
         tree: drafts that hang below the last known token.
         sampling: how the row's tokens are chosen; with a seed where noise takes part.
@@ -58,12 +58,14 @@ class Verdict:
             `known` and accepted ones); None where the request wanted none.
         logprobs: where the row asks for them, log-probabilities of the accepted tokens and of
             `next_token` under the target's own, unprocessed distribution.
+        encode_s: seconds that the features of the whole pass took.
     """
 
     accepted: tuple[int, ...]
     next_token: int
     features: Features = None
     logprobs: tuple[float, ...] = ()
+    encode_s: float = 0.0
 
 
 class Verifier(Protocol):
@@ -93,7 +95,7 @@ class RowText:
     sampling: SamplingParams = GREEDY
 
 
-DRAFTER_METHODS = ("needs", "encode", "observe", "propose", "close")
+DRAFTER_METHODS = ("needs", "encode", "observe", "propose", "rollback", "close")
 """What an object must have to be a `Drafter`."""
 
 
@@ -123,6 +125,10 @@ class Drafter(Protocol):
 
     def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
         """Draft for every row, below its last token."""
+        ...
+
+    def rollback(self, row: int, length: int) -> None:
+        """Forget all but a row's first `length` verified tokens: its text goes on otherwise."""
         ...
 
     def close(self, row: int) -> None:

@@ -20,13 +20,15 @@ class Timing:
     Attributes:
         prefill_s: the prompt's pass, with the drafter's encoding of it.
         draft_s: drafting.
-        verify_s: the target's passes in rounds, with encoding.
+        verify_s: the target's passes in rounds, and what the drafter notes of them.
+        encode_s: the drafter's encoding of what rounds verified.
         total_s: from joining the engine to the last token.
     """
 
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    encode_s: float = 0.0
     total_s: float = 0.0
 
 
@@ -67,6 +69,7 @@ class GenerationResult:
             own distribution, before temperature and processors.
         seed: of sampling; the one that was drawn where none was given. None where no noise took
             part and none was given.
+        num_reused_tokens: tokens of the prompt whose caches were held from an earlier turn.
         timing: seconds by part.
     """
 
@@ -80,6 +83,7 @@ class GenerationResult:
     stop_string: str | None = None
     logprobs: list[float] = field(default_factory=list)
     seed: int | None = None
+    num_reused_tokens: int = 0
     timing: Timing = field(default_factory=Timing)
 
     @property

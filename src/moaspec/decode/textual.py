@@ -33,5 +33,8 @@ class TextDrafter(ABC):
     def observe(self, row: int, features: Features) -> None:  # noqa: B027 - nothing to take in
         """Nothing to take in."""
 
+    def rollback(self, row: int, length: int) -> None:  # noqa: B027 - nothing to forget
+        """Nothing to forget."""
+
     def close(self, row: int) -> None:  # noqa: B027 - nothing to forget
         """Nothing to forget."""

@@ -6,6 +6,7 @@ rows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -90,9 +91,11 @@ class LocalVerifier:
             root = request.base + len(request.known) - 1
             slots = [root + 1 + node for node in decision.accepted]
             self.cache.commit(request.row, root + 1, slots)
+        started = time.perf_counter()
         features = self._features(requests, [len(decision.accepted) for decision in decisions])
+        encode_s = time.perf_counter() - started
         return [
-            Verdict(decision.accepted, decision.next_token, feature, decision.logprobs)
+            Verdict(decision.accepted, decision.next_token, feature, decision.logprobs, encode_s)
             for decision, feature in zip(decisions, features, strict=True)
         ]
 

@@ -2,122 +2,221 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
-from moaspec.decode import GenerationResult, Tree, generate, parse_shape
+from moaspec.decode import Drafter, GenerationResult, Replay, Timing, Tree, generate, parse_shape
 from moaspec.decode.shaping import FreeBranches
-from moaspec.errors import InputError
+from moaspec.evaluate.meter import Meter
 from moaspec.model import MoADrafter
 from moaspec.target import Target
-
-COPIES: dict[str, FreeBranches] = {"": "auto", "copy": True, "nocopy": False}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One decoding of one prompt. Seconds are wall-clock, prompt included."""
+    """One decoding of one prompt.
+
+    Attributes:
+        token_ids: generated ids.
+        seconds: wall-clock, prompt included. Of prompts decoded together each has its share of the
+            whole, so that tokens over seconds is the throughput.
+        result: how the tokens came about. For methods of transformers: what their streamer shows,
+            so that a round is what arrives at once, and only the prompt's time and the total are
+            known.
+        cpu_s: seconds of all CPU threads, shared like `seconds`.
+        peak_bytes: see `Meter`.
+    """
 
     token_ids: list[int]
     seconds: float
-    result: GenerationResult | None = None
+    result: GenerationResult
+    cpu_s: float = 0.0
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way of decoding greedily.
+    """A way of decoding greedily with this package.
 
     Attributes:
         name: as the user wrote it.
         target: what decodes.
-        drafter: None for plain decoding and for transformers.
-        shape: of the drafts, or "auto"; None for transformers' own `generate`.
+        drafter: None for plain decoding.
+        shape: of the drafts, or "auto".
+        num_target_layers: N of a Mixture-of-Attentions drafter; None takes its default.
         free_branches: see `moaspec.generate`.
     """
 
     name: str
     target: Target
-    drafter: MoADrafter | None = None
-    shape: Tree | str | None = None
+    drafter: MoADrafter | Drafter | None = None
+    shape: Tree | str = "auto"
+    num_target_layers: int | None = None
     free_branches: FreeBranches = "auto"
 
-    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Run:
-        """Decode, timed."""
-        started = time.perf_counter()
-        if self.shape is None:
-            ids, result = self._transformers(prompt_ids, max_new_tokens), None
-        else:
-            result = generate(
-                self.target,
-                prompt_ids,
-                drafter=self.drafter,
-                max_new_tokens=max_new_tokens,
-                tree=self.shape,
-                free_branches=self.free_branches,
-            )
-            ids = result.token_ids
-        return Run(ids, time.perf_counter() - started, result)
+    @property
+    def batches(self) -> bool:
+        """Whether several prompts are decoded together."""
+        return True
 
-    def _transformers(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+    @property
+    def fixed_shape(self) -> Tree:
+        """The shape; for "auto" the one that it has where nothing was measured."""
+        return parse_shape(self.shape) if isinstance(self.shape, str) else self.shape
+
+    @cached_property
+    def key(self) -> str:
+        """The name, with a digest of the drafter's weights where it has some.
+
+        Results on disk go by it, so that a drafter that was trained on is measured anew.
+        """
+        return self.name + _digest(self.drafter)
+
+    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Run:
+        """Decode one prompt, measured."""
+        return self.run_many([prompt_ids], max_new_tokens)[0]
+
+    def run_many(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Run]:
+        """Decode prompts together, measured."""
+        with Meter(self.target.device) as meter:
+            results = self.decode(prompts, max_new_tokens)
+        share = 1 / len(prompts)
+        return [
+            Run(
+                list(result.token_ids),
+                meter.seconds * share,
+                result,
+                meter.cpu_s * share,
+                meter.peak_bytes,
+            )
+            for result in results
+        ]
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> list[GenerationResult]:
+        """What is measured."""
+        return generate(
+            self.target,
+            prompts,
+            drafter=self.drafter,
+            max_new_tokens=max_new_tokens,
+            tree=self.shape,
+            free_branches=self.free_branches,
+            num_target_layers=self.num_target_layers,
+        )
+
+
+def _digest(drafter: object) -> str:
+    if not isinstance(drafter, nn.Module):
+        return ""
+    digest = hashlib.sha256()
+    for parameter in drafter.parameters():
+        weights = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(weights.numpy().tobytes())
+    return f"#{digest.hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class ReplayMethod(Method):
+    """A drafter of set agreement, which knows the text that plain decoding gives.
+
+    Attributes:
+        agreement: probability that a draft is right.
+    """
+
+    agreement: float = 1.0
+
+    def run_many(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Run]:
+        """Decode plainly, not measured, then with drafts out of that text, measured."""
+        plain = Method("plain", self.target).decode(prompts, max_new_tokens)
+        texts = [[*ids, *one.token_ids] for ids, one in zip(prompts, plain, strict=True)]
+        drafter = Replay(texts, agreement=self.agreement)
+        drafted = Method(
+            self.name, self.target, drafter, self.shape, free_branches=self.free_branches
+        )
+        return drafted.run_many(prompts, max_new_tokens)
+
+
+@dataclass(frozen=True)
+class TransformersMethod(Method):
+    """Transformers' own `generate`, one prompt at a time.
+
+    Attributes:
+        options: more keyword arguments of `generate`.
+    """
+
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def batches(self) -> bool:
+        return False
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> list[GenerationResult]:
+        return [self._generate(prompt, max_new_tokens) for prompt in prompts]
+
+    def _generate(self, prompt_ids: Sequence[int], max_new_tokens: int) -> GenerationResult:
         ids_1T = torch.tensor([list(prompt_ids)], device=self.target.device)
         model: Any = self.target.model
-        output = model.generate(
-            input_ids=ids_1T,
-            attention_mask=torch.ones_like(ids_1T),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(self.target.stop_token_ids) or None,
+        counter = _Arrivals(self.target.device)
+        with counter.clock:
+            output = model.generate(
+                input_ids=ids_1T,
+                attention_mask=torch.ones_like(ids_1T),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=sorted(self.target.stop_token_ids) or None,
+                streamer=counter,
+                **dict(self.options),
+            )
+        tokens = [int(token) for token in output[0, len(prompt_ids) :]]
+        return counter.result(tokens)
+
+
+class _Arrivals:
+    """A streamer of transformers that notes how many tokens arrive at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = Meter(device)
+        self._counts: list[int] = []
+        self._first_s = 0.0
+        self._prompt_seen = False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        if not self._counts:
+            self._first_s = self.clock.elapsed()
+        self._counts.append(tokens.numel())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+    def result(self, tokens: list[int]) -> GenerationResult:
+        """Tokens by round; the first arrival is the prompt's, whatever it brought."""
+        lengths = _clipped(self._counts, len(tokens))[1:]
+        return GenerationResult(
+            token_ids=tokens,
+            accept_lengths=lengths,
+            drafted_depths=[0] * len(lengths),
+            timing=Timing(prefill_s=self._first_s, total_s=self.clock.seconds),
         )
-        return [int(token) for token in output[0, len(prompt_ids) :]]
 
 
-def parse_methods(
-    names: Sequence[str],
-    target: Target,
-    drafter: MoADrafter | None,
-    *,
-    stock: Callable[[], Target] | None = None,
-) -> list[Method]:
-    """Read method names: `hf`, `plain`, `moa`, `moa@chain:4`, `moa@tree:6x8x62`, `moa@auto+copy`.
-
-    `+copy` adds free branches and `+nocopy` forbids them; without either, `moa` has them where the
-    machine was measured and they pay.
-
-    Args:
-        names: the names.
-        target: decodes all of our methods.
-        drafter: drafts for them; None when no method needs one.
-        stock: loads the target as transformers alone would, for `hf`, so that it is compared as its
-            users have it; None lets it run on `target`.
-
-    Raises:
-        InputError: an unknown name, or a drafter that is missing.
-    """
-    if not names:
-        raise InputError("Name at least one method: hf, plain, moa or moa@SHAPE.")
-    return [
-        _parse(name, stock() if stock is not None and name == "hf" else target, drafter)
-        for name in names
-    ]
-
-
-def _parse(name: str, target: Target, drafter: MoADrafter | None) -> Method:
-    rest, plus, copies = name.partition("+")
-    kind, _, shape = rest.partition("@")
-    tree = "auto" if shape in ("", "auto") else parse_shape(shape)
-    if name == "hf":
-        return Method(name, target)
-    if name == "plain":
-        return Method(name, target, shape=tree)
-    if kind == "moa" and copies in COPIES and bool(plus) == bool(copies):
-        if drafter is None:
-            raise InputError(f"Method {name!r} needs a drafter; give one with --drafter.")
-        return Method(name, target, drafter, tree, COPIES[copies])
-    raise InputError(
-        f"Unknown method {name!r}; use hf, plain, moa or moa@SHAPE, the last two with +copy or "
-        "+nocopy if you like."
-    )
+def _clipped(counts: Sequence[int], total: int) -> list[int]:
+    """Counts as far as their sum is `total`: what a stop token cut off is not counted."""
+    kept: list[int] = []
+    for count in counts:
+        left = total - sum(kept)
+        if left > 0:
+            kept.append(min(count, left))
+    return kept

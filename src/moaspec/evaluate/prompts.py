@@ -1,66 +1,183 @@
-"""Prompts to measure on: the package's own, a directory of suites, or one JSONL file."""
+"""Prompts to measure on: named suites, the package's own, a directory, or one JSONL file."""
 
 from __future__ import annotations
 
 import importlib.resources
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moaspec.errors import DataError
 
 BUNDLED = "bundled"
+SUITES_VARIABLE = "MOASPEC_SUITES"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. Only the first turn of a conversation is asked."""
+    """One conversation: turns of a user, asked one after another.
+
+    Attributes:
+        suite: which set it belongs to.
+        question_id: unique in the set.
+        turns: what the user says.
+        category: the set's own grouping; "" where it has none.
+        references: right answers, where the set has them.
+    """
 
     suite: str
     question_id: str
-    text: str
+    turns: tuple[str, ...]
+    category: str = ""
+    references: tuple[str, ...] = ()
 
 
-def read_prompts(suite: str, *, limit: int | None = None) -> list[Prompt]:
+@dataclass(frozen=True)
+class NamedSuite:
+    """A published set of prompts.
+
+    Attributes:
+        path: file or directory below `$MOASPEC_SUITES`.
+        files: names of the sets, where it is a directory.
+        source: where it can be had.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    source: str
+
+
+NAMED = {
+    "paper": NamedSuite(
+        "paper_eval",
+        ("mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa"),
+        "the data folder of the paper's repository (github.com/huawei-noah/HEBO, MOASpec)",
+    ),
+    "spec-bench": NamedSuite(
+        "spec_bench.jsonl", (), "data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
+    ),
+}
+
+
+def read_prompts(
+    suite: str, *, limit: int | None = None, max_turns: int | None = None
+) -> list[Prompt]:
     """Read prompts.
 
     Args:
-        suite: "bundled", a JSONL file, or a directory whose `*.jsonl` files are suites. Each line
-            is an object with `turns`, a list of texts.
-        limit: at most so many of each file.
+        suite: "bundled", "paper" or "spec-bench" (looked for below `$MOASPEC_SUITES`), a JSONL
+            file, or a directory whose `*.jsonl` files are suites. Each line is an object with
+            `turns`, a list of texts, or with `prompt`, one text; `question_id`, `category` and
+            `reference` may stand beside them.
+        limit: at most so many of each file, spread over its categories.
+        max_turns: at most so many turns of each conversation.
 
     Raises:
         DataError: nothing there, an empty suite, or a malformed line.
     """
+    prompts = [prompt for file in _files(suite) for prompt in _read_file(*file, limit)]
+    return [_shortened(prompt, max_turns) for prompt in prompts]
+
+
+def _files(suite: str) -> list[tuple[Path, str]]:
+    """Paths, and the suite that each is."""
     if suite == BUNDLED:
-        path = Path(str(importlib.resources.files("moaspec"))) / "bundled" / "prompts.jsonl"
-        return _read_file(path, BUNDLED, limit)
-    path = Path(suite)
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        root = Path(str(importlib.resources.files("moaspec")))
+        return [(root / "bundled" / "prompts.jsonl", BUNDLED)]
+    path = _named(suite) if suite in NAMED else Path(suite)
+    if not path.is_dir():
+        return [(path, suite if suite in NAMED else path.stem)]
+    files = sorted(path.glob("*.jsonl"))
     if not files:
         raise DataError(f"The directory {path} holds no *.jsonl file.")
-    return [prompt for file in files for prompt in _read_file(file, file.stem, limit)]
+    wanted = NAMED[suite].files if suite in NAMED else ()
+    missing = sorted(set(wanted) - {file.stem for file in files})
+    if missing:
+        raise DataError(f"The suite {suite!r} at {path} lacks {', '.join(missing)}.")
+    return [(file, file.stem) for file in files if not wanted or file.stem in wanted]
+
+
+def _named(suite: str) -> Path:
+    root, known = os.environ.get(SUITES_VARIABLE), NAMED[suite]
+    path = Path(root or ".") / known.path
+    if root is None or not path.exists():
+        raise DataError(
+            f"The suite {suite!r} is not here: expected {known.path} in the directory that "
+            f"${SUITES_VARIABLE} names ({root or 'not set'}). It is {known.source}; or give "
+            "--suite a path."
+        )
+    return path
 
 
 def _read_file(path: Path, suite: str, limit: int | None) -> list[Prompt]:
-    prompts: list[Prompt] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"Cannot read the suite {path}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or (limit is not None and len(prompts) >= limit):
-            continue
-        try:
-            row = json.loads(line)
-            turns: list[object] = row["turns"]
-            text = turns[0] if isinstance(turns, list) else None
-            identifier = str(row.get("question_id", number))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}:{number}: expected an object with a list 'turns'.") from error
-        if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{path}:{number}: the first turn must be a text.")
-        prompts.append(Prompt(suite, identifier, text))
+    prompts = list(_parsed(text, path, suite))
     if not prompts:
         raise DataError(f"The suite {path} has no prompts.")
-    return prompts
+    return _spread(prompts, limit)
+
+
+def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
+    """`limit` prompts, in turn from each category, in the file's order."""
+    if limit is None or limit >= len(prompts):
+        return prompts
+    counts: dict[str, int] = {}
+    rank: list[tuple[int, int]] = []
+    for place, prompt in enumerate(prompts):
+        counts[prompt.category] = counts.get(prompt.category, 0) + 1
+        rank.append((counts[prompt.category], place))
+    return [prompts[place] for place in sorted(place for _, place in sorted(rank)[:limit])]
+
+
+def _parsed(text: str, path: Path, suite: str) -> Iterator[Prompt]:
+    seen: set[str] = set()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        prompt = _prompt(_row(line, where), where, suite, number)
+        if prompt.question_id in seen:
+            raise DataError(f"{where}: question_id {prompt.question_id} occurs twice.")
+        seen.add(prompt.question_id)
+        yield prompt
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error}).") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected an object with 'turns', got {type(row).__name__}.")
+    return row
+
+
+def _prompt(row: dict[str, Any], where: str, suite: str, number: int) -> Prompt:
+    turns = row["turns"] if "turns" in row else [row.get("prompt")]
+    if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
+        raise DataError(
+            f"{where}: expected 'turns', a list of texts that are not empty, or 'prompt', a text."
+        )
+    references = row.get("reference") or ()
+    return Prompt(
+        suite,
+        str(row.get("question_id", number)),
+        tuple(turns),
+        str(row.get("category") or ""),
+        tuple(map(str, [references] if isinstance(references, str) else references)),
+    )
+
+
+def _is_text(turn: object) -> bool:
+    return isinstance(turn, str) and bool(turn.strip())
+
+
+def _shortened(prompt: Prompt, max_turns: int | None) -> Prompt:
+    turns = prompt.turns[:max_turns]
+    return Prompt(prompt.suite, prompt.question_id, turns, prompt.category, prompt.references)

@@ -2,164 +2,228 @@
 
 from __future__ import annotations
 
-import platform
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
-import torch
-import transformers
-
-from moaspec.decode import GenerationResult, acceptance_by_depth
+from moaspec.errors import InputError
 from moaspec.evaluate.equality import Equality, compare
 from moaspec.evaluate.methods import Method, Run
 from moaspec.evaluate.prompts import Prompt
+from moaspec.evaluate.report import Outcome, Report
+from moaspec.evaluate.store import Item, Sample, Store
 
 WARM_UP_TOKENS = 8
+TAU_BATCH = 8
+"""Prompts decoded together by methods that are not timed."""
+
+PLAIN = "plain"
+T = TypeVar("T")
+Encode = Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]
+"""(a user's turns so far, token ids of the answers to all but the last) -> prompt ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        max_new_tokens: of each decoding.
+        repeats: decodings of each prompt by each method.
+        batch: prompts that a method decodes together; above 1, speed is throughput.
+
+    Raises:
+        InputError: a number below 1.
+    """
+
+    max_new_tokens: int = 128
+    repeats: int = 1
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "repeats", "batch"):
+            value = getattr(self, name)
+            if value < 1:
+                raise InputError(f"{name} must be at least 1, got {value}.")
 
 
 @dataclass
-class Outcome:
-    """All runs of one method, in the order of the prompts."""
+class _Session:
+    """One call of `measure`."""
 
-    method: Method
-    runs: list[Run] = field(default_factory=list)
-    equality: list[Equality] = field(default_factory=list)
-
-    @property
-    def results(self) -> list[GenerationResult]:
-        return [run.result for run in self.runs if run.result is not None]
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of all prompts over their seconds."""
-        return sum(len(run.token_ids) for run in self.runs) / sum(run.seconds for run in self.runs)
+    methods: Sequence[Method]
+    tau_only: Sequence[Method]
+    settings: Settings
+    store: Store
+    advance: Callable[[], None]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    number: int = 0
 
     @property
-    def tau(self) -> float | None:
-        """Tokens per round over all prompts; None for transformers."""
-        rounds = sum(result.num_rounds for result in self.results)
-        emitted = sum(sum(result.accept_lengths) for result in self.results)
-        return emitted / rounds if rounds else None
+    def base(self) -> Method:
+        """Whose texts all others are compared with."""
+        return next((one for one in self.methods if one.name == PLAIN), self.methods[0])
 
-    @property
-    def lossless(self) -> bool:
-        return all(item.lossless for item in self.equality)
+    def timed(self, items: Sequence[Item]) -> None:
+        """All methods in turn on these items, another one first each time."""
+        batch = self.settings.batch
+        missing = [one for one in self.methods if not self._have(one, items, batch)]
+        runs: dict[str, list[list[Run]]] = {one.name: [] for one in missing}
+        for _ in range(self.settings.repeats):
+            for turn in range(len(missing)):
+                method = missing[(self.number + turn) % len(missing)]
+                runs[method.name].append(self._decode(method, items))
+            self.number += 1
+        for method in sorted(missing, key=lambda one: one.name != self.base.name):
+            self._keep(method, items, runs[method.name], batch)
+        self._collect(self.methods, items, batch)
 
+    def untimed(self, items: Sequence[Item]) -> None:
+        """Methods of which only tau is wanted."""
+        for method in self.tau_only:
+            if not self._have(method, items, TAU_BATCH):
+                self._keep(method, items, [self._decode(method, items)], TAU_BATCH)
+        self._collect(self.tau_only, items, TAU_BATCH)
 
-@dataclass
-class Report:
-    """Outcomes of a run, with what is needed to read them."""
+    def answer(self, item: Item) -> list[int]:
+        """The base's text."""
+        sample = self.store.get(self.base.key, item, self.settings.batch)
+        assert sample is not None, "the base has run before anyone asks for its text"
+        return sample.runs[0].token_ids
 
-    prompts: Sequence[Prompt]
-    outcomes: list[Outcome]
-    baseline: str
+    def _have(self, method: Method, items: Sequence[Item], batch: int) -> bool:
+        return all(self.store.get(method.key, item, batch) is not None for item in items)
 
-    def speedup(self, outcome: Outcome, base: str | None = None) -> float | None:
-        """Median over prompts of the speed ratio to a method; None if any text differs."""
-        reference = self.outcome(base or self.baseline)
-        if reference is None or not outcome.lossless:
-            return None
-        ratios = [
-            (len(run.token_ids) / run.seconds) / (len(other.token_ids) / other.seconds)
-            for run, other in zip(outcome.runs, reference.runs, strict=True)
-        ]
-        return statistics.median(ratios)
+    def _decode(self, method: Method, items: Sequence[Item]) -> list[Run]:
+        prompts, limit = [item.prompt_ids for item in items], self.settings.max_new_tokens
+        if len(prompts) == 1:
+            return [method.run(prompts[0], limit)]
+        return method.run_many(prompts, limit)
 
-    def outcome(self, name: str) -> Outcome | None:
-        """The outcome of the method of that name."""
-        return next((o for o in self.outcomes if o.method.name == name), None)
+    def _keep(
+        self, method: Method, items: Sequence[Item], repeats: Sequence[Sequence[Run]], batch: int
+    ) -> None:
+        for item, runs in zip(items, zip(*repeats, strict=True), strict=True):
+            own = method.name == self.base.name
+            expected = runs[0].token_ids if own else self.answer(item)
+            worst = _worst(_compare(method, item, expected, run) for run in runs)
+            self.store.put(method.key, Sample(item, runs, worst, batch))
 
-    def by_suite(self, outcome: Outcome) -> dict[str, Outcome]:
-        """The outcome split by suite."""
-        parts: dict[str, Outcome] = {}
-        for prompt, run, equality in zip(self.prompts, outcome.runs, outcome.equality, strict=True):
-            part = parts.setdefault(prompt.suite, Outcome(outcome.method))
-            part.runs.append(run)
-            part.equality.append(equality)
-        return parts
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything measured, and on what."""
-        target = self.outcomes[0].method.target
-        return {
-            "target": target.name,
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "device": str(target.device),
-            "threads": torch.get_num_threads(),
-            "machine": platform.processor() or platform.machine(),
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "methods": {o.method.name: self._method_json(o) for o in self.outcomes},
-        }
-
-    def _method_json(self, outcome: Outcome) -> dict[str, Any]:
-        return {
-            "tokens_per_s": outcome.tokens_per_s,
-            "tau": outcome.tau,
-            "lossless": outcome.lossless,
-            "median_speedup": self.speedup(outcome),
-            "acceptance_by_depth": acceptance_by_depth(outcome.results),
-            "suites": {
-                name: {"tau": part.tau, "tokens_per_s": part.tokens_per_s}
-                for name, part in self.by_suite(outcome).items()
-            },
-            "prompts": [
-                {
-                    "suite": prompt.suite,
-                    "question_id": prompt.question_id,
-                    "tokens": len(run.token_ids),
-                    "seconds": run.seconds,
-                    "tau": run.result.tau if run.result else None,
-                    "equality": vars(equality),
-                }
-                for prompt, run, equality in zip(
-                    self.prompts, outcome.runs, outcome.equality, strict=True
-                )
-            ],
-        }
+    def _collect(self, methods: Sequence[Method], items: Sequence[Item], batch: int) -> None:
+        for method in methods:
+            for item in items:
+                sample = self.store.get(method.key, item, batch)
+                assert sample is not None, "measured or read before"
+                self.outcomes[method.name].samples.append(sample)
+                self.advance()
 
 
 def measure(
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
-    encode: Callable[[str], list[int]],
+    encode: Encode,
+    settings: Settings,
     *,
-    max_new_tokens: int,
+    tau_only: Sequence[Method] = (),
+    store: Store | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Report:
     """Run every method on every prompt, starting with another method each time.
 
     Every text is compared with that of `plain`, or of the first method where plain is not run.
+    Later turns of a conversation follow that method's answers, so that all see the same prompt.
 
     Args:
-        methods: what to run.
+        methods: what to time.
         prompts: what to run it on.
-        encode: text to prompt ids.
-        max_new_tokens: of each decoding.
-        advance: called after each decoding, for a progress display.
+        encode: turns and answers to prompt ids.
+        settings: how to measure.
+        tau_only: methods that decode several prompts together and are not timed.
+        store: what was measured before, which is not measured again; all else is added to it.
+        advance: called after each method on each turn, for a progress display.
+
+    Raises:
+        InputError: a method that cannot decode as many prompts together as asked.
     """
-    outcomes = [Outcome(method) for method in methods]
-    names = [method.name for method in methods]
-    base = outcomes[names.index("plain") if "plain" in names else 0]
+    _check(methods, tau_only, settings)
+    outcomes = {one.name: Outcome(one) for one in methods}
+    outcomes |= {one.name: Outcome(one, timed=False) for one in tau_only}
+    session = _Session(methods, tau_only, settings, store or Store(), advance, outcomes)
     for method in methods:
-        method.run(encode(prompts[0].text), WARM_UP_TOKENS)
-    for number, prompt in enumerate(prompts):
-        ids = encode(prompt.text)
-        for turn in range(len(outcomes)):
-            outcome = outcomes[(number + turn) % len(outcomes)]
-            outcome.runs.append(outcome.method.run(ids, max_new_tokens))
-            advance()
-        for outcome in outcomes:
-            outcome.equality.append(_compare(base, outcome, ids))
-    return Report(prompts, outcomes, base.method.name)
+        method.run(encode(prompts[0].turns[:1], ()), WARM_UP_TOKENS)
+    items: list[Item] = []
+    skipped: list[Item] = []
+    room = methods[0].target.max_positions - settings.max_new_tokens
+    for group in _chunks(prompts, settings.batch):
+        for turn_items in _turns(group, encode, session.answer):
+            fit = [item for item in turn_items if len(item.prompt_ids) <= room]
+            skipped += [item for item in turn_items if len(item.prompt_ids) > room]
+            turn_items[:] = fit
+            if fit:
+                session.timed(fit)
+            items += fit
+    for chunk in _chunks(items, TAU_BATCH):
+        session.untimed(chunk)
+    return Report(list(session.outcomes.values()), session.base.name, settings.batch, skipped)
 
 
-def _compare(base: Outcome, outcome: Outcome, prompt_ids: list[int]) -> Equality:
+def _turns(
+    group: Sequence[Prompt], encode: Encode, answer: Callable[[Item], list[int]]
+) -> Iterator[list[Item]]:
+    """First turns of a group, then their second turns, ... Who drops an item ends its talk."""
+    answers: dict[tuple[str, str], list[list[int]]] = {}
+    going = list(group)
+    for turn in range(max(len(prompt.turns) for prompt in group)):
+        items = [
+            Item(
+                prompt,
+                turn,
+                tuple(
+                    encode(
+                        prompt.turns[: turn + 1],
+                        answers.get((prompt.suite, prompt.question_id), ()),
+                    )
+                ),
+            )
+            for prompt in going
+            if turn < len(prompt.turns)
+        ]
+        yield items
+        going = [item.prompt for item in items]
+        for item in items:
+            key = (item.prompt.suite, item.prompt.question_id)
+            if turn + 1 < len(item.prompt.turns):
+                answers.setdefault(key, []).append(answer(item))
+
+
+def _check(methods: Sequence[Method], tau_only: Sequence[Method], settings: Settings) -> None:
+    together = [*(methods if settings.batch > 1 else ()), *tau_only]
+    alone = [method.name for method in together if not method.batches]
+    if alone:
+        raise InputError(
+            f"{alone[0]} decodes one prompt at a time; leave it out where several are decoded "
+            "together (--batch, --tau-only)."
+        )
+    twice = {method.name for method in methods} & {method.name for method in tau_only}
+    if twice:
+        raise InputError(f"{sorted(twice)[0]} is both timed and in --tau-only; name it once.")
+
+
+def _chunks(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
+
+
+def _compare(method: Method, item: Item, expected: list[int], run: Run) -> Equality:
     return compare(
-        outcome.method.target,
-        prompt_ids,
-        base.runs[-1].token_ids,
-        outcome.runs[-1].token_ids,
-        resume=lambda ids, limit: outcome.method.run(ids, limit).token_ids,
+        method.target,
+        item.prompt_ids,
+        expected,
+        run.token_ids,
+        resume=lambda ids, limit: method.run(ids, limit).token_ids,
     )
+
+
+def _worst(found: Iterator[Equality]) -> Equality:
+    order = ("identical", "near_tie", "different")
+    return max(found, key=lambda one: order.index(one.kind))

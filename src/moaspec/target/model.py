@@ -50,6 +50,8 @@ class Target:
         model: a `PreTrainedModel` with an LM head; put in evaluation mode, gradients off.
         tokenizer: transformers' tokenizer, or None where only token ids are used.
         name: how messages call it.
+        freeze: False leaves the model's mode and gradients as they are, for a model that is not
+            ours to change; it must be in evaluation mode then.
 
     Attributes:
         packed: whether `pack` has laid the weights out for this CPU.
@@ -59,7 +61,12 @@ class Target:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, name: str
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        freeze: bool = True,
     ) -> None:
         families.require_supported(model.config, name)
         if model.config._attn_implementation != "sdpa":
@@ -68,7 +75,7 @@ class Target:
                 f"{model.config._attn_implementation!r}; verifying a tree needs masks that only "
                 "'sdpa' takes as they are. Load it with attn_implementation='sdpa'."
             )
-        self.model = model.eval().requires_grad_(requires_grad=False)
+        self.model = model.eval().requires_grad_(requires_grad=False) if freeze else model
         self.tokenizer = tokenizer
         self.name = name
         self._base: Any = model.base_model
@@ -111,8 +118,9 @@ class Target:
     def rope_switches(self) -> tuple[int, ...]:
         """Lengths beyond which the keys of a whole text change (LongRoPE), ascending.
 
-        What was cached before must be computed again from the text's start; Hugging Face's
-        `generate` does the same.
+        What was cached before must be computed again from the text's start, as Hugging Face's
+        `generate` does for Phi-3. (For other families it goes on with mixed keys, so that the text
+        depends on where the prompt ended; here it never does.)
         """
         return families.rope_switches(self.config)
 

@@ -1,8 +1,9 @@
 """Training of drafters."""
 
 from moaspec.train.config import DrafterSizes, TrainConfig, read_train_config
-from moaspec.train.data import Example, read_examples
+from moaspec.train.data import Example
 from moaspec.train.losses import LossWeights
+from moaspec.train.reading import read_examples
 from moaspec.train.trainer import Progress, Trainer
 
 __all__ = [

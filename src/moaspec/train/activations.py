@@ -99,7 +99,7 @@ class ActivationCache:
         self._store = ExampleStore(
             directory / fingerprint(examples, identity),
             examples,
-            {"kv": identity.num_layers * identity.kv_size, "hidden": identity.hidden_size},
+            _widths(identity),
         )
 
     def passes(self, target: Target, batch: Batch) -> TargetPass:
@@ -112,6 +112,16 @@ class ActivationCache:
         return TargetPass(kv_BTX.unflatten(2, self._kv_shape), self._store.read("hidden", batch))
 
 
+def bytes_per_token(identity: TargetIdentity) -> int:
+    """What the cache of one token takes on disk."""
+    return 2 * sum(_widths(identity).values())
+
+
+def _widths(identity: TargetIdentity) -> dict[str, int]:
+    """Numbers of one token in each file."""
+    return {"kv": identity.num_layers * identity.kv_size, "hidden": identity.hidden_size}
+
+
 def fingerprint(
     examples: Sequence[Example],
     identity: TargetIdentity,
@@ -120,7 +130,7 @@ def fingerprint(
     """Short name of these examples, in this order, under this target and these weights."""
     digest = hashlib.sha256(repr(identity).encode())
     for example in examples:
-        digest.update(repr((example.prompt_ids, example.response_ids)).encode())
+        digest.update(repr(example.pieces).encode())
     for name, tensor in (weights or {}).items():
         digest.update(name.encode())
         digest.update(tensor.detach().float().cpu().numpy().tobytes())

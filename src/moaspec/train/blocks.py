@@ -15,12 +15,12 @@ from moaspec.train.data import Batch
 
 @dataclass(frozen=True)
 class Blocks:
-    """A partition of each response into blocks, as training queries see it.
+    """A partition of every response into blocks of its own, as training queries see it.
 
     Attributes:
         block_start_BT: s(i): the last position whose activations query i may read. Inside a block
             that begins at b it is b - 1, because the newest token has no activations yet when
-            drafting starts from it.
+            drafting starts from it. Tokens outside the responses are verified: s(i) = i.
         step_BT: how many drafts precede the one that query i proposes (0: a round's first draft).
         loss_BT: bool, queries that carry loss: response tokens that another one follows.
     """
@@ -52,14 +52,21 @@ def fixed_blocks(batch: Batch, length: int) -> Blocks:
 
 
 def _partition(batch: Batch, ends_BN: Tensor) -> Blocks:
-    """Cut each response where its running block lengths `ends_BN` say."""
+    """Cut every response where its row's running block lengths `ends_BN` say."""
     rows, tokens = batch.input_ids_BT.shape
     index_BT = torch.arange(tokens).expand(rows, tokens)
-    offset_BT = index_BT - batch.response_start_B[:, None]
-    in_response = (offset_BT >= 0) & batch.attention_mask_BT.bool()
+    response_BT = batch.response_BT
+    offset_BT = index_BT - _response_start(response_BT)
     starts_BN = torch.cat((torch.zeros(rows, 1, dtype=torch.long), ends_BN), dim=1)
-    which = torch.searchsorted(starts_BN, offset_BT.clamp(min=0), right=True) - 1
+    which = torch.searchsorted(starts_BN, offset_BT, right=True) - 1
     step_BT = offset_BT - starts_BN.gather(1, which)
-    block_start_BT = torch.where(in_response, index_BT - step_BT - 1, index_BT)
-    last = batch.attention_mask_BT.sum(1, keepdim=True) - 1
-    return Blocks(block_start_BT.clamp(min=0), step_BT, in_response & (index_BT < last))
+    block_start_BT = torch.where(response_BT, index_BT - step_BT - 1, index_BT)
+    followed_BT = torch.nn.functional.pad(response_BT[:, 1:], (0, 1))
+    return Blocks(block_start_BT.clamp(min=0), step_BT, response_BT & followed_BT)
+
+
+def _response_start(response_BT: Tensor) -> Tensor:
+    """Where the response that a token belongs to (or that ended last before it) begins."""
+    index_BT = torch.arange(response_BT.shape[1], device=response_BT.device)
+    before_BT = torch.nn.functional.pad(response_BT[:, :-1], (1, 0))
+    return torch.where(response_BT & ~before_BT, index_BT, 0).cummax(1)[0]

@@ -52,6 +52,8 @@ class TrainConfig:
         max_length: tokens of one example, prompt included.
         held_out: examples set aside for measuring.
         batch_size: examples of one optimiser step.
+        batch_tokens: if not 0, a step has as many examples of like length as fit into so many
+            tokens, pads included, instead of `batch_size`.
         steps: optimiser steps.
         learning_rate: peak, reached after `warmup_steps`; falls along a cosine to `final_lr`.
         final_lr: fraction of the peak at the end.
@@ -74,6 +76,7 @@ class TrainConfig:
     max_length: int = 768
     held_out: int = 32
     batch_size: int = 8
+    batch_tokens: int = 0
     steps: int = 2000
     learning_rate: float = 1e-3
     final_lr: float = 0.05
@@ -106,7 +109,7 @@ class TrainConfig:
         ):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("held_out", "warmup_steps", "weight_decay", "frozen_lsa"):
+        for name in ("held_out", "batch_tokens", "warmup_steps", "weight_decay", "frozen_lsa"):
             if getattr(self, name) < 0:
                 raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")
         for name in ("learning_rate", "clip"):

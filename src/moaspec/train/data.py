@@ -1,36 +1,75 @@
-"""Training examples on disk and in batches.
-
-The format is JSON lines, optionally gzipped: `prompt_ids` and `response_ids`, both in the target's
-own vocabulary, where the response was written by the target.
+"""Training examples and batches of them.
 
 Legend: B batch, T tokens.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
-from moaspec.errors import DataError
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Example:
-    """One turn: what the target was given and what it answered, as token ids."""
+    """One conversation as token ids: what the target was given and what it wrote, in turns.
 
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
+    Args:
+        *pieces: given, written, given, written ...: `Example(prompt_ids, response_ids)` is one
+            turn. The target wrote every second piece, and they alone carry loss.
+    """
+
+    pieces: tuple[tuple[int, ...], ...]
+
+    def __init__(self, *pieces: Sequence[int]) -> None:
+        object.__setattr__(self, "pieces", tuple(map(tuple, pieces)))
 
     def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
+        return sum(map(len, self.pieces))
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """What the target was given before its first response."""
+        return self.pieces[0]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens."""
+        return tuple(token for piece in self.pieces for token in piece)
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        """The tokens that the target wrote, of all turns."""
+        return tuple(token for piece in self.pieces[1::2] for token in piece)
+
+    @property
+    def response_mask(self) -> tuple[bool, ...]:
+        """True for the tokens that the target wrote."""
+        return tuple(i % 2 == 1 for i, piece in enumerate(self.pieces) for _ in piece)
+
+    @classmethod
+    def from_mask(cls, token_ids: Sequence[int], written: Sequence[bool | int]) -> Example:
+        """The example in which the target wrote the marked tokens; what follows them is left out.
+
+        Neighbouring marked tokens are taken for one response.
+        """
+        pieces: list[list[int]] = [[]]
+        for token, mark in zip(token_ids, written, strict=True):
+            if bool(mark) != (len(pieces) % 2 == 0):
+                pieces.append([])
+            pieces[-1].append(token)
+        return cls(*pieces[: len(pieces) // 2 * 2])
+
+    def cut(self, max_length: int) -> Example | None:
+        """The first `max_length` tokens; None when no response of two tokens is left.
+
+        One token teaches nothing: the draft after it would have nothing to be compared with.
+        """
+        kept = Example.from_mask(self.token_ids[:max_length], self.response_mask[:max_length])
+        return kept if any(len(piece) >= 2 for piece in kept.pieces[1::2]) else None
 
 
 @dataclass(frozen=True)
@@ -40,72 +79,14 @@ class Batch:
     Attributes:
         input_ids_BT: int64, pads are 0.
         attention_mask_BT: 1 for real tokens.
-        response_start_B: index of each example's first response token.
+        response_BT: bool, tokens that the target wrote.
         example_ids: which examples these are.
     """
 
     input_ids_BT: Tensor
     attention_mask_BT: Tensor
-    response_start_B: Tensor
+    response_BT: Tensor
     example_ids: tuple[int, ...]
-
-
-def read_examples(
-    paths: Iterable[str | Path], *, vocab_size: int, max_length: int
-) -> list[Example]:
-    """Read every file, cutting responses so that an example has at most `max_length` tokens.
-
-    Examples whose prompt alone fills `max_length`, or whose response has fewer than two tokens,
-    teach nothing and are left out.
-
-    Raises:
-        DataError: a file is missing, or a line is malformed; the message names file and line.
-    """
-    examples = []
-    for path in map(Path, paths):
-        for number, line in _numbered_lines(path):
-            example = _parse(line, where=f"{path}:{number}", vocab_size=vocab_size)
-            cut = example.response_ids[: max(0, max_length - len(example.prompt_ids))]
-            if len(cut) >= 2:
-                examples.append(Example(example.prompt_ids, cut))
-    if not examples:
-        raise DataError(
-            "No usable training examples: every file was empty or its prompts too long."
-        )
-    return examples
-
-
-def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with _open_text(path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"Cannot read training data {path}: {error}") from error
-
-
-def _open_text(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
-def _parse(line: str, *, where: str, vocab_size: int) -> Example:
-    try:
-        row: dict[str, Any] = json.loads(line)
-        example = Example(tuple(row["prompt_ids"]), tuple(row["response_ids"]))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{where}: expected a JSON object with lists 'prompt_ids' and 'response_ids', "
-            f"got {line[:80]!r} ({error})."
-        ) from error
-    for token in example.prompt_ids + example.response_ids:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise DataError(f"{where}: token id {token!r} is outside 0..{vocab_size - 1}.")
-    if not example.prompt_ids:
-        raise DataError(f"{where}: 'prompt_ids' is empty; a response needs something before it.")
-    return example
 
 
 def collate(examples: Sequence[Example], example_ids: Sequence[int]) -> Batch:
@@ -114,26 +95,63 @@ def collate(examples: Sequence[Example], example_ids: Sequence[int]) -> Batch:
     longest = max(map(len, chosen))
     input_ids_BT = torch.zeros(len(chosen), longest, dtype=torch.long)
     attention_mask_BT = torch.zeros(len(chosen), longest, dtype=torch.long)
+    response_BT = torch.zeros(len(chosen), longest, dtype=torch.bool)
     for row, example in enumerate(chosen):
-        tokens = torch.tensor(example.prompt_ids + example.response_ids)
-        input_ids_BT[row, : len(tokens)] = tokens
-        attention_mask_BT[row, : len(tokens)] = 1
-    starts = torch.tensor([len(example.prompt_ids) for example in chosen])
-    return Batch(input_ids_BT, attention_mask_BT, starts, tuple(example_ids))
+        input_ids_BT[row, : len(example)] = torch.tensor(example.token_ids)
+        attention_mask_BT[row, : len(example)] = 1
+        response_BT[row, : len(example)] = torch.tensor(example.response_mask)
+    return Batch(input_ids_BT, attention_mask_BT, response_BT, tuple(example_ids))
 
 
 def epoch_batches(
-    examples: Sequence[Example], *, batch_size: int, generator: torch.Generator
+    examples: Sequence[Example],
+    *,
+    batch_size: int,
+    batch_tokens: int = 0,
+    generator: torch.Generator,
 ) -> list[list[int]]:
-    """Example ids of one epoch's batches: like lengths within one, batches in random order."""
+    """Example ids of one epoch's batches: like lengths within one, batches in random order.
+
+    Args:
+        examples: what an epoch goes through.
+        batch_size: examples of one batch.
+        batch_tokens: if not 0, batches have as many examples as fit into so many tokens, pads
+            included, instead of `batch_size`. A longer example is a batch of its own.
+        generator: of the order.
+    """
+    lengths = [len(example) for example in examples]
     order = torch.randperm(len(examples), generator=generator).tolist()
-    pool = batch_size * 16
+    mean = max(1, sum(lengths) // max(1, len(lengths)))
+    pool = 16 * (max(1, batch_tokens // mean) if batch_tokens else batch_size)
     batches = []
     for start in range(0, len(order), pool):
-        by_length = sorted(order[start : start + pool], key=lambda i: len(examples[i]))
-        batches += [by_length[i : i + batch_size] for i in range(0, len(by_length), batch_size)]
+        by_length = sorted(order[start : start + pool], key=lengths.__getitem__)
+        if batch_tokens:
+            batches += _filled(by_length, lengths, batch_tokens)
+        else:
+            batches += [by_length[i : i + batch_size] for i in range(0, len(by_length), batch_size)]
     shuffle = torch.randperm(len(batches), generator=generator).tolist()
     return [batches[i] for i in shuffle]
+
+
+def _filled(by_length: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Cut examples, shortest first, into batches of at most `tokens` tokens with their pads."""
+    batches: list[list[int]] = [[]]
+    for i in by_length:
+        if batches[-1] and (len(batches[-1]) + 1) * lengths[i] > tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def padding_share(examples: Sequence[Example], batches: Iterable[Sequence[int]]) -> float:
+    """Which share of these batches' tokens are pads."""
+    real = padded = 0
+    for batch in batches:
+        lengths = [len(examples[i]) for i in batch]
+        real += sum(lengths)
+        padded += max(lengths) * len(lengths)
+    return 1 - real / padded
 
 
 def frequent_tokens(
@@ -151,10 +169,14 @@ def frequent_tokens(
     """
     if size == 0:
         return None
-    counts = Counter(token for example in examples for token in example.response_ids)
     kept = set(always)
-    for token, _ in counts.most_common():
+    for token, _ in response_counts(examples).most_common():
         if len(kept) >= size:
             break
         kept.add(token)
     return torch.tensor(sorted(kept))
+
+
+def response_counts(examples: Iterable[Example]) -> Counter[int]:
+    """How often the target wrote each token."""
+    return Counter(token for example in examples for token in example.response_ids)

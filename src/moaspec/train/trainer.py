@@ -221,7 +221,10 @@ class Trainer:
         if not self.queue:
             pool = [self.examples[i] for i in self.train_ids]
             batches = epoch_batches(
-                pool, batch_size=self.config.batch_size, generator=self.generator
+                pool,
+                batch_size=self.config.batch_size,
+                batch_tokens=self.config.batch_tokens,
+                generator=self.generator,
             )
             self.queue = [[self.train_ids[i] for i in ids] for ids in batches]
         return collate(self.examples, self.queue.pop())

@@ -1,0 +1,126 @@
+"""`moaspec check`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from moaspec.cli import console, options
+from moaspec.cli.generate import choose_drafter
+from moaspec.errors import InputError
+from moaspec.evaluate import Check, Finding, read_prompts
+from moaspec.evaluate.equality import NEAR_TIE
+from moaspec.target import Target, load_target
+
+
+def check(
+    model: options.Model = options.MODEL,
+    drafter: options.DrafterName = None,
+    suite: Annotated[
+        str, typer.Option(help="bundled, a JSONL file or a directory of them.")
+    ] = "bundled",
+    limit: Annotated[int, typer.Option(help="Prompts per suite.")] = 2,
+    max_new_tokens: options.MaxNewTokens = 32,
+    seeds: Annotated[int, typer.Option(help="Sampled texts per prompt.")] = 1,
+    dtype: options.Dtype = "float32",
+    threads: options.Threads = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check that a target, with a drafter and dtype, is decoded exactly right on this machine.
+
+    Greedy, sampled and with a repetition penalty; plain, and drafted as chains and trees by the
+    drafter, an untrained one, prompt lookup, replay and one that proposes pads and stop tokens; one
+    prompt alone and all in one batch. Each token of each text is held against one pass of the model
+    as transformers loads it. Exit code 1 when one is further off than rounding explains.
+
+    Example: moaspec check --limit 12 --max-new-tokens 64 --seeds 3
+    """
+    if min(limit, max_new_tokens, seeds) < 1:
+        raise InputError("--limit, --max-new-tokens and --seeds must be at least 1.")
+    prompts = read_prompts(suite, limit=limit)
+    console.set_threads(threads)
+    console.quiet_libraries()
+    with console.err.status(f"Loading {model}"):
+        target = load_target(model, dtype=dtype)
+        plan = Check(
+            target,
+            [console.chat_ids(target, prompt.turns[0]) for prompt in prompts],
+            drafter=choose_drafter(drafter, model, target),
+            stock=load_target(model, dtype=dtype, packed=False),
+            max_new_tokens=max_new_tokens,
+            seeds=range(seeds),
+        )
+    findings = _run(plan)
+    if as_json:
+        console.out.print(json.dumps(_as_json(target, findings)), markup=False)
+    else:
+        _show(target, findings)
+    if any(finding.verdict == "fault" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _run(plan: Check) -> list[Finding]:
+    columns = (TextColumn("checking"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console.err, transient=True) as bar:
+        return list(bar.track(plan.run(), total=plan.num_texts))
+
+
+def _as_json(target: Target, findings: Sequence[Finding]) -> dict[str, Any]:
+    return {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "near_tie": NEAR_TIE[target.dtype],
+        "right": all(finding.verdict != "fault" for finding in findings),
+        "findings": [vars(finding) for finding in findings],
+    }
+
+
+def _show(target: Target, findings: Sequence[Finding]) -> None:
+    """A line per setting and method, then every fault and every parting."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    table = Table("setting", title=f"{target.name}, {dtype}")
+    table.add_column("method", no_wrap=True)
+    for heading in ("texts", "tokens", "as plain", "ties", "faults"):
+        table.add_column(heading)
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.setting, finding.method), []).append(finding)
+    last = ""
+    for (setting, method), group in groups.items():
+        if setting != last:
+            table.add_section()
+        verdicts = [finding.verdict for finding in group]
+        counts = [verdicts.count(kind) for kind in ("identical", "near_tie", "fault")]
+        tokens = sum(finding.num_tokens for finding in group)
+        heading, last = ("" if setting == last else setting), setting
+        table.add_row(heading, method, *map(str, (len(group), tokens, *counts)))
+    console.out.print(table)
+    limit = NEAR_TIE[target.dtype]
+    for finding in findings:
+        if finding.verdict != "identical":
+            console.out.print(_line(finding), markup=False)
+    if all(finding.verdict != "fault" for finding in findings):
+        console.out.print(
+            f"Right: every token is the target's choice, within rounding ({limit:g} logits).",
+            style="green",
+        )
+    else:
+        console.out.print("Wrong: rounding does not explain the faults above.", style="bold red")
+
+
+def _line(finding: Finding) -> str:
+    gap = "" if finding.gap is None else f", {finding.gap:.3g} logits off"
+    what = finding.reason if finding.verdict == "fault" else "parts from plain decoding at a tie"
+    return (
+        f"{finding.verdict.upper()}: {finding.setting}; {finding.method}; {finding.batch}; prompt "
+        f"{finding.prompt}, token {finding.position}: {what}{gap}"
+    )

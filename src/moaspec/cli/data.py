@@ -1,0 +1,360 @@
+"""`moaspec data synth | regenerate | stats | overlap`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from moaspec.cli import console
+from moaspec.cli.options import MODEL
+from moaspec.decode import load_drafter
+from moaspec.errors import DataError, InputError
+from moaspec.target import Target, load_target
+from moaspec.train.conversations import read_conversations
+from moaspec.train.journal import Journal
+from moaspec.train.overlap import overlaps
+from moaspec.train.reading import read_examples
+from moaspec.train.regenerate import check_prompts, fingerprint, regenerate, with_system_prompts
+from moaspec.train.sources import refuse
+from moaspec.train.statistics import Statistics, statistics
+from moaspec.train.synth import Imagination, synth
+from moaspec.train.writing import Scribe, Writing
+
+app = typer.Typer(
+    name="data",
+    help="Training data: prompts and responses that the target writes itself, and what is in them.",
+    no_args_is_help=True,
+)
+SHOWN_FINDINGS = 20
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(help="JSONL files (.gz allowed) or hub:owner/name[:configuration][@split]."),
+]
+Model = Annotated[str, typer.Option(help="Target: alias, directory or hub id.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+Device = Annotated[str, typer.Option(help="A torch device.")]
+BatchSize = Annotated[int, typer.Option(help="Conversations that are decoded together.")]
+GroupSize = Annotated[int, typer.Option(help="Conversations that are saved together.")]
+SystemPrompts = Annotated[Path | None, typer.Option(help="Text file, one system prompt a line.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the best token.")]
+TopP = Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass.")]
+Drafter = Annotated[str | None, typer.Option(help="Alias, directory or hub id; makes it faster.")]
+Skip = Annotated[bool, typer.Option("--skip-malformed", help="Count bad rows and go on.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("synth")
+def synth_command(
+    out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")],
+    num: Annotated[int, typer.Option(help="Different prompts to write.")] = 1000,
+    model: Model = MODEL,
+    drafter: Drafter = None,
+    system_prompts: SystemPrompts = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longer prompts are thrown away.")] = 128,
+    batch_size: BatchSize = 8,
+    group_size: GroupSize = 64,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 0.95,
+    seed: Annotated[int, typer.Option(help="Another seed gives other prompts.")] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = None,
+) -> None:
+    """Let the target imagine prompts, with no data set at all; run it again to continue.
+
+    Example: moaspec data synth --num 2000 --out prompts.jsonl
+    """
+    if num < 1:
+        raise InputError(f"--num must be at least 1, got {num}.")
+    writing = Writing(
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        group_size=group_size,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
+    systems = _lines(system_prompts)
+    target = _load(model, dtype, device, threads)
+    imagination = Imagination(target, systems)
+    module = load_drafter(drafter, target=target) if drafter else None
+    with _progress("prompts", num) as bar:
+        scribe = Scribe(
+            target,
+            module,
+            writing,
+            stop_token_ids=imagination.stop_token_ids,
+            advance=lambda tokens, _: bar.advance(tokens, 0),
+        )
+        settings = scribe.settings(num=num, system_prompts=systems, drafter=drafter)
+        with Journal(out, settings) as journal, _stoppable(journal):
+            bar.start(journal.rows)
+            synth(scribe, imagination, journal, num, bar.completed)
+    _report(journal, None)
+
+
+@app.command("regenerate")
+def regenerate_command(
+    sources: Sources,
+    out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")],
+    model: Model = MODEL,
+    drafter: Drafter = None,
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many in a turn.")] = 512,
+    batch_size: BatchSize = 8,
+    group_size: GroupSize = 64,
+    system_prompts: SystemPrompts = None,
+    without_system: Annotated[
+        float, typer.Option(help="Share of conversations that get no system prompt.")
+    ] = 0.5,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Annotated[int, typer.Option(help="Of sampling and of the system prompts.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
+    skip_malformed: Skip = False,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = None,
+) -> None:
+    """Let the target write the responses to prompts; run it again to continue after a stop.
+
+    Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
+    """
+    if not 0 <= without_system <= 1 or (limit is not None and limit < 1):
+        raise InputError("--without-system must lie in 0..1, and --limit be at least 1.")
+    writing = Writing(
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        group_size=group_size,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
+    systems = _lines(system_prompts)
+    skipped = _Skipped() if skip_malformed else None
+    on_malformed = skipped or refuse
+    found = list(read_conversations(sources, on_malformed))[:limit]
+    target = _load(model, dtype, device, threads)
+    found = with_system_prompts(found, systems, without=without_system, seed=seed)
+    with console.err.status("Checking prompts"):
+        conversations = check_prompts(target, found, on_malformed)
+    if not conversations:
+        raise DataError("No usable prompts: every source was empty or its rows malformed.")
+    module = load_drafter(drafter, target=target) if drafter else None
+    with _progress("conversations", len(conversations)) as bar:
+        scribe = Scribe(target, module, writing, advance=bar.advance)
+        settings = scribe.settings(prompts=fingerprint(conversations), drafter=drafter)
+        with Journal(out, settings) as journal, _stoppable(journal):
+            bar.start(min(journal.groups * group_size, len(conversations)))
+            regenerate(scribe, conversations, journal)
+    _report(journal, skipped)
+
+
+@app.command("stats")
+def stats_command(
+    sources: Sources,
+    model: Model = MODEL,
+    max_length: Annotated[int, typer.Option(help="Longer examples are cut.")] = 2048,
+    skip_malformed: Skip = False,
+    as_json: Json = False,
+) -> None:
+    """Count tokens: lengths, coverage of trimmed vocabularies, room the activation cache needs.
+
+    Example: moaspec data stats responses.jsonl.gz
+    """
+    target = _load(model, "float32", "cpu", None)
+    skipped = _Skipped() if skip_malformed else None
+    examples = read_examples(
+        sources,
+        vocab_size=target.vocab_size,
+        max_length=max_length,
+        tokenizer=target.tokenizer,
+        stop_token_ids=target.stop_token_ids,
+        on_malformed=skipped or refuse,
+    )
+    facts = statistics(examples, target.identity, always=target.stop_token_ids)
+    if as_json:
+        row = {**dataclasses.asdict(facts), "cache_bytes": facts.cache_bytes}
+        console.out.print(json.dumps(row), markup=False)
+    else:
+        _show(facts)
+    _tell(skipped)
+
+
+@app.command("overlap")
+def overlap_command(
+    sources: Sources,
+    against: Annotated[
+        list[Path], typer.Option(help="File, or directory of *.jsonl, with prompts to measure on.")
+    ],
+    size: Annotated[int, typer.Option(help="Words in a row that count as overlap.")] = 8,
+    model: Annotated[
+        str | None, typer.Option(help="Target whose tokenizer reads rows of token ids only.")
+    ] = None,
+    skip_malformed: Skip = False,
+    as_json: Json = False,
+) -> None:
+    """Find training rows that share words with evaluation prompts; exit code 1 if there are any.
+
+    Example: moaspec data overlap responses.jsonl.gz --against prompts/
+    """
+    if size < 1:
+        raise InputError(f"--size must be at least 1, got {size}.")
+    skipped = _Skipped() if skip_malformed else None
+    on_malformed = skipped or refuse
+    target = _load(model, "float32", "cpu", None) if model else None
+    found = list(
+        overlaps(
+            read_conversations(sources, on_malformed),
+            read_conversations(_files(against), on_malformed),
+            size=size,
+            decode=lambda ids: _decoded(target, ids),
+        )
+    )
+    if as_json:
+        rows = [dataclasses.asdict(finding) for finding in found]
+        console.out.print(json.dumps({"size": size, "overlaps": rows}), markup=False)
+    else:
+        for finding in found[:SHOWN_FINDINGS]:
+            console.out.print(f"{finding.where} and {finding.against}: {finding.words}")
+        console.out.print(f"{len(found)} rows share {size} words in a row with a prompt.")
+    _tell(skipped)
+    if found:
+        raise typer.Exit(1)
+
+
+class _Skipped:
+    """Counts malformed rows and shows the first few."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, error: DataError) -> None:
+        self.count += 1
+        if self.count <= 3:
+            console.err.print(f"Skipped: {error}", style="yellow", markup=False)
+
+
+class _Bar:
+    """A progress bar with tokens per second of this run."""
+
+    def __init__(self, bar: Progress, total: int) -> None:
+        self._bar, self._total = bar, total
+        self._task = bar.add_task("", total=total, speed="")
+        self._tokens, self._started = 0, time.perf_counter()
+
+    def start(self, done: int) -> None:
+        """Begin where an earlier run ended."""
+        self.completed(done)
+        self._started = time.perf_counter()
+
+    def completed(self, done: int) -> None:
+        """Show how many are done."""
+        self._bar.update(self._task, completed=done)
+
+    def advance(self, tokens: int, finished: int) -> None:
+        """Count what a step of the engine brought."""
+        self._tokens += tokens
+        elapsed = time.perf_counter() - self._started
+        speed = f"{self._tokens} tokens, {self._tokens / max(elapsed, 1e-9):.1f} tokens/s"
+        self._bar.update(self._task, advance=finished, speed=speed)
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[_Bar]:
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console.err) as bar:
+        yield _Bar(bar, total)
+
+
+@contextmanager
+def _stoppable(journal: Journal) -> Iterator[None]:
+    """Say what is safe when the user stops."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.err.print(
+            f"Stopped. {journal.rows} rows are in {journal.path}; run the same command again to "
+            "continue.",
+            style="yellow",
+        )
+        raise
+
+
+def _load(model: str, dtype: str, device: str, threads: int | None) -> Target:
+    console.set_threads(threads)
+    console.quiet_libraries()
+    with console.err.status(f"Loading {model}"):
+        return load_target(model, dtype=dtype, device=device)
+
+
+def _lines(path: Path | None) -> list[str]:
+    """The lines of a text file that are not blank."""
+    if path is None:
+        return []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"Cannot read --system-prompts {path}: {error}") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _files(paths: list[Path]) -> list[str]:
+    """Files, and the *.jsonl files of directories."""
+    files = [str(file) for path in paths for file in (sorted(path.glob("*.jsonl")) or [path])]
+    empty = [file for file in files if Path(file).is_dir()]
+    if empty:
+        raise InputError(f"The directory {empty[0]} holds no *.jsonl file.")
+    return files
+
+
+def _decoded(target: Target | None, ids: tuple[int, ...]) -> str:
+    if target is None or target.tokenizer is None:
+        raise InputError("Some rows have token ids only: name the target with --model.")
+    tokenizer: Any = target.tokenizer
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _report(journal: Journal, skipped: _Skipped | None) -> None:
+    console.out.print(f"{journal.rows} rows in {journal.path}")
+    _tell(skipped)
+
+
+def _tell(skipped: _Skipped | None) -> None:
+    if skipped is not None and skipped.count:
+        console.err.print(f"{skipped.count} malformed rows skipped.", style="yellow")
+
+
+def _show(facts: Statistics) -> None:
+    console.out.print(
+        f"{facts.examples} examples with {facts.responses} responses: {facts.tokens} tokens, "
+        f"{facts.response_tokens} of them responses', {facts.distinct_tokens} different ones."
+    )
+    lengths = ", ".join(f"{p}% up to {length}" for p, length in facts.lengths.items())
+    console.out.print(f"Tokens of an example: {lengths}.")
+    padding = ", ".join(f"{share:.1%} with {name}" for name, share in facts.padding.items())
+    console.out.print(f"Pads: {padding}.")
+    console.out.print(
+        f"The activation cache takes {facts.cache_bytes / 1e9:.2f} GB "
+        f"({facts.bytes_per_token} bytes a token)."
+    )
+    table = Table("sizes.draft_vocab", "share of response tokens in it")
+    for size, share in facts.coverage.items():
+        table.add_row(str(size), f"{share:.2%}")
+    console.out.print(table)

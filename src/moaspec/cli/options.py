@@ -1,0 +1,53 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from moaspec.decode.shaping import FreeBranches as Setting
+
+MODEL = "smollm2-135m"
+
+Model = Annotated[str, typer.Option(help="Target: alias, directory or hub id.")]
+DrafterName = Annotated[
+    str | None, typer.Option(help="Alias, directory or hub id; default: the bundled one.")
+]
+MaxNewTokens = Annotated[int, typer.Option(help="At most so many tokens.")]
+Shape = Annotated[str, typer.Option(help="auto, chain:LENGTH or tree:DEPTH,BREADTH,TOTAL_TOKENS.")]
+
+
+class FreeBranchesOption(StrEnum):
+    """Values of --free-branches."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+    @property
+    def setting(self) -> Setting:
+        """The value of the Python option."""
+        settings: dict[str, Setting] = {"auto": "auto", "on": True, "off": False}
+        return settings[self.value]
+
+
+FreeBranches = Annotated[
+    FreeBranchesOption, typer.Option(help="Also try what the text itself said before.")
+]
+Temperature = Annotated[float, typer.Option(help="0 takes the best token.")]
+TopK = Annotated[int, typer.Option(help="Sample among so many tokens; 0: all.")]
+TopP = Annotated[float, typer.Option(help="Sample among tokens of this mass.")]
+MinP = Annotated[
+    float, typer.Option(help="Drop tokens below this share of the best one's probability.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1 makes tokens that occurred less likely.")
+]
+Seed = Annotated[int | None, typer.Option(help="Of sampling; drawn where none is given.")]
+Speculation = Annotated[
+    bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
+]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.")]

@@ -1,0 +1,89 @@
+"""What `eval`, `demo` and the like load, and how they put questions to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from moaspec.cli import console
+from moaspec.cli.generate import choose_drafter
+from moaspec.decode import load_drafter
+from moaspec.errors import InputError
+from moaspec.evaluate import Method, Parts, needed_checkpoints, parse_methods
+from moaspec.evaluate.runner import Encode
+from moaspec.target import Target, load_target
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What to load."""
+
+    model: str
+    drafter: str | None = None
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
+    dtype: str = "float32"
+    device: str = "cpu"
+
+
+def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
+    """The target, what the methods need beside it, and the methods."""
+    target = load_target(sources.model, dtype=sources.dtype, device=sources.device)
+    return parse_methods(
+        names,
+        Parts(
+            target=target,
+            checkpoints=_load_checkpoints(needed_checkpoints(names), sources, target),
+            stock=lambda: load_target(
+                sources.model, dtype=sources.dtype, device=sources.device, packed=False
+            ),
+        ),
+    )
+
+
+def read_checkpoints(options: Sequence[str]) -> dict[str, str]:
+    """`KIND=DIR` of each option.
+
+    Raises:
+        InputError: another form.
+    """
+    pairs = [option.partition("=") for option in options]
+    wrong = [option for option, pair in zip(options, pairs, strict=True) if not pair[2]]
+    if wrong:
+        raise InputError(f"--checkpoint must be KIND=DIR, got {wrong[0]!r}.")
+    return {kind: path for kind, _, path in pairs}
+
+
+def _load_checkpoints(kinds: set[str], sources: Sources, target: Target) -> dict[str, Any]:
+    """Drafters by kind of method; another target where transformers drafts with one."""
+    loaded: dict[str, Any] = {}
+    if "moa" in kinds:
+        loaded["moa"] = choose_drafter(sources.drafter, sources.model, target)
+    for kind, path in sources.checkpoints.items():
+        if kind == "hf-assisted":
+            loaded[kind] = load_target(
+                path, dtype=sources.dtype, device=sources.device, packed=False
+            )
+        elif kind in kinds:
+            loaded[kind] = load_drafter(path, target=target)
+    return loaded
+
+
+def chat_encoder(target: Target, system: str) -> Encode:
+    """How turns and answers become prompt ids."""
+    first = {"none": [{"role": "system", "content": ""}], "default": []}.get(
+        system, [{"role": "system", "content": system}]
+    )
+
+    def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
+        messages = list(first)
+        tokenizer: Any = target.tokenizer
+        for turn, answer in zip_longest(turns, answers):
+            messages.append({"role": "user", "content": turn})
+            if answer is not None:
+                text = tokenizer.decode(answer, skip_special_tokens=True)
+                messages.append({"role": "assistant", "content": text})
+        return console.message_ids(target, messages)
+
+    return encode

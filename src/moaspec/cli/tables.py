@@ -1,0 +1,215 @@
+"""Reports as tables in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from moaspec.cli import console
+from moaspec.decode import acceptance_by_depth
+from moaspec.evaluate import Outcome, Report
+from moaspec.evaluate.comparison import Comparison, Interval
+from moaspec.evaluate.cost import Costs
+from moaspec.evaluate.cut import Cut
+from moaspec.evaluate.equality import NEAR_TIE
+from moaspec.evaluate.report import costs
+
+
+def show(report: Report) -> None:
+    """Print the table, and what its last column means."""
+    facts = report.as_json()
+    how = f"{report.batch} prompts at once" if report.batch > 1 else "one prompt at a time"
+    title = (
+        f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads, greedy, "
+        f"{len(report.outcomes[0].samples)} prompts, {how}"
+    )
+    table = Table(title=title)
+    table.add_column("method", no_wrap=True)
+    table.add_column("throughput, tokens/s" if report.batch > 1 else "tokens/s")
+    table.add_column(f"speed-up over {report.baseline}")
+    table.add_column("tau")
+    table.add_column("acceptance by depth")
+    table.add_column(f"tokens equal to {report.baseline}'s")
+    for outcome in report.outcomes:
+        table.add_row(
+            outcome.method.name,
+            _speed(outcome),
+            _speedup(report, outcome),
+            "" if outcome.tau is None else f"{outcome.tau:.2f}",
+            " ".join(f"{share:.0%}" for share in acceptance_by_depth(outcome.results)),
+            _equal(outcome),
+        )
+    console.out.print(table)
+    tie = NEAR_TIE[report.outcomes[0].method.target.dtype]
+    console.out.print(
+        "Equal means: the same token ids; or the first difference sits where the target's own "
+        f"best logits are closer than {tie:g}, so that rounding decides between them, as it also "
+        "does between two plain decodings whose passes have different widths.",
+        style="dim",
+    )
+    if report.skipped:
+        console.out.print(
+            f"{len(report.skipped)} turns were left out: with their answer they do not fit into "
+            "the target's context.",
+            style="yellow",
+        )
+    _show_costs_of_methods(report)
+    _show_parts(report)
+
+
+def _show_costs_of_methods(report: Report) -> None:
+    """Where the time of timed methods goes."""
+    rows = [_cost_row(outcome) for outcome in report.outcomes if outcome.timed and outcome.samples]
+    headings = ("first token, s", "round, ms: draft + verify + encode + rest")
+    more = ("passes per token", "CPU s per token", "peak MB")
+    console.out.print(_grid(("method", *headings, *more), rows))
+
+
+def _cost_row(outcome: Outcome) -> Sequence[str]:
+    facts = costs(outcome)
+    peak, parts = facts["peak_bytes"], facts["round_s"]
+    return (
+        outcome.method.name,
+        _number(facts["first_token_s"]),
+        " + ".join(_ms(part) for part in parts.values()) if parts else "",
+        _number(outcome.passes_per_token),
+        f"{facts['cpu_s_per_token']:.3f}",
+        "" if peak is None else f"{peak / 1e6:.0f}",
+    )
+
+
+def _show_parts(report: Report) -> None:
+    """Tau by suite, or by category where there is one suite only."""
+    drafted = [one for one in report.outcomes if one.tau is not None]
+    for title, split in (("suite", report.by_suite), ("category", report.by_category)):
+        parts = {one.method.name: split(one) for one in drafted}
+        names = list(next(iter(parts.values()), ()))
+        if len(names) > 1:
+            rows = [(name, *(_number(part[name].tau) for part in parts.values())) for name in names]
+            console.out.print(_grid((f"tau by {title}", *parts), rows))
+            return
+
+
+def _speed(outcome: Outcome) -> str:
+    """The middle and, with repeats, the range."""
+    if outcome.tokens_per_s is None:
+        return "not timed"
+    spread = outcome.tokens_per_s_by_repeat
+    span = f" ({min(spread):.1f} to {max(spread):.1f})" if len(spread) > 1 else ""
+    return f"{outcome.tokens_per_s:.1f}{span}"
+
+
+def _speedup(report: Report, outcome: Outcome) -> str:
+    if not outcome.lossless:
+        return "not shown: lossy"
+    speedup = report.speedup(outcome)
+    return "" if speedup is None else f"{speedup:.2f}x"
+
+
+def _equal(outcome: Outcome) -> str:
+    kinds = [item.kind for item in outcome.equality]
+    text = f"{kinds.count('identical')} of {len(kinds)}"
+    if ties := kinds.count("near_tie"):
+        text += f", {ties} part at a tie"
+    if wrong := kinds.count("different"):
+        text += f", {wrong} DIFFERENT"
+    return text
+
+
+def _show_suites(report: Report, suites: list[str]) -> None:
+    table = Table()
+    table.add_column("tau by suite", no_wrap=True)
+    for suite in suites:
+        table.add_column(suite)
+    for outcome in report.outcomes:
+        parts = report.by_suite(outcome)
+        if outcome.tau is not None:
+            table.add_row(outcome.method.name, *(f"{parts[s].tau or 0:.2f}" for s in suites))
+    console.out.print(table)
+
+
+def show_costs(found: Costs) -> None:
+    """Passes by width, rounds by context and batch, and what the machine allows."""
+    bound = found.bound
+    console.out.print(
+        _grid(
+            ("tokens in a pass", "ms", "speed-up if all were right"),
+            [
+                (str(one.tokens), _ms(one.seconds), f"{bound.ceiling[one.tokens]:.2f}x")
+                for one in found.widths
+            ],
+        )
+    )
+    console.out.print(
+        f"A pass reads {bound.weight_bytes / 1e6:.0f} MB of weights, which takes at least "
+        f"{_ms(bound.floor_s)} ms at {bound.bytes_per_s / 1e9:.1f} GB/s; the arithmetic of a token "
+        f"takes {_ms(bound.arithmetic_s)} ms at {bound.flops_per_s / 1e9:.0f} GFLOP/s. Passes over "
+        f"up to {bound.free_tokens} tokens cost about as much as over one."
+    )
+    headings = ("method", "context", "rows", "plain pass, ms", "draft", "verify", "encode")
+    rows = [
+        (
+            one.method,
+            str(one.context),
+            str(one.batch),
+            *(_ms(part) for part in (one.plain_s, one.draft_s, one.verify_s, one.encode_s)),
+            f"{one.break_even:.2f}",
+        )
+        for one in found.rounds
+    ]
+    if rows:
+        console.out.print(_grid((*headings, "pays from tau"), rows))
+
+
+def show_cut(cut: Cut) -> None:
+    """What the target thinks of each continuation."""
+    facts = cut.as_json()["methods"]
+    rows = [
+        (name, *(_number(one[key]) for key in ("log_likelihood", "agreement", "same")))
+        for name, one in facts.items()
+    ]
+    headings = ("log-probability per token", "agreement", "tokens as the target's own")
+    console.out.print(_grid((f"alone after {cut.after} tokens", *headings), rows))
+
+
+def show_comparison(found: Comparison) -> None:
+    """Changes with their intervals, and why a speed is missing."""
+    rows = [
+        (
+            one.method,
+            str(one.prompts),
+            f"{_number(one.tau_before)} to {_number(one.tau_after)}",
+            _interval(one.tau, "+.2f"),
+            _interval(one.speed, ".2f"),
+        )
+        for one in found.changes
+    ]
+    headings = ("method", "prompts", "tau", "change of tau (95%)", "speed ratio (95%)")
+    console.out.print(_grid(headings, rows))
+    for key, (old, new) in found.differs.items():
+        console.out.print(f"Speeds are not compared: {key} was {old} and is {new}.", markup=False)
+    for name in found.lossy:
+        console.out.print(f"{name} is lossy: its speed is not shown.", markup=False)
+
+
+def _grid(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(*headings)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _interval(interval: Interval | None, form: str) -> str:
+    if interval is None:
+        return ""
+    low, high = (format(value, form) for value in (interval.low, interval.high))
+    return f"{interval.value:{form}} ({low} to {high})"

@@ -1,0 +1,272 @@
+"""Is this target, with this drafter and dtype, exactly right on this machine?
+
+Every text that is decoded here, in whatever way, is held against one trusted pass (see `gaps`):
+each of its tokens must be what the law chooses there, up to rounding. Texts are also compared with
+plain decoding's, to show where rounding let them part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from moaspec.decode import (
+    Chain,
+    Drafter,
+    PromptLookup,
+    Replay,
+    SamplingParams,
+    Tree,
+    generate,
+)
+from moaspec.decode.shaping import FreeBranches
+from moaspec.decode.textual import TextDrafter
+from moaspec.decode.tree import DraftTree, merged
+from moaspec.evaluate.equality import NEAR_TIE, first_difference, gaps
+from moaspec.evaluate.methods import TransformersMethod
+from moaspec.model import MoADrafter
+from moaspec.target import Target
+
+SHAPES: Mapping[str, Tree] = {"chain": Chain(3), "tree": Tree(3, 3, 9)}
+REPLAY_AGREEMENT = 0.8
+"""High enough that most rounds accept several drafts, low enough that many end at a rejected one:
+faults of either kind of round show."""
+
+Batch = Literal["alone", "ragged"]
+Verdict = Literal["identical", "near_tie", "fault"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one text.
+
+    Attributes:
+        setting, method, batch, prompt: how it was decoded, and the prompt's number.
+        verdict: "identical" to plain decoding's, parted from it at a "near_tie", or a "fault".
+        position: generated index of the first wrong token, or of the first that differs.
+        gap: how many logits the token there is from being the right one (see `gaps`).
+        num_tokens: generated.
+        reason: what is wrong, of a fault.
+    """
+
+    setting: str
+    method: str
+    batch: Batch
+    prompt: int
+    verdict: Verdict
+    num_tokens: int
+    position: int | None = None
+    gap: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A decoded text and the gap of each of its tokens."""
+
+    token_ids: Sequence[int]
+    gaps: Sequence[float]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way of decoding all prompts."""
+
+    name: str
+    drafter: MoADrafter | Drafter | None = None
+    shape: Tree | str = SHAPES["chain"]
+    num_target_layers: int | None = None
+    free_branches: FreeBranches = False
+
+
+@dataclass
+class Check:
+    """A check of one target and drafter.
+
+    Args:
+        target: decodes.
+        prompts: token ids.
+        drafter: None leaves trained and random drafters out.
+        stock: the target as transformers alone loads it, for the trusted passes and for its own
+            `generate`; None takes `target`.
+        max_new_tokens: of each text.
+        seeds: of the sampled texts.
+    """
+
+    target: Target
+    prompts: Sequence[Sequence[int]]
+    drafter: MoADrafter | None = None
+    stock: Target | None = None
+    max_new_tokens: int = 64
+    seeds: Sequence[int] = (0,)
+    _audited: dict[tuple[Any, ...], _Text] = field(default_factory=dict, init=False)
+
+    @property
+    def settings(self) -> dict[str, SamplingParams]:
+        """By name."""
+        sampled = {
+            f"temperature 0.8, top-p 0.95, seed {seed}": SamplingParams(
+                temperature=0.8, top_p=0.95, seed=seed
+            )
+            for seed in self.seeds
+        }
+        penalty = {"repetition penalty 1.2": SamplingParams(repetition_penalty=1.2)}
+        return {"greedy": SamplingParams()} | sampled | penalty
+
+    @property
+    def num_texts(self) -> int:
+        """How many findings there will be."""
+        ways = 2 * len(self._ways([])) * len(self.settings)
+        return len(self.prompts) * (ways + 1)
+
+    def run(self) -> Iterator[Finding]:
+        """Decode and judge, text after text."""
+        for name, sampling in self.settings.items():
+            plain = [self._decode(_Way("plain"), sampling, [p])[0] for p in self.prompts]
+            base = [
+                self._audit(name, prompt, text)
+                for prompt, text in zip(self.prompts, plain, strict=True)
+            ]
+            known = [[*p, *text] for p, text in zip(self.prompts, plain, strict=True)]
+            if name == "greedy":
+                hf = TransformersMethod("hf", self.stock or self.target)
+                texts = [hf.run(p, self.max_new_tokens).token_ids for p in self.prompts]
+                yield from self._judge(name, "hf", "alone", texts, base)
+            for way in self._ways(known):
+                alone = [self._decode(way, sampling, [p])[0] for p in self.prompts]
+                yield from self._judge(name, way.name, "alone", alone, base)
+                ragged = self._decode(way, sampling, self.prompts)
+                yield from self._judge(name, way.name, "ragged", ragged, base)
+
+    def _ways(self, known: Sequence[Sequence[int]]) -> list[_Way]:
+        """All ways of decoding; replay drafts from the texts that plain decoding wrote."""
+        baits = sorted({0, *self.target.stop_token_ids})
+        drafters: dict[str, tuple[MoADrafter | Drafter, int | None]] = {
+            "lookup": (PromptLookup(), None),
+            "replay": (Replay(known, agreement=REPLAY_AGREEMENT), None),
+            "bait": (Bait(baits), None),
+        }
+        if self.drafter is not None:
+            drafters["random"] = (_untrained(self.drafter), None)
+            for layers in self.drafter.config.num_target_layers:
+                drafters[f"moa (N={layers})"] = (self.drafter, layers)
+        return [
+            _Way("plain"),
+            _Way("copies", free_branches=True),
+            *self._trained(),
+            *(
+                _Way(f"{name}, {shape_name}", drafter, shape, layers)
+                for name, (drafter, layers) in drafters.items()
+                for shape_name, shape in SHAPES.items()
+            ),
+        ]
+
+    def _trained(self) -> list[_Way]:
+        """What users get who say nothing, and drafts with copies beside them."""
+        if self.drafter is None:
+            return []
+        return [
+            _Way("moa, auto", self.drafter, "auto", free_branches="auto"),
+            _Way("moa, tree and copies", self.drafter, SHAPES["tree"], free_branches=True),
+        ]
+
+    def _decode(
+        self, way: _Way, sampling: SamplingParams, prompts: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        results = generate(
+            self.target,
+            prompts,
+            drafter=way.drafter,
+            num_target_layers=way.num_target_layers,
+            tree=way.shape,
+            free_branches=way.free_branches,
+            max_new_tokens=self.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=sampling.seed,
+        )
+        return [result.token_ids for result in results]
+
+    def _audit(self, setting: str, prompt: Sequence[int], token_ids: Sequence[int]) -> _Text:
+        """Most ways give the same text, which needs one trusted pass only."""
+        key = (setting, tuple(prompt), tuple(token_ids))
+        if key not in self._audited:
+            sampling = self.settings[setting]
+            trusted = gaps(self.stock or self.target, prompt, token_ids, sampling)
+            self._audited[key] = _Text(token_ids, trusted)
+        return self._audited[key]
+
+    def _judge(
+        self,
+        setting: str,
+        method: str,
+        batch: Batch,
+        texts: Sequence[Sequence[int]],
+        base: Sequence[_Text],
+    ) -> Iterator[Finding]:
+        for number, (prompt, token_ids) in enumerate(zip(self.prompts, texts, strict=True)):
+            text = self._audit(setting, prompt, token_ids)
+            facts = self._verdict(prompt, text, base[number])
+            yield Finding(setting, method, batch, prompt=number, num_tokens=len(token_ids), **facts)
+
+    def _verdict(self, prompt: Sequence[int], text: _Text, plain: _Text) -> dict[str, Any]:
+        """Verdict, position, gap and reason of a finding."""
+        limit = NEAR_TIE[self.target.dtype]
+        for position, gap in enumerate(text.gaps):
+            if not gap <= limit:
+                reason = f"token {text.token_ids[position]} is not the target's choice"
+                return {"verdict": "fault", "position": position, "gap": gap, "reason": reason}
+        reason = self._wrong_end(prompt, text.token_ids)
+        if reason:
+            return {"verdict": "fault", "position": len(text.token_ids), "reason": reason}
+        parting = first_difference(plain.token_ids, text.token_ids)
+        if parting is None:
+            return {"verdict": "identical"}
+        gap = max(one.gaps[parting] for one in (plain, text) if parting < len(one.gaps))
+        return {"verdict": "near_tie", "position": parting, "gap": gap}
+
+    def _wrong_end(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
+        """Why a text should have ended elsewhere."""
+        stops = self.target.stop_token_ids
+        if any(token in stops for token in token_ids[:-1]):
+            return "it goes on after a stop token"
+        full = min(self.max_new_tokens, self.target.max_positions - len(prompt))
+        if len(token_ids) > full:
+            return f"it has {len(token_ids)} tokens instead of at most {full}"
+        if len(token_ids) < full and not (token_ids and token_ids[-1] in stops):
+            return f"it ends after {len(token_ids)} tokens, without a stop token"
+        return ""
+
+
+class Bait(TextDrafter):
+    """Proposes what a faulty verification would let through: pads, ends of turns, repetitions.
+
+    Args:
+        tokens: what to propose; 0 is what fixed-size trees are padded with.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+
+    def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
+        """Paths that begin with different baits, in another order after each token."""
+        baits = [*self._tokens, token_ids[-1]]
+        first = len(token_ids)
+        paths = [
+            [baits[(first + path + level) % len(baits)] for level in range(shape.depth)]
+            for path in range(min(shape.breadth, len(baits)))
+        ]
+        return merged(paths, shape.total_tokens)
+
+
+def _untrained(drafter: MoADrafter) -> MoADrafter:
+    """A drafter of the same sizes that knows nothing."""
+    some = next(drafter.parameters())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        fresh = MoADrafter(drafter.config, drafter.draft_token_ids)
+    return fresh.to(device=some.device, dtype=some.dtype).eval().requires_grad_(False)

@@ -1,0 +1,171 @@
+"""Quality under a cut: what a drafter writes once the target is taken away.
+
+The target generates a few tokens, then the drafter goes on alone from what it has seen until then.
+The target is asked afterwards what it thinks of that text.
+
+Legend: T tokens of prompt and text, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from moaspec.decode import Chain, local_parts
+from moaspec.decode.engine import run_now
+from moaspec.decode.protocols import Request, RowText
+from moaspec.errors import InputError
+from moaspec.evaluate.methods import Method
+from moaspec.evaluate.prompts import Prompt
+from moaspec.target import Target
+
+OWN = "target"
+"""The name under which the target's own continuation stands beside the drafters'."""
+
+
+@dataclass(frozen=True)
+class CutText:
+    """One continuation of one prompt.
+
+    Attributes:
+        suite, question_id: of the prompt.
+        tokens: length of the continuation, a token that ends the turn included.
+        log_likelihood: mean log-probability of its tokens under the target; None without tokens.
+        agreement: share of its tokens that are the target's first choice after what precedes them.
+        same: tokens until it parts from what the target itself would have written.
+    """
+
+    suite: str
+    question_id: str
+    tokens: int
+    log_likelihood: float | None
+    agreement: float | None
+    same: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Continuations by method, the target's own among them.
+
+    Attributes:
+        after: tokens that the target generated before it was taken away.
+    """
+
+    after: int
+    texts: dict[str, list[CutText]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, summed up by method."""
+        methods = {
+            name: {
+                "log_likelihood": _mean(one.log_likelihood for one in texts),
+                "agreement": _mean(one.agreement for one in texts),
+                "same": _mean(one.same for one in texts),
+                "tokens": sum(one.tokens for one in texts),
+                "prompts": [asdict(one) for one in texts],
+            }
+            for name, texts in self.texts.items()
+        }
+        return {"after": self.after, "methods": methods}
+
+
+def measure_cut(
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    encode: Callable[[str], list[int]],
+    *,
+    after: int,
+    max_new_tokens: int,
+    advance: Callable[[], None] = lambda: None,
+) -> Cut:
+    """Let every drafter go on alone after `after` tokens of the target.
+
+    A prompt whose answer ends before the cut is left out.
+
+    Args:
+        methods: those with a drafter are measured; plain decoding is measured without being named.
+        prompts: their first turns are asked.
+        encode: a turn to prompt ids.
+        after: tokens before the cut, at least 1.
+        max_new_tokens: of the whole text.
+        advance: called after each prompt, for a progress display.
+
+    Raises:
+        InputError: no method with a drafter, or nothing left after the cut.
+    """
+    drafted = [method for method in methods if method.drafter is not None]
+    if not drafted:
+        raise InputError("--cut needs a method with a drafter, for example moa.")
+    if not 1 <= after < max_new_tokens:
+        raise InputError(
+            f"--cut must be at least 1 and below --max-new-tokens ({max_new_tokens}), got {after}."
+        )
+    target = drafted[0].target
+    texts: dict[str, list[CutText]] = {name: [] for name in (OWN, *(m.name for m in drafted))}
+    for prompt in prompts:
+        prompt_ids = encode(prompt.turns[0])
+        (own,) = Method(OWN, target).decode([prompt_ids], max_new_tokens)
+        seen, expected = [*prompt_ids, *own.token_ids[:after]], own.token_ids[after:]
+        if expected:
+            left = max_new_tokens - after
+            texts[OWN].append(_judged(target, prompt, seen, expected, expected))
+            for method in drafted:
+                alone = continue_alone(method, seen, left)
+                texts[method.name].append(_judged(target, prompt, seen, alone, expected))
+        advance()
+    return Cut(after, texts)
+
+
+def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+    """What a method's drafter writes after a text, having seen the target's activations of it.
+
+    Of the newest token it has none, as in every round.
+    """
+    verifier, drafter = local_parts(
+        method.target, method.drafter, num_target_layers=method.num_target_layers
+    )
+    assert drafter is not None, "only methods with a drafter come here"
+    if len(token_ids) > 1:
+        (verdict,) = run_now(verifier.verify([Request(0, 0, tuple(token_ids[:-1]))]))
+        if verdict.features is not None:
+            drafter.observe(0, verdict.features)
+    (tree,) = drafter.propose([RowText(0, token_ids)], Chain(max_new_tokens))
+    return _ended(tree.tokens, method.target.stop_token_ids)
+
+
+def _ended(tokens: Sequence[int], stops: frozenset[int]) -> list[int]:
+    """Tokens up to and including the first that ends a turn."""
+    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens) - 1)
+    return list(tokens[: end + 1])
+
+
+def _judged(
+    target: Target, prompt: Prompt, seen: Sequence[int], text: list[int], expected: Sequence[int]
+) -> CutText:
+    same = next(
+        (i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b),
+        min(len(text), len(expected)),
+    )
+    likelihood, agreement = _opinion(target, seen, text) if text else (None, None)
+    return CutText(prompt.suite, prompt.question_id, len(text), likelihood, agreement, same)
+
+
+@torch.inference_mode()
+def _opinion(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
+    """Mean log-probability and share of first choices of `text` under the target."""
+    ids_1T = torch.tensor([[*seen, *text]], device=target.device)
+    hidden_TE = target.encode(ids_1T, torch.ones_like(ids_1T)).hidden_BTE[0]
+    logits_TV = target.head(hidden_TE[len(seen) - 1 : -1])
+    tokens_T = ids_1T[0, len(seen) :]
+    log_p_T = logits_TV.log_softmax(-1).gather(1, tokens_T[:, None])[:, 0]
+    agree_T = logits_TV.argmax(-1) == tokens_T
+    return float(log_p_T.mean()), float(agree_T.double().mean())
+
+
+def _mean(values: Any) -> float | None:
+    found = [value for value in values if value is not None]
+    return statistics.fmean(found) if found else None

@@ -1,0 +1,79 @@
+"""Which training rows share long word sequences with prompts that are used for measuring."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from moaspec.train.conversations import Conversation
+
+Gram = tuple[str, ...]
+WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A training row that shares a word sequence with a prompt.
+
+    Attributes:
+        where: the training row.
+        against: the prompt.
+        words: the first sequence that they share.
+    """
+
+    where: str
+    against: str
+    words: str
+
+
+def words(text: str) -> Gram:
+    """The text's words without case, punctuation and typographic variants."""
+    return tuple(WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
+
+
+def overlaps(
+    training: Iterable[Conversation],
+    against: Iterable[Conversation],
+    *,
+    size: int = 8,
+    decode: Callable[[tuple[int, ...]], str],
+) -> Iterator[Overlap]:
+    """Training rows that share `size` words in a row with a prompt; one finding for each row.
+
+    A text of fewer words is compared as a whole: it must be a whole training message.
+
+    Args:
+        training: rows whose messages are searched, all but system messages; token ids where there
+            are no messages.
+        against: whose user messages must not occur.
+        size: words in a row.
+        decode: token ids to text.
+    """
+    known: dict[Gram, str] = {}
+    for prompt in against:
+        for message in prompt.messages:
+            if message["role"] == "user":
+                known.update(dict.fromkeys(_grams(message["content"], size), prompt.where))
+    for row in training:
+        found = next(
+            (g for text in _texts(row, decode) for g in _grams(text, size) if g in known), None
+        )
+        if found is not None:
+            yield Overlap(row.where, known[found], " ".join(found))
+
+
+def _texts(row: Conversation, decode: Callable[[tuple[int, ...]], str]) -> Iterator[str]:
+    if not row.messages:
+        yield decode(row.prompt_ids)
+        yield decode(row.response_ids or ())
+    for message in row.messages:
+        if message["role"] != "system":
+            yield message["content"]
+
+
+def _grams(text: str, size: int) -> Iterator[Gram]:
+    found = words(text)
+    if found:
+        yield from (found[i : i + size] for i in range(max(1, len(found) - size + 1)))

@@ -1,0 +1,99 @@
+"""Training examples from data of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moaspec.errors import DataError
+from moaspec.train.chat import encode
+from moaspec.train.conversations import Conversation, read_conversations
+from moaspec.train.data import Example
+from moaspec.train.sources import OnMalformed, refuse
+
+
+def read_examples(
+    sources: Iterable[str | Path],
+    *,
+    vocab_size: int,
+    max_length: int,
+    tokenizer: Any = None,
+    stop_token_ids: Collection[int] = (),
+    on_malformed: OnMalformed = refuse,
+) -> list[Example]:
+    """Read every source, cutting examples to `max_length` tokens.
+
+    Examples in which no response of two tokens is left teach nothing and are left out.
+
+    Args:
+        sources: files and data sets, see `read_conversations`.
+        vocab_size: of the target, to check ids.
+        max_length: tokens of one example.
+        tokenizer: the target's; rows of `prompt_ids` and `response_ids` need none.
+        stop_token_ids: ids that end a turn.
+        on_malformed: called for each malformed row.
+
+    Raises:
+        DataError: a source is missing, or a row is malformed; the message names file and line.
+    """
+    found: list[Example] = []
+    previous = Conversation(where="")
+    for conversation in read_conversations(map(str, sources), on_malformed):
+        try:
+            example = _example(conversation, tokenizer, stop_token_ids)
+            _check_ids(example, vocab_size, conversation.where)
+        except DataError as error:
+            on_malformed(error)
+            continue
+        if _follows(previous, conversation):
+            example = _joined(found, example)
+        found.append(example)
+        previous = conversation
+    kept = list(_cut(found, max_length))
+    if not kept:
+        raise DataError(
+            "No usable training examples: every source was empty or its prompts too long."
+        )
+    return kept
+
+
+def _example(
+    conversation: Conversation, tokenizer: Any, stop_token_ids: Collection[int]
+) -> Example:
+    if not conversation.prompt_ids:
+        return encode(tokenizer, conversation, stop_token_ids)
+    if conversation.response_ids is None:
+        raise DataError(
+            f"{conversation.where}: 'prompt_ids' without 'response_ids'. Let the target write "
+            "responses: moaspec data regenerate."
+        )
+    return Example(conversation.prompt_ids, conversation.response_ids)
+
+
+def _check_ids(example: Example, vocab_size: int, where: str) -> None:
+    for token in example.token_ids:
+        if not 0 <= token < vocab_size:
+            raise DataError(f"{where}: token id {token} is outside 0..{vocab_size - 1}.")
+
+
+def _follows(previous: Conversation, conversation: Conversation) -> bool:
+    """Whether both are rows of one conversation, in token ids."""
+    named = bool(conversation.name) and conversation.name == previous.name
+    return named and bool(conversation.prompt_ids and previous.prompt_ids)
+
+
+def _joined(found: list[Example], example: Example) -> Example:
+    """Put a conversation's next turn behind the earlier ones, if it begins with exactly those."""
+    prompt, response = example.pieces
+    earlier = found[-1].token_ids
+    if prompt[: len(earlier)] != earlier:
+        return example
+    return Example(*found.pop().pieces, prompt[len(earlier) :], response)
+
+
+def _cut(examples: Iterable[Example], max_length: int) -> Iterator[Example]:
+    for example in examples:
+        kept = example.cut(max_length)
+        if kept is not None:
+            yield kept

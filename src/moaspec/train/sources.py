@@ -1,0 +1,101 @@
+"""Where rows of data come from: JSON lines, plain or gzipped, and data sets of the hub."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from moaspec.errors import DataError
+
+HUB = "hub:"
+"""`hub:owner/name`, `hub:owner/name@split`, `hub:owner/name:configuration@split`."""
+
+OnMalformed = Callable[[DataError], None]
+"""What to do about a malformed row: raise the error, or count it and go on."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row, and how messages call its place (`file:line`)."""
+
+    where: str
+    value: dict[str, Any]
+
+
+def refuse(error: DataError) -> None:
+    """The usual answer to a malformed row."""
+    raise error
+
+
+def read_records(source: str | Path, on_malformed: OnMalformed = refuse) -> Iterator[Record]:
+    """Rows of one source, in order; blank lines are skipped.
+
+    Args:
+        source: a JSONL file (`.gz` allowed), or a data set of the hub, see `HUB`.
+        on_malformed: called for each line that is no JSON object.
+
+    Raises:
+        DataError: the source cannot be read; or whatever `on_malformed` raises.
+    """
+    if str(source).startswith(HUB):
+        yield from _hub_records(str(source))
+        return
+    for where, line in _lines(Path(source)):
+        try:
+            yield Record(where, _object(where, line))
+        except DataError as error:
+            on_malformed(error)
+
+
+def _object(where: str, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON ({error}): {line.strip()[:80]!r}.") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: expected a JSON object, got {line.strip()[:80]!r}.")
+    return value
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        with _open_text(path) as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", line
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"Cannot read the data {path}: {error}") from error
+
+
+def _open_text(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _hub_records(source: str) -> Iterator[Record]:
+    name, _, split = source.removeprefix(HUB).partition("@")
+    name, _, configuration = name.partition(":")
+    load = _load_dataset()
+    try:
+        rows = load(name, configuration or None, split=split or "train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield Record(f"{source}:{number}", dict(row))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"Cannot read the data set {source!r} of the hub: {error}") from error
+
+
+def _load_dataset() -> Callable[..., Any]:
+    # Imported here: only hub users need it.
+    try:
+        return importlib.import_module("datasets").load_dataset
+    except ImportError as error:
+        raise DataError(
+            "Data sets of the hub need the package `datasets`: pip install datasets. "
+            "Local JSONL files work without it."
+        ) from error

@@ -1,0 +1,62 @@
+"""Running commands on tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging
+
+import tiny
+from commands import Cli, Output, text_target
+from moaspec.cli.main import run
+from moaspec.model import MoADrafter
+from moaspec.target import Target
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the installed command's entry point."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+
+    def call(*arguments: str) -> Output:
+        monkeypatch.setattr("sys.argv", ["moaspec", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            run()
+        captured = capsys.readouterr()
+        code = caught.value.code
+        return Output(code if isinstance(code, int) else 0, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements of this machine are made for these tests alone."""
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _libraries_speak_again() -> Iterator[None]:
+    yield
+    logging.set_verbosity_warning()
+    logging.enable_progress_bar()
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Target:
+    """Every name is the tiny target, and every drafter the agreeing one."""
+    target = text_target()
+
+    def drafter(*_: Any, **__: Any) -> MoADrafter:
+        return tiny.agreeing_drafter("llama")
+
+    for command in ("generate", "sources", "chat", "check", "calibrate"):
+        monkeypatch.setattr(f"moaspec.cli.{command}.load_target", lambda *_, **__: target)
+    monkeypatch.setattr("moaspec.cli.generate.load_drafter", drafter)
+    monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", lambda: {"smollm2-135m": Path()})
+    return target

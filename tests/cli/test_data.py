@@ -1,0 +1,272 @@
+"""`moaspec data`: from nothing to a drafter, and what happens when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import chats
+from moaspec.cli.main import run
+from moaspec.decode import Engine
+
+COMMANDS = ("synth", "regenerate", "stats", "overlap")
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs `moaspec`; returns exit code, output and errors, line breaks forgotten."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["moaspec", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            run()
+        captured = capsys.readouterr()
+        code = caught.value.code
+        out, err = (" ".join(text.split()) for text in captured)
+        return (code if isinstance(code, int) else 0), out, err
+
+    return call
+
+
+def saved(directory: Path, template: str | None = chats.CHATML, **changes: Any) -> str:
+    target = chats.target(template, **changes)
+    target.model.save_pretrained(directory)
+    tokenizer: Any = target.tokenizer
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tmp_path_factory.mktemp("target"))
+
+
+def jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return str(path)
+
+
+PROMPTS = [{"prompt": f"w{i} w{i + 1}"} for i in range(20, 30)]
+SMALL = ("--max-new-tokens", "8", "--batch-size", "2", "--group-size", "4")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str, cli: Cli) -> None:
+    code, out, _ = cli("data", command, "--help")
+    assert code == 0
+    assert f"moaspec data {command}" in out
+
+
+def test_from_nothing_to_a_drafter(cli: Cli, model: str, tmp_path: Path) -> None:
+    """synth, regenerate, stats, train, generate: no data set anywhere."""
+    prompts, responses = str(tmp_path / "p.jsonl"), str(tmp_path / "r.jsonl.gz")
+    name = ("--model", model)
+    code, out, _ = cli(
+        "data", "synth", "--num", "6", "--out", prompts, *name, "--batch-size", "4",
+        "--group-size", "8",
+    )  # fmt: skip
+    assert (code, out) == (0, f"6 rows in {prompts}")
+    code, out, err = cli("data", "regenerate", prompts, "--out", responses, *name, *SMALL)
+    assert (code, out) == (0, f"6 rows in {responses}")
+    assert "6/6" in err
+    assert "tokens/s" in err
+    code, out, _ = cli("data", "stats", responses, *name, "--json")
+    assert json.loads(out)["examples"] <= 6
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"target: {model}\ndata: [{responses}]\noutput: {tmp_path / 'run'}\n"
+        "held_out: 1\nbatch_tokens: 60\nsteps: 3\nwarmup_steps: 1\nsave_every: 2\n"
+    )
+    assert cli("train", str(config))[0] == 0
+    drafter = ("--drafter", str(tmp_path / "run" / "drafter"))
+    code, out, _ = cli("generate", "w20", *name, *drafter, "--json", "--max-new-tokens", "8")
+    assert code == 0
+    again = str(tmp_path / "again.jsonl")
+    assert cli("data", "regenerate", prompts, "--out", again, *name, *SMALL, *drafter)[0] == 0
+
+
+def test_running_again_adds_nothing(cli: Cli, model: str, tmp_path: Path) -> None:
+    prompts, out = jsonl(tmp_path / "p.jsonl", PROMPTS[:3]), tmp_path / "r.jsonl"
+    arguments = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *SMALL)
+    assert cli(*arguments)[0] == 0
+    before = out.read_bytes()
+    assert cli(*arguments)[0] == 0
+    assert out.read_bytes() == before
+    code, _, err = cli(*arguments, "--temperature", "0.5")
+    assert code == 2
+    assert "temperature=0.0, now it is 0.5" in err
+
+
+def test_ctrl_c_says_how_to_go_on(
+    cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = jsonl(tmp_path / "p.jsonl", PROMPTS), tmp_path / "r.jsonl"
+    step, calls = Engine.step, []
+
+    def interrupted(self: Engine) -> Any:
+        calls.append(1)
+        if len(calls) == 25:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    arguments = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *SMALL)
+    code, _, err = cli(*arguments)
+    assert code == 130
+    assert "Stopped. 4 rows" in err
+    assert "Traceback" not in err
+    assert cli(*arguments)[0] == 0
+    assert len(out.read_text().splitlines()) == len(PROMPTS)
+
+
+def test_malformed_rows(cli: Cli, model: str, tmp_path: Path) -> None:
+    rows = [PROMPTS[0], "{", {"text": "x"}, {"prompt": "w20 " * 300}, PROMPTS[1]]
+    prompts, out = jsonl(tmp_path / "p.jsonl", rows), tmp_path / "r.jsonl"
+    arguments = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *SMALL)
+    code, _, err = cli(*arguments)
+    assert code == 2
+    assert "p.jsonl:2" in err
+    assert not out.exists()
+    code, output, err = cli(*arguments, "--skip-malformed")
+    assert code == 0
+    assert output.startswith("2 rows")
+    assert "3 malformed rows skipped" in err
+    empty = jsonl(tmp_path / "empty.jsonl", ["{"])
+    code, _, err = cli("data", "stats", empty, "--model", model, "--skip-malformed")
+    assert code == 2
+    assert "No usable training examples" in err
+
+
+def test_without_a_chat_template(cli: Cli, tmp_path: Path) -> None:
+    """Plain prompts work; messages and imagination cannot, and the message says why."""
+    name = ("--model", saved(tmp_path / "model", None))
+    prompts = jsonl(tmp_path / "p.jsonl", PROMPTS[:3])
+    out = tmp_path / "r.jsonl"
+    assert cli("data", "regenerate", prompts, "--out", str(out), *name, *SMALL)[0] == 0
+    assert json.loads(out.read_text().splitlines()[0])["prompt_ids"] == [20, 21]
+    talk = jsonl(tmp_path / "m.jsonl", [{"messages": [{"role": "user", "content": "w20"}]}])
+    other = ("--out", str(tmp_path / "x.jsonl"))
+    for arguments in (("regenerate", talk), ("synth",)):
+        code, _, err = cli("data", *arguments, *other, *name)
+        assert code == 2
+        assert "no chat template" in err
+
+
+def test_a_full_disk(cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, out = jsonl(tmp_path / "p.jsonl", PROMPTS), tmp_path / "r.jsonl"
+    arguments = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *SMALL)
+    real, calls = os.fsync, []
+
+    def full(file: int) -> None:
+        calls.append(file)
+        if len(calls) == 4:
+            raise OSError(28, "No space left on device")
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, _, err = cli(*arguments)
+    assert code == 1
+    assert "No space left" in err
+    assert "4 rows before are intact" in err
+    assert len(out.read_text().splitlines()) == 4
+    assert cli(*arguments)[0] == 0
+    assert len(out.read_text().splitlines()) == len(PROMPTS)
+
+
+def test_system_prompts(cli: Cli, model: str, tmp_path: Path) -> None:
+    systems = tmp_path / "s.txt"
+    systems.write_text("w12\n\nw13\n")
+    prompts, out = jsonl(tmp_path / "p.jsonl", PROMPTS), tmp_path / "r.jsonl"
+    name = ("--model", model, "--system-prompts", str(systems), "--without-system", "0.3", *SMALL)
+    assert cli("data", "regenerate", prompts, "--out", str(out), *name)[0] == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["messages"][0]["content"] for row in rows} >= {"w12", "w13"}
+    assert {row["messages"][0]["role"] for row in rows} == {"system", "user"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("regenerate", "nowhere.jsonl", "--out", "x"), "nowhere.jsonl"),
+        (("regenerate", "p", "--out", "x", "--limit", "0"), "--limit"),
+        (("regenerate", "p", "--out", "x", "--batch-size", "0"), "batch_size"),
+        (("regenerate", "p", "--out", "x", "--temperature", "-1"), "temperature"),
+        (("regenerate", "p", "--out", "x", "--system-prompts", "nowhere.txt"), "nowhere.txt"),
+        (("synth", "--out", "x", "--num", "0"), "--num"),
+        (("overlap", "p", "--against", "x", "--size", "0"), "--size"),
+    ],
+    ids=str,
+)
+def test_bad_input(arguments: tuple[str, ...], message: str, cli: Cli) -> None:
+    code, _, err = cli("data", *arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_stats_as_a_table(cli: Cli, model: str, tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "d.jsonl", [{"prompt_ids": [20], "response_ids": [21, 22]}] * 3)
+    code, out, _ = cli("data", "stats", data, "--model", model)
+    assert code == 0
+    assert "3 examples with 3 responses: 9 tokens" in out
+    assert "bytes a token" in out
+    assert "32768" in out
+
+
+def test_overlap(cli: Cli, tmp_path: Path) -> None:
+    evaluation = tmp_path / "eval"
+    evaluation.mkdir()
+    jsonl(evaluation / "a.jsonl", [{"turns": ["a b c d e f g h i"]}])
+    clean = jsonl(tmp_path / "clean.jsonl", [{"prompt": "a b c d e f g"}])
+    dirty = jsonl(tmp_path / "dirty.jsonl", [{"prompt": "x A b c d e f g, h"}])
+    against = ("--against", str(evaluation))
+    assert cli("data", "overlap", clean, *against)[:2] == (
+        0,
+        "0 rows share 8 words in a row with a prompt.",
+    )
+    code, out, _ = cli("data", "overlap", clean, dirty, *against)
+    assert code == 1
+    assert "a b c d e f g h" in out
+    code, out, _ = cli("data", "overlap", dirty, *against, "--json")
+    assert json.loads(out)["overlaps"][0]["where"] == f"{dirty}:1"
+    ids = jsonl(tmp_path / "ids.jsonl", [{"prompt_ids": [1], "response_ids": [2]}])
+    code, _, err = cli("data", "overlap", ids, *against)
+    assert code == 2
+    assert "--model" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = cli("data", "overlap", clean, "--against", str(tmp_path / "empty"))
+    assert code == 2
+    assert "no *.jsonl" in err
+
+
+@pytest.mark.slow
+def test_kill_9_at_ten_random_moments(model: str, tmp_path: Path) -> None:
+    """The same bytes as an uninterrupted run, whenever the process was killed."""
+    rows = [{"prompt": f"w{10 + i % 50} w{11 + i % 7}"} for i in range(40)]
+    prompts, out = jsonl(tmp_path / "p.jsonl", rows), tmp_path / "r.jsonl"
+    options = ("--max-new-tokens", "30", "--batch-size", "2", "--group-size", "3")
+    program = Path(__file__).parents[1] / "killing.py"
+    command = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *options)
+    done = subprocess.run(
+        [sys.executable, str(program), "10", str(out), *command],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert len(facts["sizes"]) >= 10
+    assert len(set(facts["sizes"])) >= 3
+    assert facts["different_outputs"] == 1
+    ids = [json.loads(line)["id"] for line in out.read_text().splitlines()]
+    assert ids == [str(i) for i in range(len(rows))]

@@ -1,0 +1,219 @@
+"""`moaspec eval`: what it prints, writes, resumes and refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from commands import Cli
+from moaspec.decode.tree import DraftTree, walk
+from moaspec.evaluate import Method, Run
+from moaspec.target import Target
+
+PROMPT = "w5 w9 w2"
+
+
+def suite(directory: Path) -> Path:
+    for name, words in (("a", [PROMPT, "w7 w1"]), ("b", ["w33 w0"])):
+        lines = [json.dumps({"turns": [text]}) for text in words]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines))
+    return directory
+
+
+@pytest.mark.usefixtures("loaded")
+def test_eval(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "results" / "deep"
+    options = ("--max-new-tokens", "6", "--methods", "hf,plain,moa@chain:3", "--out", str(out))
+    output = cli("eval", "--suite", str(suite(tmp_path)), *options)
+    assert output.code == 0
+    for words in ("moa@chain:3", "tau by suite", "closer than 0.001"):
+        assert words in output.words
+    report = json.loads((out / "report.json").read_text())
+    assert report["methods"]["moa@chain:3"]["lossless"] is True
+
+
+@pytest.mark.usefixtures("loaded")
+def test_eval_as_json(cli: Cli) -> None:
+    output = cli("eval", "--limit", "2", "--max-new-tokens", "3", "--methods", "plain", "--json")
+    facts = json.loads(output.out)
+    assert list(facts["methods"]) == ["plain"]
+    assert len(facts["methods"]["plain"]["prompts"]) == 2
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("command", ["eval", "demo"])
+def test_a_different_text_fails(command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Method.run_many
+
+    def wrong(self: Method, prompts: list[list[int]], max_new_tokens: int) -> list[Run]:
+        runs = right(self, prompts, max_new_tokens)
+        if self.name == "moa":
+            runs[0].token_ids[-1] = (runs[0].token_ids[-1] + 1) % tiny.VOCAB
+        return runs
+
+    monkeypatch.setattr(Method, "run_many", wrong)
+    output = cli(command, "--max-new-tokens", "5")
+    assert output.code == 1
+    assert "DIFFERENT" in output.out
+    assert "not shown" in output.words
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-new-tokens", "0"),
+        ("--limit", "0"),
+        ("--methods", "eagle"),
+        ("--methods", ""),
+        ("--suite", "nowhere.jsonl"),
+        ("--threads", "-1"),
+    ],
+)
+def test_eval_refuses(options: tuple[str, ...], cli: Cli) -> None:
+    output = cli("eval", *options)
+    assert output.code == 2
+    assert output.err.startswith("Error: ")
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_verifier_that_accepts_too_much_is_called_lossy(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The fault is put in from outside: after each walk one more draft is accepted."""
+
+    def generous(tree: DraftTree, chosen: Sequence[int]) -> list[int]:
+        path = walk(tree, chosen)
+        last = path[-1] if path else -1
+        extra = [node for node, parent in enumerate(tree.parents) if parent == last]
+        return path + extra[:1]
+
+    monkeypatch.setattr("moaspec.decode.decide.walk", generous)
+    options = ("--max-new-tokens", "8", "--methods", "plain,moa@chain:3", "--out", str(tmp_path))
+    output = cli("eval", *options)
+    assert output.code == 1
+    assert "lossy" in output.words
+    assert "1.00x" in output.words
+    facts = json.loads((tmp_path / "report.json").read_text())["methods"]["moa@chain:3"]
+    assert (facts["lossless"], facts["median_speedup"]) == (False, None)
+    assert all(part["median_speedup"] is None for part in facts["suites"].values())
+
+
+@pytest.mark.usefixtures("loaded")
+def test_eval_resumes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = (
+        "--suite",
+        str(suite(tmp_path)),
+        "--max-new-tokens",
+        "4",
+        "--out",
+        str(tmp_path / "o"),
+    )
+    first = cli("eval", *options, "--json", "--repeats", "2", "--tau-only", "lookup@chain:3")
+    assert first.code == 0
+
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("moaspec.evaluate.runner.WARM_UP_TOKENS", 1)
+    monkeypatch.setattr("moaspec.evaluate.runner._Session._decode", fail)
+    again = cli("eval", *options, "--json", "--repeats", "2", "--tau-only", "lookup@chain:3")
+    assert json.loads(again.out) == json.loads(first.out)
+    other = cli("eval", *options, "--repeats", "3")
+    assert other.code == 2
+    assert "repeats was 2 and is 3" in " ".join(other.err.split())
+
+
+@pytest.mark.usefixtures("loaded")
+def test_throughput_is_called_so(cli: Cli) -> None:
+    output = cli("eval", "--max-new-tokens", "3", "--batch", "4", "--methods", "plain,moa")
+    assert output.code == 0
+    assert "throughput" in output.words
+    refused = cli("eval", "--max-new-tokens", "3", "--batch", "4", "--methods", "plain,hf")
+    assert refused.code == 2
+    assert "one prompt at a time" in refused.err
+
+
+@pytest.mark.parametrize(("system", "tokens"), [("default", 5), ("none", 6), ("w1 w2", 8)])
+def test_system_prompts(system: str, tokens: int, cli: Cli, loaded: Target, tmp_path: Path) -> None:
+    tokenizer: Any = loaded.tokenizer
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}w9 {% endif %}{{ m.content }} "
+        "{% endfor %}w7 w8"
+    )
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"prompt": PROMPT}))
+    options = ("--max-new-tokens", "2", "--methods", "plain", "--json", "--system", system)
+    facts = json.loads(cli("eval", "--suite", str(path), *options).out)
+    assert facts["methods"]["plain"]["prompts"][0]["prompt_tokens"] == tokens
+
+
+@pytest.mark.usefixtures("loaded")
+def test_cost(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("CONTEXTS", (32, 64)), ("BATCHES", (1, 2)), ("WIDTHS", (1, 2))):
+        monkeypatch.setattr(f"moaspec.evaluate.cost.{name}", value)
+    output = cli("eval", "--cost", "--methods", "plain,moa@chain:2", "--out", str(tmp_path))
+    assert output.code == 0
+    assert "GB/s" in output.words
+    facts = json.loads((tmp_path / "costs.json").read_text())
+    assert [(one["context"], one["batch"]) for one in facts["rounds"]] == [
+        (32, 1),
+        (64, 1),
+        (32, 2),
+    ]
+
+
+@pytest.mark.usefixtures("loaded")
+def test_cut(cli: Cli, tmp_path: Path) -> None:
+    options = ("--methods", "plain,moa", "--max-new-tokens", "8", "--out", str(tmp_path))
+    output = cli("eval", "--cut", "3", "--limit", "2", *options)
+    assert output.code == 0
+    assert "agreement" in output.words
+    facts = json.loads((tmp_path / "cut.json").read_text())
+    assert set(facts["methods"]) == {"target", "moa"}
+    assert cli("eval", "--cut", "8", *options).code == 2
+    assert cli("eval", "--cut", "3", "--methods", "plain").code == 2
+
+
+@pytest.mark.usefixtures("loaded")
+def test_compare(cli: Cli, tmp_path: Path) -> None:
+    before, after = str(tmp_path / "a"), str(tmp_path / "b")
+    for out in (before, after):
+        cli("eval", "--max-new-tokens", "5", "--methods", "plain,moa", "--out", out)
+    output = cli("eval", "compare", before, str(tmp_path / "b" / "report.json"))
+    assert output.code == 0
+    assert "+0.00" in output.words
+    facts = json.loads(cli("eval", "compare", before, after, "--json").out)
+    assert [change["method"] for change in facts["changes"]] == ["plain", "moa"]
+    missing = cli("eval", "compare", before, str(tmp_path / "nowhere"))
+    assert missing.code == 2
+    assert "Cannot read the report" in missing.err
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--suite", "paper"), "MOASPEC_SUITES"),
+        (("--turns", "0"), "--turns"),
+        (("--repeats", "0"), "repeats"),
+        (("--methods", "plain,plain"), "twice"),
+        (("--methods", "plain", "--tau-only", "plain"), "twice"),
+        (("--methods", "hf-assisted"), "--checkpoint hf-assisted=DIR"),
+        (("--checkpoint", "eagle"), "KIND=DIR"),
+        (("--out", "/proc/nothing"), "Cannot write results"),
+    ],
+)
+def test_what_is_missing_is_named(
+    options: tuple[str, ...], message: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOASPEC_SUITES", raising=False)
+    output = cli("eval", *options)
+    assert output.code == 2
+    assert message in " ".join(output.err.split())
+    assert "Traceback" not in output.err

@@ -1,0 +1,206 @@
+"""The check passes what is right and reports every fault that is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moaspec.decode.decide
+import moaspec.decode.law
+import moaspec.decode.verifier
+import tiny
+from moaspec.decode import Chain, Engine, generate
+from moaspec.decode.cache import KVCache
+from moaspec.decode.processors import Prefix
+from moaspec.decode.protocols import Request
+from moaspec.decode.tree import DraftTree, ancestor_matrix, children
+from moaspec.decode.verifier import LocalVerifier
+from moaspec.evaluate.check import Bait, Check, Finding
+from moaspec.target import Target
+
+NEW = 8
+PROMPTS = tiny.PROMPTS[:2]
+
+
+def checked(family: str = "llama", **changes: Any) -> list[Finding]:
+    target = tiny.target(family)
+    settings: dict[str, Any] = {
+        "target": target,
+        "prompts": PROMPTS,
+        "drafter": tiny.random_drafter(target),
+        "max_new_tokens": NEW,
+    }
+    check = Check(**settings | changes)
+    findings = list(check.run())
+    assert len(findings) == check.num_texts
+    return findings
+
+
+def faults(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict == "fault"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_what_is_right_passes(family: str) -> None:
+    findings = checked(family, prompts=tiny.PROMPTS[1:3])
+    assert {finding.verdict for finding in findings} == {"identical"}
+    assert {finding.method for finding in findings} == {
+        "hf",
+        "plain",
+        *(
+            f"{drafter}, {shape}"
+            for drafter in ("lookup", "replay", "bait", "random", "moa (N=0)")
+            for shape in ("chain", "tree")
+        ),
+    }
+    assert {finding.batch for finding in findings} == {"alone", "ragged"}
+    assert len({finding.setting for finding in findings}) == 3
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    plan = moaspec.decode.verifier._Plan
+    right: Any = plan.positions
+
+    def wrong(self: Any) -> list[int]:
+        known = right.fget(self)[: self.num_known]
+        return [*known, *(position + 1 for position in right.fget(self)[self.num_known :])]
+
+    patch.setattr(plan, "positions", property(wrong))
+
+
+def rejected_branch_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCache, "commit", lambda *_: None)
+
+
+def pad_accepted(patch: pytest.MonkeyPatch) -> None:
+    """The reference's fault: a drafted token 0 counts as accepted."""
+
+    def walk(tree: DraftTree, chosen: Sequence[int]) -> list[int]:
+        known, node = children(tree), -1
+        path: list[int] = []
+        while True:
+            child = known.get((node, chosen[node + 1]), known.get((node, 0)))
+            if child is None:
+                return path
+            path.append(child)
+            node = child
+
+    patch.setattr(moaspec.decode.decide, "walk", walk)
+
+
+def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
+    def matrix(parents: Sequence[int]) -> np.ndarray:
+        same = np.array(parents)
+        return ancestor_matrix(parents) | (same[:, None] == same[None])
+
+    patch.setattr(moaspec.decode.verifier, "ancestor_matrix", matrix)
+
+
+def noise_by_step(patch: pytest.MonkeyPatch) -> None:
+    """Right for plain decoding, where a step is a token."""
+    verify, facts = LocalVerifier.verify, moaspec.decode.law._facts
+    step = 0
+
+    async def counted(self: LocalVerifier, requests: Sequence[Request]) -> Any:
+        nonlocal step
+        step = 0 if requests[0].base == 0 else step + 1
+        return await verify(self, requests)
+
+    def by_step(prefix: Prefix) -> tuple[int, int, int]:
+        return *facts(prefix)[:2], prefix.prompt_length + step
+
+    patch.setattr(LocalVerifier, "verify", counted)
+    patch.setattr(moaspec.decode.law, "_facts", by_step)
+
+
+def token_lost(patch: pytest.MonkeyPatch) -> None:
+    """The last token of every text is dropped."""
+
+    def shorter(*arguments: Any, **options: Any) -> Any:
+        results: Any = generate(*arguments, **options)
+        if options["drafter"] is not None:
+            for result in results:
+                result.token_ids.pop()
+        return results
+
+    patch.setattr("moaspec.evaluate.check.generate", shorter)
+
+
+PLANTS: dict[Plant, set[str]] = {
+    position_off_by_one: {"replay, chain", "replay, tree"},
+    rejected_branch_kept: {"replay, tree"},
+    pad_accepted: {"bait, chain", "bait, tree"},
+    siblings_see_each_other: {"replay, tree"},
+    noise_by_step: {"replay, chain", "replay, tree"},
+    token_lost: {"replay, chain", "replay, tree", "bait, chain"},
+}
+"""Each fault, and methods that must find it."""
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_planted_faults_are_reported(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    found = faults(checked(drafter=None))
+    assert {finding.method for finding in found} >= PLANTS[plant]
+    assert not {finding.method for finding in found} & {"hf", "plain"}
+    assert {finding.batch for finding in found} == {"alone", "ragged"}
+    for finding in found:
+        assert finding.position is not None
+        assert finding.gap is None or finding.gap > 1e-3
+
+
+def test_a_faulty_target_cannot_excuse_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of our passes wrong in the same way agree with one another, but not with transformers."""
+    target = tiny.fresh_target()
+    head = target.head
+    monkeypatch.setattr(target, "head", lambda *arguments: -head(*arguments))
+    found = faults(checked(target=target, drafter=None))
+    assert {finding.method for finding in found} >= {"plain", "replay, chain"}
+    assert "hf" not in {finding.method for finding in found}
+
+
+def test_a_text_that_goes_on_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny.fresh_target(eos_token_id=tiny.own_texts("llama")[0][4])
+    assert not faults(checked(target=target, drafter=None))
+    monkeypatch.setattr(Engine, "_kept", lambda _, row, tokens: _limited(row, tokens))
+    found = faults(checked(target=target, drafter=None))
+    assert "it goes on after a stop token" in {finding.reason for finding in found}
+
+
+def _limited(row: Any, tokens: list[int]) -> tuple[list[int], Any]:
+    kept = tokens[: row.remaining]
+    return kept, "max_new_tokens" if len(kept) == row.remaining else None
+
+
+def test_a_tie_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens with one head row: a method that takes the other one is not wrong."""
+    prompt, own = tiny.PROMPTS[0], tiny.own_texts("llama")[0]
+    model = tiny.model()
+    model.lm_head.weight.data[62] = model.lm_head.weight.data[own[4]]
+
+    def other(*arguments: Any, **options: Any) -> Any:
+        results: Any = generate(*arguments, **options)
+        if options["drafter"] is not None and options["repetition_penalty"] == 1.0:
+            for result in results:
+                result.token_ids = [62 if token == own[4] else token for token in result.token_ids]
+        return results
+
+    monkeypatch.setattr("moaspec.evaluate.check.generate", other)
+    tied = Target(model, None, name="tied")
+    findings = checked(target=tied, prompts=[prompt], drafter=None, max_new_tokens=5, seeds=())
+    assert not faults(findings)
+    parted = [finding for finding in findings if finding.verdict == "near_tie"]
+    assert {finding.position for finding in parted} == {4}
+    # Two rows of one matrix: their logits differ by rounding at most.
+    assert all(finding.gap is not None and finding.gap < 1e-4 for finding in parted)
+
+
+def test_bait_mixes_what_must_not_be_accepted() -> None:
+    bait = Bait([0, 7])
+    assert bait.draft([5, 9], Chain(3)) == DraftTree((9, 0, 7), (-1, 0, 1))

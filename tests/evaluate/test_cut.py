@@ -1,0 +1,75 @@
+"""What a drafter writes alone, and what the target thinks of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny
+from moaspec.errors import InputError
+from moaspec.evaluate import Method, Parts, Prompt, parse_methods
+from moaspec.evaluate.cut import OWN, continue_alone, measure_cut
+
+PROMPTS = [Prompt("s", str(i), (" ".join(map(str, p)),)) for i, p in enumerate(tiny.PROMPTS)]
+
+
+def encode(turn: str) -> list[int]:
+    return [int(word) for word in turn.split()]
+
+
+def methods(*names: str) -> list[Method]:
+    parts = Parts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    return parse_methods(names, parts)
+
+
+def test_a_drafter_that_knows_the_text_goes_on_like_the_target() -> None:
+    """The agreeing drafter was trained on blocks of at most seven tokens."""
+    cut = measure_cut(methods("plain", "moa"), PROMPTS, encode, after=4, max_new_tokens=8)
+    own, alone = cut.texts[OWN], cut.texts["moa"]
+    assert [one.tokens for one in own] == [4] * len(PROMPTS)
+    assert all(one.agreement == 1.0 and one.same == 4 for one in own)
+    assert alone == own
+    assert set(cut.as_json()["methods"]) == {OWN, "moa"}
+
+
+def test_the_likelihood_is_the_targets() -> None:
+    """Against a product of conditional probabilities, one full pass each."""
+    (found,) = measure_cut(methods("moa:n1"), PROMPTS[:1], encode, after=3, max_new_tokens=9).texts[
+        "moa:n1"
+    ]
+    seen = [*tiny.PROMPTS[0], *tiny.own_texts("llama")[0][:3]]
+    text = continue_alone(methods("moa:n1")[0], seen, 6)
+    log_p, hits = 0.0, 0
+    for i, token in enumerate(text):
+        ids = torch.tensor([[*seen, *text[:i]]])
+        logits = tiny.target().model(ids).logits[0, -1]
+        log_p += float(logits.log_softmax(-1)[token])
+        hits += int(logits.argmax() == token)
+    assert found.tokens == len(text) == 6
+    assert found.log_likelihood == pytest.approx(log_p / 6, **{"abs": tiny.TOLERANCE["atol"]})
+    assert found.agreement == hits / 6
+
+
+def test_alone_is_what_one_long_draft_says() -> None:
+    """Prompt lookup needs nothing of the target, so its draft is known beforehand."""
+    assert continue_alone(methods("lookup")[0], [1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
+    assert continue_alone(methods("lookup")[0], [1], 3) == []
+
+
+def test_a_text_ends_with_its_turn() -> None:
+    own = tiny.own_texts("llama")[0]
+    target = tiny.fresh_target(eos_token_id=own[5])
+    (moa,) = parse_methods(
+        ["moa"], Parts(target=target, checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    )
+    text = continue_alone(moa, [*tiny.PROMPTS[0], *own[:4]], 8)
+    assert text == list(own[4:6])
+    ended = measure_cut([moa], PROMPTS[:1], encode, after=10, max_new_tokens=12)
+    assert ended.texts == {OWN: [], "moa": []}
+    assert ended.as_json()["methods"]["moa"]["agreement"] is None
+
+
+@pytest.mark.parametrize(("names", "after"), [(("plain",), 3), (("moa",), 0), (("moa",), 8)])
+def test_what_cannot_be_cut(names: tuple[str, ...], after: int) -> None:
+    with pytest.raises(InputError, match="--cut"):
+        measure_cut(methods(*names), PROMPTS, encode, after=after, max_new_tokens=8)

@@ -1,0 +1,144 @@
+"""Killed and resumed: finished prompts are not measured again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import tiny
+from moaspec.errors import InputError
+from moaspec.evaluate import (
+    Equality,
+    Item,
+    Method,
+    Parts,
+    Prompt,
+    Report,
+    Run,
+    Sample,
+    Settings,
+    Store,
+    measure,
+    parse_methods,
+)
+from moaspec.evaluate.store import RUNS
+
+PROMPTS = [Prompt("suite", str(i), (str(i), "7 8")) for i in range(3)]
+SETTINGS = Settings(max_new_tokens=5, repeats=2)
+
+
+def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
+    words = [int(word) for turn in turns for word in turn.split()]
+    return [*words, *(token for answer in answers for token in answer)]
+
+
+def measured(directory: Path | None, prompts: Sequence[Prompt] = PROMPTS) -> Report:
+    parts = Parts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    return measure(
+        parse_methods(["plain", "hf", "moa@chain:2"], parts),
+        prompts,
+        encode,
+        SETTINGS,
+        tau_only=parse_methods(["lookup"], parts),
+        store=Store(directory, {"threads": 1}),
+    )
+
+
+@pytest.fixture
+def decodings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of methods in the order in which they decode more than a warm-up."""
+    right, names = Method.run_many, []
+
+    def counted(self: Method, prompts: list[list[int]], max_new_tokens: int) -> list[Run]:
+        if max_new_tokens == SETTINGS.max_new_tokens:
+            names.extend([self.name] * len(prompts))
+        return right(self, prompts, max_new_tokens)
+
+    monkeypatch.setattr(Method, "run_many", counted)
+    return names
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path, decodings: list[str]) -> None:
+    first = measured(tmp_path).as_json()
+    assert len(decodings) == 6 * (3 * SETTINGS.repeats + 1)
+    decodings.clear()
+    assert measured(tmp_path).as_json() == first
+    assert decodings == []
+
+
+def test_a_killed_run_goes_on(tmp_path: Path, decodings: list[str]) -> None:
+    whole = measured(None)
+    measured(tmp_path, PROMPTS[:1])
+    path = tmp_path / RUNS
+    path.write_text(path.read_text() + '{"key": ["pla')
+    decodings.clear()
+    resumed = measured(tmp_path)
+    assert decodings.count("plain") == decodings.count("hf") == 4 * SETTINGS.repeats
+    assert [o.tau for o in resumed.outcomes] == [o.tau for o in whole.outcomes]
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_changed_prompt_is_measured_anew(tmp_path: Path, decodings: list[str]) -> None:
+    measured(tmp_path)
+    decodings.clear()
+    measured(tmp_path, [Prompt("suite", "0", ("9",)), *PROMPTS[1:]])
+    assert decodings.count("plain") == SETTINGS.repeats
+
+
+def test_a_method_may_join_later(tmp_path: Path, decodings: list[str]) -> None:
+    measured(tmp_path)
+    decodings.clear()
+    methods = parse_methods(["plain", "lookup@chain:3"], Parts(target=tiny.target()))
+    store = Store(tmp_path, {"threads": 1})
+    report = measure(methods, PROMPTS, encode, SETTINGS, store=store)
+    assert set(decodings) == {"lookup@chain:3"}
+    assert report.lossless
+
+
+def test_another_drafter_is_measured_anew(tmp_path: Path, decodings: list[str]) -> None:
+    for seed in (1, 1, 2):
+        parts = Parts(
+            target=tiny.target(),
+            checkpoints={"moa": tiny.random_drafter(tiny.target(), seed=seed)},
+        )
+        measure(
+            parse_methods(["plain", "moa"], parts),
+            PROMPTS[:1],
+            encode,
+            Settings(max_new_tokens=SETTINGS.max_new_tokens),
+            store=Store(tmp_path, {}),
+        )
+    assert decodings.count("moa") == 2 * 2
+    assert decodings.count("plain") == 2
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    Store(tmp_path, {"threads": 1, "dtype": "float32"})
+    with pytest.raises(InputError, match="threads was 1 and is 2"):
+        Store(tmp_path, {"threads": 2, "dtype": "float32"})
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / RUNS).write_text("{}x\n")
+    with pytest.raises(InputError, match="damaged"):
+        Store(tmp_path, {})
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="--out"):
+        Store(tmp_path / "file" / "below", {})
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    item = Item(PROMPTS[0], 1, (1, 2, 3))
+    run = parse_methods(["lookup@chain:3"], Parts(target=tiny.target()))[0].run(item.prompt_ids, 6)
+    sample = Sample(item, (run, run), Equality("near_tie", 3, 0.25), 4)
+    Store(tmp_path, {}).put("lookup@chain:3", sample)
+    again = Store(tmp_path, {})
+    assert again.get("lookup@chain:3", item, 4) == sample
+    assert again.get("lookup@chain:3", item, 1) is None
+    assert again.get("lookup@chain:3", Item(PROMPTS[0], 1, (1, 2, 4)), 4) is None

@@ -1,0 +1,73 @@
+"""Runs `moaspec` again and again, killing it at random moments: `killing.py KILLS OUT ARGUMENTS`.
+
+A program of its own: it imports everything once and forks, so that each run costs no more than its
+work. Prints one line of JSON: sizes of the output after each kill, and whether every completed
+output had the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from moaspec.cli.main import run
+
+
+def started(arguments: list[str]) -> int:
+    """A child that runs the command; returns its process id."""
+    child = os.fork()
+    if child:
+        return child
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    sys.argv = ["moaspec", *arguments]
+    try:
+        run()
+    except SystemExit as done:
+        os._exit(done.code if isinstance(done.code, int) else 0)
+    finally:
+        os._exit(1)
+
+
+def finished(child: int) -> bool:
+    """Wait for the child; False if a signal ended it."""
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFEXITED(status)
+
+
+def main(kills: int, out: Path, arguments: list[str]) -> None:
+    """Kill, and run to the end whenever a run came to its end before it could be killed."""
+    chance, outputs = random.Random(0), set()
+    sizes: list[int] = []
+    begun = time.monotonic()
+    assert finished(started(arguments))
+    whole_s = time.monotonic() - begun
+    while len(sizes) < kills:
+        outputs.add(out.read_bytes())
+        for file in (out, out.with_name(out.name + ".progress")):
+            file.unlink()
+        while True:
+            child = started(arguments)
+            time.sleep(chance.uniform(0, 0.7 * whole_s))
+            os.kill(child, signal.SIGKILL)
+            if finished(child):
+                break
+            sizes.append(out.stat().st_size if out.exists() else 0)
+    assert finished(started(arguments))
+    outputs.add(out.read_bytes())
+    print(json.dumps({"sizes": sizes, "different_outputs": len(outputs)}))  # noqa: T201
+
+
+if __name__ == "__main__":
+    # A forked child must not inherit a pool of threads that it cannot use.
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

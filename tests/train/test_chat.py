@@ -1,0 +1,143 @@
+"""Which tokens of a conversation the assistant generated, under templates of several kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import chats
+from chats import ASSISTANT, BREAK, CALL, END, START, SYSTEM, THINK, TOOL, UNTHINK, USER
+from moaspec.errors import DataError
+from moaspec.train import Example
+from moaspec.train.chat import encode, prompt_ids, user_turn
+from moaspec.train.conversations import Conversation
+
+STOPS = {END}
+ASKED = (START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK)
+TWO_TURNS = chats.talk("w20", "w30 w31", "w21 w22", "w32")
+
+
+def encoded(template: str, conversation: Conversation) -> Example:
+    return encode(chats.tokenizer(template), conversation, STOPS)
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.MARKED], ids=["derived", "marked"])
+def test_chatml(template: str) -> None:
+    """The line break after <|end|> is the template's, so it is given and not written."""
+    assert encoded(template, TWO_TURNS) == Example(
+        (START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK),
+        (30, 31, END),
+        (BREAK, START, USER, BREAK, 21, 22, END, BREAK, START, ASSISTANT, BREAK),
+        (32, END),
+    )
+
+
+def test_the_mask_written_out() -> None:
+    example = encoded(chats.CHATML, chats.talk("w20", "w30 w31", "w21"))
+    assert example.token_ids == (0, 3, 8, 20, 1, 8, 0, 4, 8, 30, 31, 1)
+    assert [int(mark) for mark in example.response_mask] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_llama_3() -> None:
+    assert encoded(chats.LLAMA3, chats.talk("w20", " w30 ")) == Example(
+        (START, USER, BREAK, BREAK, 20, END, START, ASSISTANT, BREAK, BREAK), (30, END)
+    )
+
+
+def test_a_default_system_prompt() -> None:
+    assert encoded(chats.DEFAULT_SYSTEM, chats.talk("w20", "w30")) == Example(
+        (START, SYSTEM, BREAK, 10, 11, END, BREAK, *ASKED),
+        (30, END),
+    )
+
+
+def test_thinking_that_is_stripped_from_earlier_turns() -> None:
+    """The first turn is no longer what the target wrote, so it carries no loss."""
+    thought = "<think>w50</think>w30"
+    one = encoded(chats.THINKING, chats.talk("w20", thought))
+    assert one.pieces[1] == (THINK, 50, UNTHINK, 30, END)
+    two = encoded(chats.THINKING, chats.talk("w20", thought, "w21", "<think>w51</think>w31"))
+    assert two == Example(
+        (*ASKED, 30, END, BREAK, START, USER, BREAK, 21, END, BREAK, START, ASSISTANT, BREAK),
+        (THINK, 51, UNTHINK, 31, END),
+    )
+
+
+def test_earlier_turns_without_thinking_count() -> None:
+    two = encoded(chats.THINKING, chats.talk("w20", "w30", "w21", "<think>w51</think>w31"))
+    assert two.pieces[1::2] == ((30, END), (THINK, 51, UNTHINK, 31, END))
+
+
+def test_tools() -> None:
+    """Calls are written by the target; descriptions and results are given."""
+    messages: tuple[dict[str, Any], ...] = (
+        {"role": "user", "content": "w20"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "w40"}]},
+        {"role": "tool", "content": "w60"},
+        {"role": "assistant", "content": "w30"},
+    )
+    conversation = Conversation(where="here:1", messages=messages, tools=({"name": "w40"},))
+    assert encoded(chats.TOOLS, conversation) == Example(
+        (START, SYSTEM, BREAK, 40, END, BREAK, *ASKED),
+        (CALL, 40, END),
+        (BREAK, START, TOOL, BREAK, 60, END, BREAK, START, ASSISTANT, BREAK),
+        (30, END),
+    )
+
+
+def test_a_template_without_end_of_turn() -> None:
+    """Without a stop token all that the template adds after the prompt is the turn."""
+    template = (
+        "{% for m in messages %}{{ m.role + '\n' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
+    )
+    assert encoded(template, chats.talk("w20", "w30")) == Example(
+        (USER, BREAK, 20, BREAK, ASSISTANT, BREAK), (30, BREAK)
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "conversation", "message"),
+    [
+        (chats.FORCED_THINKING, chats.talk("w20", "w30"), "no assistant turn's tokens"),
+        (chats.CHATML, chats.talk("w20"), "no assistant turn to learn from"),
+        ("{{ raise_exception('not so') }}", chats.talk("w20", "w30"), "user, assistant.*not so"),
+        ("{{ messages[0].foo.bar }}", chats.talk("w20", "w30"), "refuses"),
+        (None, chats.talk("w20", "w30"), "no chat template"),
+    ],
+    ids=["unlocatable", "no turn", "refused", "broken", "none"],
+)
+def test_what_cannot_be_masked(
+    template: str | None, conversation: Conversation, message: str
+) -> None:
+    with pytest.raises(DataError, match=f"here:1: .*{message}"):
+        encode(chats.tokenizer(template), conversation, STOPS)
+
+
+def test_prompts() -> None:
+    ids = prompt_ids(chats.tokenizer(), chats.talk("w20"))
+    assert ids == [START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK]
+
+
+def test_plain_prompts_need_no_template() -> None:
+    bare = chats.tokenizer(None)
+    assert prompt_ids(bare, chats.talk("w20 w21", plain=True)) == [20, 21]
+    with pytest.raises(DataError, match="no chat template"):
+        prompt_ids(bare, chats.talk("w20 w21"))
+    with pytest.raises(DataError, match="no tokenizer"):
+        prompt_ids(None, chats.talk("w20"))
+
+
+def test_user_turns() -> None:
+    turn = user_turn(chats.tokenizer(chats.DEFAULT_SYSTEM))
+    assert turn.prefix_ids == (START, SYSTEM, BREAK, 10, 11, END, BREAK, START, USER, BREAK)
+    assert (turn.suffix, turn.suffix_ids) == ("<|end|>\n", (END, BREAK))
+    turn = user_turn(chats.tokenizer(), system="w12")
+    assert turn.prefix_ids == (START, SYSTEM, BREAK, 12, END, BREAK, START, USER, BREAK)
+
+
+@pytest.mark.parametrize("template", ["nothing", "{{ messages[0].content * 2 }}"])
+def test_templates_without_a_user_turn(template: str) -> None:
+    with pytest.raises(DataError, match="repeats or drops"):
+        user_turn(chats.tokenizer(template))

@@ -1,0 +1,118 @@
+"""Every shape of row becomes the same conversation, and malformed ones are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moaspec.errors import DataError
+from moaspec.train.conversations import Conversation, parse, read_conversations
+from moaspec.train.sources import Record
+
+
+def parsed(row: dict[str, Any]) -> Conversation:
+    return parse(Record("f:7", row))
+
+
+def said(conversation: Conversation) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in conversation.messages]
+
+
+ASKED = [("user", "q"), ("assistant", "a")]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [{"role": "user", "content": "q"}]}, ASKED[:1]),
+        ({"prompt": [{"role": "user", "content": "q"}]}, ASKED[:1]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}, ASKED[:1]),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            ASKED,
+        ),
+        (
+            {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}]},
+            [("system", "s"), ("user", "q")],
+        ),
+        ({"instruction": "q", "input": "", "output": "a"}, ASKED),
+        ({"instruction": "q", "input": "more"}, [("user", "q\n\nmore")]),
+        ({"prompt": "q"}, ASKED[:1]),
+        ({"prompt": "q", "response": "a"}, ASKED),
+        ({"question_id": 3, "turns": ["q", "r"]}, [("user", "q"), ("user", "r")]),
+        ({"turns": ["q"], "prompt_ids": None}, ASKED[:1]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_shapes(row: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    assert said(parsed(row)) == expected
+
+
+def test_token_ids_and_what_stands_beside_them() -> None:
+    row = {"prompt_ids": [1, 2], "response_ids": [3], "id": "x", "prompt": "ignored"}
+    conversation = parsed(row)
+    assert (conversation.prompt_ids, conversation.response_ids) == ((1, 2), (3,))
+    assert (conversation.name, conversation.where, conversation.messages) == ("x", "f:7", ())
+    assert parsed({"prompt_ids": [1]}).response_ids is None
+    both = parsed({"prompt_ids": [1], "messages": [{"role": "user", "content": "q"}]})
+    assert said(both) == ASKED[:1]
+
+
+def test_tool_calls_may_have_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    row = {"messages": [{"role": "user", "content": "q"}, call], "tools": [{"name": "f"}]}
+    conversation = parsed(row)
+    assert conversation.messages[1] == {**call, "content": ""}
+    assert conversation.tools == ({"name": "f"},)
+
+
+def test_plain_texts() -> None:
+    """These alone can be tokenised without a chat template."""
+    assert parsed({"prompt": "q"}).plain
+    assert parsed({"turns": ["q"]}).plain
+    assert not parsed({"turns": ["q", "r"]}).plain
+    assert not parsed({"prompt": "q", "response": "a"}).plain
+    assert not parsed({"messages": [{"role": "user", "content": "q"}]}).plain
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "none of the keys"),
+        ({"text": "q"}, "the row has text"),
+        ({"messages": []}, "list of messages"),
+        ({"messages": "q"}, "list of messages"),
+        ({"messages": ["q"]}, "message 1 must be an object"),
+        ({"messages": [{"content": "q"}]}, "message 1"),
+        ({"messages": [{"role": "user", "content": 3}]}, "text 'content'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
+        ({"messages": [{"role": "user", "content": "q"}], "tools": {"a": 1}}, "'tools'"),
+        ({"conversations": [{"from": "martian", "value": "q"}]}, "turn 1 must have 'from'"),
+        ({"conversations": [{"from": "human", "value": None}]}, "'value'"),
+        ({"conversations": {}}, "list of turns"),
+        ({"turns": []}, "list of texts"),
+        ({"turns": ["q", ""]}, "not blank"),
+        ({"instruction": 5}, "'instruction'"),
+        ({"prompt": "  "}, "not blank"),
+        ({"prompt_ids": []}, "empty"),
+        ({"prompt_ids": [1, True]}, "list of integers"),
+        ({"prompt_ids": [1], "response_ids": "ab"}, "'response_ids'"),
+    ],
+    ids=str,
+)
+def test_malformed_rows(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"^f:7: .*{message}"):
+        parsed(row)
+
+
+def test_skipping_malformed_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([json.dumps({"prompt": "q"}), "{", json.dumps({"prompt": 3})]))
+    seen: list[DataError] = []
+    assert len(list(read_conversations([str(path)], seen.append))) == 1
+    assert [str(error).split(": ")[0] for error in seen] == [f"{path}:2", f"{path}:3"]
+    with pytest.raises(DataError, match=r"a\.jsonl:2"):
+        list(read_conversations([str(path)]))

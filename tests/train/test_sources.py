@@ -1,0 +1,101 @@
+"""Rows of files and of the hub."""
+
+from __future__ import annotations
+
+import builtins
+import gzip
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from moaspec.errors import DataError
+from moaspec.train.sources import read_records
+
+
+def test_plain_and_compressed_files_say_where_rows_are(tmp_path: Path) -> None:
+    text = '{"a": 1}\n\n{"a": 2}\n'
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
+    plain.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()) + gzip.compress(b'{"a": 3}\n'))
+    assert [(r.where, r.value["a"]) for r in read_records(plain)] == [
+        (f"{plain}:1", 1),
+        (f"{plain}:3", 2),
+    ]
+    assert [record.value["a"] for record in read_records(packed)] == [1, 2, 3]
+
+
+def test_malformed_lines_are_raised_or_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a":\n[2]\n{"a": 3}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON"):
+        list(read_records(path))
+    seen: list[DataError] = []
+    assert [record.value["a"] for record in read_records(path, seen.append)] == [1, 3]
+    assert "a.jsonl:3: expected a JSON object" in str(seen[1])
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Stands in for the package `datasets`, which is optional; remembers how it was called."""
+    calls: list[tuple[Any, ...]] = []
+
+    def load_dataset(name: str, configuration: str | None, **options: Any) -> Iterator[Any]:
+        calls.append((name, configuration, options))
+        if name == "no/thing":
+            raise ValueError("there is no such data set")
+        return iter([{"prompt": "one"}, {"prompt": "two"}])
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("source", "call"),
+    [
+        ("hub:a/b", ("a/b", None, "train")),
+        ("hub:a/b@test", ("a/b", None, "test")),
+        ("hub:a/b:main@test", ("a/b", "main", "test")),
+    ],
+)
+def test_hub_data_sets(source: str, call: tuple[Any, ...], hub: list[tuple[Any, ...]]) -> None:
+    rows = list(read_records(source))
+    assert [row.value for row in rows] == [{"prompt": "one"}, {"prompt": "two"}]
+    assert rows[1].where == f"{source}:2"
+    name, configuration, options = hub[0]
+    assert (name, configuration, options["split"]) == call
+    assert options["streaming"]
+
+
+@pytest.mark.usefixtures("hub")
+def test_an_unknown_data_set() -> None:
+    with pytest.raises(DataError, match=r"hub:no/thing.*no such"):
+        list(read_records("hub:no/thing"))
+
+
+def test_without_the_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def missing(name: str, package: str | None = None) -> Any:
+        if name == "datasets":
+            raise builtins.ImportError(name)
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(DataError, match="pip install datasets"):
+        list(read_records("hub:a/b"))
+
+
+def test_deep_json_is_malformed_and_no_crash(tmp_path: Path) -> None:
+    path = tmp_path / "deep.jsonl"
+    path.write_text("[" * 100_000 + "\n" + json.dumps({"a": 1}) + "\n")
+    seen: list[DataError] = []
+    assert len(list(read_records(path, seen.append))) == 1
+    assert len(seen) == 1
