@@ -207,6 +207,7 @@ class _Arrivals:
         return GenerationResult(
             token_ids=tokens,
             accept_lengths=lengths,
+            copied_lengths=[0] * len(lengths),
             drafted_depths=[0] * len(lengths),
             timing=Timing(prefill_s=self._first_s, total_s=self.clock.seconds),
         )
