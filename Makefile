@@ -31,6 +31,8 @@ lint: install
 	$(BIN)/lint-imports
 
 bench: install
+	$(BIN)/python benchmarks/micro.py
+	$(BIN)/python benchmarks/round.py
 	$(BIN)/moaspec eval --methods hf,plain,moa,moa@chain:4,moa@tree:6x8x62 --json
 
 docs: install

@@ -35,6 +35,12 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements of this machine are made for these tests alone."""
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
 def _libraries_speak_again() -> Iterator[None]:
     yield
     logging.set_verbosity_warning()
@@ -49,7 +55,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Target:
     def drafter(*_: Any, **__: Any) -> MoADrafter:
         return tiny.agreeing_drafter("llama")
 
-    for command in ("generate", "sources", "chat", "check"):
+    for command in ("generate", "sources", "chat", "check", "calibrate"):
         monkeypatch.setattr(f"moaspec.cli.{command}.load_target", lambda *_, **__: target)
     monkeypatch.setattr("moaspec.cli.generate.load_any_drafter", drafter)
     monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", lambda: {"smollm2-135m": Path()})

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import tiny
 from commands import Cli, text_target
 from moaspec.cli.main import app, run
-from moaspec.decode import Engine, Event
+from moaspec.decode import Engine, Event, stored_costs
 from moaspec.errors import ShapeError, TrainingError
 from moaspec.model import save_drafter
 from moaspec.target import Target
@@ -22,7 +22,53 @@ from moaspec.target import Target
 PROMPT = "w5 w9 w2"
 OWN = tiny.own_texts("llama")[0]
 TEXT = " ".join(f"w{token}" for token in OWN)
-COMMANDS = ("generate", "chat", "models", "info", "train", "demo", "eval", "check", "checkpoint")
+COMMANDS = (
+    "generate",
+    "chat",
+    "models",
+    "info",
+    "train",
+    "calibrate",
+    "demo",
+    "eval",
+    "check",
+    "checkpoint",
+)
+
+
+# Measuring
+
+
+def test_calibrate_measures_once_for_all(cli: Cli, loaded: Target) -> None:
+    output = cli("calibrate")
+    assert output.code == 0
+    assert "head and choice" in output.words
+    assert "auto will" in output.words
+    assert stored_costs(loaded, tiny.agreeing_drafter("llama")) is not None
+
+
+def test_calibrate_as_json(cli: Cli, loaded: Target) -> None:
+    assert loaded.tokenizer is not None
+    facts = json.loads(cli("calibrate", "--json").out)
+    assert len(facts["pass_s"][0]) == len(facts["tokens"])
+
+
+def test_auto_measures_the_machine_the_first_time(cli: Cli, loaded: Target) -> None:
+    drafter = tiny.agreeing_drafter("llama")
+    for tree, stored in (("chain:2", False), ("auto", True)):
+        output = cli("generate", PROMPT, "--raw", "--max-new-tokens", "4", "--tree", tree)
+        assert output.code == 0
+        assert (stored_costs(loaded, drafter) is not None) is stored
+
+
+def test_free_branches_are_told_apart(cli: Cli, loaded: Target) -> None:
+    assert loaded.tokenizer is not None
+    plain = json.loads(cli("generate", PROMPT, "--raw", "--json", "--no-speculation").out)
+    output = cli("generate", PROMPT, "--raw", "--json", "--free-branches", "on")
+    facts = json.loads(output.out)
+    assert facts["token_ids"] == plain["token_ids"]
+    assert facts["num_copied"] == facts["sources"].count("copy")
+    assert cli("generate", PROMPT, "--free-branches", "maybe").code == 2
 
 
 # Help and lists

@@ -130,3 +130,18 @@ def test_tree_mask() -> None:
         [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]],
         [[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0]],
     ]
+
+
+@pytest.mark.parametrize("rows", [[0], [2], [0, 1], [1, 2], [2, 0], [0, 2]])
+def test_neighbouring_rows_are_read_without_copies(rows: list[int]) -> None:
+    cache = empty_cache(3, 6)
+    key, value = some_kv(len(rows), 2)
+    starts = [3 + row for row in rows]
+    write = cache.writer(rows, starts, 2, 6 if max(rows) < 2 else 7)
+    got_key, got_value = write(1, key, value)
+    for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        assert_close(got_key[i, :, start : start + 2], key[i], rtol=0, atol=0)
+        assert_close(got_value[i, :, start : start + 2], value[i], rtol=0, atol=0)
+        assert_close(cache.read(row, start, start + 2)[0][1], key[i], rtol=0, atol=0)
+    neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
+    assert (got_key._base is not None) is neighbours

@@ -7,6 +7,7 @@ import pytest
 import moaspec
 import tiny
 from moaspec import Chain, PromptLookup, Tree
+from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import InputError
 
@@ -37,6 +38,13 @@ def test_total_tokens_is_a_limit() -> None:
 @pytest.mark.parametrize("text", [[1], [1, 2, 3]])
 def test_nothing_repeats(text: list[int]) -> None:
     assert PromptLookup().draft(text, Chain(3)) == DraftTree()
+
+
+def test_a_row_that_goes_on_otherwise_is_looked_up_anew() -> None:
+    drafter, shape = PromptLookup(), Tree(2, 2, 4)
+    for text in ([7, 8, 1, 5, 7, 8], [7, 8, 1, 9, 7, 8, 1], [7, 8, 2, 7, 8]):
+        drafter.rollback(0, 3)
+        assert drafter.propose([RowText(0, text)], shape) == [PromptLookup().draft(text, shape)]
 
 
 def test_min_ngram() -> None:

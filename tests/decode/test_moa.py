@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moaspec
 import tiny
 from moaspec.decode import Chain, Tree
-from moaspec.decode.moa import MoADrafting
+from moaspec.decode.moa import MoADrafting, prepared
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, ancestor_matrix
 from moaspec.errors import InputError, ShapeError
@@ -227,3 +231,101 @@ def test_trimmed_vocabulary_is_lossless(always_same: bool) -> None:
         tree=Chain(3),
     )
     assert tuple(result.token_ids) == tiny.own_texts("llama")[0]
+
+
+# Prepared weights
+
+
+def test_weights_are_prepared_once_and_again_when_they_change() -> None:
+    target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
+    first = prepared(drafter, target)
+    assert prepared(drafter, target) == first
+    names = set(drafter.state_dict())
+    before, _ = tiny.draft(target, drafter, tiny.PROMPTS[1], Chain(6))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.mul_(-0.5)
+    assert prepared(drafter, target)[0] is not first[0] or first[0] is drafter
+    text, tree = tiny.draft(target, drafter, tiny.PROMPTS[1], Chain(6))
+    assert text == before
+    log_q = training_log_q(target, drafter, text, list(tree.tokens), 0)
+    assert list(tree.tokens) == log_q[:-1].argmax(-1).tolist()
+    assert set(drafter.state_dict()) == names
+    other = tiny.fresh_target()
+    assert prepared(drafter, other)[1] is other.draft_head(None)
+
+
+def test_preparing_leaves_the_drafter_trainable_and_copyable() -> None:
+    target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
+    prepared(drafter, target)
+    assert any(type(module) is torch.nn.Linear for module in drafter.modules())
+    clone = copy.deepcopy(drafter)
+    assert clone.prepared is not drafter.prepared
+    assert pickle.loads(pickle.dumps(clone.prepared)).get(1, lambda: 2) == 2
+    drafter.train().requires_grad_(requires_grad=True)
+    module, _ = prepared(drafter, target)
+    assert module is drafter
+
+
+def test_bf16_drafts_run_on_packed_weights_and_change_no_text() -> None:
+    target = tiny.fresh_target()
+    target.model.bfloat16()
+    drafter = tiny.random_drafter(target).bfloat16()
+    options = {"max_new_tokens": 12, "tree": Tree(2, 2, 4)}
+    one, two = (
+        moaspec.generate(target, tiny.PROMPTS[0], drafter=drafter, **options)  # type: ignore[call-overload]
+        for _ in range(2)
+    )
+    assert one.token_ids == two.token_ids
+    assert one.accept_lengths == two.accept_lengths
+
+
+# What a draft step costs, in operations
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the operations that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # pragma: no cover - called by torch
+        self.ops[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of_a_draft(shape: Tree, rows: int = 1) -> Counter[str]:
+    """Operations of one `propose` over rows of one length."""
+    target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
+    drafting = MoADrafting(drafter, target)
+    kv = torch.zeros(1, 4 * rows, target.num_layers, target.identity.kv_size)
+    positions = torch.arange(4).repeat(rows)[None]
+    for row, features in enumerate(drafting.encode(kv, positions, [4] * rows)):
+        drafting.observe(row, features)
+    texts = [RowText(row, [1, 2, 3, 4, 5]) for row in range(rows)]
+    with CountOps() as count:
+        drafting.propose(texts, shape)
+    return count.ops
+
+
+def test_operations_do_not_grow_with_nodes_or_rows() -> None:
+    small = ops_of_a_draft(Tree(3, 2, 4)).total()
+    assert ops_of_a_draft(Tree(3, 2, 10)).total() == small
+    assert ops_of_a_draft(Tree(3, 8, 60)).total() == small
+    # Writing several rows' slots takes an index where one row needs none.
+    assert ops_of_a_draft(Tree(3, 2, 4), rows=4).total() <= 1.1 * small
+
+
+def test_a_second_call_prepares_nothing() -> None:
+    target = tiny.target()
+    drafter = tiny.random_drafter(target, draft_token_ids=torch.arange(0, tiny.VOCAB, 3))
+    drafting = MoADrafting(drafter, target)
+    with CountOps() as count:
+        again = MoADrafting(drafter, target)
+    assert again.module is drafting.module
+    assert not {name for name in count.ops if "mkldnn" in name or "clone" in name}
+    # The draft vocabulary's ids, looked up once for all rounds, are the one gather that is left.
+    assert count.ops["aten.index.Tensor"] == 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import moaspec
 import tiny
+from costs import table
 from moaspec.decode import PromptLookup
 from moaspec.errors import InputError, PromptError
 
@@ -62,6 +63,32 @@ def test_rolled_back_drafters_draft_as_fresh_ones_do() -> None:
         )
         assert got.token_ids == fresh.token_ids
         assert got.accept_lengths == fresh.accept_lengths
+
+
+@pytest.mark.parametrize("pass_s", [0.010, 0.001], ids=["drafts pay", "drafts cost"])
+def test_turns_drafted_by_cost(pass_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn may end while features are put off; the next one still drafts from the right ones."""
+    costs = table(pass_s=((pass_s,) * 4, (pass_s,) * 4))
+    monkeypatch.setattr("moaspec.decode.api.stored_costs", lambda *_, **__: costs)
+    target = tiny.target()
+    session = moaspec.Session(target, tiny.agreeing_drafter("llama"))
+    answers: list[list[int]] = []
+    for prompt in turns(answers):
+        got = session.generate(prompt, max_new_tokens=2 * NEW)
+        assert got.token_ids == tiny.own_text(target, prompt, 2 * NEW)
+        answers.append(got.token_ids)
+
+
+def test_turns_with_copies() -> None:
+    target, session = tiny.target(), moaspec.Session(tiny.target())
+    prompt = [3, 1, 4, 1, 5, 3, 1, 4]
+    first = session.generate(prompt, max_new_tokens=NEW, free_branches=True)
+    # The answer stands in the next prompt, so that writing it again is copying.
+    again = [*prompt, *first.token_ids, *prompt]
+    got = session.generate(again, max_new_tokens=NEW, free_branches=True)
+    assert got.token_ids == tiny.own_text(target, again, NEW)
+    assert got.num_reused_tokens > 0
+    assert session.generate(prompt, max_new_tokens=NEW).token_ids == first.token_ids
 
 
 def test_the_target_runs_over_new_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,15 @@ def test_every_kind_writes_the_targets_text(kind: str) -> None:
         assert 0 < run.result.timing.prefill_s <= run.seconds
 
 
+def test_free_branches_follow_a_plus() -> None:
+    assert (method("moa").shape, method("moa").free_branches) == ("auto", "auto")
+    assert (method("moa@auto+copy").shape, method("moa@auto+copy").free_branches) == ("auto", True)
+    assert method("lookup+copy").free_branches is True
+    assert method("moa:n1@chain:4+nocopy").num_target_layers == 1
+    assert method("moa:n1@chain:4+nocopy").free_branches is False
+    assert needed_checkpoints(["moa+copy"]) == {"moa"}
+
+
 def test_settings_and_shapes() -> None:
     assert method("moa:n1@tree:3x2x5").num_target_layers == 1
     assert method("moa:n1@tree:3x2x5").shape == Tree(3, 2, 5)
@@ -67,6 +76,9 @@ def test_replay_has_the_agreement_it_is_told(agreement: str, tau: float) -> None
         ("plain:2", "Unknown method"),
         ("hf-lookup@chain:2", "Unknown method"),
         ("lookup:3", "Unknown method"),
+        ("plain+copy", "Unknown method"),
+        ("moa+", "after the plus"),
+        ("moa+paste", "after the plus"),
         ("moa:1", "n0 to n3"),
         ("moa:n4", "n0 to n3"),
         ("moa:nx", "n0 to n3"),

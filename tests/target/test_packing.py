@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import moaspec
 from moaspec.target import packing
-from moaspec.target.packing import PackedLinear, can_pack, pack_like, pack_linears
+from moaspec.target.packing import FusedPart, PackedLinear, can_pack, pack_like, pack_linears
 from tiny import FAMILIES, PROMPTS, fresh_target
 
 CPU = torch.device("cpu")
@@ -103,3 +104,64 @@ def test_nothing_is_packed_where_there_is_nothing_to_gain() -> None:
     target.model.half()
     assert not target.pack()
     assert any(type(module) is nn.Linear for module in target.model.modules())
+
+
+class Projections(nn.Module):
+    """Three layers of one input, as attention has them."""
+
+    def __init__(self, *, bias: bool, bias_of_v: bool | None = None) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(24, 16, bias=bias)
+        self.k_proj = nn.Linear(24, 8, bias=bias)
+        self.v_proj = nn.Linear(24, 8, bias=bias if bias_of_v is None else bias_of_v)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [False, True])
+def test_projections_of_one_input_are_one_matrix(bias: bool) -> None:
+    plain = Projections(bias=bias)
+    packed = copy.deepcopy(plain)
+    pack_linears(packed)
+    assert all(type(part) is FusedPart for part in packed.children())
+    with torch.inference_mode():
+        for rows in (1, 3, 9):
+            x, other = torch.randn(2, rows, 24)
+            # Sums of 24 float32 products in another order.
+            torch.testing.assert_close(packed(x), plain(x), atol=1e-5, rtol=0)
+            # Asked in another order, and for inputs in turn, each part answers for its own.
+            for y in (x, other, x):
+                for name in ("v_proj", "q_proj", "k_proj"):
+                    torch.testing.assert_close(
+                        getattr(packed, name)(y), getattr(plain, name)(y), atol=1e-5, rtol=0
+                    )
+    saved, expected = packed.state_dict(), plain.state_dict()
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+
+
+@needs_packing
+def test_the_product_is_computed_once_and_not_kept() -> None:
+    packed = Projections(bias=False)
+    pack_linears(packed)
+    part = packed.q_proj
+    assert isinstance(part, FusedPart)
+    calls = []
+    part._fused.linear.register_forward_hook(lambda *_: calls.append(1))
+    with torch.inference_mode():
+        packed(torch.randn(2, 24))
+    assert len(calls) == 1
+    assert part._fused._latest is None
+
+
+@needs_packing
+def test_layers_that_cannot_be_joined_are_packed_alone() -> None:
+    packed = Projections(bias=True, bias_of_v=False)
+    pack_linears(packed)
+    assert all(type(part) is PackedLinear for part in packed.children())
+    pair = Projections(bias=False)
+    del pair.q_proj
+    pack_linears(pair)
+    assert all(type(part) is FusedPart for part in pair.children())

@@ -107,7 +107,8 @@ def test_head_of_some_tokens_is_rows_of_the_full_head(bias: bool) -> None:
     assert full.shape == (2, 3, 64)
     assert full.dtype == torch.float32
     assert_close(target.head(states, ids), full[..., ids], **tiny.TOLERANCE)
-    assert target.head_rows(None)[0] is target.model.get_output_embeddings().weight
+    assert_close(target.logits(states, target.draft_head(ids)), full[..., ids], **tiny.TOLERANCE)
+    assert target.draft_head(None) is target.model.get_output_embeddings()
 
 
 def test_logits_are_float32_in_any_dtype() -> None:
@@ -228,7 +229,7 @@ def test_tied_and_soft_capped_head() -> None:
     ids = torch.tensor([7, 0, 63])
     hidden = target.encode(IDS[:1], MASK[:1]).hidden_BTE
     _, _, logits = transformers_pass(target, IDS[0].tolist())
-    assert target.head_rows(None)[0] is target.model.get_input_embeddings().weight
+    assert target.draft_head(None).weight is target.model.get_input_embeddings().weight
     # The cap is 4: uncapped logits of this model reach far beyond it.
     assert float(logits.abs().max()) > 3.9
     assert_close(target.head(hidden)[0], logits, **tiny.TOLERANCE)

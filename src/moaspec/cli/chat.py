@@ -29,6 +29,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: options.MaxNewTokens = 512,
     tree: options.Shape = "auto",
+    free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -46,9 +47,11 @@ def chat(
 
     Example: moaspec chat --system "Answer briefly." --temperature 0.7
     """
+    parse_shape(tree)  # before anything slow, as below
     settings: RowOptions = {
         "max_new_tokens": max_new_tokens,
-        "tree": parse_shape(tree),
+        "tree": tree,
+        "free_branches": free_branches.setting,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -62,6 +65,7 @@ def chat(
     with console.err.status(f"Loading {model}"):
         target = load_target(model, dtype=dtype)
         module = choose_drafter(drafter, model, target) if speculation else None
+    console.measure_once(target, module, tree=tree)
     talk = Conversation(Session(target, module), settings, system)
     talk.prompt_ids("?")  # a target that cannot hold conversations should say so at once
     with contextlib.suppress(ImportError):

@@ -29,6 +29,7 @@ def generate(
     drafter: options.DrafterName = None,
     max_new_tokens: options.MaxNewTokens = 128,
     tree: options.Shape = "auto",
+    free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -45,16 +46,21 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no stream.")] = False,
 ) -> None:
-    """Answer a prompt, streaming verified tokens; accepted drafts are green.
+    """Answer a prompt, streaming verified tokens; accepted drafts are green, copies cyan.
+
+    With --tree auto the first run measures this machine, which takes some ten seconds; see
+    `moaspec calibrate`.
 
     Ctrl-C stops generating; what was generated stays on the screen. Several choices are decoded
     together and shown one after another when they are done.
 
     Example: moaspec generate "Why is the sky blue?" --temperature 0.8 --top-p 0.95 --seed 7
     """
+    parse_shape(tree)  # before anything slow, as below
     settings: Options = {
         "max_new_tokens": max_new_tokens,
-        "tree": parse_shape(tree),
+        "tree": tree,
+        "free_branches": free_branches.setting,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -71,8 +77,10 @@ def generate(
     console.quiet_libraries()
     with console.err.status(f"Loading {model}"):
         target = load_target(model, dtype=dtype)
-        settings["drafter"] = choose_drafter(drafter, model, target) if speculation else None
+        module = choose_drafter(drafter, model, target) if speculation else None
     prompt_ids = console.chat_ids(target, prompt, raw=raw)
+    console.measure_once(target, module, tree=tree)
+    settings["drafter"] = module
     engine, results = start(target, [prompt_ids], **settings)
     printer = None if as_json or num_choices > 1 else console.TokenPrinter(target)
     interrupted = console.show_events(engine.run(), printer)
@@ -119,6 +127,7 @@ def describe(result: GenerationResult) -> str:
     rounds = result.num_rounds and decode_s > 0
     speed = f"{(len(result.token_ids) - 1) / decode_s:.1f} tokens/s, " if rounds else ""
     tau = f"tau {result.tau:.2f}, " if result.tau else ""
+    tau += f"{result.num_copied} of them copied, " if result.num_copied else ""
     seed = "" if result.seed is None else f", seed {result.seed}"
     return (
         f"{len(result.token_ids)} tokens ({result.stop_reason}), {speed}{tau}"
@@ -138,6 +147,7 @@ def summary(target: Target, prompt_ids: list[int], result: GenerationResult) -> 
         "stop_string": result.stop_string,
         "seed": result.seed,
         "tau": result.tau,
+        "num_copied": result.num_copied,
         "accept_lengths": result.accept_lengths,
         "acceptance_by_depth": result.acceptance_by_depth,
         "timing": vars(result.timing),

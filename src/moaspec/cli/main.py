@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moaspec.cli import console
+from moaspec.cli.calibrate import calibrate
 from moaspec.cli.chat import chat
 from moaspec.cli.check import check
 from moaspec.cli.checkpoint import app as checkpoint
@@ -37,7 +38,7 @@ def settings(
     console.DEBUG.set(debug)
 
 
-for command in (generate, chat, models, info, train, demo, check):
+for command in (generate, chat, models, info, train, calibrate, demo, check):
     app.command()(command)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)

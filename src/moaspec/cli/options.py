@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
+
+from moaspec.decode.shaping import FreeBranches as Setting
 
 MODEL = "smollm2-135m"
 
@@ -14,6 +17,25 @@ DrafterName = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="At most so many tokens.")]
 Shape = Annotated[str, typer.Option(help="auto, chain:LENGTH or tree:DEPTH,BREADTH,TOTAL_TOKENS.")]
+
+
+class FreeBranchesOption(StrEnum):
+    """Values of --free-branches."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+    @property
+    def setting(self) -> Setting:
+        """The value of the Python option."""
+        settings: dict[str, Setting] = {"auto": "auto", "on": True, "off": False}
+        return settings[self.value]
+
+
+FreeBranches = Annotated[
+    FreeBranchesOption, typer.Option(help="Also try what the text itself said before.")
+]
 Temperature = Annotated[float, typer.Option(help="0 takes the best token.")]
 TopK = Annotated[int, typer.Option(help="Sample among so many tokens; 0: all.")]
 TopP = Annotated[float, typer.Option(help="Sample among tokens of this mass.")]

@@ -11,9 +11,12 @@ from moaspec.decode.api import (
     local_engine,
     local_parts,
     sampling_params,
+    shaping_for,
     start,
     stream,
 )
+from moaspec.decode.calibrate import calibrate, stored_costs
+from moaspec.decode.cost import CostTable
 from moaspec.decode.engine import Engine
 from moaspec.decode.hook import custom_generate
 from moaspec.decode.lookup import PromptLookup
@@ -22,15 +25,19 @@ from moaspec.decode.replay import Replay
 from moaspec.decode.result import Event, GenerationResult, Timing, acceptance_by_depth
 from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.session import Session
+from moaspec.decode.shaping import CostShape, FixedShape, ShapePolicy, Shaping
 from moaspec.decode.tree import AUTO, Chain, Tree, parse_shape
 
 __all__ = [
     "AUTO",
     "GREEDY",
     "Chain",
+    "CostShape",
+    "CostTable",
     "Drafter",
     "Engine",
     "Event",
+    "FixedShape",
     "GenerationResult",
     "Options",
     "PromptLookup",
@@ -38,10 +45,13 @@ __all__ = [
     "RowOptions",
     "SamplingParams",
     "Session",
+    "ShapePolicy",
+    "Shaping",
     "Timing",
     "Tree",
     "acceptance_by_depth",
     "bundled_drafters",
+    "calibrate",
     "choices",
     "custom_generate",
     "generate",
@@ -51,6 +61,8 @@ __all__ = [
     "local_parts",
     "parse_shape",
     "sampling_params",
+    "shaping_for",
     "start",
+    "stored_costs",
     "stream",
 ]

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 from moaspec.decode.baselines import baseline_drafting
+from moaspec.decode.calibrate import stored_costs
+from moaspec.decode.cost import PRIOR
 from moaspec.decode.engine import Engine
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import DRAFTER_METHODS, Drafter
 from moaspec.decode.result import Event, GenerationResult
 from moaspec.decode.sampling import LogitsProcessor, SamplingParams
-from moaspec.decode.tree import Tree, parse_shape
+from moaspec.decode.shaping import FreeBranches, Shaping
+from moaspec.decode.tree import Tree
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError, UnknownModelError
 from moaspec.model import MoADrafter, load_checkpoint
@@ -142,6 +145,32 @@ def _drafting(
     return drafter
 
 
+def shaping_for(
+    target: Target,
+    drafter: MoADrafter | Drafter | None,
+    *,
+    tree: Tree | str = "auto",
+    free_branches: FreeBranches = "auto",
+    num_target_layers: int | None = None,
+) -> Shaping:
+    """How rows of this target and drafter decide what to draft, by what `calibrate` has stored.
+
+    Args:
+        target: of the rows.
+        drafter: of the rows; what it costs is known for `MoADrafter` only.
+        tree: see `Options`.
+        free_branches: see `Options`.
+        num_target_layers: see `Options`.
+
+    Raises:
+        InputError: a shape or setting that does not exist.
+    """
+    if tree != "auto" or not isinstance(drafter, MoADrafter):
+        return Shaping(tree, free_branches)
+    costs = stored_costs(target, drafter, num_target_layers=num_target_layers)
+    return Shaping(tree, free_branches, costs, drafter.config.acceptance or PRIOR)
+
+
 class RowOptions(TypedDict, total=False):
     """Keyword arguments of everything that decodes one text.
 
@@ -152,7 +181,12 @@ class RowOptions(TypedDict, total=False):
         logits_processors: functions of (prefix token ids, logits); see `SamplingParams`.
         stop: a string or several; the text ends with the token that completes one.
         stop_token_ids: ids that end a row; None takes the target's own.
-        tree: "auto", "chain:4", "tree:6,8,62", or a `Tree` or `Chain`.
+        tree: "chain:4", "tree:6,8,62", a `Tree` or `Chain`; or "auto": the shape that pays most on
+            this machine, plain rounds included, where `moaspec calibrate` has measured it for this
+            target, drafter, dtype and number of threads, else a small fixed one.
+        free_branches: whether candidates out of the text itself are verified beside the drafts:
+            True, False, or "auto" (the default): together with `tree="auto"`, where this machine
+            was measured, as long as they pay. Their tokens are reported as "copy".
     """
 
     max_new_tokens: int
@@ -170,6 +204,7 @@ class RowOptions(TypedDict, total=False):
     stop: str | Iterable[str]
     stop_token_ids: Iterable[int] | None
     tree: Tree | str
+    free_branches: FreeBranches
 
 
 class Options(RowOptions, total=False):
@@ -250,13 +285,19 @@ def start(
     number = options.get("num_choices", 1)
     if not isinstance(number, int) or number < 1:
         raise InputError(f"num_choices must be an integer of at least 1, got {number!r}.")
+    drafter, layers = options.get("drafter"), options.get("num_target_layers")
     settings = row_settings(target, options)
-    engine = local_engine(
-        target, options.get("drafter"), num_target_layers=options.get("num_target_layers")
-    )
+    shaping = row_shaping(target, drafter, options, num_target_layers=layers)
+    engine = local_engine(target, drafter, num_target_layers=layers)
     sampling = settings.pop("sampling")
     handles = [
-        engine.add(token_ids(prompt), sampling=replace(sampling, choice=choice), **settings)
+        engine.add(
+            token_ids(prompt),
+            shape=shaping.policy(),
+            free_branches=shaping.branches(),
+            sampling=replace(sampling, choice=choice),
+            **settings,
+        )
         for prompt in prompts
         for choice in range(number)
     ]
@@ -273,15 +314,31 @@ def check_options(options: Mapping[str, Any], known: type) -> None:
 
 
 def row_settings(target: Target, options: RowOptions) -> dict[str, Any]:
-    """What `options` mean for `Engine.add`."""
+    """What `options` mean for `Engine.add`, all but what to draft."""
     stops = options.get("stop_token_ids")
     return {
         "max_new_tokens": options.get("max_new_tokens", 64),
         "stop_token_ids": target.stop_token_ids if stops is None else stops,
         "stop": options.get("stop", ()),
-        "shape": tree_shape(options.get("tree", "auto")),
         "sampling": sampling_params(options),
     }
+
+
+def row_shaping(
+    target: Target,
+    drafter: MoADrafter | Drafter | None,
+    options: RowOptions,
+    *,
+    num_target_layers: int | None = None,
+) -> Shaping:
+    """What `options` mean for what rows draft."""
+    return shaping_for(
+        target,
+        drafter,
+        tree=options.get("tree", "auto"),
+        free_branches=options.get("free_branches", "auto"),
+        num_target_layers=num_target_layers,
+    )
 
 
 def _is_batch(prompt_ids: Any) -> bool:
@@ -310,16 +367,3 @@ def sampling_params(options: RowOptions) -> SamplingParams:
     given: dict[str, Any] = {name: value for name, value in options.items() if name in names}
     processors = tuple(options.get("logits_processors", ()))
     return SamplingParams(processors=processors, **given).resolved()
-
-
-def tree_shape(tree: Tree | str) -> Tree:
-    """A shape, or the text that names one.
-
-    Raises:
-        InputError: neither.
-    """
-    if isinstance(tree, Tree):
-        return tree
-    if isinstance(tree, str):
-        return parse_shape(tree)
-    raise InputError(f'tree must be "auto", Tree(...) or Chain(...), got {tree!r}.')

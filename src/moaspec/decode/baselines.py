@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moaspec.decode.cache import KVCache
-from moaspec.decode.growing import Growing, Level, Reading
+from moaspec.decode.growing import Growing, Level, Reading, layer_cache
 from moaspec.decode.protocols import Drafter, Features, Need, RowText
 from moaspec.decode.tree import Tree
 from moaspec.model.baselines import Baseline
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.independent import IndependentDrafter
 from moaspec.model.layers import SelfAttend, masked_attention
-from moaspec.model.stack import StackConfig
 from moaspec.target import Target
 
 
@@ -29,24 +28,7 @@ def baseline_drafting(module: Baseline, target: Target) -> Drafter:
     return IndependentDrafting(module, target)
 
 
-class _Headed(Growing):
-    """Drafts through the target's own head."""
-
-    def __init__(self, module: Baseline, target: Target) -> None:
-        super().__init__(target, module.draft_token_ids, _text_cache(target, module.config))
-        self._head = target.head_rows(module.draft_token_ids)
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens can be drafted."""
-        return self._head[0].shape[0]
-
-    def log_q(self, states_BWE: Tensor) -> Tensor:
-        """Log-probabilities over the draft vocabulary, float32."""
-        return self.target.logits(states_BWE, self._head).log_softmax(-1)
-
-
-class EagleDrafting(_Headed):
+class EagleDrafting(Growing):
     """Needs the target's final state of every verified token.
 
     Args:
@@ -58,7 +40,7 @@ class EagleDrafting(_Headed):
     lag = 1
 
     def __init__(self, module: EagleDrafter, target: Target) -> None:
-        super().__init__(module, target)
+        super().__init__(target, *_parts(module, target))
         self.module = module
         self.hidden: dict[int, Tensor] = {}
 
@@ -127,7 +109,7 @@ class _EagleLevel(Level):
         self._states_BUE = torch.cat([*known, states_BWE], dim=1)
 
 
-class IndependentDrafting(_Headed):
+class IndependentDrafting(Growing):
     """Needs nothing of the target but its embeddings and its head.
 
     Args:
@@ -136,7 +118,7 @@ class IndependentDrafting(_Headed):
     """
 
     def __init__(self, module: IndependentDrafter, target: Target) -> None:
-        super().__init__(module, target)
+        super().__init__(target, *_parts(module, target))
         self.module = module
 
     def level(self, rows: Sequence[RowText], shape: Tree) -> Level:
@@ -162,11 +144,7 @@ class _IndependentLevel(Level):
         return module.read(embeddings, reading.position_ids_BT, attends)
 
 
-def _text_cache(target: Target, config: StackConfig) -> KVCache:
-    return KVCache(
-        num_layers=config.num_layers,
-        num_heads=config.layer.num_kv_heads,
-        head_dim=config.layer.head_dim,
-        dtype=target.dtype,
-        device=target.device,
-    )
+def _parts(module: Baseline, target: Target) -> tuple[Tensor | None, KVCache, nn.Module]:
+    """Draft vocabulary, cache of the text, and head of a baseline."""
+    ids, config = module.draft_token_ids, module.config
+    return ids, layer_cache(target, config.layer, config.num_layers), target.draft_head(ids)

@@ -82,17 +82,21 @@ class KVCache:
             0..S' - 1, each (B, H, S', D).
         """
         put = self._put_one if len(rows) == 1 else self._put_many(rows, starts, num_tokens)
-        leading = list(rows) == list(range(len(rows)))
-        index = None if leading else torch.tensor(rows, device=self._data.device)
+        index = self._index(rows)
 
         def write(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
             data = self._data[layer]
             for part, new in enumerate((key_BHTD, value_BHTD)):
                 put(data[part], new, rows[0], starts[0])
-            stored = data[:, : len(rows)] if index is None else data.index_select(1, index)
-            return stored[0, :, :, :visible], stored[1, :, :, :visible]
+            return data[0, index, :, :visible], data[1, index, :, :visible]
 
         return write
+
+    def _index(self, rows: Sequence[int]) -> slice | Tensor:
+        """Rows as an index: neighbours as a slice, which copies nothing."""
+        if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+            return slice(rows[0], rows[0] + len(rows))
+        return torch.tensor(rows, device=self._data.device)
 
     @staticmethod
     def _put_one(data_RHSD: Tensor, new_BHTD: Tensor, row: int, start: int) -> None:
@@ -132,10 +136,8 @@ class KVCache:
 
     def view(self, rows: Sequence[int], visible: int) -> tuple[Tensor, Tensor]:
         """Keys and values of these rows in the only layer, each (B, H, visible, D)."""
-        data = self._data[0, :, :, :, :visible]
-        if list(rows) == list(range(len(rows))):
-            return data[0, : len(rows)], data[1, : len(rows)]
-        return data[0, list(rows)], data[1, list(rows)]
+        data, index = self._data[0, :, :, :, :visible], self._index(rows)
+        return data[0, index], data[1, index]
 
 
 def prefix_mask(lengths: Sequence[int], visible: int, device: torch.device) -> Tensor:
@@ -155,8 +157,10 @@ def tree_mask(starts: Sequence[int], tree_BTU: Tensor, visible: int) -> Tensor:
     Returns:
         (B, 1, T, S') bool: all slots before start, then what `tree_BTU` says, then nothing.
     """
-    batch, queries, own = tree_BTU.shape
-    mask = prefix_mask(starts, visible, tree_BTU.device).repeat(1, 1, queries, 1)
-    for row in range(batch):
-        mask[row, 0, :, starts[row] : starts[row] + own] = tree_BTU[row]
-    return mask
+    own = tree_BTU.shape[2]
+    starts_B1 = torch.tensor(starts, device=tree_BTU.device)[:, None]
+    offset_BS = torch.arange(visible, device=tree_BTU.device) - starts_B1
+    index_BTS = offset_BS.clamp(0, own - 1)[:, None].expand(-1, tree_BTU.shape[1], -1)
+    inside_BS = (offset_BS >= 0) & (offset_BS < own)
+    mask_BTS = (tree_BTU.gather(2, index_BTS) & inside_BS[:, None]) | (offset_BS < 0)[:, None]
+    return mask_BTS[:, None]

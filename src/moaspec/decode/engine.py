@@ -8,45 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Coroutine, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from moaspec.decode.protocols import Drafter, Request, RowText, Verdict, Verifier
-from moaspec.decode.result import Event, GenerationResult, Source, StopReason
+from moaspec.decode.result import Event, GenerationResult, StopReason
+from moaspec.decode.row import Row, check_bias, check_prompt
 from moaspec.decode.sampling import GREEDY, SamplingParams
+from moaspec.decode.shaping import FixedShape, ShapePolicy
 from moaspec.decode.stop import StopStrings, stop_strings
 from moaspec.decode.tree import AUTO, DraftTree, Tree
-from moaspec.errors import InputError, PromptError
+from moaspec.errors import InputError
 
 T = TypeVar("T")
-
-
-@dataclass
-class _Row:
-    """Host-side state of one request."""
-
-    handle: int
-    row: int
-    token_ids: list[int]
-    max_new_tokens: int
-    stop_token_ids: frozenset[int]
-    stop: StopStrings | None
-    shape: Tree
-    sampling: SamplingParams
-    prompt_length: int
-    keep: bool
-    prefilled: bool = False
-    base: int = 0  # verified tokens whose activations the verifier holds
-    result: GenerationResult = field(default_factory=GenerationResult)
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def remaining(self) -> int:
-        return self.max_new_tokens - len(self.result.token_ids)
-
-    def request(self, base: int, known: Sequence[int], tree: DraftTree) -> Request:
-        """What the verifier is asked for this row."""
-        return Request(self.row, base, tuple(known), tree, self.sampling, self.prompt_length)
 
 
 class Engine:
@@ -74,8 +47,8 @@ class Engine:
         self._verifier, self._drafter = verifier, drafter
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self._tokenizer, self._switches = tokenizer, tuple(rope_switches)
-        self._rows: dict[int, _Row] = {}
-        self._parked: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
+        self._parked: dict[int, Row] = {}
         self._next_handle = 0
 
     @property
@@ -90,7 +63,8 @@ class Engine:
         max_new_tokens: int,
         stop_token_ids: Iterable[int] = (),
         stop: str | Iterable[str] = (),
-        shape: Tree = AUTO,
+        shape: Tree | ShapePolicy = AUTO,
+        free_branches: Tree | ShapePolicy | None = None,
         sampling: SamplingParams = GREEDY,
         keep: bool = False,
         after: int | None = None,
@@ -102,7 +76,9 @@ class Engine:
             max_new_tokens: at most so many; with 0 the next `step` ends the row.
             stop_token_ids: ids that end the row.
             stop: strings that end the row as soon as its generated text contains one.
-            shape: of the drafts.
+            shape: of the drafts, or a policy of this row's own that decides it every round.
+            free_branches: the same for candidates out of the row's own text, which are verified
+                beside the drafts and reported as copies; None for none.
             sampling: how tokens are chosen; a seed is drawn where one is needed and missing.
             keep: hold the row's caches when it ends, for a later request to come `after` it or
                 until `forget`.
@@ -124,14 +100,17 @@ class Engine:
         strings = stop_strings(stop)
         sampling = sampling.resolved()
         old = None if after is None else self._parked_row(after)
-        row = _Row(
+        row = Row(
             handle=self._next_handle,
             row=self._free_row() if old is None else old.row,
             token_ids=list(prompt_ids),
             max_new_tokens=max_new_tokens,
             stop_token_ids=frozenset(stop_token_ids),
             stop=StopStrings(strings, self._tokenizer) if strings else None,
-            shape=shape,
+            policy=FixedShape(shape) if isinstance(shape, Tree) else shape,
+            branches=(
+                FixedShape(free_branches) if isinstance(free_branches, Tree) else free_branches
+            ),
             sampling=sampling,
             prompt_length=len(prompt_ids),
             keep=keep,
@@ -153,7 +132,7 @@ class Engine:
         del self._parked[handle]
         self._close(row)
 
-    def _parked_row(self, handle: int) -> _Row:
+    def _parked_row(self, handle: int) -> Row:
         if handle not in self._parked:
             raise InputError(
                 f"Request {handle} is not kept: add it with keep=True and let it end first."
@@ -164,7 +143,7 @@ class Engine:
         used = {row.row for rows in (self._rows, self._parked) for row in rows.values()}
         return next(i for i in range(len(used) + 1) if i not in used)
 
-    def _take_over(self, row: _Row, old: _Row) -> None:
+    def _take_over(self, row: Row, old: Row) -> None:
         """Keep of an old row what is the same in the new one; its last token is always read."""
         common = _common_length(old.token_ids, row.token_ids[:-1])
         same_keys = self._regime(old.base) == self._regime(len(row.token_ids))
@@ -223,7 +202,7 @@ class Engine:
             self._finish(row, "max_new_tokens")
         return [Event(row.handle, (), (), "max_new_tokens") for row in done]
 
-    async def _prefill(self, rows: Sequence[_Row]) -> list[Event]:
+    async def _prefill(self, rows: Sequence[Row]) -> list[Event]:
         started = time.perf_counter()
         requests = [row.request(row.base, row.token_ids[row.base :], DraftTree()) for row in rows]
         verdicts = await self._verifier.verify(requests)
@@ -236,7 +215,7 @@ class Engine:
             row.result.timing.prefill_s += elapsed
         return events
 
-    async def _round(self, rows: Sequence[_Row]) -> list[Event]:
+    async def _round(self, rows: Sequence[Row]) -> list[Event]:
         """Draft, verify, take in: one target pass for all rows."""
         started = time.perf_counter()
         trees = self._draft(rows)
@@ -255,7 +234,7 @@ class Engine:
             row.result.timing.encode_s += encode_s
         return events
 
-    def _request(self, row: _Row, tree: DraftTree) -> Request:
+    def _request(self, row: Row, tree: DraftTree) -> Request:
         """The newest token and its drafts; the whole text where all its keys have changed."""
         if not self._outgrown(row):
             return row.request(row.base, row.token_ids[-1:], tree)
@@ -263,77 +242,61 @@ class Engine:
             self._drafter.close(row.row)
         return row.request(0, row.token_ids, DraftTree())
 
-    def _outgrown(self, row: _Row) -> bool:
+    def _outgrown(self, row: Row) -> bool:
         """Whether the text crossed a switch of its rotary embeddings since it was verified."""
         return self._regime(row.base) != self._regime(len(row.token_ids))
 
-    def _draft(self, rows: Sequence[_Row]) -> list[DraftTree]:
+    def _draft(self, rows: Sequence[Row]) -> list[DraftTree]:
         """Trees for all rows; rows that want the same shape are drafted together."""
         trees = [DraftTree()] * len(rows)
         by_shape: dict[Tree, list[int]] = {}
         for i, row in enumerate(rows):
-            shape = self._shape(row)
+            shape = self._shape(row, row.policy, len(rows)) if self._drafter else None
             if shape is not None:
                 by_shape.setdefault(shape, []).append(i)
-        if self._drafter is None:
-            return trees
         for shape, indices in by_shape.items():
+            assert self._drafter is not None
             texts = [RowText(rows[i].row, rows[i].token_ids, rows[i].sampling) for i in indices]
             drafts = self._drafter.propose(texts, shape)
             for i, tree in zip(indices, drafts, strict=True):
                 trees[i] = tree
-        return trees
+        return [
+            row.branched(tree, self._shape(row, row.branches, len(rows)))
+            for row, tree in zip(rows, trees, strict=True)
+        ]
 
-    def _shape(self, row: _Row) -> Tree | None:
+    def _shape(self, row: Row, policy: ShapePolicy | None, num_rows: int) -> Tree | None:
         """What to draft for a row: nothing when one token is left, nothing past the context.
 
         Nothing either past the next change of all keys, or when such a change is due.
         """
-        if row.remaining <= 1 or self._outgrown(row):
-            return None
         length = len(row.token_ids)
+        shape = None if policy is None else policy.shape(length, num_rows)
+        if shape is None or row.remaining <= 1 or self._outgrown(row):
+            return None
         ends = [self._max_positions, *(s for s in self._switches if s >= length)]
-        return row.shape.limited(min(ends) - length)
+        return shape.limited(min(ends) - length)
 
-    def _take(self, row: _Row, request: Request, verdict: Verdict) -> Event:
+    def _take(self, row: Row, request: Request, verdict: Verdict) -> Event:
         """Emit what a verdict brought, up to the row's end."""
         if self._drafter is not None and verdict.features is not None:
             self._drafter.observe(row.row, verdict.features)
         accepted = [request.tree.tokens[node] for node in verdict.accepted]
-        tokens, reason = self._kept(row, [*accepted, verdict.next_token])
-        sources: list[Source] = ["draft" for _ in accepted]
-        sources.append("target")
-        result = row.result
+        tokens, reason = row.kept([*accepted, verdict.next_token], self._max_positions)
+        sources = row.sources(request.tree, verdict.accepted)[: len(tokens)]
         if row.prefilled:
-            result.accept_lengths.append(len(tokens))
-            result.drafted_depths.append(max(request.tree.depths, default=0))
-            result.num_drafted += len(request.tree.tokens)
+            row.count(request.tree, verdict.accepted, sources)
         row.prefilled = True
         row.base = request.base + len(request.known) + len(accepted)
         row.token_ids += tokens
-        result.token_ids += tokens
-        result.sources += sources[: len(tokens)]
-        result.logprobs += verdict.logprobs[: len(tokens)]
+        row.result.token_ids += tokens
+        row.result.sources += sources
+        row.result.logprobs += verdict.logprobs[: len(tokens)]
         if reason is not None:
             self._finish(row, reason)
-        return Event(row.handle, tuple(tokens), tuple(sources[: len(tokens)]), reason)
+        return Event(row.handle, tuple(tokens), tuple(sources), reason)
 
-    def _kept(self, row: _Row, tokens: list[int]) -> tuple[list[int], StopReason | None]:
-        """Tokens up to and including the first that ends the row, and why it ends."""
-        room = self._max_positions - len(row.token_ids)
-        for i, token in enumerate(tokens, start=1):
-            if token in row.stop_token_ids:
-                return tokens[:i], "stop_token"
-            if row.stop and (found := row.stop.push(token)):
-                row.result.stop_string = found
-                return tokens[:i], "stop_string"
-            if i == row.remaining:
-                return tokens[:i], "max_new_tokens"
-            if i == room:
-                return tokens[:i], "context"
-        return tokens, None
-
-    def _finish(self, row: _Row, reason: StopReason) -> None:
+    def _finish(self, row: Row, reason: StopReason) -> None:
         row.result.stop_reason = reason
         row.result.timing.total_s = time.perf_counter() - row.started
         del self._rows[row.handle]
@@ -342,7 +305,7 @@ class Engine:
         else:
             self._close(row)
 
-    def _close(self, row: _Row) -> None:
+    def _close(self, row: Row) -> None:
         self._verifier.close(row.row)
         if self._drafter is not None:
             self._drafter.close(row.row)
@@ -352,33 +315,6 @@ def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens that two texts have in common at their beginning."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
-def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int) -> None:
-    """Raise PromptError for a prompt that the target cannot take."""
-    if not prompt_ids:
-        raise PromptError("The prompt is empty; give at least one token.")
-    if len(prompt_ids) >= max_positions:
-        raise PromptError(
-            f"The prompt has {len(prompt_ids)} tokens; the target's context of {max_positions} "
-            "leaves no room to generate. Shorten the prompt."
-        )
-    outside = [token for token in prompt_ids if not 0 <= token < vocab_size]
-    if outside:
-        raise PromptError(
-            f"Token id {outside[0]} is outside the target's vocabulary (0..{vocab_size - 1}). "
-            "Was another tokenizer used?"
-        )
-
-
-def check_bias(sampling: SamplingParams, vocab_size: int) -> None:
-    """Raise InputError for a bias on tokens that the target does not have."""
-    outside = [token for token in sampling.logit_bias if token >= vocab_size]
-    if outside:
-        raise InputError(
-            f"logit_bias names token id {outside[0]}, outside the target's vocabulary "
-            f"(0..{vocab_size - 1})."
-        )
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:

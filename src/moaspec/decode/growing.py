@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moaspec.decode.cache import KVCache, tree_mask
 from moaspec.decode.coupling import Ranking
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import DraftTree, Tree
 from moaspec.errors import ShapeError
+from moaspec.model.config import LayerConfig
 from moaspec.target import Target
 
 
@@ -69,6 +70,10 @@ class Growing(ABC):
         target: the target it drafts for.
         draft_token_ids: the trimmed vocabulary, None for the full one.
         text: keys and values of the text, of as many layers as read it.
+        head: of the target, for the tokens that can be drafted (see `Target.draft_head`).
+
+    Attributes:
+        vocabulary: how many tokens can be drafted.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -76,18 +81,22 @@ class Growing(ABC):
     """How many tokens ahead of its slot a token is: 1 where it is read with its predecessor's
     state."""
 
-    def __init__(self, target: Target, draft_token_ids: Tensor | None, text: KVCache) -> None:
+    def __init__(
+        self, target: Target, draft_token_ids: Tensor | None, text: KVCache, head: nn.Module
+    ) -> None:
         self.target, self.text = target, text
-        self._draft_token_ids = draft_token_ids
+        self._head, self._draft_token_ids = head, draft_token_ids
+        self.vocabulary = target.vocab_size if draft_token_ids is None else len(draft_token_ids)
+        self._vocabulary_ids = self._token_ids(torch.arange(self.vocabulary, device=target.device))
         self.read: dict[int, int] = {}
 
     @abstractmethod
     def level(self, rows: Sequence[RowText], shape: Tree) -> Level:
         """What reads the tokens of one round."""
 
-    @abstractmethod
     def log_q(self, states_BWE: Tensor) -> Tensor:
         """Log-probabilities over the draft vocabulary, float32."""
+        return self.target.logits(states_BWE, self._head).log_softmax(-1)
 
     def encode(
         self, _activations_1N: Tensor, _position_ids_1N: Tensor, counts: Sequence[int]
@@ -110,11 +119,6 @@ class Growing(ABC):
         """Give the cache's memory back; no row may be in use."""
         self.text.release()
 
-    @property
-    @abstractmethod
-    def vocabulary(self) -> int:
-        """How many tokens can be drafted."""
-
     @torch.inference_mode()
     def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
         """Grow one tree per row, all rows level by level together."""
@@ -124,7 +128,7 @@ class Growing(ABC):
                 f"Tree breadth {shape.breadth} exceeds the draft vocabulary of {vocabulary}."
             )
         level = self.level(rows, shape)
-        ranking = Ranking(rows, self._token_ids(torch.arange(vocabulary, device=level.device)))
+        ranking = Ranking(rows, self._vocabulary_ids)
         children = ranking.children(level.read_root(), shape.breadth, 0)
         nodes, frontier = _first_level(*children)
         for depth in range(1, shape.depth):
@@ -141,9 +145,12 @@ class Growing(ABC):
         """The best nodes by cumulative score. Stable sorting keeps every parent of a kept node."""
         order = nodes.scores.sort(dim=1, descending=True, stable=True).indices
         kept_BN = order[:, :total_tokens].sort(dim=1).values
-        tokens = self._token_ids(nodes.tokens.gather(1, kept_BN)).tolist()
-        parents = nodes.parents.gather(1, kept_BN).tolist()
-        return [_renumbered(*row) for row in zip(kept_BN.tolist(), tokens, parents, strict=True)]
+        tokens_BN = self._token_ids(nodes.tokens.gather(1, kept_BN))
+        # A parent's place among the kept nodes; the root stays -1.
+        old_BN = nodes.parents.gather(1, kept_BN)
+        parents_BN = torch.searchsorted(kept_BN, old_BN).masked_fill(old_BN < 0, -1)
+        rows = torch.stack((tokens_BN, parents_BN), dim=1).tolist()
+        return [DraftTree(tuple(tokens), tuple(parents)) for tokens, parents in rows]
 
 
 @dataclass(frozen=True)
@@ -275,7 +282,12 @@ def _next_level(
     return grown, nodes.tokens.shape[1] + best_BW
 
 
-def _renumbered(kept: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> DraftTree:
-    """A tree whose parents point into the kept nodes."""
-    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-    return DraftTree(tuple(tokens), tuple(place[parent] for parent in parents))
+def layer_cache(target: Target, layer: LayerConfig, num_layers: int = 1) -> KVCache:
+    """A cache for layers of a drafter, in the target's dtype and place."""
+    return KVCache(
+        num_layers=num_layers,
+        num_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        dtype=target.dtype,
+        device=target.device,
+    )

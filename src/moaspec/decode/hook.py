@@ -31,11 +31,12 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from moaspec.decode.api import local_engine, tree_shape
+from moaspec.decode.api import local_engine, shaping_for
 from moaspec.decode.engine import Engine
 from moaspec.decode.protocols import Drafter
 from moaspec.decode.result import GenerationResult
 from moaspec.decode.sampling import LogitsProcessor, SamplingParams
+from moaspec.decode.shaping import FreeBranches, Shaping
 from moaspec.decode.tree import Tree
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
@@ -60,9 +61,15 @@ class CustomGenerate:
     """What `custom_generate` returns; transformers calls it as a decoding loop."""
 
     def __init__(
-        self, drafter: MoADrafter | Drafter | None, tree: Tree, num_target_layers: int | None
+        self,
+        drafter: MoADrafter | Drafter | None,
+        tree: Tree | str,
+        free_branches: FreeBranches,
+        num_target_layers: int | None,
     ) -> None:
-        self._drafter, self._tree, self._num_target_layers = drafter, tree, num_target_layers
+        Shaping(tree, free_branches)  # refuses what is no shape now, not at the first call
+        self._drafter, self._tree, self._free_branches = drafter, tree, free_branches
+        self._num_target_layers = num_target_layers
 
     def __call__(
         self,
@@ -82,6 +89,7 @@ class CustomGenerate:
         _check(model, input_ids, generation_config, model_kwargs)
         target = Target(model, None, name=model.config.name_or_path or "this model", freeze=False)
         engine = local_engine(target, self._drafter, num_target_layers=self._num_target_layers)
+        shaping = self._shaping(target)
         prompts = _Prompts(input_ids, model_kwargs.get("attention_mask"))
         choices = generation_config.num_return_sequences or 1
         limit = int(generation_config.max_length) - input_ids.shape[1]
@@ -90,7 +98,8 @@ class CustomGenerate:
             engine.add(
                 prompts.token_ids(row),
                 max_new_tokens=limit,
-                shape=self._tree,
+                shape=shaping.policy(),
+                free_branches=shaping.branches(),
                 sampling=replace(
                     sampling, choice=row % choices, processors=prompts.adapt(processors, row)
                 ),
@@ -103,11 +112,21 @@ class CustomGenerate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
 
+    def _shaping(self, target: Target) -> Shaping:
+        return shaping_for(
+            target,
+            self._drafter,
+            tree=self._tree,
+            free_branches=self._free_branches,
+            num_target_layers=self._num_target_layers,
+        )
+
 
 def custom_generate(
     drafter: MoADrafter | Drafter | None = None,
     *,
     tree: Tree | str = "auto",
+    free_branches: FreeBranches = "auto",
     num_target_layers: int | None = None,
 ) -> CustomGenerate:
     """Transformers' hook: `model.generate(**inputs, custom_generate=custom_generate(drafter))`.
@@ -122,16 +141,18 @@ def custom_generate(
 
     Args:
         drafter: as for `moaspec.generate`; None decodes plainly.
-        tree: shape of the drafts.
+        tree: shape of the drafts, as for `moaspec.generate`.
+        free_branches: as for `moaspec.generate`.
         num_target_layers: N, target layers that the drafter reuses; None takes its default.
 
     Raises:
-        InputError: by the call: beams and other modes, scores, logits, attentions or hidden states
-            asked for, embeddings or a filled cache as input, pads that are not on the left, a model
-            in training mode.
+        ShapeError: a text that is no shape.
+        InputError: something else than the types say; by the call: beams and other modes, scores,
+            logits, attentions or hidden states asked for, embeddings or a filled cache as input,
+            pads that are not on the left, a model in training mode.
         UnsupportedTargetError: by the call: a model that cannot be drafted for.
     """
-    return CustomGenerate(drafter, tree_shape(tree), num_target_layers)
+    return CustomGenerate(drafter, tree, free_branches, num_target_layers)
 
 
 def _streamer_of_caller(frame: FrameType) -> Any:

@@ -1,18 +1,62 @@
 """Prompt lookup: what followed the last few tokens when the text had them before.
 
-Legend: T tokens of the text.
+`NgramIndex` finds it, for one text as it grows. `PromptLookup` is a drafter that does nothing else;
+the engine's free branches put the same candidates beside those of any drafter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from moaspec.decode.protocols import RowText
 from moaspec.decode.textual import TextDrafter
 from moaspec.decode.tree import DraftTree, Tree, merged
 from moaspec.errors import InputError
+
+
+class NgramIndex:
+    """Where every short stretch of one text occurs, kept up to date as the text grows.
+
+    Args:
+        sizes: lengths of the stretches, those to look up first before the others.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = tuple(sizes)
+        self._text: list[int] = []
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take in what is new of a text; another text than before is read from its start."""
+        read = len(self._text)
+        if list(token_ids[:read]) != self._text:
+            self._text, self._followers, read = [], {}, 0
+        self._text += token_ids[read:]
+        for place in range(read, len(self._text)):
+            for size in self._sizes:
+                if size <= place:
+                    stretch = tuple(self._text[place - size : place])
+                    self._followers.setdefault(stretch, []).append(place)
+
+    def paths(self, shape: Tree) -> list[tuple[int, ...]]:
+        """At most `breadth` different continuations of the text's end, each up to `depth` long.
+
+        The longest stretch that occurs earlier comes first, and of each the latest occurrence.
+        """
+        paths: list[tuple[int, ...]] = []
+        for place in self._places():
+            path = tuple(self._text[place : place + shape.depth])
+            if path not in paths:
+                paths.append(path)
+            if len(paths) == shape.breadth:
+                break
+        return paths
+
+    def _places(self) -> Iterator[int]:
+        """Where the text went on after an earlier occurrence of its end."""
+        for size in self._sizes:
+            if size <= len(self._text):
+                yield from reversed(self._followers.get(tuple(self._text[-size:]), ()))
 
 
 class PromptLookup(TextDrafter):
@@ -38,26 +82,24 @@ class PromptLookup(TextDrafter):
                 f"min_ngram={min_ngram}, max_ngram={max_ngram}."
             )
         self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._rows: dict[int, NgramIndex] = {}
+
+    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+        """Draft for every row, reading only what is new of each."""
+        return [
+            self._draft(self._rows.setdefault(row.row, NgramIndex(self._sizes)), row, shape)
+            for row in rows
+        ]
+
+    @staticmethod
+    def _draft(index: NgramIndex, row: RowText, shape: Tree) -> DraftTree:
+        index.extend(row.token_ids)
+        return merged(index.paths(shape), shape.total_tokens)
 
     def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
         """The continuations found, merged where they begin alike."""
-        paths: list[tuple[int, ...]] = []
-        for start in self._continuations(np.asarray(token_ids)):
-            path = tuple(token_ids[start : start + shape.depth])
-            if path not in paths:
-                paths.append(path)
-            if len(paths) == shape.breadth:
-                break
-        return merged(paths, shape.total_tokens)
+        return self._draft(NgramIndex(self._sizes), RowText(0, token_ids), shape)
 
-    def _continuations(self, text_T: npt.NDArray[np.int64]) -> Iterator[int]:
-        """Where the text went on after an earlier occurrence of its end."""
-        for size in self._sizes:
-            # The end itself is no occurrence, so every match has a token after it.
-            earlier = len(text_T) - size
-            if earlier < 1:
-                continue
-            equal = np.ones(earlier, dtype=np.bool_)
-            for offset in range(size):
-                equal &= text_T[offset : offset + earlier] == text_T[earlier + offset]
-            yield from (equal.nonzero()[0][::-1] + size).tolist()
+    def close(self, row: int) -> None:
+        """Forget a row's index."""
+        self._rows.pop(row, None)

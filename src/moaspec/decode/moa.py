@@ -5,20 +5,23 @@ Legend: B rows, T new tokens, W beams of a level, S visible slots, E hidden size
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Sequence
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moaspec.decode.cache import KVCache, prefix_mask, tree_mask
-from moaspec.decode.growing import Growing, Level, Own, Reading
+from moaspec.decode.growing import Growing, Level, Own, Reading, layer_cache
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import Tree
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
-from moaspec.model.config import LayerConfig
 from moaspec.model.layers import masked_attention
 from moaspec.target import Target
+from moaspec.target.packing import can_pack, pack_linears
 
 
 class MoADrafting(Growing):
@@ -52,13 +55,11 @@ class MoADrafting(Growing):
                 f"num_target_layers={layers}: this drafter has exits for "
                 f"{', '.join(map(str, config.num_target_layers))}."
             )
-        super().__init__(
-            target, drafter.draft_token_ids, layer_cache(target, config.self_attention)
-        )
+        self.module, head = prepared(drafter, target)
+        text = layer_cache(target, config.self_attention)
+        super().__init__(target, drafter.draft_token_ids, text, head)
         self.num_target_layers = layers
-        self.module = drafter
         self.target_cache: KVCache | None = None
-        self._head = target.head_rows(drafter.draft_token_ids)
         self.memory = layer_cache(target, config.cross_attention)
         self.remembered: dict[int, int] = {}
 
@@ -98,15 +99,6 @@ class MoADrafting(Growing):
         """Give the caches' memory back; no row may be in use."""
         super().release()
         self.memory.release()
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens can be drafted."""
-        return self._head[0].shape[0]
-
-    def log_q(self, states_BWE: Tensor) -> Tensor:
-        """Log-probabilities over the draft vocabulary, float32."""
-        return self.target.logits(states_BWE, self._head).log_softmax(-1)
 
     def level(self, rows: Sequence[RowText], shape: Tree) -> Level:
         """The speaker's passes of one round."""
@@ -157,12 +149,32 @@ class _Speaking(Level):
         )
 
 
-def layer_cache(target: Target, layer: LayerConfig) -> KVCache:
-    """A cache for one layer of a drafter, in the target's dtype and place."""
-    return KVCache(
-        num_layers=1,
-        num_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        dtype=target.dtype,
-        device=target.device,
+def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
+    """The drafter and its head as decoding runs them: packed copies where the CPU gains by them.
+
+    They are made once and again when weights change, so a drafter in training may be tried out at
+    any time. The drafter itself stays as it is.
+    """
+    ids = drafter.draft_token_ids
+    chosen = None if ids is None else ids.data_ptr()
+    key = (
+        weakref.ref(target),
+        target.packed,
+        target.dtype,
+        drafter.version,
+        drafter.training,
+        chosen,
     )
+    return cast(
+        tuple[MoADrafter, nn.Module],
+        drafter.prepared.get(key, lambda: (_packed(drafter), target.draft_head(ids))),
+    )
+
+
+def _packed(drafter: MoADrafter) -> MoADrafter:
+    weight = next(drafter.parameters())
+    if drafter.training or not can_pack(weight.dtype, weight.device):
+        return drafter
+    copied = copy.deepcopy(drafter)
+    pack_linears(copied)
+    return copied

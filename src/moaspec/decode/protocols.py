@@ -34,6 +34,8 @@ class Request:
         tree: drafts that hang below the last known token.
         sampling: how the row's tokens are chosen; with a seed where noise takes part.
         prompt_length: how many of the row's tokens are its prompt.
+        encode: whether the drafter wants features now. Where it does not, a later request of the
+            row brings those of all tokens verified meanwhile.
     """
 
     row: int
@@ -42,6 +44,7 @@ class Request:
     tree: DraftTree = field(default_factory=DraftTree)
     sampling: SamplingParams = GREEDY
     prompt_length: int = 0
+    encode: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Verdict:
     Attributes:
         accepted: nodes of the request's tree that are the target's own choices, in order.
         next_token: the target's choice after the last accepted node (or the last known token).
-        features: of all tokens that this request verified (`known` and accepted ones).
+        features: of all tokens verified since the row's last features (usually this request's
+            `known` and accepted ones); None where the request wanted none.
         logprobs: where the row asks for them, log-probabilities of the accepted tokens and of
             `next_token` under the target's own, unprocessed distribution.
         encode_s: seconds that the features of the whole pass took.

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
 
-Source = Literal["draft", "target"]
-"""Who proposed a token: an accepted draft, or the target's own choice where no draft matched."""
+Source = Literal["draft", "target", "copy"]
+"""Who proposed a token: the drafter, the target itself where no draft matched, or the text (a free
+branch that repeats what stood earlier)."""
 
 StopReason = Literal["stop_token", "stop_string", "max_new_tokens", "context", "aborted"]
 
@@ -58,8 +59,9 @@ class GenerationResult:
         sources: who proposed each of them.
         accept_lengths: tokens that each round emitted, bonus token included; the prefill's first
             token belongs to no round, and the last round counts what was kept.
-        drafted_depths: levels that each round drafted.
-        num_drafted: draft tokens verified over all rounds.
+        copied_lengths: how many of these each round took from free branches.
+        drafted_depths: levels that the drafter drafted in each round.
+        num_drafted: the drafter's tokens verified over all rounds.
         stop_reason: why it ended.
         stop_string: which stop string ended it; the text contains it, and what else its last token
             holds.
@@ -74,6 +76,7 @@ class GenerationResult:
     token_ids: list[int] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
+    copied_lengths: list[int] = field(default_factory=list)
     drafted_depths: list[int] = field(default_factory=list)
     num_drafted: int = 0
     stop_reason: StopReason | None = None
@@ -94,6 +97,17 @@ class GenerationResult:
         return sum(self.accept_lengths) / self.num_rounds if self.num_rounds else None
 
     @property
+    def num_copied(self) -> int:
+        """Tokens that free branches brought; part of `tau`, but not the drafter's merit."""
+        return sum(self.copied_lengths)
+
+    @property
+    def tau_without_copies(self) -> float | None:
+        """`tau` with the tokens of free branches left out of the count."""
+        emitted = sum(self.accept_lengths) - self.num_copied
+        return emitted / self.num_rounds if self.num_rounds else None
+
+    @property
     def acceptance_by_depth(self) -> list[float]:
         """Share of the rounds that drafted to depth d in which a draft of depth d was accepted."""
         return acceptance_by_depth([self])
@@ -104,8 +118,9 @@ def acceptance_by_depth(results: list[GenerationResult]) -> list[float]:
     hits: list[int] = []
     rounds: list[int] = []
     for result in results:
-        for emitted, depth in zip(result.accept_lengths, result.drafted_depths, strict=True):
-            hits = _add(hits, min(emitted - 1, depth))
+        lengths = zip(result.accept_lengths, result.copied_lengths, strict=True)
+        for (emitted, copied), depth in zip(lengths, result.drafted_depths, strict=True):
+            hits = _add(hits, min(emitted - 1 - copied, depth))
             rounds = _add(rounds, depth)
     return [hit / total for hit, total in zip_longest(hits, rounds, fillvalue=0)]
 

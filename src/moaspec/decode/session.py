@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Unpack
 
-from moaspec.decode.api import RowOptions, check_options, local_engine, row_settings, token_ids
+from moaspec.decode.api import (
+    RowOptions,
+    check_options,
+    local_engine,
+    row_settings,
+    row_shaping,
+    token_ids,
+)
 from moaspec.decode.protocols import Drafter
 from moaspec.decode.result import Event, GenerationResult
 from moaspec.model import MoADrafter
@@ -37,6 +44,7 @@ class Session:
         num_target_layers: int | None = None,
     ) -> None:
         self.target = target
+        self._drafter, self._num_target_layers = drafter, num_target_layers
         self._engine = local_engine(target, drafter, num_target_layers=num_target_layers)
         self._prompt: list[int] = []
         self._handle: int | None = None
@@ -80,8 +88,18 @@ class Session:
         """
         check_options(options, RowOptions)
         prompt, settings = token_ids(prompt_ids), row_settings(self.target, options)
+        shaping = row_shaping(
+            self.target, self._drafter, options, num_target_layers=self._num_target_layers
+        )
         self._stop()
-        self._handle = self._engine.add(prompt, keep=True, after=self._handle, **settings)
+        self._handle = self._engine.add(
+            prompt,
+            shape=shaping.policy(),
+            free_branches=shaping.branches(),
+            keep=True,
+            after=self._handle,
+            **settings,
+        )
         self._prompt, self._result = prompt, self._engine.result(self._handle)
         self._events = self._engine.run()
         return self._events

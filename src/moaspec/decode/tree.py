@@ -103,44 +103,60 @@ def parse_shape(text: str) -> Tree:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Drafted tokens and each one's parent (index into `tokens`, -1: the root)."""
+    """Drafted tokens and each one's parent (index into `tokens`, -1: the root).
+
+    Attributes:
+        tokens: by node.
+        parents: by node, each before its children.
+        num_copied: the last so many nodes come from the text itself, not from the drafter.
+    """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    num_copied: int = 0
 
     @property
     def depths(self) -> list[int]:
         """Level of each node; children of the root are 1."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
+        depths: list[int] = ancestor_matrix(self.parents).sum(1).tolist()
         return depths
 
 
 def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
     """[i, j] is True when node j is i itself or one of its ancestors."""
-    matrix = np.eye(len(parents), dtype=np.bool_)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            matrix[node] |= matrix[parent]
-    return matrix
+    above = np.array([*parents, -1])  # the last entry is where -1 points: the root is its own
+    nodes = np.arange(len(parents))
+    matrix = np.zeros((len(parents), len(parents) + 1), dtype=np.bool_)
+    level = nodes
+    while (level >= 0).any():
+        matrix[nodes, level] = True
+        level = above[level]
+    return matrix[:, :-1]
 
 
-def merged(paths: Iterable[Sequence[int]], total_tokens: int) -> DraftTree:
+def merged(
+    paths: Iterable[Sequence[int]], total_tokens: int, base: DraftTree | None = None
+) -> DraftTree:
     """One tree of several continuations, which share their common beginnings.
 
     Args:
         paths: continuations of the root, the most promising first.
         total_tokens: nodes at most; what comes after them is left out.
+        base: a tree to add them to; what they add to it counts as copied.
     """
-    nodes: dict[tuple[int, int], int] = {}
+    nodes = [] if base is None else list(zip(base.parents, base.tokens, strict=True))
+    known = {} if base is None else children(base)
     for path in paths:
         parent = -1
         for token in path:
-            if (parent, token) not in nodes and len(nodes) == total_tokens:
-                break
-            parent = nodes.setdefault((parent, token), len(nodes))
-    return DraftTree(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
+            if (parent, token) not in known:
+                if len(nodes) >= total_tokens:
+                    break
+                known[parent, token] = len(nodes)
+                nodes.append((parent, token))
+            parent = known[parent, token]
+    added = 0 if base is None else len(nodes) - len(base.tokens) + base.num_copied
+    return DraftTree(tuple(token for _, token in nodes), tuple(node for node, _ in nodes), added)
 
 
 def children(tree: DraftTree) -> dict[tuple[int, int], int]:

@@ -62,6 +62,8 @@ class LocalVerifier:
         self._needs: frozenset[Need] = drafter.needs if drafter is not None else frozenset()
         self._encode = drafter.encode if drafter is not None and self._needs else None
         self._texts: dict[int, list[int]] = {}
+        self._encoded: dict[int, int] = {}  # tokens of each row whose features were given out
+        self._held: dict[int, Tensor] = {}  # final states of later ones, (n, E)
         self.cache = KVCache(
             num_layers=target.num_layers,
             num_heads=target.num_kv_heads,
@@ -82,6 +84,8 @@ class LocalVerifier:
         """Give the cache's memory back; no row may be in use."""
         self.cache.release()
         self._texts.clear()
+        self._encoded.clear()
+        self._held.clear()
 
     def _verify(self, requests: Sequence[Request]) -> list[Verdict]:
         plans, early = self._prefill(requests)
@@ -172,29 +176,42 @@ class LocalVerifier:
         num_accepted: Sequence[int],
         hidden: Sequence[Sequence[Tensor]],
     ) -> list[object]:
-        """The drafter's encoding of every token that this verification committed."""
-        if self._encode is None:
-            return [None] * len(requests)
-        stops = [
-            request.base + len(request.known) + accepted
-            for request, accepted in zip(requests, num_accepted, strict=True)
-        ]
+        """The drafter's encoding of all committed tokens of a row that it has not encoded yet."""
+        features: list[object] = [None] * len(requests)
+        activations: list[Tensor] = []
         positions: list[int] = []
-        for request, stop in zip(requests, stops, strict=True):
-            positions += range(request.base, stop)
-        counts = [stop - request.base for request, stop in zip(requests, stops, strict=True)]
-        if "kv" in self._needs:
-            activations = torch.cat(
-                [self._kv(r, stop) for r, stop in zip(requests, stops, strict=True)], dim=1
-            )
-        else:
-            activations = torch.cat([states for row in hidden for states in row])[None]
-        position_ids_1N = torch.tensor([positions], device=self.target.device)
-        return self._encode(activations, position_ids_1N, counts)
+        counts: dict[int, int] = {}
+        for i, (request, accepted) in enumerate(zip(requests, num_accepted, strict=True)):
+            start = min(self._encoded.get(request.row, 0), request.base)
+            self._encoded[request.row] = start
+            self._hold(request, start, hidden[i])
+            if self._encode is None or not request.encode:
+                continue
+            stop = request.base + len(request.known) + accepted
+            activations.append(self._activations(request.row, start, stop))
+            positions += range(start, stop)
+            counts[i] = stop - start
+            self._encoded[request.row] = stop
+        if self._encode is not None and counts:
+            position_ids_1N = torch.tensor([positions], device=self.target.device)
+            joined = torch.cat(activations, dim=1)
+            encoded = self._encode(joined, position_ids_1N, list(counts.values()))
+            for i, feature in zip(counts, encoded, strict=True):
+                features[i] = feature
+        return features
 
-    def _kv(self, request: Request, stop: int) -> Tensor:
-        """Keys and values of a request's tokens up to `stop`, (1, n, L, K)."""
-        key_LHTD, value_LHTD = self.cache.read(request.row, request.base, stop)
+    def _hold(self, request: Request, start: int, fresh: Sequence[Tensor]) -> None:
+        """Keep final states from `start` on until they are encoded; no cache has them."""
+        if "hidden" in self._needs:
+            held = self._held.get(request.row)
+            earlier = [] if held is None else [held[: request.base - start]]
+            self._held[request.row] = torch.cat([*earlier, *fresh])
+
+    def _activations(self, row: int, start: int, stop: int) -> Tensor:
+        """What the drafter encodes of a row's tokens: (1, n, L, K), or final states (1, n, E)."""
+        if "hidden" in self._needs:
+            return self._held.pop(row)[None]
+        key_LHTD, value_LHTD = self.cache.read(row, start, stop)
         return layer_features(key_LHTD[:, None], value_LHTD[:, None])
 
 

@@ -22,6 +22,7 @@ from moaspec.decode import (
     Tree,
     generate,
 )
+from moaspec.decode.shaping import FreeBranches
 from moaspec.decode.textual import TextDrafter
 from moaspec.decode.tree import DraftTree, merged
 from moaspec.evaluate.equality import NEAR_TIE, first_difference, gaps
@@ -76,8 +77,9 @@ class _Way:
 
     name: str
     drafter: MoADrafter | Drafter | None = None
-    shape: Tree = SHAPES["chain"]
+    shape: Tree | str = SHAPES["chain"]
     num_target_layers: int | None = None
+    free_branches: FreeBranches = False
 
 
 @dataclass
@@ -155,11 +157,22 @@ class Check:
                 drafters[f"moa (N={layers})"] = (self.drafter, layers)
         return [
             _Way("plain"),
+            _Way("copies", free_branches=True),
+            *self._trained(),
             *(
                 _Way(f"{name}, {shape_name}", drafter, shape, layers)
                 for name, (drafter, layers) in drafters.items()
                 for shape_name, shape in SHAPES.items()
             ),
+        ]
+
+    def _trained(self) -> list[_Way]:
+        """What users get who say nothing, and drafts with copies beside them."""
+        if self.drafter is None:
+            return []
+        return [
+            _Way("moa, auto", self.drafter, "auto", free_branches="auto"),
+            _Way("moa, tree and copies", self.drafter, SHAPES["tree"], free_branches=True),
         ]
 
     def _decode(
@@ -171,6 +184,7 @@ class Check:
             drafter=way.drafter,
             num_target_layers=way.num_target_layers,
             tree=way.shape,
+            free_branches=way.free_branches,
             max_new_tokens=self.max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,

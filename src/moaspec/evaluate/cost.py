@@ -162,7 +162,7 @@ def num_measurements(target: Target, methods: Sequence[Method]) -> int:
 
 
 def _fits(target: Target, context: int, drafted: Sequence[Method]) -> bool:
-    most = max((method.shape.total_tokens for method in drafted), default=0)
+    most = max((method.fixed_shape.total_tokens for method in drafted), default=0)
     return context + most + 1 <= target.max_positions
 
 
@@ -201,13 +201,13 @@ def _round_cost(method: Method, context: int, batch: int, plain_s: float) -> Rou
         method.target, method.drafter, num_target_layers=method.num_target_layers
     )
     assert drafter is not None, "only methods with a drafter come here"
-    width = 1 + method.shape.total_tokens
+    width = 1 + method.fixed_shape.total_tokens
     return RoundCost(
         method.name,
         context,
         batch,
         plain_s,
-        _draft_s(method.target, drafter, method.shape, context, batch),
+        _draft_s(method.target, drafter, method.fixed_shape, context, batch),
         pass_s(method.target, width, context, batch),
         _encode_s(method.target, drafter, context, batch),
     )

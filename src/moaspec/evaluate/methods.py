@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from moaspec.decode import AUTO, Drafter, GenerationResult, Replay, Timing, Tree, generate
+from moaspec.decode import Drafter, GenerationResult, Replay, Timing, Tree, generate, parse_shape
+from moaspec.decode.shaping import FreeBranches
 from moaspec.evaluate.meter import Meter
 from moaspec.model import MoADrafter
 from moaspec.target import Target
@@ -47,20 +48,27 @@ class Method:
         name: as the user wrote it.
         target: what decodes.
         drafter: None for plain decoding.
-        shape: of the drafts.
+        shape: of the drafts, or "auto".
         num_target_layers: N of a Mixture-of-Attentions drafter; None takes its default.
+        free_branches: see `moaspec.generate`.
     """
 
     name: str
     target: Target
     drafter: MoADrafter | Drafter | None = None
-    shape: Tree = AUTO
+    shape: Tree | str = "auto"
     num_target_layers: int | None = None
+    free_branches: FreeBranches = "auto"
 
     @property
     def batches(self) -> bool:
         """Whether several prompts are decoded together."""
         return True
+
+    @property
+    def fixed_shape(self) -> Tree:
+        """The shape; for "auto" the one that it has where nothing was measured."""
+        return parse_shape(self.shape) if isinstance(self.shape, str) else self.shape
 
     @cached_property
     def key(self) -> str:
@@ -100,6 +108,7 @@ class Method:
             drafter=self.drafter,
             max_new_tokens=max_new_tokens,
             tree=self.shape,
+            free_branches=self.free_branches,
             num_target_layers=self.num_target_layers,
         )
 
@@ -129,7 +138,10 @@ class ReplayMethod(Method):
         plain = Method("plain", self.target).decode(prompts, max_new_tokens)
         texts = [[*ids, *one.token_ids] for ids, one in zip(prompts, plain, strict=True)]
         drafter = Replay(texts, agreement=self.agreement)
-        return Method(self.name, self.target, drafter, self.shape).run_many(prompts, max_new_tokens)
+        drafted = Method(
+            self.name, self.target, drafter, self.shape, free_branches=self.free_branches
+        )
+        return drafted.run_many(prompts, max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -195,6 +207,7 @@ class _Arrivals:
         return GenerationResult(
             token_ids=tokens,
             accept_lengths=lengths,
+            copied_lengths=[0] * len(lengths),
             drafted_depths=[0] * len(lengths),
             timing=Timing(prefill_s=self._first_s, total_s=self.clock.seconds),
         )

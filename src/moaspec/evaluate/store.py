@@ -151,6 +151,8 @@ def _run(line: dict[str, Any]) -> Run:
     """A run from what `asdict` made of it; fields that this version does not know are left out."""
     result = dict(line["result"])
     result["timing"] = Timing(**_known(Timing, result["timing"]))
+    # Before there were free branches, nothing was copied.
+    result.setdefault("copied_lengths", [0] * len(result["accept_lengths"]))
     made = GenerationResult(**_known(GenerationResult, result))
     return Run(**_known(Run, {**line, "result": made}))
 

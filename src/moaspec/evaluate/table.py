@@ -1,4 +1,4 @@
-"""The names of methods: `KIND[:SETTING][@SHAPE]`, and what each kind needs."""
+"""The names of methods: `KIND[:SETTING][@SHAPE][+copy]`, and what each kind needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moaspec.decode import AUTO, Drafter, PromptLookup, Tree, parse_shape
+from moaspec.decode import Drafter, PromptLookup, Tree, parse_shape
+from moaspec.decode.shaping import FreeBranches
 from moaspec.errors import InputError
 from moaspec.evaluate.methods import Method, ReplayMethod, TransformersMethod
 from moaspec.model import MoADrafter
@@ -14,6 +15,10 @@ from moaspec.target import Target
 
 LOOKUP_TOKENS = 10
 """Drafts of transformers' prompt lookup, the number its documentation uses."""
+
+
+COPIES: dict[str, FreeBranches] = {"": "auto", "copy": True, "nocopy": False}
+"""What may stand after the plus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,8 @@ class Spec:
     name: str
     kind: str
     setting: str
-    shape: Tree
+    shape: Tree | str
+    free_branches: FreeBranches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +55,7 @@ class Kind:
     Attributes:
         make: builds the method of a spec; the last argument is the kind's checkpoint, if any.
         help: for messages.
-        shaped: takes `@SHAPE`.
+        shaped: drafts, so it takes `@SHAPE`, and `+copy` or `+nocopy`.
         setting: what stands after the colon; empty: nothing may.
         checkpoint: needs one.
         stock: runs on the target as transformers loads it.
@@ -81,7 +87,7 @@ def _plain(spec: Spec, target: Target, _: Any) -> Method:
 
 
 def _lookup(spec: Spec, target: Target, _: Any) -> Method:
-    return Method(spec.name, target, PromptLookup(), spec.shape)
+    return Method(spec.name, target, PromptLookup(), spec.shape, free_branches=spec.free_branches)
 
 
 def _replay(spec: Spec, target: Target, _: Any) -> Method:
@@ -94,16 +100,22 @@ def _replay(spec: Spec, target: Target, _: Any) -> Method:
             f"Method {spec.name!r}: the agreement must be a number within 0..1, such as "
             f"replay:0.8@chain:4."
         )
-    return ReplayMethod(spec.name, target, shape=spec.shape, agreement=agreement)
+    return ReplayMethod(
+        spec.name,
+        target,
+        shape=spec.shape,
+        free_branches=spec.free_branches,
+        agreement=agreement,
+    )
 
 
 def _drafted(spec: Spec, target: Target, drafter: Drafter) -> Method:
-    return Method(spec.name, target, drafter, spec.shape)
+    return Method(spec.name, target, drafter, spec.shape, free_branches=spec.free_branches)
 
 
 def _moa(spec: Spec, target: Target, drafter: MoADrafter) -> Method:
     layers = _num_layers(spec, target) if spec.setting else None
-    return Method(spec.name, target, drafter, spec.shape, layers)
+    return Method(spec.name, target, drafter, spec.shape, layers, spec.free_branches)
 
 
 def _num_layers(spec: Spec, target: Target) -> int:
@@ -145,6 +157,9 @@ def needed_checkpoints(names: Sequence[str]) -> set[str]:
 def parse_methods(names: Sequence[str], parts: Parts) -> list[Method]:
     """Read method names, for example `hf`, `plain`, `moa`, `moa:n1@chain:4`, `replay:0.8`.
 
+    `+copy` adds free branches, as in `moa@auto+copy`, and `+nocopy` forbids them; without either,
+    drafters have them where the machine was measured and they pay.
+
     Args:
         names: the names; each once.
         parts: what they are made of.
@@ -167,22 +182,28 @@ def parse_methods(names: Sequence[str], parts: Parts) -> list[Method]:
 def usage() -> str:
     """All names, for messages."""
     return ", ".join(
-        name + (f"[:{kind.setting}]" if kind.setting else "") + ("[@SHAPE]" if kind.shaped else "")
+        name
+        + (f"[:{kind.setting}]" if kind.setting else "")
+        + ("[@SHAPE][+copy|+nocopy]" if kind.shaped else "")
         for name, kind in KINDS.items()
     )
 
 
 def _kind_name(name: str) -> str:
-    return name.partition("@")[0].partition(":")[0]
+    return name.partition("+")[0].partition("@")[0].partition(":")[0]
 
 
 def _spec(name: str) -> Spec:
-    head, at, shape = name.partition("@")
+    rest, plus, copies = name.partition("+")
+    head, at, shape = rest.partition("@")
     kind_name, colon, setting = head.partition(":")
     kind = KINDS.get(kind_name)
-    if kind is None or (at and not kind.shaped) or (colon and not kind.setting):
+    if kind is None or ((at or plus) and not kind.shaped) or (colon and not kind.setting):
         raise InputError(f"Unknown method {name!r}; use {usage()}.")
-    return Spec(name, kind_name, setting, parse_shape(shape) if at else AUTO)
+    if copies not in COPIES or bool(plus) != bool(copies):
+        raise InputError(f"Method {name!r}: after the plus write copy or nocopy, not {copies!r}.")
+    tree = parse_shape(shape) if at and shape != "auto" else "auto"
+    return Spec(name, kind_name, setting, tree, COPIES[copies])
 
 
 def _made(spec: Spec, parts: Parts, stock: Target | None) -> Method:

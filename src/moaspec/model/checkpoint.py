@@ -293,6 +293,7 @@ def config_from_json(section: Mapping[str, Any]) -> DrafterConfig:
         values[name] = LayerConfig(**values[name])
     values["num_target_layers"] = tuple(values["num_target_layers"])
     values["without"] = tuple(values.get("without", ()))
+    values["acceptance"] = tuple(tuple(rates) for rates in values.get("acceptance", ()))
     if values.get("target") is not None:
         values["target"] = TargetIdentity(**values["target"])
     return DrafterConfig(**values)

@@ -73,6 +73,9 @@ class DrafterConfig:
         target: the target it was trained for; None in published checkpoints.
         without: parts left out to measure what they bring: "lsa" (only the last layer's keys and
             values are read), "sa" (CA's queries come from token embeddings alone).
+        acceptance: share of its drafts that the target chose, given that it chose the path to
+            them: by depth, then by rank among siblings. Empty where nobody measured it. Decoding
+            starts from it when it weighs what to draft.
     """
 
     hidden_size: int
@@ -88,6 +91,7 @@ class DrafterConfig:
     num_target_layers: tuple[int, ...] = (0,)
     target: TargetIdentity | None = None
     without: tuple[str, ...] = ()
+    acceptance: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         unknown = set(self.without) - {"lsa", "sa"}
@@ -101,6 +105,9 @@ class DrafterConfig:
         for name, (got, expected) in widths.items():
             if got != expected:
                 raise ShapeError(f"{name} must be {expected} wide, got {got}.")
+        rates = [rate for by_rank in self.acceptance for rate in by_rank]
+        if not all(self.acceptance) or not all(0.0 <= rate <= 1.0 for rate in rates):
+            raise ShapeError(f"acceptance must be rates within 0..1, got {self.acceptance}.")
         if not self.num_target_layers or min(self.num_target_layers) < 0:
             raise ShapeError(f"num_target_layers must be >= 0, got {self.num_target_layers}.")
 

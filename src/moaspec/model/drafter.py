@@ -6,9 +6,9 @@ value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -73,12 +73,38 @@ class ExitAdapter(nn.Module):
         return self.linear(self.norm(states_BTE)) * self.scale
 
 
+class Prepared:
+    """What someone made of a module's weights, for as long as they stay what they are.
+
+    Not a part of the module: it is neither saved nor moved nor copied with it.
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._made: Any = None
+
+    def get(self, key: object, make: Callable[[], Any]) -> Any:
+        """What was made for this key, or what `make` makes now; only the latest is kept."""
+        if self._key != key:
+            self._key, self._made = key, make()
+        return self._made
+
+    def __deepcopy__(self, _: Any) -> Prepared:
+        return Prepared()
+
+    def __reduce__(self) -> tuple[type[Prepared], tuple[()]]:
+        return Prepared, ()
+
+
 class MoADrafter(nn.Module):
     """A drafter that reads the target's keys and values in every layer.
 
     Args:
         config: sizes; the target it belongs to.
         draft_token_ids: (V',) int64 ids of a trimmed draft vocabulary, None for the full one.
+
+    Attributes:
+        prepared: what decoding made of these weights and keeps from call to call.
 
     Source: arXiv 2410.03804, section 4 and figure 2.
     """
@@ -96,11 +122,19 @@ class MoADrafter(nn.Module):
         )
         self.draft_token_ids: Tensor | None
         self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
+        self.prepared = Prepared()
 
     @property
     def num_parameters(self) -> int:
         """Trainable parameters; embedding, head and reused layers are the target's."""
         return sum(p.numel() for p in self.parameters())
+
+    @property
+    def version(self) -> tuple[tuple[int, int], ...]:
+        """Changes whenever a weight does: where each is stored, and how often it was written."""
+        return tuple(
+            (p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters()
+        )
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:
         """LSA, mean over layers and projection.

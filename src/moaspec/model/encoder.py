@@ -66,7 +66,7 @@ class Encoder(nn.Module):
         """LSA, then the mean over layers: (B, T, L, K) -> (B, T, K)."""
         if self.last_layer_only:
             kv_BTLK = kv_BTLK[:, :, -1:]
-        flat_NLK = kv_BTLK.flatten(0, 1).to(self.projection.weight.dtype)
+        flat_NLK = kv_BTLK.flatten(0, 1).to(self.memory_norm.weight.dtype)
         means = [self._mean(chunk) for chunk in flat_NLK.split(AGGREGATE_CHUNK_TOKENS)]
         return torch.cat(means).unflatten(0, kv_BTLK.shape[:2])
 

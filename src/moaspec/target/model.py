@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,7 +25,7 @@ from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import layer_features
 from moaspec.model.masks import text_mask, window_mask
 from moaspec.target import families
-from moaspec.target.packing import can_pack, pack_like, pack_linears
+from moaspec.target.packing import PackedLinear, can_pack, pack_like, pack_linears
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
@@ -57,6 +56,9 @@ class Target:
         freeze: False leaves the model's mode and gradients as they are, for a model that is not
             ours to change; it must be in evaluation mode then.
 
+    Attributes:
+        packed: whether `pack` has laid the weights out for this CPU.
+
     Raises:
         UnsupportedTargetError: keys and values of this family cannot be captured.
     """
@@ -83,6 +85,7 @@ class Target:
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
         self._fast_head: nn.Module = self._lm_head
         self._layer_types = families.layer_types(model.config)
+        self.packed = False
 
     @property
     def config(self) -> Any:
@@ -169,6 +172,7 @@ class Target:
             return False
         pack_linears(self.model, keep=(self._lm_head,))
         self._fast_head = pack_like(self._lm_head)
+        self.packed = True
         return True
 
     def layer_state(self, index: int) -> dict[str, Tensor]:
@@ -183,22 +187,31 @@ class Target:
         """Token embeddings as they enter the first layer (scaled in Gemma 3), (..., E)."""
         return self._base.embed_tokens(input_ids)
 
-    def head_rows(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the LM head for these ids (None: all of them, without a copy)."""
-        weight, bias = self._lm_head.weight, self._lm_head.bias
+    def head_rows(self, token_ids: Tensor) -> nn.Linear:
+        """The LM head for these ids alone, a copy."""
+        weight, bias = self._lm_head.weight[token_ids], self._lm_head.bias
+        with torch.device("meta"):
+            rows = nn.Linear(weight.shape[1], len(token_ids), bias=bias is not None)
+        rows.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            rows.bias = nn.Parameter(bias[token_ids], requires_grad=False)
+        return rows
+
+    def draft_head(self, token_ids: Tensor | None) -> nn.Module:
+        """A head to keep: packed where that helps; for None the target's own, without a copy."""
         if token_ids is None:
-            return weight, bias
-        return weight[token_ids], None if bias is None else bias[token_ids]
+            return self._fast_head
+        rows = self.head_rows(token_ids)
+        return PackedLinear(rows) if can_pack(self.dtype, self.device) else rows
 
     def head(self, states: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Logits in float32, (..., V), or of `token_ids` only."""
-        if token_ids is None:
-            return self._capped(self._fast_head(states))
-        return self.logits(states, self.head_rows(token_ids))
+        head = self._fast_head if token_ids is None else self.head_rows(token_ids)
+        return self.logits(states, head)
 
-    def logits(self, states: Tensor, rows: tuple[Tensor, Tensor | None]) -> Tensor:
-        """Logits in float32 from rows that `head_rows` gave, soft-capped where the model's are."""
-        return self._capped(F.linear(states, *rows))
+    def logits(self, states: Tensor, head: nn.Module) -> Tensor:
+        """Logits in float32 by a head of this target, soft-capped where the model's are."""
+        return self._capped(head(states))
 
     def _capped(self, raw: Tensor) -> Tensor:
         logits, cap = raw.float(), getattr(self.config, "final_logit_softcapping", None)

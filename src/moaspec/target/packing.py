@@ -12,10 +12,14 @@ results are rounded to bf16. The numbers are the same, only sooner, for twice th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that read one and the same input, in the order in which they are called."""
 
 EXPECTED_ROWS = 8
 """Rows that the layout is chosen for; other numbers of rows work and are nearly as fast."""
@@ -49,12 +53,85 @@ class PackedLinear(nn.Module):
         )
         return result.to(x.dtype)
 
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias as the plain layer had it."""
+        return None if self._bias is None else self._bias.to(self._dtype)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Appear in `state_dict` like the plain layer, so that a packed model can be saved."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.weight
-        if self._bias is not None:
-            destination[f"{prefix}bias"] = self._bias.to(self._dtype)
+        _save(self, destination, prefix)
+
+
+class FusedPart(nn.Module):
+    """One of several layers that read the same input and whose weights are packed as one matrix.
+
+    The first of them to see an input computes the product for all; the others take their columns.
+
+    Args:
+        fused: the matrix, shared by all parts.
+        columns: this part's outputs.
+    """
+
+    def __init__(self, fused: _Fused, columns: slice) -> None:
+        super().__init__()
+        self._fused, self._columns = fused, columns
+        self.in_features, self.out_features = fused.in_features, columns.stop - columns.start
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as the plain layer had it, unpacked anew on every access."""
+        return self._fused.linear.weight[self._columns]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias as the plain layer had it."""
+        bias = self._fused.linear.bias
+        return None if bias is None else bias[self._columns]
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self._columns.stop == self._fused.out_features
+        return self._fused.product(x, last=last)[..., self._columns]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        _save(self, destination, prefix)
+
+
+class _Fused:
+    """The matrix behind several `FusedPart`s, and its product with the latest input."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        with torch.device("meta"):
+            width = sum(linear.out_features for linear in linears)
+            joined = nn.Linear(linears[0].in_features, width, bias=linears[0].bias is not None)
+        joined.weight = nn.Parameter(torch.cat([one.weight.detach() for one in linears]))
+        if linears[0].bias is not None:
+            joined.bias = nn.Parameter(torch.cat([one.bias.detach() for one in linears]))
+        self.linear = PackedLinear(joined)
+        self.in_features, self.out_features = joined.in_features, width
+        self._latest: tuple[Tensor, Tensor] | None = None
+
+    def product(self, x: Tensor, *, last: bool) -> Tensor:
+        """All columns for this input; the very same tensor is multiplied once.
+
+        Args:
+            x: the input.
+            last: whether no other part will ask for this input, so that nothing need be kept.
+        """
+        # One assignment, one read: threads that share a target may compute twice, never mix.
+        latest = self._latest
+        if latest is None or latest[0] is not x:
+            latest = (x, self.linear(x))
+        self._latest = None if last else latest
+        return latest[1]
+
+
+def _save(layer: PackedLinear | FusedPart, destination: Any, prefix: str) -> None:
+    destination[f"{prefix}weight"] = layer.weight
+    if layer.bias is not None:
+        destination[f"{prefix}bias"] = layer.bias
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -78,10 +155,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def pack_linears(module: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> None:
     """Replace every `nn.Linear` inside a module, one after another, freeing the weight it had.
 
+    Projections of one input (query, key and value; gate and up) become one matrix.
+
     Args:
         module: changed in place.
         keep: modules to leave as they are.
     """
+    _fuse(module, keep)
     for name, child in list(module.named_children()):
         if child in keep:
             continue
@@ -89,6 +169,21 @@ def pack_linears(module: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> None
             setattr(module, name, PackedLinear(child))
         else:
             pack_linears(child, keep=keep)
+
+
+def _fuse(module: nn.Module, keep: tuple[nn.Module, ...]) -> None:
+    """Replace this module's own groups of projections, where all of a group are there."""
+    for names in SIBLINGS:
+        linears = [getattr(module, name, None) for name in names]
+        found = [one for one in linears if type(one) is nn.Linear and one not in keep]
+        biased = {one.bias is None for one in found}
+        if len(found) < len(names) or len({one.in_features for one in found}) * len(biased) > 1:
+            continue
+        fused, start = _Fused(found), 0
+        for name, linear in zip(names, found, strict=True):
+            columns = slice(start, start + linear.out_features)
+            setattr(module, name, FusedPart(fused, columns))
+            start = columns.stop
 
 
 def pack_like(linear: nn.Linear) -> nn.Module:

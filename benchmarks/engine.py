@@ -1,0 +1,140 @@
+"""What the engine gains from a drafter of a set quality that costs what the real one does.
+
+The replay drafter proposes the plain run's own tokens, right at every depth with a set probability;
+before that the real drafter grows its tree for the same row and shape, so that its full price is
+paid (its encoder runs as well), and its tree is thrown away. Plain decoding and all agreements run
+alternately in one process on the same prompts. In float32 texts must be equal, or there are no
+figures.
+
+    python benchmarks/engine.py --dtype bfloat16 --threads 2 --suite spec_bench.jsonl --limit 10
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from common import load, parser, setting, spread
+
+from moaspec import GenerationResult, Replay, Target, Tree
+from moaspec.cli.console import chat_ids
+from moaspec.decode import local_engine, parse_shape
+from moaspec.decode.moa import MoADrafting
+from moaspec.decode.protocols import RowText
+from moaspec.decode.tree import DraftTree
+from moaspec.evaluate import compare, read_prompts
+from moaspec.model import MoADrafter
+
+AGREEMENTS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+WARM_UP_TOKENS = 8
+
+
+class PaidReplay(MoADrafting):
+    """A Mixture-of-Attentions drafter whose work is done and whose words are replaced."""
+
+    def __init__(self, drafter: MoADrafter, target: Target, replay: Replay) -> None:
+        super().__init__(drafter, target)
+        self._replay = replay
+
+    def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
+        super().propose(rows, shape)
+        return self._replay.propose(rows, shape)
+
+
+def main() -> None:
+    """Print one line per agreement, then one line of JSON."""
+    options = parser(__doc__)
+    options.add_argument("--suite", default="bundled")
+    options.add_argument("--limit", type=int, default=4)
+    options.add_argument("--max-new-tokens", type=int, default=128)
+    options.add_argument("--shape", default="chain:4", help="chain:4 emits 5 tokens at most.")
+    options.add_argument("--agreements", type=float, nargs="+", default=[*AGREEMENTS])
+    options.add_argument("--tau", type=float, default=3.0, help="Report the speed-up at this tau.")
+    options.add_argument("--rounds", type=int, default=3)
+    args = options.parse_args()
+    target, drafter = load(args)
+    shape = parse_shape(args.shape)
+    agreements = sorted({*args.agreements, agreement_for(args.tau, shape.depth)})
+    prompts = [chat_ids(target, one.turns[0]) for one in read_prompts(args.suite, limit=args.limit)]
+    speeds: dict[float | None, list[float]] = {None: [], **{a: [] for a in agreements}}
+    taus: dict[float, list[float]] = {a: [] for a in agreements}
+    for ids in prompts:
+        plain, _ = _timed(target, None, ids, shape, args.max_new_tokens)
+        drafters = _drafters(target, drafter, [*ids, *plain.token_ids], agreements)
+        _timed(target, drafters[agreements[0]], ids, shape, WARM_UP_TOKENS)
+        _run_all(target, drafters, ids, shape, args=args, speeds=speeds, taus=taus)
+    base = statistics.median(speeds.pop(None))
+    print(f"plain     {base:6.1f} tokens/s")
+    curve = []
+    for agreement, values in speeds.items():
+        assert agreement is not None
+        tau, speed = statistics.mean(taus[agreement]), spread(values)
+        ratio = speed["median"] / base
+        print(f"{agreement:.3f}     {speed['median']:6.1f} tokens/s  {ratio:.2f}x  tau {tau:.2f}")
+        curve.append({"agreement": agreement, "tau": tau, "tokens_per_s": speed, "speedup": ratio})
+    facts = {"benchmark": "engine", "setting": setting(target), "shape": args.shape}
+    print(json.dumps(facts | {"prompts": len(prompts), "plain_tokens_per_s": base, "curve": curve}))
+
+
+def agreement_for(tau: float, depth: int) -> float:
+    """The agreement at which a chain of this depth emits so many tokens a round."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        emitted = sum(middle**level for level in range(depth + 1))
+        low, high = (middle, high) if emitted < tau else (low, middle)
+    return round(low, 3)
+
+
+def _drafters(
+    target: Target, drafter: MoADrafter, text: list[int], agreements: Sequence[float]
+) -> dict[float | None, PaidReplay | None]:
+    made: dict[float | None, PaidReplay | None] = {None: None}
+    for agreement in agreements:
+        made[agreement] = PaidReplay(drafter, target, Replay([text], agreement=agreement))
+    return made
+
+
+def _run_all(
+    target: Target,
+    drafters: dict[float | None, PaidReplay | None],
+    ids: list[int],
+    shape: Tree,
+    *,
+    args: Any,
+    speeds: dict[float | None, list[float]],
+    taus: dict[float, list[float]],
+) -> None:
+    """Every way of decoding in turn, several times over, its speed and tau noted."""
+    for _ in range(args.rounds):
+        texts: dict[float | None, list[int]] = {}
+        for agreement, drafting in drafters.items():
+            result, seconds = _timed(target, drafting, ids, shape, args.max_new_tokens)
+            texts[agreement] = result.token_ids
+            speeds[agreement].append((len(result.token_ids) - 1) / seconds)
+            if agreement is not None and result.tau is not None:
+                taus[agreement].append(result.tau)
+        for text in texts.values():
+            equality = compare(target, ids, texts[None], text)
+            if not equality.lossless:
+                raise SystemExit(f"Texts differ ({equality}); no figures.")
+
+
+def _timed(
+    target: Target, drafting: PaidReplay | None, ids: list[int], shape: Tree, max_new_tokens: int
+) -> tuple[GenerationResult, float]:
+    """One decoding, and its seconds after the prompt's pass."""
+    engine = local_engine(target, drafting)
+    result = engine.result(engine.add(ids, max_new_tokens=max_new_tokens, shape=shape))
+    engine.step()
+    started = time.perf_counter()
+    while engine.num_active:
+        engine.step()
+    return result, time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Where a round's time goes: target, drafter, encoder (LSA), and everything else.
+
+The parts are timed from outside, by wrapping the calls that the engine makes, in rounds of real
+decoding; "rest" is what is left of the round. On a GPU every wrapped call waits for the device, so
+there the parts are right and the round is slower than it would be.
+
+    python benchmarks/round.py --dtype bfloat16 --threads 2 --tree tree:3,2,6
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import load, parser, setting, spread
+
+from moaspec.cli.console import chat_ids
+from moaspec.decode import Engine, parse_shape
+from moaspec.decode.moa import MoADrafting
+from moaspec.decode.verifier import LocalVerifier
+from moaspec.evaluate import read_prompts
+
+PARTS = ("target", "head", "drafter", "encoder")
+WARM_UP_ROUNDS = 3
+
+
+class Stopwatch:
+    """Adds up the seconds of wrapped calls, by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._wait()
+            started = time.perf_counter()
+            result = call(*args, **kwargs)
+            self._wait()
+            self.seconds[name] += time.perf_counter() - started
+            return result
+
+        return timed
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def main() -> None:
+    """Print a table of medians, then one line of JSON."""
+    options = parser(__doc__)
+    options.add_argument("--tree", default="tree:3,2,6")
+    options.add_argument("--suite", default="bundled")
+    options.add_argument("--limit", type=int, default=4)
+    options.add_argument("--max-new-tokens", type=int, default=64)
+    options.add_argument("--batch", type=int, default=1)
+    args = options.parse_args()
+    target, drafter = load(args)
+    drafting = MoADrafting(drafter, target)
+    watch = Stopwatch(target.device)
+    rounds: list[dict[str, float]] = []
+    for prompt in read_prompts(args.suite, limit=args.limit):
+        ids = chat_ids(target, prompt.turns[0])
+        engine = _engine(target, drafting, watch)
+        for _ in range(args.batch):
+            engine.add(ids, max_new_tokens=args.max_new_tokens, shape=parse_shape(args.tree))
+        rounds += _rounds(engine, watch)
+    figures = {part: spread([one[part] * 1000 for one in rounds]) for part in (*PARTS, "rest")}
+    total = spread([1000 * sum(one.values()) for one in rounds])
+    for part, figure in figures.items():
+        share = figure["median"] / total["median"]
+        print(f"{part:8} {figure['median']:7.2f} ms  {share:6.1%}")
+    print(f"{'round':8} {total['median']:7.2f} ms  over {len(rounds)} rounds")
+    shares = {part: figure["median"] / total["median"] for part, figure in figures.items()}
+    facts = {"benchmark": "round", "setting": setting(target), "tree": args.tree}
+    facts |= {
+        "batch": args.batch,
+        "rounds": len(rounds),
+        "milliseconds": figures | {"round": total},
+    }
+    print(json.dumps(facts | {"shares": shares}))
+
+
+def _engine(target: Any, drafting: MoADrafting, watch: Stopwatch) -> Engine:
+    """A local engine whose calls go through the stopwatch."""
+    timed = _TimedTarget(target, watch)
+    verifier = LocalVerifier(timed, drafting)  # type: ignore[arg-type]
+    verifier._encode = watch.wrap("encoder", drafting.encode)
+    drafting.borrow(verifier.cache)
+    return Engine(
+        verifier,
+        _TimedDrafting(drafting, watch),
+        vocab_size=target.vocab_size,
+        max_positions=target.max_positions,
+        rope_switches=target.rope_switches,
+    )
+
+
+class _TimedTarget:
+    """The target as the verifier uses it."""
+
+    def __init__(self, target: Any, watch: Stopwatch) -> None:
+        self._target = target
+        self.run = watch.wrap("target", target.run)
+        self.head = watch.wrap("head", target.head)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+class _TimedDrafting:
+    """The drafter as the engine uses it."""
+
+    def __init__(self, drafting: MoADrafting, watch: Stopwatch) -> None:
+        self.needs, self.encode = drafting.needs, drafting.encode
+        self.rollback, self.close = drafting.rollback, drafting.close
+        self.propose = watch.wrap("drafter", drafting.propose)
+        self.observe = watch.wrap("drafter", drafting.observe)
+
+
+def _rounds(engine: Engine, watch: Stopwatch) -> list[dict[str, float]]:
+    """Seconds of each part in every round after the prompt's pass and a few to warm up."""
+    found: list[dict[str, float]] = []
+    while engine.num_active:
+        watch.seconds.clear()
+        started = time.perf_counter()
+        engine.step()
+        total = time.perf_counter() - started
+        parts = {part: watch.seconds[part] for part in PARTS}
+        found.append(parts | {"rest": total - sum(parts.values())})
+    return found[1 + WARM_UP_ROUNDS :]
+
+
+if __name__ == "__main__":
+    main()

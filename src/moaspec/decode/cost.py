@@ -1,0 +1,257 @@
+"""What a round costs on this machine, what it should bring, and the shape that pays most.
+
+Everything here is arithmetic on stored measurements and on counts. No clock is read, so the same
+request makes the same decisions every time.
+
+Legend: D depths, R ranks among siblings (0 is the drafter's favourite).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from moaspec.decode.tree import DraftTree, Tree
+from moaspec.errors import InputError
+
+Floats = npt.NDArray[np.float64]
+
+MAX_DEPTH, MAX_RANK = 8, 8
+BREADTHS = (1, 2, 4, 8)
+TOTALS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 62])
+"""Sizes that are considered; DESIGN's largest tree is the last of each."""
+
+PRIOR = ((0.28, 0.10, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),)
+"""P(the target chooses the draft of rank 0, 1, ...), given that it chose the path to it, for a
+drafter that records nothing else: what the first bundled drafter for SmolLM2-135M-Instruct
+reached on the package's prompts. Depths beyond the last line repeat it."""
+
+PRIOR_ROUNDS = 4.0
+"""Rounds that the prior counts for."""
+
+MEMORY = 0.98
+"""What an observation is worth one round later: texts change, so old rounds fade (half in 34)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """Seconds of each part of a round, as `calibrate` measured them.
+
+    Attributes:
+        contexts: lengths of text at which passes were measured, ascending.
+        tokens: widths of passes, ascending from 1.
+        pass_s: of a target pass: one line per context, one number per width.
+        head_s: of the LM head and the choice, by width.
+        root_s: of drafting a first level.
+        widths: of further levels, ascending from 1.
+        step_s: of one further level, by width; empty where nothing is drafted by a model.
+        encode_s: of encoding verified tokens, by number of `tokens`.
+
+    Raises:
+        InputError: lists that do not fit one another, or a number that is not a positive time.
+    """
+
+    contexts: tuple[int, ...]
+    tokens: tuple[int, ...]
+    pass_s: tuple[tuple[float, ...], ...]
+    head_s: tuple[float, ...]
+    root_s: float
+    widths: tuple[int, ...]
+    step_s: tuple[float, ...]
+    encode_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        fits = len(self.pass_s) == len(self.contexts) > 0 and len(self.step_s) == len(self.widths)
+        lines = (*self.pass_s, self.head_s, self.encode_s)
+        fits = fits and all(len(line) == len(self.tokens) > 0 for line in lines)
+        times = [self.root_s, *self.step_s, *(t for line in lines for t in line)]
+        if not fits or not np.isfinite(times).all() or min(times) < 0:
+            raise InputError(
+                "A cost table needs one pass line per context, one time per width, and times of at "
+                "least 0. Measure it anew with `moaspec calibrate`."
+            )
+
+    def verify_s(self, num_tokens: Floats | float, context: int) -> Floats:
+        """A target pass over so many tokens, its head included."""
+        by_context = [_between(num_tokens, self.tokens, line) for line in self.pass_s]
+        share = np.interp(context, self.contexts, np.arange(len(self.contexts)))
+        low = min(int(share), len(by_context) - 1)
+        high = min(low + 1, len(by_context) - 1)
+        part = by_context[low] + (share - low) * (by_context[high] - by_context[low])
+        return part + _between(num_tokens, self.tokens, self.head_s)
+
+    def draft_s(self, depth: int, breadth: int, num_rows: int) -> float:
+        """Growing trees for so many rows together."""
+        wider = self._step(num_rows) - self._step(1)
+        return self.root_s + wider + (depth - 1) * self._step(breadth * num_rows)
+
+    def accept_s(self, num_tokens: Floats | float) -> Floats:
+        """Encoding of so many newly verified tokens."""
+        return _between(num_tokens, self.tokens, self.encode_s)
+
+    def _step(self, width: float) -> float:
+        return float(_between(width, self.widths, self.step_s)) if self.widths else 0.0
+
+    def plain_s(self, context: int, num_rows: int = 1) -> float:
+        """One row's share of a round without drafts."""
+        return float(self.verify_s(num_rows, context)) / num_rows
+
+
+def _between(x: Floats | float, xs: Sequence[int], ys: Sequence[float]) -> Floats:
+    """Linear interpolation; beyond the last point its slope goes on, before the first nothing."""
+    inside: Floats = np.asarray(np.interp(x, xs, ys))
+    if len(xs) < 2:
+        return inside
+    slope = max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
+    return inside + slope * np.maximum(0.0, np.asarray(x) - xs[-1])
+
+
+class Acceptance:
+    """How often the target chose drafts of each depth and rank: a prior, then a row's own counts.
+
+    What one depth shows moves the expectation of all of them, because drafters are about as good
+    at every step; a depth's own counts then say how it differs.
+
+    Args:
+        prior: rates for depth 1, 2, ... by rank; the last line is repeated for deeper ones, and
+            ranks that it leaves out get half of the rank before, or of what is left.
+    """
+
+    def __init__(self, prior: Sequence[Sequence[float]] = PRIOR) -> None:
+        lines = [list(line[:MAX_RANK]) for line in prior[:MAX_DEPTH]]
+        lines += lines[-1:] * (MAX_DEPTH - len(lines))
+        self._prior_DR = np.clip(np.array([_all_ranks(line) for line in lines]), 1e-3, 0.98)
+        self._hits_DR = np.zeros((MAX_DEPTH, MAX_RANK))
+        self._trials_DR = np.zeros((MAX_DEPTH, MAX_RANK))
+
+    def count(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Take in one round: which child was chosen at every node that the walk came to."""
+        self._hits_DR *= MEMORY
+        self._trials_DR *= MEMORY
+        own = np.array(tree.parents[: len(tree.parents) - tree.num_copied], dtype=np.int64)
+        for depth, node in enumerate((-1, *accepted)):
+            siblings = (own == node).nonzero()[0][:MAX_RANK]
+            if depth == MAX_DEPTH or not len(siblings):
+                return
+            self._trials_DR[depth, : len(siblings)] += 1
+            if depth < len(accepted):
+                self._hits_DR[depth, : len(siblings)] += siblings == accepted[depth]
+
+    @property
+    def rates(self) -> Floats:
+        """(D, R): P(the target chooses the draft), given that it chose the path to it."""
+        pooled = self._prior_DR.mean(0)
+        seen = (PRIOR_ROUNDS * pooled + self._hits_DR.sum(0)) / (
+            PRIOR_ROUNDS + self._trials_DR.sum(0)
+        )
+        shift_R = _logit(seen) - _logit(pooled)
+        prior_DR = 1.0 / (1.0 + np.exp(-_logit(self._prior_DR) - shift_R))
+        rates = (PRIOR_ROUNDS * prior_DR + self._hits_DR) / (PRIOR_ROUNDS + self._trials_DR)
+        # Siblings exclude one another, so their rates cannot sum to more than one.
+        return rates / np.maximum(1.0, rates.sum(1, keepdims=True))
+
+
+def _all_ranks(rates: Sequence[float]) -> list[float]:
+    filled = list(rates)
+    while len(filled) < MAX_RANK:
+        filled.append(0.5 * max(0.0, min(filled[-1], 1.0 - sum(filled))))
+    return filled
+
+
+def _logit(p: Floats) -> Floats:
+    p = np.clip(p, 1e-4, 1 - 1e-4)
+    return np.log(p / (1 - p))
+
+
+def expected_accepted(rates_DR: Floats, breadth: int) -> Iterator[Floats]:
+    """Drafts that the target is expected to accept, for depth 1, 2, ... and 1, 2, ... nodes.
+
+    Grows the tree that these rates favour as a drafter grows its own: the best `breadth` nodes of a
+    level are expanded, the best nodes of all levels are kept. A drafter that also knows when it is
+    sure does better, so this is a lower bound.
+
+    Yields:
+        One array per depth; its n-th number belongs to a tree of n + 1 nodes.
+    """
+    frontier = np.ones(1)
+    nodes = np.empty(0)
+    for rates_R in rates_DR:
+        reach = (frontier[:, None] * rates_R[:breadth]).ravel()
+        nodes = np.sort(np.concatenate((nodes, reach)))[::-1]
+        frontier = np.sort(reach)[::-1][:breadth]
+        yield nodes.cumsum()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A shape and what it promises.
+
+    Attributes:
+        shape: of the drafts.
+        speedup: expected tokens per second over those of plain decoding.
+        round_s: expected seconds of a round, encoding of what was accepted included.
+    """
+
+    shape: Tree
+    speedup: float
+    round_s: float
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """Everything that a decision rests on.
+
+    Attributes:
+        costs: of this machine.
+        rates_DR: see `Acceptance`.
+        context: tokens of the text.
+        num_rows: rows that run together.
+    """
+
+    costs: CostTable
+    rates_DR: Floats
+    context: int
+    num_rows: int = 1
+
+    @cached_property
+    def plain_s(self) -> float:
+        """A round without drafts."""
+        return self.costs.plain_s(self.context, self.num_rows)
+
+    def best(self) -> Choice:
+        """The shape of the most expected tokens per second, even where plain decoding has more."""
+        choices = (c for b in BREADTHS for c in self._of_breadth(b))
+        return max(choices, key=lambda choice: choice.speedup)
+
+    def _of_breadth(self, breadth: int) -> Iterator[Choice]:
+        """The best size of every depth."""
+        for depth, accepted in enumerate(expected_accepted(self.rates_DR, breadth), start=1):
+            totals = TOTALS[np.searchsorted(TOTALS, depth) :]
+            totals = totals[: np.searchsorted(totals, len(accepted), side="right")]
+            if not len(totals):
+                continue
+            emitted = 1.0 + accepted[totals - 1]
+            seconds = self._fixed_s(depth, breadth) + self._verify_s(totals)
+            seconds = seconds + self.costs.accept_s(emitted)
+            best = int((emitted / seconds).argmax())
+            yield Choice(
+                Tree(depth, breadth, int(totals[best])),
+                float(emitted[best] / seconds[best] * self.plain_s),
+                float(seconds[best]),
+            )
+
+    def _fixed_s(self, depth: int, breadth: int) -> float:
+        return self.costs.draft_s(depth, breadth, self.num_rows) / self.num_rows
+
+    def _verify_s(self, drafted: npt.NDArray[np.int64]) -> Floats:
+        tokens = self.num_rows * (1.0 + drafted.astype(np.float64))
+        return self.costs.verify_s(tokens, self.context) / self.num_rows
+
+    def drafted_s(self, shape: Tree, num_nodes: int) -> float:
+        """Drafting to a shape and verifying what came of it, without encoding."""
+        verify_s = self._verify_s(np.array(num_nodes))
+        return self._fixed_s(shape.depth, shape.breadth) + float(verify_s)

@@ -1,0 +1,102 @@
+"""Costs, acceptance rates, and the shape that pays."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from costs import table
+from moaspec.decode import CostTable
+from moaspec.decode.cost import PRIOR, Acceptance, Prospect, expected_accepted
+from moaspec.decode.tree import DraftTree
+from moaspec.errors import InputError
+
+
+def test_costs_are_interpolated_and_extended() -> None:
+    costs = table()
+    # Exact but for the rounding of float64.
+    assert costs.verify_s(12, 64) == pytest.approx(0.014)
+    assert costs.verify_s(128, 64) == pytest.approx(0.130)
+    assert costs.verify_s(1, 544) == pytest.approx(0.015)
+    assert costs.verify_s(1, 9999) == pytest.approx(0.020)
+    assert costs.verify_s(1, 1) == pytest.approx(0.010)
+    assert costs.plain_s(64, num_rows=8) == pytest.approx(0.010 / 8)
+    assert costs.draft_s(3, 2, 1) == pytest.approx(0.003)
+    assert table(contexts=(64,), pass_s=((0.01, 0.01, 0.01, 0.01),)).plain_s(9) == 0.01
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pass_s": ((0.1,),)}, {"contexts": (1,)}, {"root_s": float("nan")}, {"widths": (1,)}],
+)
+def test_tables_that_do_not_fit(changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="moaspec calibrate"):
+        table(**changes)
+
+
+def best_by_hand(rates: list[float], depth: int, total: int) -> float:
+    """The most probable nodes of the full tree in which every node is expanded."""
+    paths = itertools.chain.from_iterable(
+        itertools.product(rates, repeat=level) for level in range(1, depth + 1)
+    )
+    return float(sum(sorted((float(np.prod(path)) for path in paths), reverse=True)[:total]))
+
+
+def test_expected_accepted_is_the_sum_over_the_best_nodes() -> None:
+    rates = [0.5, 0.3]
+    rates_DR = np.array([rates] * 3)
+    chain = list(expected_accepted(rates_DR, 1))
+    assert chain[2].tolist() == pytest.approx([0.5, 0.75, 0.875])
+    # With a frontier of two nothing is cut off in two levels.
+    tree = list(expected_accepted(rates_DR, 2))[1]
+    assert tree.tolist() == pytest.approx([best_by_hand(rates, 2, n) for n in range(1, 7)])
+
+
+def test_acceptance_starts_from_the_prior_and_follows_the_counts() -> None:
+    acceptance = Acceptance([[0.4, 0.2]])
+    assert acceptance.rates[0, :2] == pytest.approx([0.4, 0.2])
+    assert acceptance.rates[5, :2] == pytest.approx([0.4, 0.2])
+    tree = DraftTree((1, 2, 3, 4), (-1, -1, 0, 0))
+    for _ in range(200):
+        acceptance.count(tree, [1])
+    rates = acceptance.rates
+    assert rates[0, 0] < 0.1
+    assert rates[0, 1] > 0.8
+    # Nothing was seen of deeper levels, but the drafter's second choice is expected there too.
+    assert rates[1, 1] > rates[1, 0]
+    assert (rates.sum(1) <= 1.0 + 1e-9).all()
+
+
+def test_copied_nodes_are_not_the_drafters() -> None:
+    plain, copied = Acceptance(), Acceptance()
+    plain.count(DraftTree((1, 2), (-1, 0)), [0])
+    copied.count(DraftTree((1, 2, 3), (-1, 0, 0), num_copied=1), [0, 2])
+    assert np.array_equal(plain.rates, copied.rates)
+
+
+def choose(rate: float, costs: CostTable, **changes: Any) -> Any:
+    rates_DR = np.zeros((8, 8))
+    rates_DR[:, 0] = rate
+    return Prospect(costs, rates_DR, **{"context": 64} | changes).best()
+
+
+def test_better_drafters_draft_deeper() -> None:
+    depths = [choose(rate, table()).shape.depth for rate in (0.1, 0.5, 0.9)]
+    assert depths == sorted(depths)
+    assert depths[0] < depths[-1]
+    assert choose(0.05, table()).speedup < 1.0
+    assert choose(0.9, table()).speedup > 2.0
+
+
+def test_dear_passes_and_full_batches_draft_less() -> None:
+    cheap = choose(0.6, table())
+    dear = table(pass_s=((0.01, 0.08, 0.16, 0.64), (0.01, 0.08, 0.16, 0.64)))
+    assert choose(0.6, dear).speedup < 1.0 < cheap.speedup
+    assert choose(0.6, table(), num_rows=16).speedup < cheap.speedup
+
+
+def test_the_prior_is_a_distribution_over_siblings() -> None:
+    assert all(sum(line) <= 1.0 for line in PRIOR)

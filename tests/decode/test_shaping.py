@@ -1,0 +1,163 @@
+"""Policies: what they draft on easy, hopeless and changing texts, and what that costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import moaspec
+import tiny
+from costs import table
+from moaspec.decode import CostShape, FixedShape, Shaping, local_engine
+from moaspec.decode.shaping import COPIES, CREDIT_TOKENS, TOLERATED_LOSS, CostBranches
+from moaspec.decode.tree import AUTO, Chain, DraftTree, Tree
+from moaspec.errors import InputError, ShapeError
+
+ENCODING = (0.0001, 0.0008, 0.0016, 0.0064)
+"""Encoding at 1% of a plain round per token."""
+
+
+def path(shape: Tree) -> DraftTree:
+    """A chain of the shape's depth, and siblings of its first node."""
+    siblings = min(shape.breadth - 1, shape.total_tokens - shape.depth)
+    parents = [*range(-1, shape.depth - 1), *[-1] * siblings]
+    return DraftTree(tuple(range(len(parents))), tuple(parents))
+
+
+def play(
+    policy: CostShape, rounds: int, rate: Callable[[int], float], seed: int = 0
+) -> list[Tree | None]:
+    """Rounds in which each draft is right with a probability that may change."""
+    draws = random.Random(seed)
+    shapes = []
+    for number in range(rounds):
+        shape = policy.shape(100 + number, 1)
+        shapes.append(shape)
+        tree = DraftTree() if shape is None else path(shape)
+        accepted = []
+        for node in range(0 if shape is None else shape.depth):
+            if draws.random() >= rate(number):
+                break
+            accepted.append(node)
+        policy.observe(tree, accepted)
+    return shapes
+
+
+def test_good_drafts_are_kept_up_and_grow_deeper() -> None:
+    policy = CostShape(table(), [[0.5]])
+    shapes = play(policy, 100, lambda _: 0.95)
+    assert None not in shapes
+    depths = [shape.depth for shape in shapes if shape is not None]
+    assert depths[-1] > depths[0]
+    assert policy.lost_s < 0
+
+
+@pytest.mark.parametrize("prior", [0.02, 0.3, 0.9])
+@pytest.mark.parametrize("encode_s", [(0.0,) * 4, ENCODING, tuple(4 * s for s in ENCODING)])
+def test_hopeless_drafts_cost_at_most_what_is_tolerated(
+    prior: float, encode_s: tuple[float, ...]
+) -> None:
+    policy = CostShape(table(encode_s=encode_s), [[prior]])
+    shapes: list[Tree | None] = []
+    for _ in range(100):
+        shapes += play(policy, 20, lambda _: 0.0)
+        credit_s = TOLERATED_LOSS * CREDIT_TOKENS * table().plain_s(100)
+        # A long text is dearer per token than the first context; this one stays at it.
+        assert policy.lost_s <= TOLERATED_LOSS * policy.plain_s + 1.1 * credit_s
+    probes = [i for i, shape in enumerate(shapes) if shape is not None]
+    early, late = (sum(i in part for i in probes) for part in (range(1000), range(1000, 2000)))
+    assert 0 < early < 60
+    assert late <= min(early, 8)
+
+
+def test_a_text_that_becomes_easy_is_noticed() -> None:
+    policy = CostShape(table(), [[0.3]])
+    shapes = play(policy, 1500, lambda number: 0.0 if number < 300 else 0.95)
+    assert shapes[250:300].count(None) > 45
+    assert shapes[-50:].count(None) < 5
+
+
+def test_the_same_history_gives_the_same_decisions() -> None:
+    runs = [play(CostShape(table(), [[0.4]]), 200, lambda _: 0.5) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_nothing_is_encoded_while_nothing_may_be_drafted() -> None:
+    policy = CostShape(table(encode_s=ENCODING), [[0.01]])
+    wanted = []
+    for _ in range(60):
+        shape = policy.shape(50, 1)
+        wanted.append((shape is not None, policy.wants_features))
+        policy.observe(DraftTree() if shape is None else path(shape), [])
+    drafting = [i for i, (drafted, _) in enumerate(wanted) if drafted]
+    # Whatever is drafted in a round, the round before brought the features up to date.
+    assert all(wanted[i - 1][1] for i in drafting if i > 0)
+    assert [feature for _, feature in wanted].count(True) <= 2 * len(drafting) + 1
+
+
+def test_branches_stop_where_copies_are_wrong_and_come_back() -> None:
+    dear = table(pass_s=((0.01, 0.06, 0.12, 0.48), (0.01, 0.06, 0.12, 0.48)))
+    for costs, right in ((table(), True), (dear, False)):
+        branches = CostBranches(costs)
+        shapes = []
+        for _ in range(40):
+            shape = branches.shape(64, 1)
+            shapes.append(shape)
+            tree = DraftTree() if shape is None else DraftTree((1,), (-1,), num_copied=1)
+            branches.observe(tree, [0] if right and tree.tokens else [])
+        assert (None in shapes) is not right
+    for _ in range(200):
+        branches.observe(DraftTree(), [])
+    assert branches.shape(64, 1) == CostBranches(dear).shape(64, 1)
+
+
+def test_settings_without_measurements() -> None:
+    assert Shaping().policy() == FixedShape(AUTO)
+    assert Shaping().branches() is None
+    assert Shaping(Chain(3), free_branches=True).branches() == FixedShape(COPIES)
+    assert Shaping("chain:3", costs=table()).policy() == FixedShape(Chain(3))
+    assert Shaping("chain:3", costs=table()).branches() is None
+    assert Shaping(costs=table(), free_branches=False).branches() is None
+    assert isinstance(Shaping(costs=table()).policy(), CostShape)
+    assert isinstance(Shaping(costs=table()).branches(), CostBranches)
+
+
+def test_settings_that_do_not_exist() -> None:
+    bad: Any = "yes"
+    with pytest.raises(InputError, match="free_branches"):
+        Shaping(free_branches=bad)
+    with pytest.raises(ShapeError):
+        Shaping("bush:3")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("layers", [0, 1])
+def test_policies_never_change_the_text(temperature: float, layers: int) -> None:
+    """Rows that pause, encode late and come back, beside rows of another opinion."""
+    target = tiny.target()
+    sampling = moaspec.SamplingParams(temperature=temperature, seed=3).resolved()
+    texts = {}
+    for drafter in (None, tiny.agreeing_drafter("llama", layers), tiny.random_drafter(target)):
+        engine = local_engine(target, drafter, num_target_layers=layers if drafter else None)
+        handles = [
+            engine.add(
+                prompt,
+                max_new_tokens=32,
+                sampling=sampling,
+                shape=CostShape(table(), [[0.02 if number % 2 else 0.6]]),
+                free_branches=CostBranches(table()) if number > 1 else None,
+            )
+            for number, prompt in enumerate(tiny.PROMPTS)
+        ]
+        results = [engine.result(handle) for handle in handles]
+        while engine.num_active:
+            engine.step()
+        texts[drafter] = [result.token_ids for result in results]
+        if drafter is not None:
+            assert all(0 in result.drafted_depths for result in results[1::2])
+            assert any(result.num_drafted for result in results)
+    expected, *others = texts.values()
+    assert all(other == expected for other in others)
