@@ -17,7 +17,7 @@ from tiny import FAMILIES, PROMPTS, fresh_target
 
 CPU = torch.device("cpu")
 needs_packing = pytest.mark.skipif(
-    not can_pack(torch.float32, CPU), reason="oneDNN cannot pack weights on this machine"
+    not can_pack(torch.bfloat16, CPU), reason="oneDNN cannot pack weights on this machine"
 )
 
 
@@ -78,12 +78,12 @@ def test_every_linear_but_those_kept_is_replaced() -> None:
 
 @needs_packing
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_target_writes_the_same_text(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.usefixtures("bf16_instructions")
+def test_a_packed_target_writes_the_same_text(family: str) -> None:
     plain = fresh_target(family)
     packed = fresh_target(family)
     for target in (plain, packed):
-        target.model.to(dtype)
+        target.model.bfloat16()
     assert packed.pack()
     for prompt in PROMPTS:
         expected = moaspec.generate(plain, prompt, max_new_tokens=12)
@@ -99,7 +99,8 @@ def test_a_tied_head_is_copied_only_to_save_an_emulation(bf16_instructions: bool
 
 def test_nothing_is_packed_where_there_is_nothing_to_gain() -> None:
     assert not can_pack(torch.float16, CPU)
-    assert not can_pack(torch.float32, torch.device("meta"))
+    assert not can_pack(torch.float32, CPU)
+    assert not can_pack(torch.bfloat16, torch.device("meta"))
     target = fresh_target()
     target.model.half()
     assert not target.pack()

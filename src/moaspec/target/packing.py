@@ -1,13 +1,16 @@
-"""Linear layers whose weights are laid out once for this CPU.
+"""bf16 linear layers in the form that this CPU multiplies fastest.
 
-A plain `nn.Linear` hands its weight to the matrix kernel as it lies in memory. From four rows on
-the kernel then copies it into its own layout, on every call: a pass over four tokens costs half as
-much again as one over three. Laid out in advance, passes over 1 to 8 tokens cost nearly the same,
-which is what speculation lives on.
+What a pass over a few tokens costs is what speculation lives on, and the kernels behind `nn.Linear`
+are poor at it in bf16, in two ways that depend on the CPU:
 
-A CPU without bf16 instructions emulates bf16 products one row at a time. There the weights are kept
-as float32, which holds every bf16 number exactly; sums run in float32, as the emulation's do, and
-results are rounded to bf16. The numbers are the same, only sooner, for twice the memory.
+- With bf16 instructions, the weight is copied into the kernel's own layout on every call. It is
+  laid out in advance instead (oneDNN).
+- Without them, products are emulated, row by row: a second token adds half a pass. The weight is
+  kept as float32 instead, which holds every bf16 number exactly; sums run in float32, as the
+  emulation's do, and results are rounded to bf16. The numbers are the same, for twice the memory.
+
+Projections of one input (query, key and value; gate and up) become one matrix. float32 layers are
+left alone: their products stream the weight once for up to three rows, faster than a packed one.
 """
 
 from __future__ import annotations
@@ -16,20 +19,21 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read one and the same input, in the order in which they are called."""
 
 EXPECTED_ROWS = 8
-"""Rows that the layout is chosen for; other numbers of rows work and are nearly as fast."""
+"""Rows that oneDNN's layout is chosen for; other numbers work and are nearly as fast."""
 
 
 class PackedLinear(nn.Module):
-    """A frozen `nn.Linear` in the layout of the CPU's matrix kernels.
+    """A frozen bf16 `nn.Linear`, packed or kept as float32.
 
     Args:
-        linear: what to pack, float32 or bfloat16, on the CPU. It is not changed.
+        linear: what to pack, on the CPU. It is not changed.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -38,20 +42,25 @@ class PackedLinear(nn.Module):
         dtype = compute_dtype(linear.weight.dtype)
         weight = linear.weight.detach().to(dtype)
         # Not a parameter: a packed tensor cannot be moved, cast or trained.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
+        self._packed = (
+            weight
+            if dtype == torch.float32
+            else torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
+        )
         self._bias = None if linear.bias is None else linear.bias.detach().to(dtype)
         self._compute, self._dtype = dtype, linear.weight.dtype
 
     @property
     def weight(self) -> Tensor:
         """The weight as the plain layer had it, unpacked anew on every access."""
-        return cast(Tensor, self._packed.to_dense()).to(self._dtype)
+        weight = self._packed.to_dense() if self._packed.is_mkldnn else self._packed
+        return weight.to(self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x.to(self._compute), self._packed, self._bias, "none", [], ""
-        )
-        return result.to(x.dtype)
+        if not self._packed.is_mkldnn:
+            return F.linear(x.to(self._compute), self._packed, self._bias).to(x.dtype)
+        product = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return cast(Tensor, product)
 
     @property
     def bias(self) -> Tensor | None:
@@ -142,10 +151,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether linear layers can be packed here: float32 or bf16 on a CPU that oneDNN knows."""
+    """Whether linear layers can be packed here: bf16 on a CPU that oneDNN knows."""
     return (
         device.type == "cpu"
-        and dtype in {torch.float32, torch.bfloat16}
+        and dtype == torch.bfloat16
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and torch.cpu._is_avx2_supported()
