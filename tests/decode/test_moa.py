@@ -6,7 +6,7 @@ import copy
 import functools
 import pickle
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, ancestor_matrix
 from moaspec.errors import InputError, ShapeError
 from moaspec.model import MoADrafter
+from moaspec.model.drafter import ExitAdapter
 from moaspec.target import Target
 from moaspec.target.packing import can_pack
 from moaspec.train.config import DrafterSizes, drafter_config
@@ -281,10 +282,10 @@ def test_exits_are_prepared_like_everything_else() -> None:
             )
             log_q = training_log_q(target, drafter, text, list(tree.tokens), layers)
             assert list(tree.tokens) == log_q[:-1].argmax(-1).tolist()
-        exit_linear = prepared(drafter, target)[0].exits["1"].linear
-        assert (type(exit_linear) is torch.nn.Linear) != can_pack(target.dtype, target.device)
+        packed = cast(ExitAdapter, prepared(drafter, target)[0].exits["1"])
+        assert (type(packed.linear) is torch.nn.Linear) != can_pack(target.dtype, target.device)
         with torch.no_grad():
-            drafter.exits["1"].linear.weight.mul_(-1.0)
+            cast(ExitAdapter, drafter.exits["1"]).linear.weight.mul_(-1.0)
     with pytest.raises(InputError, match="exits for 0, 1"):
         MoADrafting(drafter, target, num_target_layers=2)
 
