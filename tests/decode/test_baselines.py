@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +17,13 @@ from torch.testing import assert_close
 import golden
 import moaspec
 import tiny
+from costs import table
 from golden import TOLERANCE, needs_golden
-from moaspec.decode import load_any_drafter
+from moaspec.decode import load_any_drafter, local_engine
 from moaspec.decode.baselines import EagleDrafting, IndependentDrafting, baseline_drafting
+from moaspec.decode.protocols import RowText
+from moaspec.decode.shaping import COPIES, CostShape
+from moaspec.decode.tree import DraftTree
 from moaspec.errors import CorruptCheckpointError, MismatchError
 from moaspec.model import LayerConfig
 from moaspec.model.baselines import Baseline, load_baseline, save_baseline
@@ -93,6 +97,46 @@ def test_long_prompts_keep_all_states(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(features[0])
     # float32 sums in another order.
     assert_close(*seen, **tiny.TOLERANCE)
+
+
+def test_states_of_rounds_without_drafts_come_late_but_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also beside free branches, of which several tokens may be verified at once."""
+    target = tiny.target()
+    drafting = EagleDrafting(cast(EagleDrafter, new("eagle")), target)
+    propose = EagleDrafting.propose
+
+    def checked(self: EagleDrafting, rows: list[RowText], shape: moaspec.Tree) -> list[DraftTree]:
+        for row in rows:
+            ids = torch.tensor([list(row.token_ids[:-1])])
+            expected = target.encode(ids, torch.ones_like(ids)).hidden_BTE[0]
+            # float32 sums in another order.
+            assert_close(self.hidden[row.row], expected, **tiny.TOLERANCE)
+        return propose(self, rows, shape)
+
+    monkeypatch.setattr(EagleDrafting, "propose", checked)
+    engine = local_engine(target, drafting)
+    handles = [
+        engine.add(
+            prompt,
+            max_new_tokens=tiny.NEW_TOKENS,
+            shape=CostShape(table(), [[0.02 if number % 2 else 0.6]]),
+            free_branches=COPIES if number > 1 else None,
+        )
+        for number, prompt in enumerate(tiny.PROMPTS)
+    ]
+    results = [engine.result(handle) for handle in handles]
+    for _ in engine.run():
+        pass
+    assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts("llama"))
+    # Drafts after rounds without any: what these verified was needed.
+    assert any("01" in pattern(result) for result in results)
+
+
+def pattern(result: moaspec.GenerationResult) -> str:
+    """1 for each round with drafts, 0 for each without."""
+    return "".join(str(min(depth, 1)) for depth in result.drafted_depths)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ import copy
 import functools
 import pickle
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +22,10 @@ from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, ancestor_matrix
 from moaspec.errors import InputError, ShapeError
 from moaspec.model import MoADrafter
+from moaspec.model.drafter import ExitAdapter
 from moaspec.target import Target
+from moaspec.target.packing import can_pack
+from moaspec.train.config import DrafterSizes, drafter_config
 
 
 def training_log_q(
@@ -265,6 +268,26 @@ def test_preparing_leaves_the_drafter_trainable_and_copyable() -> None:
     drafter.train().requires_grad_(requires_grad=True)
     module, _ = prepared(drafter, target)
     assert module is drafter
+
+
+def test_exits_are_prepared_like_everything_else() -> None:
+    target = tiny.target()
+    torch.manual_seed(3)
+    drafter = MoADrafter(drafter_config(target, DrafterSizes(), (0, 1)))
+    drafter.eval().requires_grad_(requires_grad=False)
+    for _ in range(2):
+        for layers in (0, 1):
+            text, tree = tiny.draft(
+                target, drafter, tiny.PROMPTS[1], Chain(6), num_target_layers=layers
+            )
+            log_q = training_log_q(target, drafter, text, list(tree.tokens), layers)
+            assert list(tree.tokens) == log_q[:-1].argmax(-1).tolist()
+        packed = cast(ExitAdapter, prepared(drafter, target)[0].exits["1"])
+        assert (type(packed.linear) is torch.nn.Linear) != can_pack(target.dtype, target.device)
+        with torch.no_grad():
+            cast(ExitAdapter, drafter.exits["1"]).linear.weight.mul_(-1.0)
+    with pytest.raises(InputError, match="exits for 0, 1"):
+        MoADrafting(drafter, target, num_target_layers=2)
 
 
 def test_bf16_drafts_run_on_packed_weights_and_change_no_text() -> None:

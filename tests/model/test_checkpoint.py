@@ -100,6 +100,17 @@ def test_round_trip(family: str, dtype: torch.dtype | None, tmp_path: Path) -> N
     assert sorted(file.name for file in tmp_path.iterdir()) == [CONFIG, WEIGHTS]
 
 
+def test_exits_and_acceptance_are_kept(tmp_path: Path) -> None:
+    target = tiny.target()
+    config = drafter_config(target, DrafterSizes(without=("sa",)), (1, 0))
+    config = dataclasses.replace(config, acceptance=((0.5, 0.25), (0.4,)))
+    drafter = MoADrafter(config)
+    loaded = load(saved(tmp_path, drafter), target)
+    assert loaded.config == config
+    assert list(loaded.exits) == ["1", "0"]
+    assert_same(loaded, drafter)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
 def test_rotary_frequencies_are_exact_in_any_dtype(
