@@ -4,7 +4,7 @@ MoaSpecError
 ├── InputError               what the caller passed is wrong (command line: exit code 2)
 │   ├── PromptError          empty, too long, or token ids outside the vocabulary
 │   ├── ShapeError           impossible tree or chain sizes, tensors of the wrong shape
-│   └── UnknownModelError    no alias, directory or hub model of that name
+│   └── UnknownModelError    no alias, directory or hub model of that name can be used
 ├── CheckpointError          a drafter checkpoint cannot be used (command line: exit code 2)
 │   ├── CorruptCheckpointError   truncated, unreadable, missing tensors, NaN weights
 │   └── MismatchError        the checkpoint belongs to another target
@@ -32,7 +32,7 @@ class ShapeError(InputError):
 
 
 class UnknownModelError(InputError):
-    """The name is no alias, no directory and no reachable hub model."""
+    """The name is no alias, directory or reachable hub model, or its files cannot be used."""
 
 
 class CheckpointError(MoaSpecError):

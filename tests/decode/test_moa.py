@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import pickle
 from collections import Counter
@@ -20,7 +21,7 @@ from moaspec.decode import Chain, Tree
 from moaspec.decode.moa import MoADrafting, prepared
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, ancestor_matrix
-from moaspec.errors import InputError, ShapeError
+from moaspec.errors import InputError, MismatchError, ShapeError
 from moaspec.model import MoADrafter
 from moaspec.model.drafter import ExitAdapter
 from moaspec.target import Target
@@ -220,6 +221,43 @@ def test_more_reused_layers_than_there_are(layers: int) -> None:
     target = tiny.target()
     with pytest.raises(InputError, match=r"0\.\.3"):
         MoADrafting(tiny.random_drafter(target), target, num_target_layers=layers)
+
+
+@pytest.mark.parametrize("place", [torch.bfloat16, torch.float64, "meta"])
+def test_a_drafter_of_another_dtype_or_device(place: torch.dtype | str) -> None:
+    target = tiny.target()
+    drafter = tiny.random_drafter(target).to(place)
+    with pytest.raises(InputError, match=r"Call drafter\.to\('cpu', torch\.float32\)"):
+        moaspec.generate(target, [1, 2], drafter=drafter)
+    ids = torch.tensor([[1, 2]])
+    hook = moaspec.custom_generate(drafter)
+    with pytest.raises(InputError, match="and the target in torch"):
+        target.model.generate(input_ids=ids, max_new_tokens=2, custom_generate=hook)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("tokenizer_hash", "another"), ("num_layers", 9), ("model_type", "qwen2")]
+)
+def test_a_drafter_of_another_target_of_the_same_sizes(field: str, value: Any) -> None:
+    target = tiny.fresh_target(tokenizer=tiny.tokenizer())
+    drafter = tiny.random_drafter(target)
+    recorded = drafter.config.target
+    assert recorded is not None
+    own = getattr(recorded, field)
+    other = dataclasses.replace(recorded, **{field: value})
+    drafter.config = dataclasses.replace(drafter.config, target=other)
+    expected = f"{field} is {value} in the drafter and {own} in the target"
+    with pytest.raises(MismatchError, match=expected):
+        moaspec.generate(target, [1, 2], drafter=drafter)
+
+
+@pytest.mark.parametrize("known", ["drafter", "target", "neither"])
+def test_what_is_not_recorded_is_not_compared(known: str) -> None:
+    plain, full = tiny.target(), tiny.fresh_target(tokenizer=tiny.tokenizer())
+    drafter = tiny.random_drafter(full if known == "drafter" else plain)
+    if known == "neither":
+        drafter.config = dataclasses.replace(drafter.config, target=None)
+    MoADrafting(drafter, full if known == "target" else plain)
 
 
 @pytest.mark.parametrize("always_same", [True, False])

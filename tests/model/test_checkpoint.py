@@ -387,6 +387,40 @@ def test_inconsistent_sizes(change: dict[str, Any], tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_no_tensors(tmp_path: Path) -> None:
+    edit_tensors(saved(tmp_path), lambda tensors: tensors.clear())
+    with pytest.raises(CorruptCheckpointError, match="are missing in the checkpoint"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_eight_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    edit_tensors(saved(tmp_path), lambda t: t.update({"Ekv2E.bias": t["Ekv2E.bias"].to(dtype)}))
+    with pytest.raises(CorruptCheckpointError, match=r"is torch\.float8.*must be one of float32"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("heads", [0, -3, "x", None, 2.5])
+def test_impossible_heads_of_a_published_checkpoint(heads: Any, tmp_path: Path) -> None:
+    target, drafter = nine_heads()
+    published(tmp_path, drafter, converted_config(target) | {"num_attention_heads": heads})
+    with pytest.raises(CorruptCheckpointError, match=f"1 or more, got {heads!r}"):
+        load(tmp_path, target)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("layer", ["layer_self_attention", "self_attention", "cross_attention"])
+@pytest.mark.parametrize("size", ["head_dim", "intermediate_size", "num_heads"])
+@pytest.mark.parametrize("value", [10**9, 10**30])
+def test_absurd_sizes(family: str, layer: str, size: str, value: int, tmp_path: Path) -> None:
+    """They are refused before memory is asked for: this machine may have enough to be slow."""
+    target = tiny.target(family)
+    saved(tmp_path, tiny.random_drafter(target))
+    edit_config(tmp_path, lambda c: c["moaspec"][layer].update({size: value}))
+    with pytest.raises(CorruptCheckpointError):
+        load(tmp_path, target)
+
+
 def test_a_section_that_is_no_object(tmp_path: Path) -> None:
     edit_config(saved(tmp_path), lambda config: config.update(moaspec=[1]))
     with pytest.raises(CheckpointError):

@@ -19,6 +19,7 @@ from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import Tree
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
+from moaspec.model.checkpoint import check_target
 from moaspec.model.layers import masked_attention
 from moaspec.target import Target
 from moaspec.target.packing import can_pack, pack_linears
@@ -36,7 +37,9 @@ class MoADrafting(Growing):
         num_target_layers: N; None takes what the checkpoint records first.
 
     Raises:
-        InputError: an N that the target or the drafter cannot have.
+        InputError: an N that the target or the drafter cannot have, or a drafter of another dtype
+            or on another device than the target.
+        MismatchError: the drafter records another target.
     """
 
     needs: frozenset[Need] = frozenset({"kv"})
@@ -45,6 +48,8 @@ class MoADrafting(Growing):
         self, drafter: MoADrafter, target: Target, *, num_target_layers: int | None = None
     ) -> None:
         config = drafter.config
+        check_target(config, None, target.identity, where="drafter")
+        _check_place(drafter, target)
         layers = config.num_target_layers[0] if num_target_layers is None else num_target_layers
         if not 0 <= layers <= target.num_layers:
             raise InputError(
@@ -147,6 +152,17 @@ class _Speaking(Level):
             mask_B1TS=tree_mask(self.roots, own.sees_BWU, visible),
             write=cache.writer(self.indices, own.starts, width, visible),
         )
+
+
+def _check_place(drafter: MoADrafter, target: Target) -> None:
+    """Refuse weights that the target's keys, values and embeddings cannot be multiplied with."""
+    for parameter in drafter.parameters():
+        got, expected = (parameter.dtype, parameter.device), (target.dtype, target.device)
+        if got != expected:
+            raise InputError(
+                f"The drafter is in {got[0]} on {got[1]}, and the target in {expected[0]} on "
+                f"{expected[1]}. Call drafter.to({str(expected[1])!r}, {expected[0]}) first."
+            )
 
 
 def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moaspec.errors import CheckpointError, CorruptCheckpointError, MismatchError, ShapeError
+from moaspec.errors import CheckpointError, CorruptCheckpointError, MismatchError
 from moaspec.model.config import (
     DrafterConfig,
     LayerConfig,
@@ -38,6 +38,8 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DRAFT_TOKENS = "draft_token_ids"
 FORMAT_VERSION = 1
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
 
 _RENAMED = (
     # (published prefix, module path); the first that matches wins.
@@ -211,9 +213,19 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             f"{path} is truncated or not a safetensors file ({error}). Fetch it again."
         ) from error
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CorruptCheckpointError(f"{path}: tensor {name!r} has NaN or infinite values.")
+        if tensor.is_floating_point():
+            _check_values(tensor, f"{path}: tensor {name!r}")
     return tensors
+
+
+def _check_values(tensor: Tensor, what: str) -> None:
+    if tensor.dtype not in WEIGHT_DTYPES:
+        raise CorruptCheckpointError(
+            f"{what} is {tensor.dtype}, and weights must be one of {', '.join(_NAMES)}. Convert "
+            "the checkpoint."
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise CorruptCheckpointError(f"{what} has NaN or infinite values.")
 
 
 def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any) -> MoADrafter:
@@ -235,10 +247,12 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
     draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
     try:
         config = _config_of(config_json, tensors, target, context)
-        check_target(config, draft_token_ids, target, where=str(directory))
+        check_target(config, draft_token_ids, target, where=f"drafter at {directory}")
+        _check_shapes(config, tensors)
         drafter = MoADrafter(config, draft_token_ids)
-        _fill(drafter, tensors, where=str(directory))
-    except (KeyError, IndexError, ShapeError, TypeError) as error:
+        _fill(drafter, tensors)
+    # Impossible sizes and settings show themselves in many ways when modules are built from them.
+    except (LookupError, ValueError, TypeError, ArithmeticError, RuntimeError) as error:
         raise CorruptCheckpointError(
             f"The checkpoint at {directory} is incomplete or inconsistent: {error}"
         ) from error
@@ -268,13 +282,13 @@ def check_target(
     if max(config.num_target_layers) > target.num_layers:
         facts["num_target_layers"] = (max(config.num_target_layers), f"<= {target.num_layers}")
     wrong = [
-        f"{name} is {got} in the checkpoint and {expected} in the target"
+        f"{name} is {got} in the drafter and {expected} in the target"
         for name, (got, expected) in facts.items()
         if got != expected and None not in (got, expected)
     ]
     if wrong:
         raise MismatchError(
-            f"The drafter at {where} was made for another target: {'; '.join(wrong)}. "
+            f"The {where} was made for another target: {'; '.join(wrong)}. "
             "Use the target it was trained for, or train a drafter for this one."
         )
 
@@ -332,7 +346,12 @@ def infer_config(
             "The checkpoint has no layer self-attention (tensors layer_self_attention.*)."
         )
     _check_published_target(config_json, target)
-    num_heads = int(config_json.get("num_attention_heads", context.num_attention_heads))
+    num_heads = config_json.get("num_attention_heads", context.num_attention_heads)
+    if not isinstance(num_heads, int) or num_heads < 1:
+        raise CorruptCheckpointError(
+            f"num_attention_heads in {CONFIG_FILE} must be a whole number of 1 or more, got "
+            f"{num_heads!r}."
+        )
     rope_parameters = text_rope(context)
     lsa, sa, ca = (
         _infer_layer(tensors, name, num_heads)
@@ -384,8 +403,33 @@ def _infer_layer(tensors: Mapping[str, Tensor], name: str, num_heads: int) -> La
     )
 
 
-def _fill(drafter: MoADrafter, tensors: Mapping[str, Tensor], *, where: str) -> None:
-    """Put the tensors into the modules, keeping their dtype; all must be there and fit."""
+def _check_shapes(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Compare the tensors with what the config asks for, before any memory is spent on that."""
+    with torch.device("meta"):
+        skeleton = MoADrafter(config)
+    expected = {
+        name: parameter
+        for name, parameter in skeleton.named_parameters(remove_duplicate=False)
+        if not name.startswith(_SHARED_NORM)
+    }
+    state = {to_module_name(name): tensor for name, tensor in tensors.items()}
+    for kind, odd in (
+        ("missing", expected.keys() - state.keys()),
+        ("unexpected", state.keys() - expected.keys()),
+    ):
+        if odd:
+            names = ", ".join(sorted(map(to_published_name, odd)))
+            raise CorruptCheckpointError(f"Tensors are {kind} in the checkpoint: {names}.")
+    for name, parameter in expected.items():
+        if state[name].shape != parameter.shape:
+            raise CorruptCheckpointError(
+                f"Tensor {to_published_name(name)!r} has shape {tuple(state[name].shape)}, and "
+                f"the drafter's sizes ask for {tuple(parameter.shape)}."
+            )
+
+
+def _fill(drafter: MoADrafter, tensors: Mapping[str, Tensor]) -> None:
+    """Put the tensors, which `_check_shapes` found to fit, into the modules in their dtype."""
     state = {to_module_name(name): tensor for name, tensor in tensors.items()}
     shared = {
         _SHARED_NORM + name.removeprefix("speaker.cross_attention.input_layernorm."): tensor
@@ -393,7 +437,4 @@ def _fill(drafter: MoADrafter, tensors: Mapping[str, Tensor], *, where: str) -> 
         if name.startswith("speaker.cross_attention.input_layernorm.")
     }
     drafter.to(next(iter(tensors.values())).dtype)
-    try:
-        drafter.load_state_dict(state | shared)
-    except RuntimeError as error:
-        raise CorruptCheckpointError(f"The checkpoint at {where} does not fit: {error}") from error
+    drafter.load_state_dict(state | shared)

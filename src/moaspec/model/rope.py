@@ -70,11 +70,12 @@ class Rope(nn.Module):
             max_position_embeddings=max_positions,
         )
         compute = ROPE_INIT_FUNCTIONS[kind]
-        inv_freq, attention_scaling = compute(config, torch.device("cpu"))
+        device = torch.get_default_device()
+        inv_freq, attention_scaling = compute(config, device)
         if kind != "longrope":
             return cls(inv_freq, attention_scaling)
         switch = int(parameters["original_max_position_embeddings"])
-        long_inv_freq, _ = compute(config, torch.device("cpu"), seq_len=switch + 1)
+        long_inv_freq, _ = compute(config, device, seq_len=switch + 1)
         return cls(inv_freq, attention_scaling, long_inv_freq=long_inv_freq, switch=switch)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Rope:

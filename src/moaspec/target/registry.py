@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from moaspec.errors import InputError, UnknownModelError
+from moaspec.errors import InputError, MoaSpecError, UnknownModelError
 from moaspec.target.families import require_supported
 from moaspec.target.model import Target
 
@@ -41,7 +40,7 @@ ALIASES = {
 
 
 def load_target(
-    name: str, *, dtype: str = "float32", device: str = "cpu", packed: bool = True
+    name: str | Path, *, dtype: str = "float32", device: str = "cpu", packed: bool = True
 ) -> Target:
     """Load a target.
 
@@ -56,29 +55,90 @@ def load_target(
         The frozen target, with transformers' own `tokenizer` and `config`.
 
     Raises:
-        InputError: unknown dtype.
-        UnknownModelError: nothing of that name can be found or read.
+        InputError: unknown dtype, or a device that cannot be used here.
+        UnknownModelError: nothing of that name can be found or read, or its weights are not those
+            of its config, or not finite.
         UnsupportedTargetError: a family whose keys and values cannot be captured.
     """
     if dtype not in DTYPES:
         raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    _require_device(device)
+    name = str(name)
     source = _resolve(name)
     try:
-        config = AutoConfig.from_pretrained(source)
-        require_supported(config, name)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=DTYPES[dtype], attn_implementation="sdpa"
+        target = Target(
+            _load_model(source, name, DTYPES[dtype]).to(device), _load_tokenizer(source), name=name
         )
-        tokenizer = _load_tokenizer(source)
-    except (OSError, HFValidationError, SafetensorError, ValueError) as error:
-        raise UnknownModelError(
-            f"Cannot load the target {name!r}: it is no alias ({', '.join(ALIASES)}), no usable "
-            f"model directory and no reachable hub id. Cause: {_first_line(error)}"
-        ) from error
-    target = Target(model.to(device), tokenizer, name=name)
+    except MoaSpecError:
+        raise
+    # The libraries below raise almost anything where files are damaged or configs are impossible.
+    except Exception as error:
+        raise _unusable(name, source, _first_line(error)) from error
     if packed:
         target.pack()
     return target
+
+
+def _require_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InputError(
+            f"Device {device!r} cannot be used here; try 'cpu'. Cause: {_first_line(error)}"
+        ) from error
+
+
+def _load_model(source: str, name: str, dtype: torch.dtype) -> Any:
+    """The model, if its files hold all of its weights and nothing else."""
+    config = AutoConfig.from_pretrained(source)
+    require_supported(config, name)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        # Ours is the clearer refusal.
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    model, info = loaded
+    problem = _key_problem(info) or _value_problem(model)
+    if problem is not None:
+        raise _unusable(name, source, problem)
+    return model
+
+
+def _key_problem(info: Mapping[str, Any]) -> str | None:
+    """What transformers would fill with random numbers, or leave out, with a mere warning.
+
+    Tied heads and buffers that it knows to be superfluous are not among its keys.
+    """
+    if info["mismatched_keys"]:
+        key, got, expected = min(info["mismatched_keys"])
+        return f"{key} has shape {tuple(got)}, and its config asks for {tuple(expected)}."
+    for kind in ("missing", "unexpected"):
+        keys = sorted(info[f"{kind}_keys"])
+        if keys:
+            return f"{len(keys)} tensors are {kind} ({', '.join(keys[:3])}, ...)."
+    return None
+
+
+def _value_problem(model: Any) -> str | None:
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            return f"{name} has NaN or infinite values in {str(parameter.dtype)[6:]}."
+    return None
+
+
+def _unusable(name: str, source: str, cause: str) -> UnknownModelError:
+    if Path(source).is_dir():
+        what = f"the directory {source} is damaged or holds no model that can be used"
+    else:
+        what = (
+            f"it is no alias ({', '.join(ALIASES)}), no model directory and no hub id that can be "
+            "reached and used"
+        )
+    return UnknownModelError(f"Cannot load the target {name!r}: {what}. Cause: {cause}")
 
 
 def cache_dir() -> Path:
