@@ -63,7 +63,7 @@ class Engine:
         *,
         max_new_tokens: int,
         stop_token_ids: Iterable[int] = (),
-        stop: str | Iterable[str] = (),
+        stop: str | Iterable[str] | None = (),
         shape: Tree | ShapePolicy = AUTO,
         free_branches: Tree | ShapePolicy | None = None,
         sampling: SamplingParams = GREEDY,
