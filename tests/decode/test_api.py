@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from transformers import BatchEncoding
 
 import moaspec
 import moaspec.decode.api
@@ -96,10 +97,20 @@ def test_prompts_may_be_tensors_or_arrays(batched: bool) -> None:
         assert [r.token_ids for r in got] == [own] if batched else got.token_ids == own
 
 
-@pytest.mark.parametrize("prompt", [[1.5], ["a"], "text", [None]])
+@pytest.mark.parametrize(
+    "prompt", [[1.5], ["a"], "text", [None], 5, None, torch.tensor(5), [[1], None]], ids=repr
+)
 def test_prompts_that_are_no_token_ids(prompt: Any) -> None:
     with pytest.raises(PromptError):
         moaspec.generate(tiny.target(), prompt)
+
+
+@pytest.mark.parametrize("kind", [dict, BatchEncoding])
+def test_what_a_tokenizer_returns_is_no_prompt(kind: Any) -> None:
+    encoded = kind({"input_ids": [1, 2], "attention_mask": [1, 1]})
+    for prompt in (encoded, [encoded]):
+        with pytest.raises(PromptError, match="input_ids"):
+            moaspec.generate(tiny.target(), prompt)
 
 
 @pytest.mark.parametrize("call", [moaspec.generate, moaspec.stream])

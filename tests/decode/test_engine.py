@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -295,9 +297,24 @@ def test_prompts_that_are_refused(prompt: tuple[int, ...], message: str) -> None
     assert engine.num_active == 0
 
 
-def test_max_new_tokens_must_not_be_negative() -> None:
-    with pytest.raises(InputError, match="max_new_tokens"):
-        local_engine(tiny.target()).add(PROMPT, max_new_tokens=-1)
+@pytest.mark.parametrize("number", [-1, 2.5, "5", None, True, torch.tensor(2.0)], ids=repr)
+def test_numbers_of_new_tokens_that_are_none(number: Any) -> None:
+    engine = local_engine(tiny.target())
+    with pytest.raises(InputError, match="max_new_tokens must be an integer"):
+        engine.add(PROMPT, max_new_tokens=number)
+    assert engine.num_active == 0
+
+
+@pytest.mark.parametrize("number", [torch.tensor(2), np.int64(2)], ids=repr)
+def test_integers_of_other_libraries_are_integers(number: Any) -> None:
+    result = decode(local_engine(tiny.target()), max_new_tokens=number)
+    assert tuple(result.token_ids) == OWN[:2]
+
+
+@pytest.mark.parametrize("stops", [5, None, ["a"], [1.0], [-1], [True]], ids=repr)
+def test_stop_tokens_that_are_none(stops: Any) -> None:
+    with pytest.raises(InputError, match="stop_token_ids"):
+        local_engine(tiny.target()).add(PROMPT, max_new_tokens=2, stop_token_ids=stops)
 
 
 def test_no_new_tokens_need_no_pass() -> None:

@@ -275,3 +275,21 @@ def test_next_tokens_of_mixed_rows() -> None:
     together = next_tokens(logits_NV, prefixes)
     singly = [next_tokens(logits_NV[i : i + 1], prefixes[i : i + 1])[0] for i in range(len(ROWS))]
     assert together == singly
+
+
+@pytest.mark.parametrize("temperature", [1e-201, 1e-310, 5e-324])
+@pytest.mark.parametrize("shift", [0.0, -50.0], ids=["both signs", "all negative"])
+def test_the_coldest_temperatures_take_the_best(temperature: float, shift: float) -> None:
+    """Where logits / temperature would be infinite, or -inf for every token."""
+    logits_NV = torch.randn(8, 50, generator=torch.Generator().manual_seed(3)) * 5 + shift
+    sampling = SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, top_k=9, seed=1)
+    prefixes = [Prefix(sampling, (1, 2, 3), 1)] * len(logits_NV)
+    assert next_tokens(logits_NV, prefixes) == logits_NV.argmax(-1).tolist()
+
+
+def test_the_coldest_temperatures_draft() -> None:
+    result = moaspec.generate(
+        tiny.target(), tiny.PROMPTS[0], drafter=tiny.agreeing_drafter("llama"), tree=Tree(3, 3, 8),
+        temperature=5e-324, max_new_tokens=NEW_TOKENS,
+    )  # fmt: skip
+    assert tuple(result.token_ids) == tiny.own_texts("llama")[0][:NEW_TOKENS]

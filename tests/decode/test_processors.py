@@ -136,3 +136,13 @@ def test_bias_comes_before_penalties_and_processors_last() -> None:
 def test_processors_that_misbehave(result: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         processed(logits(1)[0], prefix(processors=(lambda *_: result,)))
+
+
+@pytest.mark.parametrize("text", [TEXT, TEXT[:1]], ids=["output", "prompt"])
+def test_a_bias_that_leaves_no_token(text: Sequence[int]) -> None:
+    """Token 0 would be the best of nothing."""
+    forbidden = dict.fromkeys(range(VOCAB), -math.inf)
+    with pytest.raises(InputError, match=r"logit_bias.*at least one token"):
+        processed(logits(1)[0], prefix(text, logit_bias=forbidden))
+    del forbidden[7]
+    assert int(processed(logits(1)[0], prefix(text, logit_bias=forbidden)).argmax()) == 7

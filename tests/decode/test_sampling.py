@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import moaspec
 import tiny
@@ -36,7 +39,11 @@ from moaspec.errors import InputError
         ("logit_bias", {"a": 0.5}),
         ("logit_bias", {1: math.inf}),
         ("logit_bias", {1: math.nan}),
+        ("logit_bias", None),
+        ("logit_bias", [1]),
         ("processors", (3,)),
+        ("processors", None),
+        ("processors", lambda _, logits_V: logits_V),
     ],
 )
 def test_values_outside_their_range(name: str, value: Any) -> None:
@@ -90,3 +97,29 @@ def test_several_choices() -> None:
 def test_numbers_of_choices_that_are_none(number: Any) -> None:
     with pytest.raises(InputError, match="num_choices"):
         moaspec.generate(tiny.target(), [1], num_choices=number)
+
+
+@pytest.mark.parametrize("seed", [np.int64(5), np.uint64(5), torch.tensor(5)], ids=repr)
+def test_seeds_of_other_libraries(seed: Any) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "max_new_tokens": 6}
+    result = moaspec.generate(tiny.target(), tiny.PROMPTS[0], seed=seed, **options)
+    assert type(result.seed) is int
+    assert result == replace(
+        moaspec.generate(tiny.target(), tiny.PROMPTS[0], seed=5, **options), timing=result.timing
+    )
+
+
+def test_options_that_are_none_are_left_out() -> None:
+    result = moaspec.generate(
+        tiny.target(),
+        tiny.PROMPTS[0],
+        max_new_tokens=4,
+        **dict.fromkeys(("logit_bias", "logits_processors", "stop", "stop_token_ids", "seed")),
+    )
+    assert tuple(result.token_ids) == tiny.own_texts("llama")[0][:4]
+
+
+def test_a_bare_processor_is_refused() -> None:
+    bare: Any = lambda _, logits_V: logits_V  # noqa: E731
+    with pytest.raises(InputError, match="in a list"):
+        moaspec.generate(tiny.target(), [1], logits_processors=bare)

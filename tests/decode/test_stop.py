@@ -91,10 +91,15 @@ def test_one_token_may_complete_two_strings() -> None:
     assert watcher.push(4) in ("4", "w4")
 
 
-@pytest.mark.parametrize("stop", ["", ["a", ""], [3], [None]])
+@pytest.mark.parametrize("stop", ["", ["a", ""], [3], [None], 5, b"a"], ids=repr)
 def test_strings_that_are_none(stop: Any) -> None:
     with pytest.raises(InputError, match="non-empty strings"):
         stop_strings(stop)
+
+
+def test_none_is_no_stop_string() -> None:
+    assert stop_strings(None) == ()
+    assert moaspec.generate(tiny.target(), PROMPT, stop=None, max_new_tokens=2).stop_string is None
 
 
 def test_a_target_without_tokenizer() -> None:

@@ -99,7 +99,7 @@ def local_engine(
         num_target_layers: N of a trained module; None takes its default.
 
     Raises:
-        InputError: a drafter that is neither, or N for one that has none.
+        InputError: something that is no drafter, or N for a drafter that reuses no layers.
     """
     verifier, drafting = local_parts(target, drafter, num_target_layers=num_target_layers)
     return Engine(
@@ -178,7 +178,8 @@ class RowOptions(TypedDict, total=False):
         max_new_tokens: at most so many per prompt; 64. 0 gives an empty result.
         temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty,
         frequency_penalty, logit_bias, logprobs: see `SamplingParams`.
-        logits_processors: functions of (prefix token ids, logits); see `SamplingParams`.
+        logits_processors: functions of (prefix token ids, logits); see `SamplingParams`. For these,
+            `logit_bias` and `stop`, None is none.
         stop: a string or several; the text ends with the token that completes one.
         stop_token_ids: ids that end a row; None takes the target's own.
         tree: "chain:4", "tree:6,8,62", a `Tree` or `Chain`; or "auto": the shape that pays most on
@@ -198,10 +199,10 @@ class RowOptions(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    logits_processors: Iterable[LogitsProcessor]
+    logit_bias: Mapping[int, float] | None
+    logits_processors: Iterable[LogitsProcessor] | None
     logprobs: bool
-    stop: str | Iterable[str]
+    stop: str | Iterable[str] | None
     stop_token_ids: Iterable[int] | None
     tree: Tree | str
     free_branches: FreeBranches
@@ -343,14 +344,25 @@ def row_shaping(
 
 def _is_batch(prompt_ids: Any) -> bool:
     """Whether this is a list of prompts; a tensor or array of two dimensions is one too."""
-    if len(prompt_ids) == 0:
-        return False
+    if hasattr(prompt_ids, "ndim"):
+        return bool(prompt_ids.ndim > 1 and len(prompt_ids))
+    if not isinstance(prompt_ids, Sequence) or not prompt_ids:
+        return False  # `token_ids` says what is wrong with it
     first = prompt_ids[0]
     return first.ndim > 0 if hasattr(first, "ndim") else hasattr(first, "__len__")
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """One prompt as plain integers."""
+    """One prompt as plain integers.
+
+    Raises:
+        PromptError: something else than a list, array or tensor of integers.
+    """
+    if isinstance(prompt, Mapping):
+        raise PromptError(
+            "A prompt must be a list of integer token ids, got a mapping; of what a tokenizer "
+            "returns, pass tokenizer(...)['input_ids']."
+        )
     try:
         return [operator.index(token) for token in prompt]
     except TypeError as error:
@@ -365,5 +377,9 @@ def sampling_params(options: RowOptions) -> SamplingParams:
     """
     names = {field.name for field in fields(SamplingParams)}
     given: dict[str, Any] = {name: value for name, value in options.items() if name in names}
-    processors = tuple(options.get("logits_processors", ()))
+    if given.get("logit_bias", {}) is None:
+        del given["logit_bias"]
+    processors: Any = options.get("logits_processors") or ()
+    if isinstance(processors, Iterable):
+        processors = tuple(processors)
     return SamplingParams(processors=processors, **given).resolved()

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 MAX_DEPTH, MAX_RANK = 8, 8
 BREADTHS = (1, 2, 4, 8)
 TOTALS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 62])
-"""Sizes that are considered; DESIGN's largest tree is the last of each."""
+"""Sizes that are considered; the paper's largest tree, `Tree(6, 8, 62)`, is the last of each."""
 
 PRIOR = ((0.28, 0.10, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),)
 """P(the target chooses the draft of rank 0, 1, ...), given that it chose the path to it, for a

@@ -10,6 +10,7 @@ import time
 from collections.abc import Coroutine, Generator, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
+from moaspec.decode.integers import as_integer, as_token_ids
 from moaspec.decode.protocols import Drafter, Request, RowText, Verdict, Verifier
 from moaspec.decode.result import Event, GenerationResult, StopReason
 from moaspec.decode.row import Row, check_bias, check_prompt
@@ -62,7 +63,7 @@ class Engine:
         *,
         max_new_tokens: int,
         stop_token_ids: Iterable[int] = (),
-        stop: str | Iterable[str] = (),
+        stop: str | Iterable[str] | None = (),
         shape: Tree | ShapePolicy = AUTO,
         free_branches: Tree | ShapePolicy | None = None,
         sampling: SamplingParams = GREEDY,
@@ -90,12 +91,13 @@ class Engine:
 
         Raises:
             PromptError: empty, as long as the context or longer, or ids outside the vocabulary.
-            InputError: `max_new_tokens` below 0, a biased token outside the vocabulary, stop
-                strings without a tokenizer, or `after` a row that is not kept.
+            InputError: `max_new_tokens` or stop tokens that are no integers of at least 0, a biased
+                token outside the vocabulary, stop strings without a tokenizer, or `after` a row
+                that is not kept.
         """
         check_prompt(prompt_ids, self._vocab_size, self._max_positions)
-        if max_new_tokens < 0:
-            raise InputError(f"max_new_tokens must be at least 0, got {max_new_tokens}.")
+        max_new_tokens = as_integer("max_new_tokens", max_new_tokens)
+        stops = as_token_ids("stop_token_ids", stop_token_ids)
         check_bias(sampling, self._vocab_size)
         strings = stop_strings(stop)
         sampling = sampling.resolved()
@@ -105,7 +107,7 @@ class Engine:
             row=self._free_row() if old is None else old.row,
             token_ids=list(prompt_ids),
             max_new_tokens=max_new_tokens,
-            stop_token_ids=frozenset(stop_token_ids),
+            stop_token_ids=stops,
             stop=StopStrings(strings, self._tokenizer) if strings else None,
             policy=FixedShape(shape) if isinstance(shape, Tree) else shape,
             branches=(

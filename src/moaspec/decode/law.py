@@ -17,6 +17,10 @@ from moaspec.decode.noise import gumbel, seed_bits
 from moaspec.decode.processors import Prefix, processed, survivors
 from moaspec.decode.sampling import SamplingParams
 
+COLDEST = 1e-200
+"""Temperatures below are taken as this one. No quotient of a float32 logit overflows float64 with
+it, and none that differ come near enough for noise to matter, so the choice is the same."""
+
 
 def next_tokens(logits_NV: Tensor, prefixes: Sequence[Prefix]) -> list[int]:
     """The token that follows each prefix.
@@ -70,8 +74,9 @@ def perturbed(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
 
 
 def temperatures(settings: Sequence[SamplingParams]) -> Tensor:
-    """(N, 1) float64."""
-    return torch.tensor([[one.temperature] for one in settings], dtype=torch.float64)
+    """(N, 1) float64, none below `COLDEST`."""
+    values = [[max(one.temperature, COLDEST)] for one in settings]
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _facts(prefix: Prefix) -> tuple[int, int, int]:

@@ -42,7 +42,7 @@ def processed(logits_V: Tensor, prefix: Prefix) -> Tensor:
     """Logits after bias, penalties and custom processors; the argument stays as it is.
 
     Raises:
-        InputError: a processor returned another shape, or left no token.
+        InputError: a processor returned another shape, or no token is left.
     """
     sampling = prefix.sampling
     if not sampling.changes_logits:
@@ -52,6 +52,11 @@ def processed(logits_V: Tensor, prefix: Prefix) -> Tensor:
     _penalise_output(logits_V, prefix)
     for processor in sampling.processors:
         logits_V = _called(processor(tuple(prefix.token_ids), logits_V), logits_V)
+    if not bool(torch.isfinite(logits_V.max())):
+        raise InputError(
+            "logit_bias, penalties and logits processors must leave at least one token with a "
+            "finite logit, and no NaN."
+        )
     return logits_V
 
 
@@ -87,10 +92,6 @@ def _called(result: Tensor, logits_V: Tensor) -> Tensor:
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise InputError(
             f"A logits processor must return logits of shape {tuple(logits_V.shape)}, got {got}."
-        )
-    if not bool(torch.isfinite(result.max())):
-        raise InputError(
-            "A logits processor must leave at least one token with a finite logit, and no NaN."
         )
     return result.to(logits_V)
 

@@ -93,7 +93,7 @@ class Row:
             if self.stop and (found := self.stop.push(token)):
                 self.result.stop_string = found
                 return list(tokens[:i]), "stop_string"
-            if i == self.remaining:
+            if i >= self.remaining:
                 return list(tokens[:i]), "max_new_tokens"
             if i == room:
                 return list(tokens[:i]), "context"

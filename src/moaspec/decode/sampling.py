@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from moaspec.decode.integers import as_integer
 from moaspec.errors import InputError
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
@@ -72,6 +73,10 @@ class SamplingParams:
         if self.seed is not None:
             self._need_integer("seed", high=2**64 - 1, otherwise="None draws one")
         _check_bias(self.logit_bias)
+        if not isinstance(self.processors, Sequence):
+            raise InputError(
+                f"Logits processors come in a list, also a single one; got {self.processors!r}."
+            )
         for processor in self.processors:
             if not callable(processor):
                 raise InputError(
@@ -115,14 +120,14 @@ class SamplingParams:
             raise InputError(f"{name} must be a finite number{bounds}, got {value!r}.")
 
     def _need_integer(self, name: str, *, high: int, otherwise: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= high:
-            raise InputError(
-                f"{name} must be an integer within 0..{high} ({otherwise}), got {value!r}."
-            )
+        # Kept as Python's own integer: scalars of numpy and torch overflow or sit on a device.
+        number = as_integer(name, getattr(self, name), high=high, hint=otherwise)
+        object.__setattr__(self, name, number)
 
 
 def _check_bias(bias: Mapping[int, float]) -> None:
+    if not isinstance(bias, Mapping):
+        raise InputError(f"logit_bias must map token ids to numbers, got {bias!r}.")
     for token, value in bias.items():
         if not isinstance(token, int) or token < 0:
             raise InputError(f"logit_bias must be keyed by token ids, got {token!r}.")

@@ -33,7 +33,7 @@ class Session:
         num_target_layers: N, target layers that the drafter reuses; None takes its default.
 
     Raises:
-        InputError: no drafter, or N for one that has none.
+        InputError: something that is no drafter, or N for a drafter that reuses no layers.
     """
 
     def __init__(

@@ -10,12 +10,16 @@ from tokenizers.decoders import DecodeStream
 from moaspec.errors import InputError
 
 
-def stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
-    """One or several stop strings as a tuple.
+def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+    """One or several stop strings as a tuple; None is none.
 
     Raises:
         InputError: an empty one, or something that is no string.
     """
+    if stop is None:
+        return ()
+    if not isinstance(stop, Iterable):
+        raise InputError(f"stop must be one or more non-empty strings, got {stop!r}.")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     for string in strings:
         if not isinstance(string, str) or not string:

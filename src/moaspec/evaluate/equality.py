@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from moaspec.decode import GREEDY, SamplingParams
+from moaspec.decode.law import temperatures
 from moaspec.decode.noise import gumbel, seed_bits
 from moaspec.decode.processors import Prefix, processed, survivors
 from moaspec.target import Target
 
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.0625}
-"""Largest difference of logits that rounding explains. float32: DESIGN's bound, twenty times the
-5e-5 that passes of different width differ by. bf16: logits near 20 are 0.125 apart, and errors of
-a few such steps add up over the layers; float16 has three more bits."""
+"""Largest difference of logits that rounding explains. float32: 1e-3, twenty times the 5e-5 that
+passes of different width were measured to differ by. bf16: logits near 20 are 0.125 apart, and
+errors of a few such steps add up over the layers; float16 has three more bits."""
 
 MAX_TIES = 3
 """How often two decodings may part at ties before they count as different."""
@@ -157,7 +158,8 @@ def _gap(logits_V: Tensor, prefix: Prefix, token: int) -> float:
     sampling = prefix.sampling
     if not sampling.samples:
         return float(scores_V.max() - scores_V[token])
-    scaled_V = scores_V / sampling.temperature
+    temperature = float(temperatures([sampling]))
+    scaled_V = scores_V / temperature
     threshold = scaled_V[survivors(scaled_V[None], [sampling])[0]].min()
     ids_V = torch.arange(len(scaled_V), device=scaled_V.device)
     seed, choice, position = (
@@ -168,4 +170,4 @@ def _gap(logits_V: Tensor, prefix: Prefix, token: int) -> float:
     # A rival is out of the way as soon as it is behind, or no longer survives top-k, top-p, min-p.
     rivals_V = torch.minimum(perturbed_V - perturbed_V[token], scaled_V - threshold)
     needed = torch.maximum(rivals_V.max(), threshold - scaled_V[token])
-    return sampling.temperature * max(0.0, float(needed))
+    return temperature * max(0.0, float(needed))

@@ -145,7 +145,8 @@ class Target:
         ids = self.config.eos_token_id if ids is None else ids
         if ids is None:
             return frozenset()
-        return frozenset([ids] if isinstance(ids, int) else ids)
+        # Some configurations say -1 where they mean none.
+        return frozenset(one for one in ([ids] if isinstance(ids, int) else ids) if one >= 0)
 
     @cached_property
     def identity(self) -> TargetIdentity:
