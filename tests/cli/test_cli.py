@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import HfApi
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import tiny
@@ -285,6 +286,30 @@ def test_unknown_models_and_drafters(cli: Cli, tmp_path: Path) -> None:
     output = cli("generate", PROMPT, "--model", str(tmp_path), "--drafter", "not a name!")
     assert output.code == 2
     assert "No drafter" in output.err
+
+
+def test_errors_are_not_wrapped(cli: Cli, tmp_path: Path) -> None:
+    """Whoever reads them from a pipe has no terminal of 80 columns."""
+    output = cli("generate", PROMPT, "--model", str(tmp_path))
+    assert len(output.err) > 100
+    assert output.err.count("\n") == 1
+
+
+def test_damaged_targets_and_drafters(cli: Cli, tmp_path: Path) -> None:
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    tiny.model().save_pretrained(target)
+    save_drafter(tiny.random_drafter(tiny.target()), drafter)
+    tensors = load_file(drafter / "model.safetensors")
+    save_file({}, drafter / "model.safetensors")
+    arguments = ("generate", PROMPT, "--model", str(target), "--drafter", str(drafter))
+    output = cli(*arguments)
+    assert output.code == 2
+    assert "Tensors are missing in the checkpoint" in output.err
+    save_file(tensors, target / "model.safetensors")
+    output = cli(*arguments)
+    assert output.code == 2
+    assert f"{target} is damaged" in output.err
+    assert output.err.count("\n") == 1
 
 
 def test_a_target_without_tokenizer_or_drafter(cli: Cli, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ DEBUG: ContextVar[bool] = ContextVar("debug", default=False)
 STYLES: dict[Source, str] = {"draft": "bold green", "target": "", "copy": "bold cyan"}
 
 out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def nowhere() -> Console:
