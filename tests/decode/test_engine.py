@@ -11,6 +11,7 @@ import torch
 from torch.testing import assert_close
 
 import moaspec
+import moaspec.decode.engine
 import tiny
 from moaspec.decode import Chain, Engine, GenerationResult, Tree, acceptance_by_depth, local_engine
 from moaspec.decode.engine import run_now
@@ -62,7 +63,7 @@ def test_right_drafts_are_accepted(shape: Tree) -> None:
 def test_acceptance_by_depth() -> None:
     result = decode(replay(wrong_from=3), max_new_tokens=13)
     assert result.accept_lengths == [3] * 4
-    assert result.drafted_depths == [3] * 4
+    assert result.drafted_depths == [3, 3, 3, 2]
     assert result.acceptance_by_depth == [1.0, 1.0, 0.0]
     other = decode(replay(wrong_from=1), max_new_tokens=5)
     assert other.acceptance_by_depth == [0.0, 0.0, 0.0]
@@ -96,6 +97,14 @@ def test_max_new_tokens_inside_an_accepted_path(kept: int) -> None:
     assert len(result.sources) == kept
     assert sum(result.accept_lengths) == kept - 1
     assert result.stop_reason == "max_new_tokens"
+
+
+@pytest.mark.parametrize("new_tokens", range(2, 7))
+def test_no_draft_goes_beyond_the_last_token(new_tokens: int) -> None:
+    result = decode(replay(), max_new_tokens=new_tokens, shape=Chain(128))
+    assert tuple(result.token_ids) == OWN[:new_tokens]
+    assert result.drafted_depths == [new_tokens - 2]
+    assert result.accept_lengths == [new_tokens - 1]
 
 
 @pytest.mark.parametrize("position", range(9))
@@ -150,7 +159,7 @@ def test_one_round_reads_the_text_anew_at_the_switch() -> None:
     lengths, depths = switching(text, prompt=12, new_tokens=16)
     # 13 tokens after the prefill; 3 drafts and a bonus reach 17; then the round without a draft.
     assert lengths == [4, 1, 6, 4]
-    assert depths == [3, 0, 5, 5]
+    assert depths == [3, 0, 5, 3]
 
 
 def test_the_cache_after_a_switch_is_that_of_the_long_text() -> None:
@@ -359,6 +368,39 @@ def test_kept_rows_hold_their_place_until_they_are_forgotten() -> None:
         engine.forget(kept)
     with pytest.raises(InputError, match="not kept"):
         engine.add(PROMPT, max_new_tokens=2, after=kept)
+
+
+def test_results_of_ended_requests() -> None:
+    engine = local_engine(tiny.target())
+    handle = engine.add(PROMPT, max_new_tokens=2)
+    active = engine.result(handle)
+    finish(engine)
+    assert engine.result(handle) is active
+    engine.forget(handle)
+    with pytest.raises(InputError, match="no result of request 0"):
+        engine.result(handle)
+
+
+def test_old_results_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moaspec.decode.engine, "RESULTS_KEPT", 2)
+    engine = local_engine(tiny.target())
+    kept, *others = (engine.add(PROMPT, max_new_tokens=0, keep=i == 0) for i in range(4))
+    finish(engine)
+    assert [engine.result(one).stop_reason for one in (kept, *others[1:])] == ["max_new_tokens"] * 3
+    with pytest.raises(InputError, match="no result"):
+        engine.result(others[0])
+    engine.forget(kept)
+    with pytest.raises(InputError, match="no result"):
+        engine.result(kept)
+
+
+def test_only_active_requests_are_aborted() -> None:
+    engine = local_engine(tiny.target())
+    handle = engine.add(PROMPT, max_new_tokens=2)
+    engine.abort(handle)
+    for one in (handle, 99):
+        with pytest.raises(InputError, match="not active"):
+            engine.abort(one)
 
 
 def test_an_unfinished_row_has_no_successor() -> None:

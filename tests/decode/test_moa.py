@@ -21,7 +21,7 @@ from moaspec.decode import Chain, Tree
 from moaspec.decode.moa import MoADrafting, prepared
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, ancestor_matrix
-from moaspec.errors import InputError, MismatchError, ShapeError
+from moaspec.errors import InputError, MismatchError
 from moaspec.model import MoADrafter
 from moaspec.model.drafter import ExitAdapter
 from moaspec.target import Target
@@ -212,8 +212,18 @@ def test_a_closed_row_is_forgotten_and_release_gives_memory_back() -> None:
 def test_breadth_beyond_the_draft_vocabulary() -> None:
     target = tiny.target()
     drafter = tiny.random_drafter(target, draft_token_ids=torch.tensor([1, 2, 3]))
-    with pytest.raises(ShapeError, match="draft vocabulary of 3"):
-        moaspec.generate(target, [1, 2], drafter=drafter, tree=Tree(2, 4, 8))
+    """All of it is drafted; a row that asks for more must not end the others."""
+    wide, all_of_it = (
+        moaspec.generate(
+            target, tiny.PROMPTS[0], drafter=drafter, max_new_tokens=8, tree=Tree(2, breadth, 12)
+        )
+        for breadth in (4, 3)
+    )
+    assert tuple(wide.token_ids) == tiny.own_texts("llama")[0][:8]
+    assert (wide.num_drafted, wide.accept_lengths) == (
+        all_of_it.num_drafted,
+        all_of_it.accept_lengths,
+    )
 
 
 @pytest.mark.parametrize("layers", [-1, 4])

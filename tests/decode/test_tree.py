@@ -36,10 +36,25 @@ def test_impossible_trees(sizes: tuple[int, int, int]) -> None:
         Tree(*sizes)
 
 
-@pytest.mark.parametrize("size", [2.0, "2", None])
+@pytest.mark.parametrize("size", [2.0, "2", None, True])
 def test_sizes_are_integers(size: object) -> None:
     with pytest.raises(ShapeError, match="integer"):
         Tree(depth=size, breadth=1, total_tokens=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text", ["chain:99999", "tree:129,1,129", "tree:2,129,9", "tree:9,99,1025"]
+)
+def test_sizes_have_bounds(text: str) -> None:
+    with pytest.raises(ShapeError, match="must be an integer within"):
+        parse_shape(text)
+
+
+def test_narrowed() -> None:
+    tree = Tree(3, 4, 30)
+    assert tree.narrowed(4) is tree
+    assert tree.narrowed(2) == Tree(3, 2, 10)
+    assert tree.narrowed(1) == Tree(3, 1, 3)
 
 
 def test_a_chain_is_a_tree_of_breadth_one() -> None:

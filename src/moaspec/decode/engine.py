@@ -22,6 +22,9 @@ from moaspec.errors import InputError
 
 T = TypeVar("T")
 
+RESULTS_KEPT = 256
+"""Results of ended requests that an engine still answers for; they must not grow without end."""
+
 
 class Engine:
     """Decodes many rows with one verifier and at most one drafter.
@@ -50,6 +53,7 @@ class Engine:
         self._tokenizer, self._switches = tokenizer, tuple(rope_switches)
         self._rows: dict[int, Row] = {}
         self._parked: dict[int, Row] = {}
+        self._ended: dict[int, GenerationResult] = {}
         self._next_handle = 0
 
     @property
@@ -125,14 +129,15 @@ class Engine:
         return row.handle
 
     def forget(self, handle: int) -> None:
-        """Let go of a row that ended and was kept.
+        """Let go of a request that ended: of its result, and of its caches where they were kept.
 
         Raises:
-            InputError: no such row.
+            InputError: it is not kept.
         """
-        row = self._parked_row(handle)
-        del self._parked[handle]
-        self._close(row)
+        if self._ended.pop(handle, None) is None or handle in self._parked:
+            row = self._parked_row(handle)
+            del self._parked[handle]
+            self._close(row)
 
     def _parked_row(self, handle: int) -> Row:
         if handle not in self._parked:
@@ -160,14 +165,34 @@ class Engine:
         return sum(length > switch for switch in self._switches)
 
     def abort(self, handle: int) -> GenerationResult:
-        """Let a request leave at once; what was generated so far is returned."""
+        """Let a request leave at once; what was generated so far is returned.
+
+        Raises:
+            InputError: it is not active: it ended before, or no request has this handle.
+        """
+        if handle not in self._rows:
+            raise InputError(f"Request {handle} is not active: it has ended, or never joined.")
         row = self._rows[handle]
         self._finish(row, "aborted")
         return row.result
 
     def result(self, handle: int) -> GenerationResult:
-        """The result so far of an active request."""
-        return self._rows[handle].result
+        """The result of a request: so far while it is active, final afterwards.
+
+        Results of kept rows are there until `forget`, or until another row comes after them; of
+        the others, those of the `RESULTS_KEPT` requests that ended last.
+
+        Raises:
+            InputError: no such request, or it ended long ago.
+        """
+        row = self._rows.get(handle) or self._parked.get(handle)
+        result = self._ended.get(handle) if row is None else row.result
+        if result is None:
+            raise InputError(
+                f"There is no result of request {handle}: it never joined, was forgotten, or ended "
+                f"more than {RESULTS_KEPT} requests ago. Ask for a result when the request joins."
+            )
+        return result
 
     def run(self) -> Generator[Event]:
         """Step until no row is left; closing the iterator early aborts those that are."""
@@ -268,16 +293,17 @@ class Engine:
         ]
 
     def _shape(self, row: Row, policy: ShapePolicy | None, num_rows: int) -> Tree | None:
-        """What to draft for a row: nothing when one token is left, nothing past the context.
+        """What to draft for a row: nothing past its last token, nothing past the context.
 
         Nothing either past the next change of all keys, or when such a change is due.
         """
         length = len(row.token_ids)
         shape = None if policy is None else policy.shape(length, num_rows)
-        if shape is None or row.remaining <= 1 or self._outgrown(row):
+        if shape is None or self._outgrown(row):
             return None
         ends = [self._max_positions, *(s for s in self._switches if s >= length)]
-        return shape.limited(min(ends) - length)
+        # A round writes one token more than its drafts are deep.
+        return shape.limited(min(min(ends) - length, row.remaining - 1))
 
     def _take(self, row: Row, request: Request, verdict: Verdict) -> Event:
         """Emit what a verdict brought, up to the row's end."""
@@ -302,6 +328,9 @@ class Engine:
         row.result.stop_reason = reason
         row.result.timing.total_s = time.perf_counter() - row.started
         del self._rows[row.handle]
+        self._ended[row.handle] = row.result
+        if len(self._ended) > RESULTS_KEPT:
+            del self._ended[next(iter(self._ended))]
         if row.keep:
             self._parked[row.handle] = row
         else:

@@ -22,7 +22,6 @@ from moaspec.decode.cache import KVCache, tree_mask
 from moaspec.decode.coupling import Ranking
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import DraftTree, Tree
-from moaspec.errors import ShapeError
 from moaspec.model.config import LayerConfig
 from moaspec.target import Target
 
@@ -121,12 +120,11 @@ class Growing(ABC):
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
-        """Grow one tree per row, all rows level by level together."""
-        vocabulary = self.vocabulary
-        if shape.breadth > vocabulary:
-            raise ShapeError(
-                f"Tree breadth {shape.breadth} exceeds the draft vocabulary of {vocabulary}."
-            )
+        """Grow one tree per row, all rows level by level together.
+
+        A breadth beyond the draft vocabulary means all of it.
+        """
+        shape = shape.narrowed(self.vocabulary)
         level = self.level(rows, shape)
         ranking = Ranking(rows, self._vocabulary_ids)
         children = ranking.children(level.read_root(), shape.breadth, 0)

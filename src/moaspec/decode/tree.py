@@ -14,6 +14,9 @@ import numpy.typing as npt
 
 from moaspec.errors import ShapeError
 
+MAX_SIZES = {"depth": 128, "breadth": 128, "total_tokens": 1024}
+"""Far beyond what pays; larger ones are mistakes, and would draft for minutes."""
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -25,7 +28,7 @@ class Tree:
         total_tokens: drafts that the target verifies in one pass.
 
     Raises:
-        ShapeError: sizes that no such tree can have.
+        ShapeError: sizes that no such tree can have, or beyond `MAX_SIZES`.
 
     Source: EAGLE-2, arXiv 2406.16858. The paper's tree is `Tree(6, 8, 62)`.
     """
@@ -35,15 +38,15 @@ class Tree:
     total_tokens: int
 
     def __post_init__(self) -> None:
-        for name in ("depth", "breadth", "total_tokens"):
+        for name, most in MAX_SIZES.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ShapeError(f"Tree {name} must be an integer of at least 1, got {value!r}.")
-        candidates = self.breadth + (self.depth - 1) * self.breadth**2
-        if not self.depth <= self.total_tokens <= candidates:
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ShapeError(f"Tree {name} must be an integer within 1..{most}, got {value!r}.")
+        most = candidates(self.depth, self.breadth)
+        if not self.depth <= self.total_tokens <= most:
             raise ShapeError(
                 f"A tree of depth {self.depth} and breadth {self.breadth} has {self.depth} to "
-                f"{candidates} tokens, got total_tokens={self.total_tokens}."
+                f"{most} tokens, got total_tokens={self.total_tokens}."
             )
 
     def limited(self, depth: int) -> Tree | None:
@@ -52,11 +55,22 @@ class Tree:
             return self
         if depth < 1:
             return None
-        candidates = self.breadth + (depth - 1) * self.breadth**2
-        return Tree(depth, self.breadth, min(self.total_tokens, candidates))
+        return self._cut(depth, self.breadth)
+
+    def narrowed(self, breadth: int) -> Tree:
+        """This tree with at most `breadth` (1 or more) leaves expanded, and children of each."""
+        return self if breadth >= self.breadth else self._cut(self.depth, breadth)
+
+    def _cut(self, depth: int, breadth: int) -> Tree:
+        return Tree(depth, breadth, min(self.total_tokens, candidates(depth, breadth)))
 
     def __str__(self) -> str:
         return f"tree:{self.depth},{self.breadth},{self.total_tokens}"
+
+
+def candidates(depth: int, breadth: int) -> int:
+    """Nodes that a tree of these sizes is chosen from."""
+    return breadth + (depth - 1) * breadth**2
 
 
 @dataclass(frozen=True, init=False)
