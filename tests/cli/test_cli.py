@@ -54,12 +54,9 @@ def test_calibrate_as_json(cli: Cli, loaded: Target) -> None:
     assert len(facts["pass_s"][0]) == len(facts["tokens"])
 
 
-def test_auto_measures_the_machine_the_first_time(cli: Cli, loaded: Target) -> None:
-    drafter = tiny.agreeing_drafter("llama")
-    for tree, stored in (("chain:2", False), ("auto", True)):
-        output = cli("generate", PROMPT, "--raw", "--max-new-tokens", "4", "--tree", tree)
-        assert output.code == 0
-        assert (stored_costs(loaded, drafter) is not None) is stored
+def test_nothing_measures_the_machine_unasked(cli: Cli, loaded: Target) -> None:
+    assert cli("generate", PROMPT, "--raw", "--max-new-tokens", "4").code == 0
+    assert stored_costs(loaded, tiny.agreeing_drafter("llama")) is None
 
 
 def test_free_branches_are_told_apart(cli: Cli, loaded: Target) -> None:

@@ -110,12 +110,9 @@ def test_seeds_of_other_libraries(seed: Any) -> None:
 
 
 def test_options_that_are_none_are_left_out() -> None:
-    result = moaspec.generate(
-        tiny.target(),
-        tiny.PROMPTS[0],
-        max_new_tokens=4,
-        **dict.fromkeys(("logit_bias", "logits_processors", "stop", "stop_token_ids", "seed")),
-    )
+    names = ("logit_bias", "logits_processors", "stop", "stop_token_ids", "seed")
+    nothing: dict[str, Any] = dict.fromkeys(names)
+    result = moaspec.generate(tiny.target(), tiny.PROMPTS[0], max_new_tokens=4, **nothing)
     assert tuple(result.token_ids) == tiny.own_texts("llama")[0][:4]
 
 

@@ -65,7 +65,6 @@ def chat(
     with console.err.status(f"Loading {model}"):
         target = load_target(model, dtype=dtype)
         module = choose_drafter(drafter, model, target) if speculation else None
-    console.measure_once(target, module, tree=tree)
     talk = Conversation(Session(target, module), settings, system)
     talk.prompt_ids("?")  # a target that cannot hold conversations should say so at once
     with contextlib.suppress(ImportError):

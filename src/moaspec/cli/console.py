@@ -14,7 +14,7 @@ from rich.text import Text
 from tokenizers.decoders import DecodeStream
 from transformers.utils import logging
 
-from moaspec.decode import CostTable, Drafter, Tree, calibrate, stored_costs
+from moaspec.decode import CostTable, calibrate
 from moaspec.decode.result import Event, Source
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
@@ -54,20 +54,6 @@ def set_threads(threads: int | None) -> None:
     if threads < 1:
         raise InputError(f"--threads must be at least 1, got {threads}.")
     torch.set_num_threads(threads)
-
-
-def measure_once(
-    target: Target,
-    drafter: MoADrafter | Drafter | None,
-    *,
-    tree: Tree | str = "auto",
-    num_target_layers: int | None = None,
-) -> None:
-    """Measure the machine the first time that "auto" is asked for here."""
-    if tree != "auto" or not isinstance(drafter, MoADrafter):
-        return
-    if stored_costs(target, drafter, num_target_layers=num_target_layers) is None:
-        measure(target, drafter, num_target_layers=num_target_layers)
 
 
 def measure(

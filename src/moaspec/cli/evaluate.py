@@ -103,7 +103,6 @@ def evaluate(
     if cost:
         _report_costs(loaded, out, as_json=as_json)
         return
-    _calibrate(loaded)
     if cut is not None:
         _report_cut(loaded, prompts, cut, max_new_tokens, out=out, as_json=as_json, system=system)
         return
@@ -218,7 +217,6 @@ def demo(
     console.quiet_libraries()
     with console.err.status(f"Loading {MODEL} (the first time its weights are unpacked, 30 s)"):
         methods = load_methods(_names(DEFAULT_METHODS), Sources(MODEL, dtype=dtype))
-    _calibrate(methods)
     prompts = read_prompts("bundled", limit=3)
     console.out.print(f"[bold]{prompts[0].turns[0]}[/]")
     console.out.print("[dim]green: drafted and accepted; plain: the target's own choice[/]\n")
@@ -227,17 +225,6 @@ def demo(
     show(report)
     if not report.lossless:
         raise typer.Exit(1)
-
-
-def _calibrate(methods: Sequence[Method]) -> None:
-    """Measure the machine once if a method leaves the shape to it."""
-    for method in methods:
-        console.measure_once(
-            method.target,
-            method.drafter,
-            tree=method.shape,
-            num_target_layers=method.num_target_layers,
-        )
 
 
 def _stream_one(method: Method, prompt: Prompt, max_new_tokens: int) -> None:

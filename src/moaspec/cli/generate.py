@@ -79,7 +79,6 @@ def generate(
         target = load_target(model, dtype=dtype)
         module = choose_drafter(drafter, model, target) if speculation else None
     prompt_ids = console.chat_ids(target, prompt, raw=raw)
-    console.measure_once(target, module, tree=tree)
     settings["drafter"] = module
     engine, results = start(target, [prompt_ids], **settings)
     printer = None if as_json or num_choices > 1 else console.TokenPrinter(target)
