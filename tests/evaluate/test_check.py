@@ -12,10 +12,11 @@ import moaspec.decode.decide
 import moaspec.decode.law
 import moaspec.decode.verifier
 import tiny
-from moaspec.decode import Chain, Engine, generate
+from moaspec.decode import Chain, generate
 from moaspec.decode.cache import KVCache
 from moaspec.decode.processors import Prefix
 from moaspec.decode.protocols import Request
+from moaspec.decode.row import Row
 from moaspec.decode.tree import DraftTree, ancestor_matrix, children
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.evaluate.check import Bait, Check, Finding
@@ -50,6 +51,9 @@ def test_what_is_right_passes(family: str) -> None:
     assert {finding.method for finding in findings} == {
         "hf",
         "plain",
+        "copies",
+        "moa, auto",
+        "moa, tree and copies",
         *(
             f"{drafter}, {shape}"
             for drafter in ("lookup", "replay", "bait", "random", "moa (N=0)")
@@ -168,7 +172,7 @@ def test_a_faulty_target_cannot_excuse_itself(monkeypatch: pytest.MonkeyPatch) -
 def test_a_text_that_goes_on_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny.fresh_target(eos_token_id=tiny.own_texts("llama")[0][4])
     assert not faults(checked(target=target, drafter=None))
-    monkeypatch.setattr(Engine, "_kept", lambda _, row, tokens: _limited(row, tokens))
+    monkeypatch.setattr(Row, "kept", lambda row, tokens, _: _limited(row, tokens))
     found = faults(checked(target=target, drafter=None))
     assert "it goes on after a stop token" in {finding.reason for finding in found}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -32,6 +33,15 @@ def test_time_is_up() -> None:
     assert over.due is Ending.TIME
 
 
+@pytest.fixture
+def _ctrl_c_counts() -> Iterator[None]:
+    """A process that a shell started in the background ignores Ctrl-C."""
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, outside)
+
+
+@pytest.mark.usefixtures("_ctrl_c_counts")
 def test_the_second_signal_acts_at_once() -> None:
     stop = Stop()
     before = signal.getsignal(signal.SIGINT)
