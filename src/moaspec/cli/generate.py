@@ -48,8 +48,7 @@ def generate(
 ) -> None:
     """Answer a prompt, streaming verified tokens; accepted drafts are green, copies cyan.
 
-    With --tree auto the first run measures this machine, which takes some ten seconds; see
-    `moaspec calibrate`.
+    --tree auto is a small fixed tree until `moaspec calibrate` has measured this machine.
 
     Ctrl-C stops generating; what was generated stays on the screen. Several choices are decoded
     together and shown one after another when they are done.
