@@ -14,8 +14,8 @@ from moaspec.cli.options import MODEL
 from moaspec.decode.api import find_drafter
 from moaspec.errors import HubError, InputError
 from moaspec.model import load_checkpoint, save_drafter, save_published
-from moaspec.model.checkpoint import read_config, read_tensors
 from moaspec.model.published import recorded
+from moaspec.model.weights import read_config, read_tensors
 from moaspec.target import load_target
 
 app = typer.Typer(

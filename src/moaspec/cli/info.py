@@ -12,7 +12,8 @@ from rich.table import Table
 from moaspec.cli import console
 from moaspec.decode import bundled_drafters
 from moaspec.errors import UnknownModelError
-from moaspec.model.checkpoint import DRAFT_TOKENS, read_config, read_tensors
+from moaspec.model.checkpoint import DRAFT_TOKENS
+from moaspec.model.weights import read_config, read_tensors
 
 
 def info(

@@ -10,17 +10,12 @@ from typing import Any
 import torch
 
 from moaspec.errors import CorruptCheckpointError, MismatchError, ShapeError
-from moaspec.model.checkpoint import (
-    DRAFT_TOKENS,
-    read_config,
-    read_tensors,
-    write_config,
-    write_weights,
-)
+from moaspec.model.checkpoint import DRAFT_TOKENS
 from moaspec.model.config import LayerConfig, TargetIdentity
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.independent import IndependentDrafter
 from moaspec.model.stack import StackConfig
+from moaspec.model.weights import read_config, read_tensors, write_config, write_weights
 
 Baseline = EagleDrafter | IndependentDrafter
 SECTION = "moaspec_baseline"

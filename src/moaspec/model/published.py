@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moaspec.errors import CheckpointError
-from moaspec.model.checkpoint import infer_config, published_tensors, write_config, write_weights
+from moaspec.model.checkpoint import infer_config, published_tensors
 from moaspec.model.config import DrafterConfig, TargetIdentity, activation_name
 from moaspec.model.drafter import MoADrafter
+from moaspec.model.weights import write_config, write_weights
 
 Form = Literal["raw", "vllm"]
 _NOT_SIZES = {"num_target_layers", "target"}
