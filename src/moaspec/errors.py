@@ -11,7 +11,9 @@ MoaSpecError
 ├── UnsupportedTargetError   keys and values of this family cannot be captured
 ├── DataError                training data is malformed
 ├── TrainingError            training cannot go on (for example a loss that is not finite)
-└── HubError                 the model hub cannot be reached or refuses (exit code 1)
+├── HubError                 the model hub cannot be reached or refuses (exit code 1)
+├── BusyError                a server has no room for another request now
+└── ServerError              a server that was asked answers with an error, or not at all
 """
 
 
@@ -61,3 +63,11 @@ class TrainingError(MoaSpecError):
 
 class HubError(MoaSpecError):
     """The model hub cannot be reached, or refuses what was asked of it."""
+
+
+class BusyError(MoaSpecError):
+    """No room for another request now; try again later."""
+
+
+class ServerError(MoaSpecError):
+    """A server that was asked cannot be reached, refuses, or failed."""

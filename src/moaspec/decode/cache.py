@@ -47,6 +47,12 @@ class KVCache:
         """Bytes held."""
         return self._data.numel() * self._data.element_size()
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token of one row."""
+        layers, two, _, heads, _, dim = self._data.shape
+        return layers * two * heads * dim * self._data.element_size()
+
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for at least this many rows and slots, keeping what is stored."""
         layers, two, old_rows, heads, old_slots, dim = self._data.shape

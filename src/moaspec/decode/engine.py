@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from moaspec.decode.integers import as_integer, as_token_ids
 from moaspec.decode.protocols import Drafter, Request, RowText, Verdict, Verifier
 from moaspec.decode.result import Event, GenerationResult, StopReason
-from moaspec.decode.row import Row, check_bias, check_prompt
+from moaspec.decode.row import Row, check_bias, check_prompt, common_length
 from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.shaping import FixedShape, ShapePolicy
 from moaspec.decode.stop import StopStrings, stop_strings
@@ -152,7 +152,7 @@ class Engine:
 
     def _take_over(self, row: Row, old: Row) -> None:
         """Keep of an old row what is the same in the new one; its last token is always read."""
-        common = _common_length(old.token_ids, row.token_ids[:-1])
+        common = common_length(old.token_ids, row.token_ids[:-1])
         same_keys = self._regime(old.base) == self._regime(len(row.token_ids))
         row.base = min(common, old.base) if same_keys else 0
         row.result.num_reused_tokens = row.base
@@ -352,12 +352,6 @@ class Engine:
         self._verifier.close(row.row)
         if self._drafter is not None:
             self._drafter.close(row.row)
-
-
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that two texts have in common at their beginning."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
