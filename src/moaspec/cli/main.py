@@ -18,6 +18,7 @@ from moaspec.cli.evaluate import demo
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
+from moaspec.cli.serve import serve
 from moaspec.cli.train import train
 from moaspec.errors import HubError, MoaSpecError, TrainingError
 
@@ -38,7 +39,7 @@ def settings(
     console.DEBUG.set(debug)
 
 
-for command in (generate, chat, models, info, train, calibrate, demo, check):
+for command in (generate, chat, models, info, train, calibrate, demo, check, serve):
     app.command()(command)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)

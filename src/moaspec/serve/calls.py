@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moaspec.serve.grammar import COMPACT
+from moaspec.decode.grammar import COMPACT
 from moaspec.serve.text import begun
 
 

@@ -158,7 +158,7 @@ class AnswerMessage(BaseModel):
     """What the model answered."""
 
     role: Literal["assistant"] = "assistant"
-    content: str | None
+    content: str | None = None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
 
@@ -169,7 +169,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: dict[str, Any] | None = None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
 
 
 class ChatCompletion(BaseModel):

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from moaspec.decode import Drafter, Engine, Shaping, local_parts
+from moaspec.decode.grammar import Grammars
 from moaspec.decode.row import check_bias, check_prompt
 from moaspec.model import MoADrafter
 from moaspec.serve.source import Job, LinkState, Load, SourceFacts, Update, Updates
@@ -71,6 +73,11 @@ class LocalSource:
             max_positions=target.max_positions,
             stop_token_ids=target.stop_token_ids,
             speculates=drafter is not None,
+            grammars=Grammars(
+                target.tokenizer,
+                vocab_size=target.vocab_size,
+                stop_token_ids=target.stop_token_ids,
+            ),
             fingerprint=_fingerprint(target),
         )
 
@@ -87,9 +94,16 @@ class LocalSource:
         for job in jobs:
             check_prompt(job.prompt_ids, self.facts.vocab_size, self.facts.max_positions)
             check_bias(job.sampling, self.facts.vocab_size)
-        streams = [_TicketUpdates(job, self._worker) for job in jobs]
+        streams = [_TicketUpdates(self._ruled(job), self._worker) for job in jobs]
         self._worker.submit([stream.ticket for stream in streams])
         return list[Updates](streams)
+
+    def _ruled(self, job: Job) -> Job:
+        """The job with its grammar as a logits processor."""
+        if job.grammar is None:
+            return job
+        processor = self.facts.grammars.processor(job.grammar, len(job.prompt_ids))
+        return replace(job, sampling=replace(job.sampling, processors=(processor,)))
 
     @property
     def load(self) -> Load:

@@ -1,7 +1,7 @@
 """What all endpoints take and give, as pydantic models.
 
-Fields of OpenAI's API that change nothing here (`user`, `metadata`, `service_tier`, ...) are accepted
-and ignored, as unknown ones are.
+Fields of OpenAI's API that change nothing here (`user`, `metadata`, `service_tier`, ...) are
+accepted and ignored, as unknown ones are.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Speculation(BaseModel):
     """What drafting did."""
 
     rounds: int
-    tau: float | None
+    tau: float | None = None
     drafted: int
     accepted: int
     copied: int
@@ -165,7 +165,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: dict[str, Any] | None = None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length"] | None = None
 
 
 class Completion(BaseModel):
@@ -186,8 +186,8 @@ class ErrorBody(BaseModel):
 
     message: str
     type: str
-    param: str | None
-    code: str | None
+    param: str | None = None
+    code: str | None = None
 
 
 class ErrorResponse(BaseModel):
@@ -212,11 +212,17 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class Health(BaseModel):
+    """Answer of /health."""
+
+    status: Literal["ok"] = "ok"
+
+
 class Link(BaseModel):
     """See docs/serve.md."""
 
     state: Literal["up", "down", "syncing"]
-    round_trip_s: float | None
+    round_trip_s: float | None = None
     bytes_sent: int
     bytes_received: int
     can_cut: bool
@@ -232,7 +238,7 @@ class About(BaseModel):
     context: int
     active: int
     waiting: int
-    link: Link | None
+    link: Link | None = None
 
 
 class CutRequest(Given):

@@ -1,15 +1,16 @@
 """Where text comes from: the seam between HTTP and whatever decodes.
 
-`moaspec serve` puts an engine behind it (`local.py`), `moaspec edge` a session with a remote target.
+`moaspec serve` puts an engine behind it (`local.py`), `moaspec edge` sessions with a remote target.
 Handlers know nothing but this.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
+from moaspec.decode.grammar import Grammars
 from moaspec.decode.result import Alternatives, Source, StopReason
 from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.tree import DraftTree
@@ -27,6 +28,7 @@ class Job:
         max_new_tokens: at most so many.
         stop: strings that end the text.
         sampling: how tokens are chosen.
+        grammar: see `decode/grammar.py`; the text follows it. None: any text.
         speculation: False decodes plainly.
         provisional: whether text that is not verified yet is wanted.
         tenant: whose request it is; nothing is shared between tenants.
@@ -36,6 +38,7 @@ class Job:
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     sampling: SamplingParams
+    grammar: str | None = None
     speculation: bool = True
     provisional: bool = False
     tenant: str = ""
@@ -110,6 +113,7 @@ class SourceFacts:
         tokenizer: of transformers.
         vocab_size, max_positions, stop_token_ids: the target's.
         speculates: whether there is a drafter.
+        grammars: of the target's tokenizer.
         fingerprint: changes when the same seed may give another text.
     """
 
@@ -120,6 +124,7 @@ class SourceFacts:
     max_positions: int
     stop_token_ids: frozenset[int]
     speculates: bool
+    grammars: Grammars
     fingerprint: str
 
 
@@ -131,8 +136,12 @@ class Load:
     waiting: int = 0
 
 
-class Updates(AsyncIterator[Update], Protocol):
-    """What becomes of one job. It raises what ends the job early."""
+class Updates(Protocol):
+    """What becomes of one job: an asynchronous iterator. It raises what ends the job early."""
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> Update: ...
 
     async def aclose(self) -> None:
         """Abort the job if it is not done; may be called at any time, more than once."""

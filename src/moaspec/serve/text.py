@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,11 +39,19 @@ class TextWriter:
     Args:
         tokenizer: the target's.
         stop: stop strings.
-        specials: whether special tokens are part of the text.
+        specials: whether special tokens are part of the text; those that end it never are.
+        ends: these.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, specials: bool = False) -> None:
-        self._backend, self._stop = tokenizer.backend_tokenizer, tuple(stop)
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        specials: bool = False,
+        ends: Collection[int] = (),
+    ) -> None:
+        self._backend, self._stop, self._ends = tokenizer.backend_tokenizer, tuple(stop), ends
         self._stream = DecodeStream(skip_special_tokens=not specials)
         self._held: list[Piece] = []
 
@@ -63,7 +71,8 @@ class TextWriter:
     def _pieces(self, update: Update) -> list[Piece]:
         pieces = []
         for i, (token, source) in enumerate(zip(update.token_ids, update.sources, strict=True)):
-            text = self._stream.step(self._backend, token) or ""
+            ends = token in self._ends
+            text = "" if ends else self._stream.step(self._backend, token) or ""
             logprob = update.logprobs[i] if update.logprobs else None
             top = update.top_logprobs[i] if update.top_logprobs else ()
             pieces.append(Piece(text, token, source, logprob, top))
@@ -99,9 +108,6 @@ def begun(text: str, stop: Sequence[str]) -> int:
     return 0
 
 
-def provisional_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[Piece]:
-    """Text that is not verified yet. Its first characters may need the text before it."""
-    stream, backend = DecodeStream(skip_special_tokens=True), tokenizer.backend_tokenizer
-    return [
-        Piece(stream.step(backend, token) or "", token, "device") for token in token_ids
-    ]
+def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Text of tokens by themselves; a part of a character shows as a replacement character."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -10,7 +10,9 @@ Legend: V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,35 +24,38 @@ from torch import Tensor
 
 from moaspec.decode.row import common_length
 from moaspec.errors import InputError
-from moaspec.serve.source import SourceFacts
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python and most training texts write it. Free white space would let a small model write
 blanks until its tokens are spent."""
 
 
+KEPT = 32
+"""Compiled grammars that are remembered: apps send the same schema again and again."""
+
+
 class Grammars:
-    """Compiles grammars for one tokenizer.
+    """Compiles grammars for one tokenizer. May be called from several threads.
 
     Args:
-        facts: of the target.
+        tokenizer: the target's, of transformers.
+        vocab_size: the target's.
+        stop_token_ids: ids that end a text; the grammar allows them where it is complete.
     """
 
-    def __init__(self, facts: SourceFacts) -> None:
-        self._facts = facts
+    def __init__(self, tokenizer: Any, *, vocab_size: int, stop_token_ids: Collection[int]) -> None:
+        self._hf, self._vocab_size, self._stops = tokenizer, vocab_size, sorted(stop_token_ids)
+        self._known: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.RLock()
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
         """Made when it is first needed: it takes a second."""
-        stops = sorted(self._facts.stop_token_ids)
-        if not stops:
+        if not self._stops:
             raise InputError(
-                f"{self._facts.name} has no token that ends a text, so no grammar can; ask for "
-                "plain text."
+                "This target has no token that ends a text, so no grammar can; ask for plain text."
             )
-        return from_tokenizer(
-            self._facts.tokenizer, n_vocab=self._facts.vocab_size, eos_token=stops
-        )
+        return from_tokenizer(self._hf, n_vocab=self._vocab_size, eos_token=self._stops)
 
     def json_schema(self, schema: dict[str, Any]) -> str:
         """A grammar of the JSON texts that a schema allows.
@@ -73,13 +78,24 @@ class Grammars:
 
     def processor(self, grammar: str, prompt_length: int) -> GrammarProcessor:
         """The logits processor of one text."""
-        return GrammarProcessor(LLMatcher(self.tokenizer, grammar, log_level=0), prompt_length)
+        return GrammarProcessor(self._compiled(grammar).deep_copy(), prompt_length)
 
     def _checked(self, grammar: str) -> str:
-        problem = LLMatcher.validate_grammar(grammar, self.tokenizer)
-        if problem and not problem.startswith("WARNING"):
-            raise InputError(f"The JSON schema cannot be used: {problem}")
+        self._compiled(grammar)
         return grammar
+
+    def _compiled(self, grammar: str) -> LLMatcher:
+        """A fresh matcher, to be copied: compiling takes up to seconds, copying does not."""
+        with self._lock:
+            if grammar not in self._known:
+                matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
+                if matcher.is_error():
+                    raise InputError(f"The JSON schema cannot be used: {matcher.get_error()}")
+                self._known[grammar] = matcher
+            self._known.move_to_end(grammar)
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+            return self._known[grammar]
 
 
 class GrammarProcessor:
