@@ -1,8 +1,8 @@
 """Text that follows a grammar: a logits processor over llguidance.
 
 The processor is a function of the prefix alone, as speculation needs: it keeps a matcher that has
-read some prefix, and rolls it back to what that and the next prefix have in common. Calls walk along
-a text, so this is a few tokens each time.
+read some prefix, and rolls it back to what that and the next prefix have in common. Calls walk
+along a text, so this is a few tokens each time.
 
 Legend: V vocabulary.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from moaspec.decode.row import common_length
 from moaspec.errors import InputError
 
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python and most training texts write it. Free white space would let a small model write
 blanks until its tokens are spent."""
 

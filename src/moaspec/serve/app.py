@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -56,7 +58,7 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
     failures.install(app)
     for part in (completions, chat, responses, about):
         app.include_router(part.router(desk))
-    app.mount("/", _Page(page_directory()))
+    app.mount("/", _Page(page_directory(), app))
     _describe(app, keys=bool(settings.guarded.api_keys))
     guarded: ASGIApp = Guard(app, settings.guarded)
     if settings.cors_origins:
@@ -75,18 +77,34 @@ def page_directory() -> Path:
 
 
 class _Page:
-    """The page's static files."""
+    """The page's static files: what no endpoint has answered.
 
-    def __init__(self, directory: Path) -> None:
-        self._files = StaticFiles(directory=directory, html=True)
+    Args:
+        directory: of the files.
+        app: whose endpoints come first.
+    """
+
+    def __init__(self, directory: Path, app: FastAPI) -> None:
+        self._files, self._app = StaticFiles(directory=directory, html=True), app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._refuse_other_methods(scope)
+
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], *PAGE_HEADERS]}
             await send(message)
 
         await self._files(scope, receive, with_headers)
+
+    def _refuse_other_methods(self, scope: Scope) -> None:
+        """Endpoints exist for other methods than theirs too; paths below /v1 are no files."""
+        asked = [route for route in self._app.routes if route.matches(scope)[0] is Match.PARTIAL]
+        methods = {name for route in asked for name in getattr(route, "methods", None) or ()}
+        if methods:
+            raise HTTPException(405, headers={"Allow": ", ".join(sorted(methods))})
+        if scope["path"].startswith("/v1/"):
+            raise HTTPException(404, f"There is no endpoint {scope['path'][:100]}.")
 
 
 def _describe(app: FastAPI, *, keys: bool) -> None:

@@ -89,7 +89,7 @@ class _Answer:
             Choice(i, desk, job, tally, asked=asked.extension, reader=form.reader(desk))
             for i, (job, tally) in enumerate(zip(run.jobs, run.tallies, strict=True))
         ]
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": fresh_id("chatcmpl"),
             "created": created_now(),
             "model": asked.model,
@@ -113,7 +113,7 @@ class _Answer:
             yield self._chunk(choice.index, {"role": "assistant", "content": ""})
         async for index, update in self._run.updates():
             delta = self._choices[index].take(update)
-            if not delta.is_empty:
+            if delta.matters(logprobs=bool(self._asked.logprobs)):
                 yield self._delta_chunk(index, delta)
             if delta.finish_reason is not None:
                 yield self._chunk(index, {}, delta.finish_reason)

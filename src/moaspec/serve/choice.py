@@ -44,10 +44,10 @@ class Delta:
     finish_reason: FinishReason | None
     moaspec: dict[str, Any] | None
 
-    @property
-    def is_empty(self) -> bool:
-        """Nothing that a client would want to hear."""
-        return not (self.text or self.calls or self.finish_reason or self.moaspec)
+    def matters(self, *, logprobs: bool) -> bool:
+        """Whether there is anything that a client would want to hear."""
+        said = self.text or self.calls or self.finish_reason or self.moaspec
+        return bool(said or (logprobs and self.pieces))
 
 
 class Choice:

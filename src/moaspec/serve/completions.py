@@ -64,11 +64,11 @@ def _check(asked: CompletionRequest) -> None:
 
 def _prompts(desk: Desk, asked: CompletionRequest) -> list[list[int]]:
     """One prompt, or several; text or token ids."""
-    prompt = asked.prompt
+    prompt: Any = asked.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
-        prompt = [prompt]  # type: ignore[assignment]  # a list of one of the two
+        prompt = [prompt]
     tokenizer = desk.facts.tokenizer
-    return [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else one for one in prompt]  # type: ignore[misc, union-attr]
+    return [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else one for one in prompt]
 
 
 class _Answer:
@@ -80,7 +80,7 @@ class _Answer:
             Choice(i, desk, job, tally, asked=asked.extension)
             for i, (job, tally) in enumerate(zip(run.jobs, run.tallies, strict=True))
         ]
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": fresh_id("cmpl"),
             "created": created_now(),
             "model": asked.model,
@@ -106,7 +106,7 @@ class _Answer:
             choice = self._choices[index]
             start = len(choice.text)
             delta = choice.take(update)
-            if not delta.is_empty:
+            if delta.matters(logprobs=self._asked.logprobs is not None):
                 yield self._chunk(index, delta.text, delta, start)
         if self._asked.stream_options and self._asked.stream_options.include_usage:
             yield {**self._base(), "choices": [], "usage": self._usage().model_dump()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -97,15 +97,25 @@ async def _http(_: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError), "registered for this type"
-    first: Mapping[str, Any] = error.errors()[0]
-    param = _field(first["loc"])
+    # Of the alternatives that a field has, the one that fitted furthest says most.
+    first: Mapping[str, Any] = max(error.errors(), key=lambda one: len(one["loc"]))
+    param = _field(error.body, first)
     where = f" at {param}" if param else ""
-    return JSONResponse(
-        body(400, f"The request is invalid{where}: {first['msg']}.", param=param), 400
-    )
+    message = f"The request is invalid{where}: {first['msg']}."
+    return JSONResponse(body(400, message, param=param), 400)
 
 
-def _field(location: Sequence[Any]) -> str | None:
-    """The field that a client would recognise: without the names of our types."""
-    names = [str(part) for part in location[1:] if isinstance(part, int) or part.islower()]
-    return ".".join(name for name in names if "[" not in name) or None
+def _field(given: Any, error: Mapping[str, Any]) -> str | None:
+    """The field at fault as the client wrote it, without the names of our types."""
+    names: list[str] = []
+    for part in error["loc"][1:]:
+        if isinstance(given, dict) and part in given:
+            names.append(str(part))
+        elif isinstance(given, list) and isinstance(part, int) and part < len(given):
+            names.append(str(part))
+        else:
+            continue
+        given = given[part]
+    if error["type"] == "missing":
+        names.append(str(error["loc"][-1]))
+    return ".".join(names) or None

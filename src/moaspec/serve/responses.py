@@ -213,7 +213,7 @@ class _Answer:
         ]
         return {**said, "tool_calls": calls} if calls else said
 
-    def _event(self, name: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
         event = {"type": name, "sequence_number": self._number, **fields}
         self._number += 1
         return event
@@ -267,7 +267,7 @@ class _Answer:
             id=self._message_id, status=self._status, content=[OutputText(text=self._choice.text)]
         )
         spoke = bool(self._choice.text) or not self._calls
-        status = self._status if done else "in_progress"
+        status: Any = self._status if done else "in_progress"
         text = asked.text.model_dump(by_alias=True, exclude_none=True) if asked.text else {}
         choice = asked.tool_choice
         return ResponseObject(

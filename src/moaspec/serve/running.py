@@ -31,7 +31,8 @@ def serve(
         source: decodes.
         settings: see `ServeSettings`; where only this machine can connect, foreign names in the
             `Host` header are refused too.
-        host, port: to listen on.
+        host: address to listen on.
+        port: the same.
         browse: show the page in the user's browser.
 
     Raises:

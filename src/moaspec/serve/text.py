@@ -54,10 +54,13 @@ class TextWriter:
         self._backend, self._stop, self._ends = tokenizer.backend_tokenizer, tuple(stop), ends
         self._stream = DecodeStream(skip_special_tokens=not specials)
         self._held: list[Piece] = []
+        self._tokenizer, self._silent = tokenizer, list[int]()  # tokens without text as yet
 
     def take(self, update: Update) -> list[Piece]:
         """Pieces that are certain now."""
         self._held += self._pieces(update)
+        if update.stop_reason is not None and self._silent and self._held:
+            self._flush()
         if update.stop_reason == "stop_string":
             self._cut()
         elif update.stop_reason is None:
@@ -71,12 +74,21 @@ class TextWriter:
     def _pieces(self, update: Update) -> list[Piece]:
         pieces = []
         for i, (token, source) in enumerate(zip(update.token_ids, update.sources, strict=True)):
-            ends = token in self._ends
-            text = "" if ends else self._stream.step(self._backend, token) or ""
+            text = "" if token in self._ends else self._step(token)
             logprob = update.logprobs[i] if update.logprobs else None
             top = update.top_logprobs[i] if update.top_logprobs else ()
             pieces.append(Piece(text, token, source, logprob, top))
         return pieces
+
+    def _step(self, token: int) -> str:
+        text = self._stream.step(self._backend, token) or ""
+        self._silent = [] if text else [*self._silent, token]
+        return text
+
+    def _flush(self) -> None:
+        """A text that ends within a character says so, as tokenizers do."""
+        text = decoded(self._tokenizer, self._silent)
+        self._held[-1] = replace(self._held[-1], text=self._held[-1].text + text)
 
     def _cut(self) -> None:
         """Take the stop string, and what follows it, out of the text."""
