@@ -93,13 +93,13 @@ class Served:
 
     def openai(self, key: str = "none") -> OpenAI:
         """The official client, unchanged."""
-        client = OpenAI(base_url=self.api, api_key=key, max_retries=0, timeout=60)
+        client = OpenAI(base_url=self.api, api_key=key, max_retries=0, timeout=300)
         self.clients.append(client)
         return client
 
     def http(self, **options: Any) -> httpx.Client:
         """A plain client."""
-        return httpx.Client(base_url=self.url, timeout=60, **options)
+        return httpx.Client(base_url=self.url, timeout=300, **options)
 
 
 @contextmanager

@@ -194,7 +194,7 @@ def test_foreign_origins(http: httpx.Client) -> None:
 
 
 def wait_until_idle(served: Served) -> None:
-    for _ in range(200):
+    for _ in range(2000):
         if served.source.load.active + served.source.load.waiting == 0:
             return
         time.sleep(0.05)

@@ -151,7 +151,7 @@ def test_leaving_a_stream_frees_the_row(client: OpenAI, served: Served) -> None:
     next(iter(stream))
     assert served.source.load.active == 1
     stream.close()
-    for _ in range(200):
+    for _ in range(2000):
         if served.source.load.active == 0:
             break
         time.sleep(0.05)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -56,9 +56,10 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
         redoc_url=None,
     )
     failures.install(app)
-    for part in (completions, chat, responses, about):
-        app.include_router(part.router(desk))
-    app.mount("/", _Page(page_directory(), app))
+    routers = [part.router(desk) for part in (completions, chat, responses, about)]
+    for router in routers:
+        app.include_router(router)
+    app.mount("/", _Page(page_directory(), [one for router in routers for one in router.routes]))
     _describe(app, keys=bool(settings.guarded.api_keys))
     guarded: ASGIApp = Guard(app, settings.guarded)
     if settings.cors_origins:
@@ -81,11 +82,12 @@ class _Page:
 
     Args:
         directory: of the files.
-        app: whose endpoints come first.
+        endpoints: come first.
     """
 
-    def __init__(self, directory: Path, app: FastAPI) -> None:
-        self._files, self._app = StaticFiles(directory=directory, html=True), app
+    def __init__(self, directory: Path, endpoints: Sequence[BaseRoute]) -> None:
+        self._files = StaticFiles(directory=directory, html=True)
+        self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._refuse_other_methods(scope)
@@ -99,7 +101,7 @@ class _Page:
 
     def _refuse_other_methods(self, scope: Scope) -> None:
         """Endpoints exist for other methods than theirs too; paths below /v1 are no files."""
-        asked = [route for route in self._app.routes if route.matches(scope)[0] is Match.PARTIAL]
+        asked = [route for route in self._endpoints if route.matches(scope)[0] is Match.PARTIAL]
         methods = {name for route in asked for name in getattr(route, "methods", None) or ()}
         if methods:
             raise HTTPException(405, headers={"Allow": ", ".join(sorted(methods))})
