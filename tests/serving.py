@@ -16,6 +16,7 @@ from openai import OpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import moaspec
 import tiny
 from moaspec.decode import Chain, Shaping
 from moaspec.serve.app import create_app
@@ -134,12 +135,8 @@ def say(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def own_text(
-    text: str, max_new_tokens: int = LONGEST, *, stops: bool = True, **options: Any
-) -> str:
+def own_text(text: str, max_new_tokens: int = LONGEST, **options: Any) -> str:
     """What the target writes after a question, alone and without drafts."""
-    import moaspec  # noqa: PLC0415
-
     of = target()
     tokens: Any = of.tokenizer
     prompt = tokens.apply_chat_template(say(text), add_generation_prompt=True)["input_ids"]

@@ -13,7 +13,11 @@ MoaSpecError
 ├── TrainingError            training cannot go on (for example a loss that is not finite)
 ├── HubError                 the model hub cannot be reached or refuses (exit code 1)
 ├── BusyError                a server has no room for another request now
-└── ServerError              a server that was asked answers with an error, or not at all
+├── ServerError              a server that was asked answers with an error, or not at all
+├── WireError                a message between device and server is malformed or beyond a limit
+└── RemoteError              a session with a server cannot go on (exit code 1)
+    ├── LinkError            there is no connection, or it broke
+    └── RefusedError         the server refuses: credentials, another model, a limit
 """
 
 
@@ -71,3 +75,19 @@ class BusyError(MoaSpecError):
 
 class ServerError(MoaSpecError):
     """A server that was asked cannot be reached, refuses, or failed."""
+
+
+class WireError(MoaSpecError):
+    """A message between device and server is malformed, or larger than it may be."""
+
+
+class RemoteError(MoaSpecError):
+    """A session with a server cannot go on."""
+
+
+class LinkError(RemoteError):
+    """There is no connection to the server, or it broke."""
+
+
+class RefusedError(RemoteError):
+    """The server refuses the session; the message says why."""

@@ -1,4 +1,4 @@
-"""Bodies, keys, paths and connections that nobody should send: the right status, a living server."""
+"""Bodies, keys, paths and connections that nobody should send: right status, living server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def strict() -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def http(strict: Served) -> Iterator[httpx.Client]:
     with strict.http(headers={"Authorization": f"Bearer {KEY}"}) as client:
         yield client
@@ -53,8 +53,10 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
     return body["error"]
 
 
-@pytest.mark.parametrize("header", ["", "Bearer wrong", "Basic x", "Bearer \u00e9", f"Bearer {KEY}x"])
-def test_wrong_keys(strict: Served, http: httpx.Client, header: str) -> None:
+@pytest.mark.parametrize(
+    "header", ["", "Bearer wrong", "Basic x", "Bearer \u00e9", f"Bearer {KEY}x"]
+)
+def test_wrong_keys(strict: Served, header: str) -> None:
     wrong = {"Authorization": header.encode()}
     with strict.http() as client:
         for path in ("/v1/models", CHAT, "/v1", "/v1/", "/v1/none", "/metrics", "/v1/../v1/models"):
@@ -131,7 +133,7 @@ def head(path: str, *more: str, host: str = "127.0.0.1") -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-def test_bodies_that_never_come(strict: Served, http: httpx.Client) -> None:
+def test_bodies_that_never_come(strict: Served) -> None:
     answer = raw(strict, head(CHAT, "Content-Type: application/json", "Content-Length: 50") + b"{")
     assert answer.startswith(b"HTTP/1.1 408")
 
@@ -145,11 +147,11 @@ def test_bodies_that_never_come(strict: Served, http: httpx.Client) -> None:
         head("/" + "a" * 70_000),
     ],
 )
-def test_broken_requests(strict: Served, http: httpx.Client, text: bytes) -> None:
+def test_broken_requests(strict: Served, text: bytes) -> None:
     assert raw(strict, text).split(b" ")[1][:1] == b"4"
 
 
-def test_foreign_hosts(strict: Served, http: httpx.Client) -> None:
+def test_foreign_hosts(strict: Served) -> None:
     assert raw(strict, head(CHAT, host="evil.example:80")).startswith(b"HTTP/1.1 400")
     assert not raw(strict, head("/v1/models", host="127.0.0.1:99")).startswith(b"HTTP/1.1 400")
 
@@ -169,7 +171,7 @@ def test_foreign_hosts(strict: Served, http: httpx.Client) -> None:
         "/nothing",
     ],
 )
-def test_path_tricks(strict: Served, http: httpx.Client, path: str) -> None:
+def test_path_tricks(strict: Served, path: str) -> None:
     request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()
     answer = raw(strict, request)
     assert answer.split(b" ")[1] in (b"404", b"400")
@@ -201,7 +203,7 @@ def wait_until_idle(served: Served) -> None:
     raise AssertionError("requests are still there")
 
 
-def test_dropped_connections(strict: Served, http: httpx.Client) -> None:
+def test_dropped_connections(strict: Served) -> None:
     for stream in (False, True):
         body = json.dumps({**GOOD, "max_tokens": 1900, "stream": stream}).encode()
         length = f"Content-Length: {len(body)}"

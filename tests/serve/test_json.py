@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-import serving
 from serving import MODEL, Served, say
 
 NUM = 50
@@ -23,9 +22,17 @@ SCHEMAS: list[dict[str, Any]] = [
         "required": ["n"],
         "additionalProperties": False,
     },
-    {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/pair"}], "$defs": {
-        "pair": {"type": "array", "prefixItems": [SHORT, {"const": 1}], "minItems": 2, "items": False}
-    }},
+    {
+        "anyOf": [{"type": "null"}, {"$ref": "#/$defs/pair"}],
+        "$defs": {
+            "pair": {
+                "type": "array",
+                "prefixItems": [SHORT, {"const": 1}],
+                "minItems": 2,
+                "items": False,
+            }
+        },
+    },
 ]
 
 

@@ -101,15 +101,17 @@ def test_completions(client: OpenAI) -> None:
     )
     target, tokens = serving.target(), serving.tokenizer()
     ids = [tokens(prompt)["input_ids"] for prompt in prompts]
-    results: Any = moaspec.generate(
-        target, ids, max_new_tokens=LONGEST, num_choices=2, **SAMPLED
-    )
+    results: Any = moaspec.generate(target, ids, max_new_tokens=LONGEST, num_choices=2, **SAMPLED)
     expected = [
-        tokens.decode([t for t in one.token_ids if t != serving.END]) for of in results for one in of
+        tokens.decode([t for t in one.token_ids if t != serving.END])
+        for of in results
+        for one in of
     ]
     assert [choice.text for choice in answer.choices] == expected
     logprobs: Any = answer.choices[0].logprobs
-    assert logprobs.token_logprobs == pytest.approx(results[0][0].logprobs or logprobs.token_logprobs)
+    assert logprobs.token_logprobs == pytest.approx(
+        results[0][0].logprobs or logprobs.token_logprobs
+    )
     assert len(logprobs.top_logprobs[0]) == 2
     assert logprobs.text_offset[0] == 0
     by_id = client.completions.create(
@@ -131,9 +133,7 @@ def test_completions_stream(client: OpenAI) -> None:
 def test_penalties_and_extras_reach_the_law(client: OpenAI) -> None:
     extras: dict[str, Any] = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.3}
     bias = {"97": -100.0}
-    answer = chat(
-        client, frequency_penalty=1.5, logit_bias=bias, extra_body=extras, **SAMPLED
-    )
+    answer = chat(client, frequency_penalty=1.5, logit_bias=bias, extra_body=extras, **SAMPLED)
     expected = own_text(
         "hello", frequency_penalty=1.5, logit_bias={97: -100.0}, **extras, **SAMPLED
     )
@@ -169,8 +169,8 @@ def test_errors_are_openais(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         chat(client, "x" * serving.CONTEXT)
     assert long.value.code == "context_length_exceeded"
+    schema = {"name": "bad", "schema": {"type": "no such type"}}
     with pytest.raises(openai.BadRequestError, match="schema"):
-        schema = {"name": "bad", "schema": {"type": "no such type"}}
         chat(client, response_format={"type": "json_schema", "json_schema": schema})
 
 

@@ -118,8 +118,8 @@ def test_calls_and_their_results(client: OpenAI) -> None:
 
 
 def test_tenants_do_not_see_one_another() -> None:
-    from moaspec.serve.desk import ServeSettings  # noqa: PLC0415
-    from moaspec.serve.guard import Guarded  # noqa: PLC0415
+    from moaspec.serve.desk import ServeSettings
+    from moaspec.serve.guard import Guarded
 
     settings = ServeSettings(guarded=Guarded(api_keys=("one", "two")))
     with serving.serving(serving.source(), settings) as served:
@@ -133,14 +133,14 @@ def test_tenants_do_not_see_one_another() -> None:
 
 
 def test_the_oldest_responses_go(served: Served) -> None:
-    from moaspec.serve.failures import RequestError  # noqa: PLC0415
-    from moaspec.serve.responses import Archive  # noqa: PLC0415
+    from moaspec.serve.failures import RequestError
+    from moaspec.serve.responses import Archive
 
     archive = Archive(2)
     with served.http() as http:
         body = {"model": MODEL, "input": "x", "max_output_tokens": 1}
         made = [http.post("/v1/responses", json=body).json() for _ in range(3)]
-    from moaspec.serve.responses_schema import ResponseObject  # noqa: PLC0415
+    from moaspec.serve.responses_schema import ResponseObject
 
     for one in made:
         archive.keep("me", ResponseObject.model_validate(one), [])

@@ -135,6 +135,12 @@ class KVCache:
         self._data[:, 0, row, :, start:stop] = key_LHTD
         self._data[:, 1, row, :, start:stop] = value_LHTD
 
+    def append_last(self, row: int, start: int, key_NHTD: Tensor, value_NHTD: Tensor) -> None:
+        """`append` for the last N layers alone."""
+        first, stop = len(self._data) - len(key_NHTD), start + key_NHTD.shape[2]
+        self._data[first:, 0, row, :, start:stop] = key_NHTD
+        self._data[first:, 1, row, :, start:stop] = value_NHTD
+
     def read(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots start..stop - 1, each (L, H, T, D)."""
         part = self._data[:, :, row, :, start:stop]

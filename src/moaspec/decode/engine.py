@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from moaspec.decode.integers import as_integer, as_token_ids
 from moaspec.decode.protocols import Drafter, Request, RowText, Verdict, Verifier
 from moaspec.decode.result import Event, GenerationResult, StopReason
-from moaspec.decode.row import Row, check_bias, check_prompt, common_length
+from moaspec.decode.row import Row, check_bias, check_prompt
 from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.shaping import FixedShape, ShapePolicy
 from moaspec.decode.stop import StopStrings, stop_strings
@@ -161,8 +161,7 @@ class Engine:
         del self._parked[old.handle]
 
     def _regime(self, length: int) -> int:
-        """Which rotary embeddings the keys of a text of this length have."""
-        return sum(length > switch for switch in self._switches)
+        return regime(length, self._switches)
 
     def abort(self, handle: int) -> GenerationResult:
         """Let a request leave at once; what was generated so far is returned.
@@ -309,11 +308,12 @@ class Engine:
         """Emit what a verdict brought, up to the row's end."""
         if self._drafter is not None and verdict.features is not None:
             self._drafter.observe(row.row, verdict.features)
-        accepted = [request.tree.tokens[node] for node in verdict.accepted]
+        tree = request.tree if verdict.tree is None else verdict.tree
+        accepted = [tree.tokens[node] for node in verdict.accepted]
         tokens, reason = row.kept([*accepted, verdict.next_token], self._max_positions)
-        sources = row.sources(request.tree, verdict.accepted)[: len(tokens)]
+        sources = row.sources(tree, verdict.accepted)[: len(tokens)]
         if row.prefilled:
-            row.count(request.tree, verdict.accepted, sources)
+            row.count(tree, verdict.accepted, sources)
         row.prefilled = True
         row.base = request.base + len(request.known) + len(accepted)
         row.token_ids += tokens
@@ -330,7 +330,7 @@ class Engine:
             tuple(tokens),
             tuple(sources),
             reason,
-            tree=request.tree,
+            tree=tree,
             accepted=verdict.accepted,
             logprobs=logprobs,
             top_logprobs=top_logprobs,
@@ -352,6 +352,17 @@ class Engine:
         self._verifier.close(row.row)
         if self._drafter is not None:
             self._drafter.close(row.row)
+
+
+def regime(length: int, switches: Sequence[int]) -> int:
+    """Which rotary embeddings the keys of a text of this length have; see `Engine`."""
+    return sum(length > switch for switch in switches)
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that two texts have in common at their beginning."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
-from moaspec.decode.row import common_length
+from moaspec.decode.engine import common_length
 from moaspec.errors import InputError
 
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -125,9 +125,3 @@ def check_bias(sampling: SamplingParams, vocab_size: int) -> None:
             f"logit_bias names token id {outside[0]}, outside the target's vocabulary "
             f"(0..{vocab_size - 1})."
         )
-
-
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that two texts have in common at their beginning."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -109,9 +109,10 @@ def _field(given: Any, error: Mapping[str, Any]) -> str | None:
     """The field at fault as the client wrote it, without the names of our types."""
     names: list[str] = []
     for part in error["loc"][1:]:
-        if isinstance(given, dict) and part in given:
-            names.append(str(part))
-        elif isinstance(given, list) and isinstance(part, int) and part < len(given):
+        in_list = isinstance(given, list) and isinstance(part, int) and part < len(given)
+        if in_list or (isinstance(given, dict) and part in given):
+            isinstance(given, list) and isinstance(part, int) and part < len(given)
+        ):
             names.append(str(part))
         else:
             continue

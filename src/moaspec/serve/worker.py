@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from moaspec.decode import Engine, FixedShape, GenerationResult, Shaping
+from moaspec.decode.engine import common_length
 from moaspec.decode.result import Event
-from moaspec.decode.row import common_length
 from moaspec.errors import BusyError, InputError
 from moaspec.serve.source import Job, Load, Round, Update
 
