@@ -20,7 +20,10 @@ from moaspec.cli.info import info
 from moaspec.cli.models import models
 from moaspec.cli.serve import serve
 from moaspec.cli.train import train
-from moaspec.errors import HubError, MoaSpecError, TrainingError
+from moaspec.errors import HubError, MoaSpecError, RemoteError, ServerError, TrainingError
+
+FAILURES = (HubError, RemoteError, ServerError, TrainingError)
+"""Errors that are nobody's bad input."""
 
 app = typer.Typer(
     name="moaspec",
@@ -56,4 +59,4 @@ def run() -> None:
         if console.DEBUG.get():
             raise
         console.error(str(error))
-        sys.exit(1 if isinstance(error, TrainingError | HubError) else 2)
+        sys.exit(1 if isinstance(error, FAILURES) else 2)
