@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from moaspec.decode.api import RowOptions
 from moaspec.decode.engine import common_length
-from moaspec.decode.grammar import Grammars, GrammarProcessor
+from moaspec.decode.grammar import GrammarProcessor, Grammars
 from moaspec.decode.result import StopReason
 from moaspec.decode.row import check_bias, check_prompt
 from moaspec.decode.sampling import SamplingParams

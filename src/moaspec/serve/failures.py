@@ -111,8 +111,6 @@ def _field(given: Any, error: Mapping[str, Any]) -> str | None:
     for part in error["loc"][1:]:
         in_list = isinstance(given, list) and isinstance(part, int) and part < len(given)
         if in_list or (isinstance(given, dict) and part in given):
-            isinstance(given, list) and isinstance(part, int) and part < len(given)
-        ):
             names.append(str(part))
         else:
             continue
