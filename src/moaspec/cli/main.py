@@ -13,6 +13,7 @@ from moaspec.cli.chat import chat
 from moaspec.cli.check import check
 from moaspec.cli.checkpoint import app as checkpoint
 from moaspec.cli.data import app as data
+from moaspec.cli.edge import edge
 from moaspec.cli.evaluate import app as evaluate
 from moaspec.cli.evaluate import demo
 from moaspec.cli.generate import generate
@@ -42,7 +43,7 @@ def settings(
     console.DEBUG.set(debug)
 
 
-for command in (generate, chat, models, info, train, calibrate, demo, check, serve):
+for command in (generate, chat, models, info, train, calibrate, demo, check, serve, edge):
     app.command()(command)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, Unpack
 
 from moaspec.decode.api import RowOptions
 from moaspec.decode.engine import common_length
 from moaspec.decode.grammar import GrammarProcessor, Grammars
-from moaspec.decode.result import StopReason
+from moaspec.decode.result import Event
 from moaspec.decode.row import check_bias, check_prompt
 from moaspec.decode.sampling import SamplingParams
+from moaspec.decode.tree import DraftTree
 from moaspec.errors import BusyError, InputError
 from moaspec.remote import Device, RemoteEvent, RemoteOptions, RemoteSession, Transport
-from moaspec.remote.links import Faults
 from moaspec.serve.source import (
     Job,
     LinkState,
@@ -31,6 +31,9 @@ from moaspec.serve.source import (
     Update,
     Updates,
 )
+
+CUT_POLL_S = 0.05
+"""How often a held-back text looks whether its emulated link is back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,22 @@ class EdgeLimits:
 
     active: int = 8
     waiting: int = 64
+
+
+class Cuttable(Protocol):
+    """An emulated link: while `cut` is True nothing passes."""
+
+    cut: bool
+
+
+class Alone(Protocol):
+    """The server decoding by itself; `moaspec.remote.RemoteText` is one."""
+
+    def stream(
+        self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
+    ) -> AsyncGenerator[Event]:
+        """Verified tokens as they come."""
+        ...
 
 
 @dataclass(eq=False)
@@ -73,6 +92,7 @@ class EdgeSource:
         options: of every session.
         limits: see `EdgeLimits`.
         faults: of an emulated link that the page may cut; None: the link is what it is.
+        alone: decodes what asks for no speculation; None: the device makes rounds without drafts.
     """
 
     def __init__(
@@ -83,11 +103,12 @@ class EdgeSource:
         name: str,
         options: RemoteOptions | None = None,
         limits: EdgeLimits | None = None,
-        faults: Faults | None = None,
+        faults: Cuttable | None = None,
+        alone: Alone | None = None,
     ) -> None:
         self._device, self._transport = device, transport
         self._options = options or RemoteOptions()
-        self._limits, self._faults = limits or EdgeLimits(), faults
+        self._limits, self._faults, self._alone = limits or EdgeLimits(), faults, alone
         self._seats: list[_Seat] = []
         self._accepted = self._active = self._count = 0
         self._room: asyncio.Semaphore | None = None
@@ -124,6 +145,8 @@ class EdgeSource:
             check_bias(job.sampling, self.facts.vocab_size)
             if job.sampling.top_logprobs:
                 raise InputError("At the edge there are no alternatives: top_logprobs must be 0.")
+            if job.sampling.logprobs and self._options.on_cut == "keep":
+                raise InputError("Kept text has no log-probabilities; logprobs must be off.")
         if self._accepted + len(jobs) > self._limits.active + self._limits.waiting:
             raise BusyError(
                 f"The device has {self._accepted} requests, and takes "
@@ -156,32 +179,53 @@ class EdgeSource:
             self._faults.cut = cut
         return self._faults is not None
 
-    async def decode(self, job: Job) -> AsyncIterator[Update]:
+    async def decode(self, job: Job) -> AsyncGenerator[Update]:
         """One text, from when there is a session for it."""
         assert self._room is not None, "start() comes first"
         async with self._room:
-            seat = self._take_seat(job)
             self._active += 1
+            plain = self._alone is not None and not job.speculation
+            updates = self._decode_alone(job) if plain else self._decode_here(job)
             try:
-                reader = _Reader(job, keep=self._options.on_cut == "keep")
-                async with contextlib.aclosing(self._events(seat, job)) as events:
-                    async for event in events:
-                        yield reader.take(event, seat.session)
+                async with contextlib.aclosing(updates):
+                    async for update in updates:
+                        yield update
             finally:
                 self._active -= 1
-                seat.busy = False
-                seat.token_ids = (*job.prompt_ids, *seat.session.result.token_ids)
+
+    async def _decode_here(self, job: Job) -> AsyncGenerator[Update]:
+        """Drafted here, verified there."""
+        seat, reader = self._take_seat(job), _Reader(job, keep=self._options.on_cut == "keep")
+        options = _row_options(job, self._ruled(job))
+        try:
+            events: Any = seat.session.stream(job.prompt_ids, **options)
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    yield reader.take(event, seat.session)
+        finally:
+            seat.busy = False
+            seat.token_ids = (*job.prompt_ids, *seat.session.result.token_ids)
+
+    async def _decode_alone(self, job: Job) -> AsyncGenerator[Update]:
+        """By the server, for comparison; what an emulated link holds back comes when it is back."""
+        assert self._alone is not None, "decode() has asked"
+        events, first = self._alone.stream(job.prompt_ids, **_row_options(job, ())), True
+        async with contextlib.aclosing(events):
+            async for event in events:
+                while self._faults is not None and self._faults.cut:
+                    await asyncio.sleep(CUT_POLL_S)
+                yield Update(
+                    token_ids=event.token_ids,
+                    sources=event.sources,
+                    round=None if first else Round(DraftTree(), (), len(event.token_ids)),
+                    stop_reason=event.stop_reason,
+                    seed=job.sampling.seed,
+                )
+                first = False
 
     def leave(self) -> None:
         """A job has ended, however it did."""
         self._accepted -= 1
-
-    def _events(self, seat: _Seat, job: Job) -> Any:
-        options = _row_options(job, self._ruled(job))
-        if not job.speculation:
-            options["tree"] = PLAIN
-            options["free_branches"] = False
-        return seat.session.stream(job.prompt_ids, **options)
 
     def _ruled(self, job: Job) -> tuple[GrammarProcessor, ...]:
         """The grammar, which the server will keep to."""
@@ -281,13 +325,10 @@ class _Reader:
             logprobs=() if said is None else said.logprobs[: self.settled - first],
             round=_round(event) if first else None,
             provisional=tuple(provisional),
-            stop_reason=self._stop_reason(event),
+            stop_reason=event.stop_reason,
             num_reused_tokens=session.result.num_reused_tokens,
             seed=session.result.seed,
         )
-
-    def _stop_reason(self, event: RemoteEvent) -> StopReason | None:
-        return event.stop_reason
 
 
 def _round(event: RemoteEvent) -> Round | None:
@@ -321,6 +362,3 @@ def _state(session: RemoteSession) -> Literal["up", "down", "syncing"]:
     if session.stats.state == "up":
         return "syncing" if session.provisional else "up"
     return "down" if session.stats.state == "down" else "syncing"
-
-
-PLAIN: Any = None
