@@ -20,6 +20,7 @@ from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
 from moaspec.cli.serve import serve
+from moaspec.cli.target_server import target_server
 from moaspec.cli.train import train
 from moaspec.errors import HubError, MoaSpecError, RemoteError, ServerError, TrainingError
 
@@ -45,6 +46,7 @@ def settings(
 
 for command in (generate, chat, models, info, train, calibrate, demo, check, serve, edge):
     app.command()(command)
+app.command("target-server")(target_server)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)
 app.add_typer(checkpoint)
