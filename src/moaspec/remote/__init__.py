@@ -1,0 +1,1 @@
+"""The drafter on a device, the target on a server."""
