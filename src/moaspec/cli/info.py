@@ -22,7 +22,7 @@ def info(
     checkpoint: Annotated[str, typer.Argument(help="Bundled alias or directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a drafter checkpoint or a device bundle holds, and check that its weights are whole.
+    """Show what a drafter checkpoint or device bundle holds, and check that its weights are whole.
 
     Example: moaspec info smollm2-135m
     """

@@ -1,1 +1,0 @@
-"""The drafter on a device, the target on a server."""
