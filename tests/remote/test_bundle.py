@@ -25,7 +25,7 @@ from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError, 
 from moaspec.model.baselines import KINDS, Baseline, save_baseline
 from moaspec.model.weights import read_tensors
 from moaspec.remote.bundle import export_bundle, is_bundle, load_device
-from moaspec.remote.fingerprint import fingerprint
+from moaspec.remote.identity import fingerprint
 from moaspec.target import Target, load_target
 from moaspec.target.quantised import Int8Linear, quantise
 from moaspec.target.registry import ALIASES, packaged_gguf

@@ -66,6 +66,9 @@ def export_device(
     int8: Annotated[
         bool, typer.Option("--int8", help="Eight bits a weight, half of bf16.")
     ] = False,
+    num_target_layers: Annotated[
+        int | None, typer.Option(help="Last layers to add; default: those of the checkpoint's N.")
+    ] = None,
 ) -> None:
     """Write the one directory that a device needs to draft for a target on a server.
 
@@ -73,7 +76,7 @@ def export_device(
     """
     console.quiet_libraries()
     with console.err.status(f"Loading {target}"):
-        export_bundle(target, drafter, out, int8=int8)
+        export_bundle(target, drafter, out, int8=int8, num_target_layers=num_target_layers)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     console.out.print(f"Written to {out}: {size / 1e6:.1f} MB", markup=False)
 

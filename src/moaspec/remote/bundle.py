@@ -35,7 +35,8 @@ from moaspec.model.weights import (
     write_config,
     write_weights,
 )
-from moaspec.remote.fingerprint import fingerprint
+from moaspec.remote.device import last_layers_cache
+from moaspec.remote.identity import fingerprint
 from moaspec.target import Target, load_target
 from moaspec.target.excerpt import (
     TargetExcerpt,
@@ -133,17 +134,28 @@ class DeviceBundle:
         """A new drafter with caches of its own.
 
         Raises:
-            InputError: an N that the drafter has not.
+            InputError: an N that the drafter has not, or more layers than the bundle.
         """
-        if isinstance(self.module, MoADrafter):
-            return MoADrafting(self.module, self.target, num_target_layers=num_target_layers)
-        if num_target_layers:
-            raise InputError("num_target_layers must be 0: this drafter reuses no layers.")
-        return IndependentDrafting(self.module, self.target)
+        if (num_target_layers or 0) > self.info.num_target_layers:
+            raise InputError(
+                f"num_target_layers={num_target_layers}: this bundle holds "
+                f"{self.info.num_target_layers} of the target's layers. Export it with more."
+            )
+        if isinstance(self.module, IndependentDrafter):
+            return IndependentDrafting(self.module, self.target)
+        drafting = MoADrafting(self.module, self.target, num_target_layers=num_target_layers)
+        if drafting.num_target_layers:
+            drafting.borrow(last_layers_cache(self.target))
+        return drafting
 
 
 def export_bundle(
-    target: str | Path, drafter: str | Path, directory: str | Path, *, int8: bool = False
+    target: str | Path,
+    drafter: str | Path,
+    directory: str | Path,
+    *,
+    int8: bool = False,
+    num_target_layers: int | None = None,
 ) -> None:
     """Write a device bundle.
 
@@ -152,6 +164,8 @@ def export_bundle(
         drafter: a Mixture-of-Attentions drafter or an independent one: alias, directory or hub id.
         directory: created when missing; a bundle in it is replaced.
         int8: keep matrices in eight bits, a quarter of float32 and half of bf16.
+        num_target_layers: how many of the target's last layers to add; None takes as many as the
+            drafter was trained for.
 
     Raises:
         InputError: a drafter that needs more of the target than a server sends, a target without
@@ -172,7 +186,7 @@ def export_bundle(
             f"The drafter {drafter} needs activations that a server does not send; use a "
             "Mixture-of-Attentions drafter or an independent one."
         )
-    num_layers = max(module.config.num_target_layers) if isinstance(module, MoADrafter) else 0
+    num_layers = _num_layers(module, num_target_layers, whole.num_layers)
     info = BundleInfo(
         kind="moa" if isinstance(module, MoADrafter) else module.kind,
         target=whole.identity,
@@ -191,6 +205,18 @@ def export_bundle(
         directory,
         {SECTION: {"format_version": FORMAT_VERSION, **dataclasses.asdict(info)}},
     )
+
+
+def _num_layers(
+    module: MoADrafter | IndependentDrafter, wanted: int | None, num_layers: int
+) -> int:
+    """How many of the target's last layers a bundle holds."""
+    if isinstance(module, IndependentDrafter):
+        return 0
+    found = max(module.config.num_target_layers) if wanted is None else wanted
+    if not 0 <= found <= num_layers:
+        raise InputError(f"num_target_layers must be within 0..{num_layers}, got {found}.")
+    return found
 
 
 def _require_free(directory: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from moaspec.errors import InputError
 
@@ -72,8 +72,8 @@ PRESETS = {
         ),
     )
 }
-"""Links of arXiv 2410.03804, section 5. It gives no rate for 5G; 100 Mbit/s is ours. It does not say
-how delays vary either; the default here is `coherent`, as radio cells change over many packets."""
+"""Links of arXiv 2410.03804, section 5. It gives no rate for 5G, 100 Mbit/s is ours. It does not say
+how delays vary: the default here is `coherent`, as radio cells change over many packets."""
 
 
 def link_named(name: str) -> Link:
@@ -82,9 +82,6 @@ def link_named(name: str) -> Link:
     Raises:
         InputError: no such preset or model.
     """
-    from dataclasses import replace
-    from typing import get_args
-
     preset, _, jitter = name.partition(":")
     if preset not in PRESETS or jitter not in ("", *get_args(Jitter)):
         raise InputError(

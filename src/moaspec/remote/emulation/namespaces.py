@@ -17,19 +17,19 @@ from types import TracebackType
 from typing import Any, Literal
 
 from moaspec.errors import InputError
-from moaspec.remote.links.link import Link
-from moaspec.remote.links.relay import ADDRESSES
+from moaspec.remote.emulation.link import Link
+from moaspec.remote.emulation.relay import ADDRESSES
 
 Side = Literal["client", "server"]
 PREFIX = "moaspec-"
 
 _START_RELAY = """
 import sys, types
-for name in ("moaspec", "moaspec.remote", "moaspec.remote.links"):
+for name in ("moaspec", "moaspec.remote", "moaspec.remote.emulation"):
     module = types.ModuleType(name)
     module.__path__ = ["/".join([sys.argv[1], *name.split(".")[1:]])]
     sys.modules[name] = module
-from moaspec.remote.links.relay import main
+from moaspec.remote.emulation.relay import main
 main(sys.argv[2:])
 """
 """Starts the relay without what these packages import otherwise: it needs arithmetic, not torch."""

@@ -1,9 +1,9 @@
 """The process between two network namespaces: takes packets from one TUN device to the other, late.
 
 `main(CLIENT_NAMESPACE, SERVER_NAMESPACE, LINK_JSON, SEED)` prints "ready", then obeys lines on
-standard input: `cut`, `mend`, `stats` (answered by a line of JSON) and `link JSON`. It ends with its
-standard input. Only the standard library is used, and of this package the arithmetic, so that it
-starts at once and holds little memory.
+standard input: `cut`, `mend`, `stats` (answered by a line of JSON) and `link JSON`. It ends with
+its standard input. Only the standard library is used, and of this package the arithmetic, so that
+it starts at once and holds little memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moaspec.remote.links.link import Link
-from moaspec.remote.links.pacer import Pacer
+from moaspec.remote.emulation.link import Link
+from moaspec.remote.emulation.pacer import Pacer
 
 TUN = "moaspec0"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

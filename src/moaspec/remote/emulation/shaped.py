@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moaspec.errors import InputError, LinkError
-from moaspec.remote.links.link import Link
-from moaspec.remote.links.pacer import Pacer
+from moaspec.remote.emulation.link import Link
+from moaspec.remote.emulation.pacer import Pacer
 from moaspec.remote.transport import Connection, Transport
 
 

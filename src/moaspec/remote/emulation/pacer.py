@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from moaspec.remote.links.link import Link
+from moaspec.remote.emulation.link import Link
 
 COHERENT_S = 0.1
 """How long one draw of the delay holds where jitter is coherent."""
