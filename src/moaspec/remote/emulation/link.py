@@ -72,8 +72,8 @@ PRESETS = {
         ),
     )
 }
-"""Links of arXiv 2410.03804, section 5. It gives no rate for 5G, 100 Mbit/s is ours. It does not say
-how delays vary: the default here is `coherent`, as radio cells change over many packets."""
+"""Links of arXiv 2410.03804, section 5. It gives no rate for 5G, 100 Mbit/s is ours. It does
+not say how delays vary: the default here is `coherent`, as radio cells change over many packets."""
 
 
 def link_named(name: str) -> Link:
