@@ -18,8 +18,9 @@ from moaspec.cli.evaluate import demo
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
+from moaspec.cli.target_server import target_server
 from moaspec.cli.train import train
-from moaspec.errors import HubError, MoaSpecError, TrainingError
+from moaspec.errors import HubError, MoaSpecError, RemoteError, TrainingError
 
 app = typer.Typer(
     name="moaspec",
@@ -40,6 +41,7 @@ def settings(
 
 for command in (generate, chat, models, info, train, calibrate, demo, check):
     app.command()(command)
+app.command("target-server")(target_server)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)
 app.add_typer(checkpoint)
@@ -55,4 +57,4 @@ def run() -> None:
         if console.DEBUG.get():
             raise
         console.error(str(error))
-        sys.exit(1 if isinstance(error, TrainingError | HubError) else 2)
+        sys.exit(1 if isinstance(error, TrainingError | HubError | RemoteError) else 2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import check_target
 from moaspec.remote import identity, wire
 from moaspec.remote import target_pb2 as pb
+from moaspec.remote.alone import decode_alone
 from moaspec.remote.layout import Layout, WireEncoder
 from moaspec.remote.observe import Observer
 from moaspec.remote.records import Asked
@@ -81,6 +83,7 @@ class TargetService:
     ) -> None:
         self.target, self.options = target, options or ServiceOptions()
         self.observer = observer or Observer()
+        self._drafter = drafter
         self._config = None if drafter is None else drafter.config
         self._layers = (0,) if drafter is None else _layers(drafter, target.num_layers)
         self._fingerprint = "" if drafter is None else identity.fingerprint(drafter)
@@ -425,6 +428,26 @@ class TargetService:
     def _say(stream: Stream, to: pb.ClientMessage, answer: pb.ServerMessage) -> None:
         answer.session, answer.turn = to.session, to.turn
         stream.answer(answer)
+
+    async def generate(self, _owner: str, request: pb.GenerateRequest) -> AsyncIterator[pb.Generated]:
+        """The server alone.
+
+        Raises:
+            WireError: values out of range.
+            NoRoomError: too many texts at once.
+        """
+        wire.tokens_of(request.token_ids, self._limits, least=1, most=self._max_tokens - 1)
+        sampling = wire.sampling_of(request.sampling, self._limits)
+        if self.draining or self.shared.num_rows >= self.options.sessions.max_sessions:
+            raise NoRoomError("There is no room for another text; try again later.")
+        work = decode_alone(self.shared, self.target, self._drafter, request, sampling)
+        async with contextlib.aclosing(work) as messages:
+            async for message in messages:
+                yield message
+
+    def sweep(self) -> None:
+        """Forget sessions that were idle for too long."""
+        self.sessions.sweep()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new turns, let running passes end, and tell devices to go elsewhere."""

@@ -15,6 +15,8 @@ from moaspec.remote import target_pb2 as pb
 from moaspec.remote.codec import CodecName
 from moaspec.remote.ranges import Run
 
+M = TypeVar("M", bound=Message)
+
 SESSION_BYTES = 16
 """Of a session's name: enough that nobody guesses one."""
 
@@ -74,7 +76,13 @@ def parse_server(frame: bytes) -> pb.ServerMessage:
     return _parse(frame, pb.ServerMessage())
 
 
-M = TypeVar("M", bound=Message)
+def parse_generate(frame: bytes) -> pb.GenerateRequest:
+    """A request for text.
+
+    Raises:
+        WireError: no such message.
+    """
+    return _parse(frame, pb.GenerateRequest())
 
 
 def _parse(frame: bytes, message: M) -> M:
