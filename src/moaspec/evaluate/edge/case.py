@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from moaspec.errors import InputError
 from moaspec.evaluate.edge.formula import Mode
+from moaspec.remote.codec import CODECS, CodecName
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -31,11 +32,12 @@ class Case:
     step_s: float = 0.0
     drafted: int = 4
     agreement: float = 0.75
-    codec: str = "int8"
+    codec: CodecName = "int8"
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise InputError(f"A mode is one of {', '.join(MODES)}, got {self.mode!r}.")
+        for what, got, known in (("mode", self.mode, MODES), ("codec", self.codec, CODECS)):
+            if got not in known:
+                raise InputError(f"A {what} is one of {', '.join(known)}, got {got!r}.")
 
     @property
     def name(self) -> str:
@@ -60,7 +62,7 @@ class Measured:
         pass_s: of the server's pass, the mean.
         hits: share of rounds whose next draft was there when the verdict came.
         bytes_up, bytes_down: of messages; on an emulated link, of packets.
-        prefill_bytes: of `bytes_down`, activations of prompts.
+        prompts: token ids.
         texts: generated ids, so that all cases can be compared.
     """
 
@@ -74,6 +76,7 @@ class Measured:
     hits: float = 0.0
     bytes_up: int = 0
     bytes_down: int = 0
+    prompts: list[list[int]] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
 
     @property

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from moaspec.decode import Chain, Replay
+from moaspec.decode import Chain, Event, Replay
 from moaspec.evaluate.edge.case import Case, Measured
 from moaspec.evaluate.edge.device import HeldDevice
 from moaspec.remote import (
@@ -45,14 +45,19 @@ async def measure_case(
         texts: what plain decoding gave for each; the replay drafter proposes it.
         through: a transport around `transport` for sessions, None for itself.
     """
-    found = Measured()
+    found = Measured(prompts=[list(one) for one in prompts])
     for index, prompt in enumerate(prompts):
         if case.mode in ("plain", "server"):
-            await _alone(found, case, device, transport, prompt, max_new_tokens)
+            stream = RemoteText(transport, device.stop_token_ids).stream(
+                prompt, speculate=case.mode == "server", max_new_tokens=max_new_tokens
+            )
+            await _alone(found, stream)
         else:
             known = [*prompt, *texts[index]] if case.drafter == "replay" else None
             held = HeldDevice(device, case.step_s, _replay(known, case, index))
-            await _session(found, case, held, through or transport, prompt, max_new_tokens)
+            session = RemoteSession(held, through or transport, _options(case))
+            await _session(found, session, prompt, max_new_tokens)
+            found.step_s += held.steps.mean_s
     found.step_s = found.step_s / len(prompts)
     found.pass_s = found.pass_s / max(1, found.rounds)
     found.hits = found.hits / max(1, found.rounds)
@@ -65,42 +70,28 @@ def _replay(known: list[int] | None, case: Case, seed: int) -> Any:
     return lambda: Replay([known], agreement=case.agreement, seed=seed)
 
 
-async def _alone(
-    found: Measured,
-    case: Case,
-    device: Device,
-    transport: GrpcTransport,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-) -> None:
+async def _alone(found: Measured, stream: AsyncIterator[Event]) -> None:
     """The server alone; every message that arrives is a round."""
     started, text, arrived = time.perf_counter(), list[int](), list[float]()
-    stream = RemoteText(transport, device.stop_token_ids).stream(
-        prompt, speculate=case.mode == "server", max_new_tokens=max_new_tokens
-    )
     async for event in stream:
         text += event.token_ids
         arrived.append(time.perf_counter())
-        found.bytes_down += 4 * len(event.token_ids)
     _add_text(found, text, started, arrived)
     found.rounds += len(arrived) - 1
 
 
-async def _session(
-    found: Measured,
-    case: Case,
-    device: HeldDevice,
-    transport: Transport,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-) -> None:
-    options = RemoteOptions(
-        codec=case.codec,  # type: ignore[arg-type]
+def _options(case: Case) -> RemoteOptions:
+    return RemoteOptions(
+        codec=case.codec,
         num_target_layers=case.num_target_layers if case.drafter == "moa" else None,
         draft=Chain(case.drafted) if case.drafted else "auto",
         draft_ahead=case.mode == "ahead",
     )
-    session = RemoteSession(device, transport, options)
+
+
+async def _session(
+    found: Measured, session: RemoteSession, prompt: Sequence[int], max_new_tokens: int
+) -> None:
     started, text, arrived = time.perf_counter(), list[int](), list[float]()
     async for event in session.stream(prompt, max_new_tokens=max_new_tokens):
         text[event.start :] = event.token_ids
@@ -112,7 +103,6 @@ async def _session(
     found.rounds += len(rounds)
     found.drafted += sum(one.drafted for one in rounds)
     found.pass_s += sum(one.pass_s for one in rounds)
-    found.step_s += device.steps.mean_s
     found.hits += session.stats.ahead_hits
     found.bytes_up += session.stats.bytes_up
     found.bytes_down += session.stats.bytes_down
