@@ -14,6 +14,7 @@ from moaspec.cli.check import check
 from moaspec.cli.checkpoint import app as checkpoint
 from moaspec.cli.data import app as data
 from moaspec.cli.edge import edge
+from moaspec.cli.edge_bench import edge_bench
 from moaspec.cli.evaluate import app as evaluate
 from moaspec.cli.evaluate import demo
 from moaspec.cli.generate import generate
@@ -47,6 +48,7 @@ def settings(
 for command in (generate, chat, models, info, train, calibrate, demo, check, serve, edge):
     app.command()(command)
 app.command("target-server")(target_server)
+app.command("edge-bench")(edge_bench)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)
 app.add_typer(checkpoint)
