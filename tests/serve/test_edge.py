@@ -185,6 +185,18 @@ def test_kept_text_says_so() -> None:
     )
 
 
+def test_json_schema_and_forced_calls(served_edge: Served) -> None:
+    schema: Any = {"name": "it", "schema": {"enum": [{"a": "rome"}, {"a": "oslo"}]}}
+    form = {"type": "json_schema", "json_schema": schema}
+    asked: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_tokens": 200}
+    answer = ask(served_edge, response_format=form, **asked)
+    assert json.loads(answer.choices[0].message.content) in schema["schema"]["enum"]
+    tool: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+    tool["function"]["parameters"] |= {"properties": {}, "additionalProperties": False}
+    called = ask(served_edge, tools=[tool], tool_choice="required", **asked)
+    assert called.choices[0].message.tool_calls[0].function.name == "now"
+
+
 def test_link_can_be_cut_over_http(edge: Edge, served_edge: Served) -> None:
     with served_edge.http() as http:
         assert http.get("/v1/moaspec").json()["mode"] == "edge"

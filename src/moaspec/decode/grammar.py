@@ -78,7 +78,7 @@ class Grammars:
 
     def processor(self, grammar: str, prompt_length: int) -> GrammarProcessor:
         """The logits processor of one text."""
-        return GrammarProcessor(self._compiled(grammar).deep_copy(), prompt_length)
+        return GrammarProcessor(grammar, self._compiled(grammar).deep_copy(), prompt_length)
 
     def _checked(self, grammar: str) -> str:
         self._compiled(grammar)
@@ -105,11 +105,13 @@ class GrammarProcessor:
     then ends by its other limits, and whoever reads it finds that it does not follow the grammar.
 
     Args:
-        matcher: fresh.
+        grammar: that it keeps to; it can travel, which a processor cannot.
+        matcher: of it, fresh.
         prompt_length: tokens of a prefix that the grammar does not read.
     """
 
-    def __init__(self, matcher: LLMatcher, prompt_length: int) -> None:
+    def __init__(self, grammar: str, matcher: LLMatcher, prompt_length: int) -> None:
+        self.grammar = grammar
         self._matcher, self._prompt_length = matcher, prompt_length
         self._read: list[int] = []
 

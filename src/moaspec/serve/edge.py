@@ -209,7 +209,10 @@ class EdgeSource:
     async def _decode_alone(self, job: Job) -> AsyncGenerator[Update]:
         """By the server, for comparison; what an emulated link holds back comes when it is back."""
         assert self._alone is not None, "decode() has asked"
-        events, first = self._alone.stream(job.prompt_ids, **_row_options(job, ())), True
+        events, first = (
+            self._alone.stream(job.prompt_ids, **_row_options(job, self._ruled(job))),
+            True,
+        )
         async with contextlib.aclosing(events):
             async for event in events:
                 while self._faults is not None and self._faults.cut:
