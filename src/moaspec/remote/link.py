@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moaspec.errors import LinkError, RefusedError, WireError
+from moaspec.errors import LinkError, MoaSpecError, RefusedError
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote import wire
 from moaspec.remote.events import LinkState, LinkStats, now
@@ -31,6 +31,8 @@ class LinkOptions:
         backoff_s, max_backoff_s: first and longest pause between attempts; attempts that hang
             count as pauses.
         connect_s: how long an attempt may hang.
+        retry_s: a request is repeated after at least so long, and after several round trips, in
+            case it or its answer was lost on the way.
     """
 
     heartbeat_s: float = 0.5
@@ -38,6 +40,7 @@ class LinkOptions:
     backoff_s: float = 0.2
     max_backoff_s: float = 1.0
     connect_s: float = 1.0
+    retry_s: float = 0.5
 
 
 class Link:
@@ -75,7 +78,12 @@ class Link:
         self._number = 0
         self._beats: dict[int, float] = {}
         self._renew = False
-        self.refused: RefusedError | None = None
+        self.refused: Exception | None = None
+
+    @property
+    def retry_s(self) -> float:
+        """See `LinkOptions`."""
+        return self._options.retry_s
 
     @property
     def state(self) -> LinkState:
@@ -113,6 +121,13 @@ class Link:
             self._on_change()
 
     async def _run(self) -> None:
+        try:
+            await self._mend()
+        except Exception as error:  # noqa: BLE001 - whoever waits for this link must learn of it
+            known = isinstance(error, MoaSpecError)
+            self.refuse(error if known else RefusedError(f"The session failed: {error!r}"))
+
+    async def _mend(self) -> None:
         pause_s = self._options.backoff_s
         while self.refused is None:
             started = now()
@@ -128,9 +143,6 @@ class Link:
         try:
             async with asyncio.timeout(self._options.connect_s):
                 connection = await self._transport.connect()
-        except RefusedError as error:
-            self.refuse(error)
-            return False
         except (LinkError, TimeoutError):
             return False
         try:
@@ -140,7 +152,7 @@ class Link:
             self._outgoing = asyncio.Queue()
             await connection.close()
 
-    def refuse(self, error: RefusedError) -> None:
+    def refuse(self, error: Exception) -> None:
         """The server will not serve this session; nothing more is tried."""
         self.refused = error
         self._on_change()
@@ -163,8 +175,8 @@ class Link:
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             self._lost(was_up)
         for error in ended:
-            if isinstance(error, RefusedError | WireError):
-                self.refuse(RefusedError(str(error)))
+            if isinstance(error, Exception) and not isinstance(error, LinkError):
+                raise error
         return was_up
 
     def _lost(self, was_up: bool) -> None:
