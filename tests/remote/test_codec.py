@@ -24,10 +24,11 @@ def test_sizes_are_those_of_the_arithmetic() -> None:
     assert sizes == {"fp16": 2048, "int8": 1040, "int4": 576}
 
 
-@given(name=st.sampled_from(CODECS), values=SHAPES.flatmap(lambda s: hnp.arrays("f4", s, elements=NUMBERS)))
-def test_any_numbers_come_back_as_near_as_the_codec_says(
-    name: str, values: np.ndarray
-) -> None:
+@given(
+    name=st.sampled_from(CODECS),
+    values=SHAPES.flatmap(lambda s: hnp.arrays("f4", s, elements=NUMBERS)),
+)
+def test_any_numbers_come_back_as_near_as_the_codec_says(name: str, values: np.ndarray) -> None:
     count, vectors, width = values.shape
     codec = Codec(name, vectors, width)  # type: ignore[arg-type]
     records = codec.encode(values)

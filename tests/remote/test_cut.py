@@ -48,7 +48,9 @@ class Cut:
         self.events: list[RemoteEvent] = []
         self.text: list[int] = []
 
-    async def run(self, between: Callable[[], Awaitable[None]] | None = None, **options: Any) -> None:
+    async def run(
+        self, between: Callable[[], Awaitable[None]] | None = None, **options: Any
+    ) -> None:
         async for event in self.session.stream(PROMPT, max_new_tokens=NEW, **options):
             self.events.append(event)
             self.text[event.start :] = event.token_ids
@@ -135,7 +137,9 @@ def test_keep_ends_without_a_server_and_goes_on_with_one() -> None:
         cut.transport.hole = False
         longer = [*PROMPT, *cut.text, 9]
         result = await cut.session.generate(longer, max_new_tokens=5)
-        assert result.token_ids == moaspec.generate(tiny.target(), longer, max_new_tokens=5).token_ids
+        assert (
+            result.token_ids == moaspec.generate(tiny.target(), longer, max_new_tokens=5).token_ids
+        )
         await cut.end()
 
     asyncio.run(run())

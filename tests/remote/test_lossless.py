@@ -60,7 +60,7 @@ def plain(family: str, prompt: Any, **options: Any) -> list[int]:
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("num_target_layers", [0, 1, 3])
 def test_every_link_and_codec(link: str, num_target_layers: int) -> None:
-    """Random and well-trained drafters alike; each case another shape, prompt and server restart."""
+    """Random and well-trained drafters alike; each case another shape and prompt."""
 
     async def run() -> None:
         cases = product(CODECS, SETTINGS)

@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 
 from moaspec.remote.ranges import Positions
 
-RUNS = st.lists(
-    st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 5)), max_size=8
-)
+RUNS = st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 5)), max_size=8)
 
 
 @given(RUNS, st.integers(0, 20), st.integers(1, 6))

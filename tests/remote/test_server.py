@@ -7,7 +7,6 @@ import datetime
 import hashlib
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +95,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture
-def service() -> Iterator[TargetService]:
-    yield TargetService(tiny.target(), tiny.agreeing_drafter("llama"))
+def service() -> TargetService:
+    return TargetService(tiny.target(), tiny.agreeing_drafter("llama"))
 
 
 def session(transport: GrpcTransport, **options: Any) -> RemoteSession:
@@ -198,11 +197,15 @@ def test_draining_ends_work_and_refuses_more(service: TargetService) -> None:
             transport = GrpcTransport(f"127.0.0.1:{server.port}")
             remote = session(transport, draft=Chain(1), give_up_s=1.0, on_cut="wait")
             got: list[int] = []
-            with pytest.raises(LinkError):
+
+            async def read() -> None:
                 async for event in remote.stream(PROMPT, max_new_tokens=NEW):
                     got[event.start :] = event.token_ids
                     if len(got) == 5:
                         await server.drain(2.0)
+
+            with pytest.raises(LinkError):
+                await read()
             assert got == list(tiny.own_texts("llama")[1])[: len(got)]
             await remote.close()
             with pytest.raises(LinkError):

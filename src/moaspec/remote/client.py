@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -65,7 +65,7 @@ class RemoteOptions:
     draft_ahead: bool = True
     on_cut: OnCut = "rollback"
     max_provisional: int = 256
-    link: LinkOptions = LinkOptions()
+    link: LinkOptions = field(default_factory=LinkOptions)
     tenant: str = ""
     prefix_dir: Path | None = None
     give_up_s: float | None = None

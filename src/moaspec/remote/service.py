@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -462,7 +462,9 @@ class TargetService:
         answer.session, answer.turn = to.session, to.turn
         stream.answer(answer)
 
-    async def generate(self, _owner: str, request: pb.GenerateRequest) -> AsyncIterator[pb.Generated]:
+    async def generate(
+        self, _owner: str, request: pb.GenerateRequest
+    ) -> AsyncIterator[pb.Generated]:
         """The server alone.
 
         Raises:

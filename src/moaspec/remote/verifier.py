@@ -22,7 +22,7 @@ from moaspec.remote.events import LinkStats, RoundTrip, now
 from moaspec.remote.link import Link
 
 FETCH_AFTER = 2
-"""Activations that are still missing so many `retry_s` after the latest came are asked for again."""
+"""Activations that are missing so many `retry_s` after the latest came are asked for again."""
 
 
 @dataclass(eq=False)
@@ -253,9 +253,7 @@ class RemoteVerifier:
         if any(token >= self._vocab_size for token in tokens):
             raise WireError(f"The server sent a token outside 0..{self._vocab_size - 1}.")
 
-    def _resolve(
-        self, pending: Pending, tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> None:
+    def _resolve(self, pending: Pending, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Hand the engine its verdict, in terms of a tree that has these tokens."""
         *path, last = [*pending.kept, *tokens]
         tree, nodes = _tree_with(path, (pending.request.tree, pending.tree))
