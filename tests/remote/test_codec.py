@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 import tiny
 from moaspec.errors import InputError, WireError
@@ -15,7 +14,6 @@ from moaspec.remote.codec import CODECS, GROUP, LARGEST, Codec
 from moaspec.remote.layout import Layout, WireEncoder
 
 SHAPES = st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(1, 40).map(lambda n: 2 * n))
-NUMBERS = st.floats(width=32)
 
 
 def test_sizes_are_those_of_the_arithmetic() -> None:
@@ -26,9 +24,16 @@ def test_sizes_are_those_of_the_arithmetic() -> None:
 
 @given(
     name=st.sampled_from(CODECS),
-    values=SHAPES.flatmap(lambda s: hnp.arrays("f4", s, elements=NUMBERS)),
+    shape=SHAPES,
+    seed=st.integers(0, 99),
+    scale=st.sampled_from((0.0, 1e-30, 1e-6, 1.0, 1e4, 1e30, np.inf, np.nan)),
 )
-def test_any_numbers_come_back_as_near_as_the_codec_says(name: str, values: np.ndarray) -> None:
+@settings(deadline=None)
+def test_any_numbers_come_back_as_near_as_the_codec_says(
+    name: str, shape: tuple[int, int, int], seed: int, scale: float
+) -> None:
+    values = np.random.default_rng(seed).normal(size=shape).astype("f4")
+    values.flat[:: 1 + seed % 7] *= np.float32(scale)
     count, vectors, width = values.shape
     codec = Codec(name, vectors, width)  # type: ignore[arg-type]
     records = codec.encode(values)
@@ -52,6 +57,7 @@ def _error(name: str, clean: np.ndarray) -> np.ndarray:
 
 
 @given(name=st.sampled_from(CODECS), data=st.binary(max_size=300), count=st.integers(0, 4))
+@settings(deadline=None)
 def test_hostile_bytes_are_finite_numbers_or_an_error(name: str, data: bytes, count: int) -> None:
     codec = Codec(name, vectors=3, width=10)  # type: ignore[arg-type]
     if len(data) != count * codec.token_bytes:
@@ -62,6 +68,7 @@ def test_hostile_bytes_are_finite_numbers_or_an_error(name: str, data: bytes, co
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_records_of_tokens_stand_alone(data: st.DataObject) -> None:
     """Any run of tokens can be cut out of the records of a text."""
     codec = Codec(data.draw(st.sampled_from(CODECS)), vectors=2, width=GROUP // 4)

@@ -30,6 +30,7 @@ FRAMES = 1500
 
 
 @given(st.binary(max_size=400))
+@settings(deadline=None)
 def test_noise_is_a_message_or_an_error(frame: bytes) -> None:
     for parse in (wire.parse_client, wire.parse_server, wire.parse_generate):
         try:
@@ -39,7 +40,7 @@ def test_noise_is_a_message_or_an_error(frame: bytes) -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**31))
-@settings(max_examples=50)
+@settings(max_examples=20, deadline=None)
 def test_a_lying_server_ends_the_session_with_an_error(data: bytes, number: int) -> None:
     """Verdicts and activations of wrong lengths: no wrong text, no hang."""
 
