@@ -115,7 +115,7 @@ class RemoteSession:
             meanwhile=self._meanwhile,
             provisional=lambda: self._provisional,
             keep=self.options.on_cut == "keep",
-            most=max(64, self.options.max_provisional),
+            most=wire.MAX_DRAFTED,
             vocab_size=device.vocab_size,
             max_positions=device.max_positions,
         )
@@ -307,6 +307,8 @@ class RemoteSession:
             return self._draft_ahead(pending)
         self._give_up()
         alone = self.stats.state == "down" and self.options.on_cut != "wait"
+        if pending.kept and self._link.connected:
+            return False  # the server is being told what the text is
         return alone and self._knows_enough() and self._draft_alone()
 
     def _knows_enough(self) -> bool:

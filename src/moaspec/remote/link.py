@@ -17,6 +17,9 @@ from moaspec.remote import wire
 from moaspec.remote.events import LinkState, LinkStats, now
 from moaspec.remote.transport import Connection, Transport
 
+FAREWELL_S = 0.5
+"""How long a link that is closed may take to send what waits."""
+
 LATE_S = 0.2
 """A timer that fires so much too late says that the device itself stood still, not the link."""
 
@@ -77,7 +80,7 @@ class Link:
         self._heard_s = 0.0
         self._number = 0
         self._beats: dict[int, float] = {}
-        self._renew = False
+        self._renew = self._closing = False
         self.refused: Exception | None = None
 
     @property
@@ -89,6 +92,11 @@ class Link:
     def state(self) -> LinkState:
         """Now."""
         return self.stats.state
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection, though perhaps no sign of life yet."""
+        return self._connection is not None
 
     def start(self) -> None:
         """Begin to connect, unless that has begun."""
@@ -106,9 +114,11 @@ class Link:
         self._renew = True
 
     async def close(self) -> None:
-        """Send what waits, as far as that takes no time, and end."""
+        """Send what waits, as far as that takes little time, and end."""
+        self._closing = True
         if self._task is not None:
-            await asyncio.sleep(0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._outgoing.join(), FAREWELL_S)
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
@@ -180,7 +190,7 @@ class Link:
         return was_up
 
     def _lost(self, was_up: bool) -> None:
-        if was_up:
+        if was_up and not self._closing:
             self.stats.cuts += 1
             self.stats.noticed_s, self.stats.down_s = now() - self._heard_s, now()
             self._set("down")
@@ -213,6 +223,7 @@ class Link:
             await connection.send(frame)
             self.stats.messages_up += 1
             self.stats.bytes_up += len(frame)
+            outgoing.task_done()
 
     async def _beat(self) -> None:
         """Send heartbeats; end when the link has been silent for too long, or is left."""

@@ -42,7 +42,6 @@ class ServiceOptions:
 
     Attributes:
         max_tokens: longest text, prompt included; None takes the target's context.
-        max_drafted: drafted tokens of one message.
         max_cache_bytes: keys and values of all sessions at their longest; fewer sessions are
             accepted where more would not fit.
         max_messages_per_s: of one connection, averaged over `burst_s`.
@@ -54,7 +53,6 @@ class ServiceOptions:
     """
 
     max_tokens: int | None = None
-    max_drafted: int = 256
     max_cache_bytes: int = 8 << 30
     max_messages_per_s: float = 200.0
     burst_s: float = 5.0
@@ -94,7 +92,7 @@ class TargetService:
         self.shared = SharedVerifier(self.verifier, self.options.passes)
         self.sessions = SessionStore(self._room(), make=self._make, drop=self._drop)
         self.draining = False
-        self._limits = wire.Limits(target.vocab_size, self._max_tokens, self.options.max_drafted)
+        self._limits = wire.Limits(target.vocab_size, self._max_tokens)
         self._streams: dict[bytes, Stream] = {}
         self._work: dict[bytes, asyncio.Task[None]] = {}
         self._next: dict[bytes, Opening | Drafted] = {}
@@ -159,7 +157,7 @@ class TargetService:
             law=identity.LAW,
             num_target_layers=self._layers,
             max_tokens=self._max_tokens,
-            max_drafted=self.options.max_drafted,
+            max_drafted=wire.MAX_DRAFTED,
             name=self.target.name,
         )
 
