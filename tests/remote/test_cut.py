@@ -13,6 +13,7 @@ import tiny
 from links import FaultyTransport, Restartable
 from moaspec.decode import Chain
 from moaspec.errors import LinkError, RefusedError
+from moaspec.model import MoADrafter
 from moaspec.remote import (
     LinkOptions,
     LocalDevice,
@@ -23,7 +24,12 @@ from moaspec.remote import (
 )
 
 QUICK = LinkOptions(
-    heartbeat_s=0.05, dead_after_s=0.15, backoff_s=0.01, max_backoff_s=0.05, retry_s=0.05
+    heartbeat_s=0.05,
+    dead_after_s=0.15,
+    backoff_s=0.01,
+    max_backoff_s=0.05,
+    connect_s=0.2,
+    retry_s=0.05,
 )
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
@@ -40,13 +46,15 @@ class Cut:
 
     def __init__(self, drafter: Any, *, heal_after: int | None = 6, **options: Any) -> None:
         self.target, self.heal_after = tiny.target(), heal_after
-        self.server = Restartable(lambda: TargetService(self.target, drafter))
+        trained = drafter if isinstance(drafter, MoADrafter) else None
+        self.server = Restartable(lambda: TargetService(self.target, trained))
         self.transport = FaultyTransport(self.server.transport)
         remote = RemoteOptions(draft=Chain(2), link=QUICK, **options)
         device = LocalDevice(self.target, drafter)
         self.session = RemoteSession(device, self.transport, remote)
         self.events: list[RemoteEvent] = []
         self.text: list[int] = []
+        self.was_cut = False
 
     async def run(
         self, between: Callable[[], Awaitable[None]] | None = None, **options: Any
@@ -54,12 +62,12 @@ class Cut:
         async for event in self.session.stream(PROMPT, max_new_tokens=NEW, **options):
             self.events.append(event)
             self.text[event.start :] = event.token_ids
-            if len(self.text) >= 5 and self.session.stats.cuts == 0:
-                self.transport.hole = True
-            if event.num_provisional and len(self.session.provisional) == self.heal_after:
+            if len(self.text) >= 5 and not self.was_cut:
+                self.transport.hole = self.was_cut = True
+            if sum(bool(one.num_provisional) for one in self.events) == self.heal_after:
                 if between is not None:
                     await between()
-                self.transport.hole = False
+                self.heal_after, self.transport.hole = None, False
 
     async def end(self) -> None:
         await self.session.close()

@@ -24,7 +24,12 @@ from moaspec.remote import (
 from moaspec.remote.codec import CODECS
 
 QUICK = LinkOptions(
-    heartbeat_s=0.1, dead_after_s=0.3, backoff_s=0.01, max_backoff_s=0.05, retry_s=0.05
+    heartbeat_s=0.1,
+    dead_after_s=0.3,
+    backoff_s=0.01,
+    max_backoff_s=0.05,
+    connect_s=0.2,
+    retry_s=0.05,
 )
 """Tests should not wait half a second for what was lost."""
 LINKS = {

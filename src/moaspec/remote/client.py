@@ -235,10 +235,10 @@ class RemoteSession:
         self._prompt_length, self._started_s = len(prompt), now()
         self.stats.first_token_s = None
         most = len(prompt) + settings["max_new_tokens"]
-        switches = [s for s in self.device.rope_switches if s >= len(prompt)]
         self._ahead.begin(
-            end=min([most, self.device.max_positions, *switches]),
+            end=min(most, self.device.max_positions),
             stops=frozenset(settings["stop_token_ids"]),
+            switches=self.device.rope_switches,
         )
         if self._memory is not None:
             self._memory.restore(prompt, self._ahead)

@@ -91,7 +91,8 @@ class TargetService:
         self.verifier = LocalVerifier(target, self._encoder(drafter))
         self.shared = SharedVerifier(self.verifier, self.options.passes)
         self.sessions = SessionStore(self._room(), make=self._make, drop=self._drop)
-        self.draining = False
+        self.draining = self._stopped = False
+        self._connections: set[Stream] = set()
         self._limits = wire.Limits(target.vocab_size, self._max_tokens)
         self._streams: dict[bytes, Stream] = {}
         self._work: dict[bytes, asyncio.Task[None]] = {}
@@ -197,6 +198,9 @@ class TargetService:
             send_timeout_s=self.options.send_timeout_s,
             on_sent=self.observer.sent,
         )
+        if self._stopped:
+            raise LinkError("The server has stopped.")
+        self._connections.add(stream)
         sending = asyncio.create_task(stream.run())
         reading = asyncio.create_task(self._read(owner, stream))
         try:
@@ -208,6 +212,7 @@ class TargetService:
             await stream.flush(1.0)
             raise
         finally:
+            self._connections.discard(stream)
             self._detach(stream)
             for task in (sending, reading):
                 task.cancel()
@@ -495,7 +500,10 @@ class TargetService:
         await asyncio.gather(*(stream.flush(timeout_s) for stream in streams))
 
     async def stop(self) -> None:
-        """Forget all sessions."""
+        """End all connections and forget all sessions."""
+        self._stopped = True
+        for stream in self._connections:
+            stream.stop(LinkError("The server has stopped."))
         for session in self.sessions:
             self.sessions.remove(session)
         await self.shared.stop()
