@@ -28,6 +28,7 @@ def say(talk: ServedTalk, patch: pytest.MonkeyPatch, *lines: str) -> None:
     patch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     while talk.turn():
         pass
+    talk.close()
 
 
 def test_answers_are_the_servers(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import serving
-from moaspec.serve.calls import HERMES, LLAMA, MISTRAL, CallForm, CallReader, form_of
-from moaspec.serve.prompts import ChatPrompt, Tool
+from moaspec.serve.calls import HERMES, LLAMA, MISTRAL, CallForm, CallReader, Tool, form_of
+from moaspec.serve.prompts import ChatPrompt
 from serving import say
 
 TOOL = Tool("time", "Tells the time.", {"type": "object", "properties": {}})

@@ -95,7 +95,8 @@ def served_edge(edge: Edge) -> Iterator[Served]:
 def ask(served: Served, text: str = "hello", **options: Any) -> Any:
     options = {"max_tokens": LONGEST, "temperature": 0, **options}
     client = served.openai()
-    return client.chat.completions.create(model=MODEL, messages=say(text), **options)  # type: ignore[call-overload]
+    messages: Any = say(text)
+    return client.chat.completions.create(model=MODEL, messages=messages, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}])

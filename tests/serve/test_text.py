@@ -6,8 +6,10 @@ import pytest
 
 import serving
 from moaspec.decode.result import StopReason
-from moaspec.serve.source import Update
+from moaspec.serve.source import TokenSource, Update
 from moaspec.serve.text import TextWriter
+
+SOURCES: tuple[TokenSource, ...] = ("target",) * 100
 
 
 def updates(text: str | bytes, size: int, end: StopReason) -> list[Update]:
@@ -19,7 +21,7 @@ def updates(text: str | bytes, size: int, end: StopReason) -> list[Update]:
     return [
         Update(
             token_ids=part,
-            sources=("target",) * len(part),
+            sources=SOURCES[: len(part)],
             stop_reason=end if number == len(parts) - 1 else None,
         )
         for number, part in enumerate(parts)
