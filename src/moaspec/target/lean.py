@@ -16,14 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moaspec.model.layers import fold_mask, masked_attention, merge_heads
 from moaspec.target.packing import joint_product
-
-MOST_FOLDED = 4
-"""Up to so many tokens, the G query heads of a KV head are read as G times as many queries. More
-queries are split over cores by heads, and there are fewer of those then."""
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -45,7 +41,7 @@ class Reading:
     Attributes:
         cos_BT1R: cosines.
         sin_BT1R: sines, those of the first half of R negated.
-        mask: added to scores, (B, 1, T, S); (B, 1, G * T, S) where heads are folded.
+        mask: added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`).
     """
 
     cos_BT1R: Tensor
@@ -71,7 +67,7 @@ class Reading:
         return cls(
             cos_BT1R=cos_BTR[:, :, None],
             sin_BT1R=torch.cat((-first, second), dim=-1)[:, :, None],
-            mask=added.repeat(1, 1, groups, 1) if _folds(cos_BTR.shape[1]) else added,
+            mask=fold_mask(added, cos_BTR.shape[1], groups),
         )
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
@@ -129,7 +125,10 @@ class LeanLayer:
         key_BJSD, value_BJSD = tap.update(
             key_BTJD.transpose(1, 2), value_BTJD.transpose(1, 2), self._index
         )
-        return self._output(self._read(query_BTHD, key_BJSD, value_BJSD, reading.mask))
+        read_BHTD = masked_attention(
+            query_BTHD.transpose(1, 2), key_BJSD, value_BJSD, reading.mask, scale=self._scale
+        )
+        return self._output(merge_heads(read_BHTD))
 
     def _projected(self, x_BTE: Tensor, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values; by token, then head."""
@@ -152,25 +151,6 @@ class LeanLayer:
             query, key = self._q_norm(query), self._k_norm(key)
         return torch.cat((query, key, value), dim=-1)
 
-    def _read(
-        self, query_BTHD: Tensor, key_BJSD: Tensor, value_BJSD: Tensor, mask: Tensor
-    ) -> Tensor:
-        """Attention, (B, T, H * D)."""
-        B, T, H, D = query_BTHD.shape
-        query_BHTD = query_BTHD.transpose(1, 2)
-        folded = _folds(T)
-        if folded:
-            query_BHTD = query_BHTD.reshape(B, self._num_kv_heads, -1, D)
-        read = F.scaled_dot_product_attention(
-            query_BHTD,
-            key_BJSD,
-            value_BJSD,
-            attn_mask=mask,
-            scale=self._scale,
-            enable_gqa=not folded and H != self._num_kv_heads,
-        )
-        return read.reshape(B, H, T, D).transpose(1, 2).reshape(B, T, H * D)
-
     def _mlp(self, x_BTE: Tensor) -> Tensor:
         gate, up = self._gate_up(x_BTE).chunk(2, dim=-1)
         return self._down(self._act(gate) * up)
@@ -180,10 +160,6 @@ def make_lean(model: Any) -> None:
     """Let every decoder layer of a model compute as `LeanLayer` does, where it is asked to."""
     for layer in model.layers:
         layer.forward = LeanLayer(layer)
-
-
-def _folds(num_tokens: int) -> bool:
-    return num_tokens <= MOST_FOLDED
 
 
 def _found(module: nn.Module, joined: tuple[str, ...], apart: tuple[str, ...]) -> list[nn.Module]:

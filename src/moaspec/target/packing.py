@@ -74,7 +74,7 @@ class _Form(Protocol):
     def weight(self) -> Tensor: ...
 
     def product(self, x: Tensor) -> Tensor:
-        """x times the weight's transpose, plus the bias, in the dtype of x."""
+        """The product of x and the transposed weight, plus the bias, in the dtype of x."""
         ...
 
 
