@@ -84,8 +84,8 @@ class Reading:
 class LeanLayer:
     """Stands in for the `forward` of one of transformers' decoder layers.
 
-    Called with a `Reading` it computes by itself; called in any other way, it passes the call on to
-    the layer's own `forward`, so that the model keeps working as transformers' users know it. As the
+    Called with a `Reading` it computes by itself; called in any other way, it passes the call to
+    the layer's own `forward`, so that the model keeps working as its users know it. As the
     layer itself is still what is called, forward hooks on it see every pass.
 
     Args:
