@@ -60,6 +60,10 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._form.product(x)
 
+    def product(self) -> Callable[[Tensor], Tensor]:
+        """`forward` itself, without what PyTorch does around it."""
+        return self._form.product
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Appear in `state_dict` like the plain layer, so that a packed model can be saved."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -82,42 +86,51 @@ class _OneDNN:
     """bf16, in oneDNN's own layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._packed, self.bias = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS),
-            bias,
-        )
+        self.bias = bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
+        self._kernel = torch.ops.mkldnn._linear_pointwise.default
 
     def weight(self) -> Tensor:
         return self._packed.to_dense()
 
     def product(self, x: Tensor) -> Tensor:
-        out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return cast(Tensor, out)
+        return cast(Tensor, self._kernel(x, self._packed, self.bias, "none", [], ""))
 
 
 class _Half:
-    """float16 times a power of two, for products in float32."""
+    """float16, times a power of two where that is needed, for products in float32."""
 
     def __init__(self, scaled: Tensor, scale: float, bias: Tensor | None) -> None:
         self.bias, self._scale = bias, scale
         # A tensor: a Python number would be converted on every call.
-        self._back = torch.tensor(1.0 / scale)
+        self._back = None if scale == 1.0 else torch.tensor(1.0 / scale)
         added = None if bias is None else bias.float() * scale
         self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, added)
+        # The overload itself: choosing it on every call takes longer than rounding the result.
+        self._kernel = torch.ops.quantized.linear_dynamic_fp16.default
 
-    @staticmethod
-    def scale_of(weight: Tensor) -> float:
-        """The power of two that takes the largest entry into float16's highest range."""
-        largest = float(weight.abs().max())
-        return 1.0 if largest == 0.0 else 2.0 ** (15 - math.frexp(largest)[1])
+    @classmethod
+    def exactly(cls, weight: Tensor, bias: Tensor | None) -> _Half | None:
+        """Of a float32 weight; None where float16 cannot hold each of its entries."""
+        for scale in (1.0, _into_highest_range(weight)):
+            scaled = weight * scale
+            if torch.equal(scaled.half().float(), scaled):
+                return cls(scaled, scale, bias)
+        return None
 
     def weight(self) -> Tensor:
         scaled, _ = torch.ops.quantized.linear_unpack_fp16(self._packed)
         return scaled / self._scale
 
     def product(self, x: Tensor) -> Tensor:
-        scaled = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
-        return cast(Tensor, scaled.mul_(self._back).to(x.dtype))
+        scaled = self._kernel(x.float(), self._packed)
+        return (scaled if self._back is None else scaled.mul_(self._back)).to(x.dtype)
+
+
+def _into_highest_range(weight: Tensor) -> float:
+    """The power of two that takes a weight's largest entry into float16's highest range."""
+    largest = float(weight.abs().max())
+    return 1.0 if largest == 0.0 else 2.0 ** (15 - math.frexp(largest)[1])
 
 
 class _Single:
@@ -139,10 +152,9 @@ def _fastest_form(weight: Tensor, bias: Tensor | None) -> _Form:
         return _OneDNN(weight, bias)
     single = weight.float()
     if "fbgemm" in torch.backends.quantized.supported_engines:
-        scale = _Half.scale_of(single)
-        scaled = single * scale
-        if torch.equal(scaled.half().float(), scaled):
-            return _Half(scaled, scale, bias)
+        half = _Half.exactly(single, bias)
+        if half is not None:
+            return half
     return _Single(single, bias)
 
 
@@ -221,11 +233,11 @@ class _Fused:
 
 def joint_product(parts: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
     """One call that gives the outputs of layers which read the same input, side by side."""
-    if len(parts) == 1:
-        return parts[0]
     first = parts[0]
     if isinstance(first, FusedPart) and all(first.beside(part) for part in parts):
-        return first.joined
+        return first.joined.product()
+    if len(parts) == 1:
+        return first.product() if isinstance(first, PackedLinear) else first
     return lambda x: torch.cat([part(x) for part in parts], dim=-1)
 
 
