@@ -177,6 +177,9 @@ class Level(ABC):
     def read_text(self, reading: Reading) -> Tensor:
         """Read tokens, storing their keys and values: (B, T, E)."""
 
+    def pass_by(self, x_BTE: Tensor, starts: Sequence[int]) -> None:  # noqa: B027 - most need not
+        """Told of all text that was read, from slot `starts` of each row on to its root."""
+
     def finish(self, x_BWE: Tensor, _position_BW: Tensor, _own: Own) -> Tensor:
         """From what was read of nodes to states for the head, (B, W, E)."""
         return x_BWE
@@ -205,6 +208,7 @@ class Level(ABC):
             tree_mask(starts, causal_BTT, visible),
         )
         x_BTE = self.read_text(reading)
+        self.pass_by(x_BTE, starts)
         last_B = torch.tensor([len(tokens) - 1 for tokens in fresh], device=self.device)
         root_B1E = x_BTE[torch.arange(len(fresh), device=self.device), last_B][:, None]
         for row in self.rows:
