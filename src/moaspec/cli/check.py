@@ -40,8 +40,9 @@ def check(
 
     Greedy, sampled and with a repetition penalty; plain, and drafted as chains and trees by the
     drafter, an untrained one, prompt lookup, replay and one that proposes pads and stop tokens; all
-    prompts and settings in one batch, and some prompts alone. Each token of each text is held against one pass of the model
-    as transformers loads it. Exit code 1 when one is further off than rounding explains.
+    prompts and settings in one batch, and some prompts alone. Each token of each text is held
+    against one pass of the model as transformers loads it. Exit code 1 when one is further off than
+    rounding explains.
 
     Example: moaspec check --limit 12 --max-new-tokens 64 --seeds 3
     """
