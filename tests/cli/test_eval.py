@@ -181,6 +181,23 @@ def test_cut(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("loaded")
+def test_accuracy_under_a_cut(cli: Cli, tmp_path: Path) -> None:
+    """The target's last number is known, so its answer is right; words carry numbers."""
+    path = tmp_path / "gsm8k.jsonl"
+    last = tiny.own_text(tiny.target(), [5, 9, 2], 8)[-1]
+    path.write_text(json.dumps({"prompt": PROMPT, "reference": f"#### {last}"}))
+    options = ("--suite", str(path), "--methods", "moa", "--max-new-tokens", "8", "--cut", "3")
+    output = cli("eval", *options, "--accuracy", "--out", str(tmp_path))
+    assert output.code == 0
+    assert "right answers" in output.words
+    facts = json.loads((tmp_path / "cut.json").read_text())["methods"]
+    assert facts["target"]["accuracy"] == 1.0
+    assert facts["moa"]["prompts"][0]["right"] is not None
+    plain = json.loads(cli("eval", *options, "--json").out)
+    assert plain["methods"]["target"]["accuracy"] is None
+
+
+@pytest.mark.usefixtures("loaded")
 def test_compare(cli: Cli, tmp_path: Path) -> None:
     before, after = str(tmp_path / "a"), str(tmp_path / "b")
     for out in (before, after):
@@ -206,6 +223,7 @@ def test_compare(cli: Cli, tmp_path: Path) -> None:
         (("--methods", "plain", "--tau-only", "plain"), "twice"),
         (("--methods", "hf-assisted"), "--checkpoint hf-assisted=DIR"),
         (("--checkpoint", "eagle"), "KIND=DIR"),
+        (("--accuracy",), "--cut"),
         (("--out", "/proc/nothing"), "Cannot write results"),
     ],
 )
