@@ -21,8 +21,8 @@ HUB_ROWS = 10_000
 
 QUESTIONS = ("turns", "prompt", "question", "instruction")
 ANSWERS = ("reference", "answer", "canonical_solution", "output")
-IDS = ("question_id", "task_id", "id")
-NUMBER = "the number of the line"
+NUMBER = "(number of the line)"
+IDS = ("question_id", "task_id", "id", NUMBER)
 """Names of columns, those first that win."""
 
 
@@ -199,7 +199,7 @@ def _prompt(row: dict[str, Any], where: str, suite: str, number: int) -> Prompt:
     references = _first(row, ANSWERS) or ()
     return Prompt(
         suite,
-        str(_first({**row, NUMBER: number}, (*IDS, NUMBER))),
+        str(_first({**row, NUMBER: number}, IDS)),
         tuple(turns),
         str(row.get("category") or ""),
         tuple(map(str, [references] if isinstance(references, str) else references)),
