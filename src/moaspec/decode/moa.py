@@ -177,17 +177,21 @@ class _Speaking(Level):
         verdict, or while a link is down.
         """
         remembered = self.drafting.remembered
-        first = [
-            min(max(start, remembered.get(row, 0)), root)
-            for start, row, root in zip(starts, self.indices, self.roots, strict=True)
+        stops = [
+            min(root, start + x_BTE.shape[1])
+            for root, start in zip(self.roots, starts, strict=True)
         ]
-        width = max(root - one for root, one in zip(self.roots, first, strict=True))
+        first = [
+            min(max(start, remembered.get(row, 0)), stop)
+            for start, row, stop in zip(starts, self.indices, stops, strict=True)
+        ]
+        width = max(stop - one for stop, one in zip(stops, first, strict=True))
         if not self.drafting.num_target_layers or not width:
             return
         first_B1 = torch.tensor(first, device=self.device)[:, None]
         position_BW = first_B1 + torch.arange(width, device=self.device)
         offset_BW = position_BW - torch.tensor(starts, device=self.device)[:, None]
-        offset_BW = offset_BW.clamp(max=x_BTE.shape[1] - 1)
+        offset_BW = offset_BW.clamp(0, x_BTE.shape[1] - 1)
         x_BWE = x_BTE.gather(1, offset_BW[..., None].expand(-1, -1, x_BTE.shape[2]))
         causal_WW = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
         roots, self.roots = self.roots, first
