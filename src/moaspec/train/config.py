@@ -30,6 +30,7 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
     "held_out",
     "batch_tokens",
+    "pass_tokens",
     "warmup_steps",
     "decay_steps",
     "weight_decay",
@@ -78,7 +79,10 @@ class TrainConfig:
         batch_size: examples of one optimiser step, over all processes and accumulation steps.
         batch_tokens: if not 0, a step has as many examples of like length as fit into so many
             tokens, pads included, instead of `batch_size`.
-        accumulation: passes that a process splits its share of a step into.
+        accumulation: passes that a process splits its share of a step into, at least.
+        pass_tokens: a process makes about one pass for every so many tokens of its share; 0: 512 on
+            a CPU, where few pads are worth more than large products, no limit on a GPU.
+            It changes rounding only.
         steps: optimiser steps.
         learning_rate: peak, reached after `warmup_steps`; falls along a cosine to `final_lr`.
         final_lr: fraction of the peak at the end.
@@ -116,6 +120,7 @@ class TrainConfig:
     batch_size: int = 8
     batch_tokens: int = 0
     accumulation: int = 1
+    pass_tokens: int = 0
     steps: int = 2000
     learning_rate: float = 1e-3
     final_lr: float = 0.05
