@@ -1,13 +1,13 @@
 """A training loop as one would write it first: what `training.py` compares ours with.
 
-Plain and correct, without tricks: batches padded to their longest example, transformers' own forward
-with its cache and all logits, LSA over all tokens of the batch at once, logits of every token over
-the whole vocabulary for target and drafter, losses of every token, masked at the end. The target is
-frozen and runs without gradients; the optimiser is torch's. Weights are those of a `MoADrafter`, the
-arithmetic is written out here, so that nothing of ours is measured.
+Plain and correct, without tricks: batches padded to their longest example, transformers' own
+forward with its cache and all logits, LSA over all tokens of the batch at once, logits of every
+token over the whole vocabulary for target and drafter, losses of every token, masked at the end.
+The target is frozen and runs without gradients; the optimiser is torch's. Weights are those of a
+`MoADrafter`, the arithmetic is written out here, so that nothing of ours is measured.
 
-Legend: B batch, T tokens, L target layers, H heads, D head dim, K one layer's key and value, E hidden
-size, V vocabulary.
+Legend: B batch, T tokens, L target layers, H heads, D head dim, K one layer's key and value, E
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -88,44 +88,43 @@ def _drafter(drafter: MoADrafter, embeddings_BTE: Tensor, kv_BTLK: Tensor, part:
     theta, eps = config.rope_theta, config.rms_norm_eps
 
     lsa = encoder.layer_self_attention
-    x_NLK = kv_BTLK.flatten(0, 1)
+    x_NLK, layers = kv_BTLK.flatten(0, 1), torch.arange(kv_BTLK.shape[2])
     normed = _norm(x_NLK, lsa.input_layernorm.weight, eps)
-    layers = torch.arange(x_NLK.shape[1])
+    query = _query(lsa, normed, layers, theta)
     key, value = _key_value(lsa.key_value, normed, layers, theta)
-    x_NLK = _layer(lsa, x_NLK, normed, layers, (key, value, None), theta, eps)
+    x_NLK = _finish(lsa, x_NLK, _attend(query, key, value, None), eps)
     aggregated_BTE = encoder.projection(x_NLK.mean(1).view(*kv_BTLK.shape[:2], -1))
 
     sa, eye = speaker.self_attention, index_T[:, None] == index_T
     causal = ((index_T[:, None] >= index_T) & mask_BT[:, None] | eye)[:, None]
     normed = _norm(embeddings_BTE, sa.input_layernorm.weight, eps)
+    query = _query(sa, normed, index_T, theta)
     key, value = _key_value(sa.key_value, normed, index_T, theta)
-    x_BTE = _layer(sa, embeddings_BTE, normed, index_T, (key, value, causal), theta, eps)
+    x_BTE = _finish(sa, embeddings_BTE, _attend(query, key, value, causal), eps)
 
     ca = speaker.cross_attention
     visible = ((index_T <= start_BT[..., None]) & mask_BT[:, None])[:, None]
+    query = _query(ca, _norm(x_BTE, ca.input_layernorm.weight, eps), index_T, theta)
     memory = _norm(aggregated_BTE, ca.input_layernorm.weight, eps)
     key, value = _key_value(encoder.memory_key_value, memory, index_T, theta)
-    normed = _norm(x_BTE, ca.input_layernorm.weight, eps)
-    return _layer(ca, x_BTE, normed, index_T, (key, value, visible), theta, eps)
+    return _finish(ca, x_BTE, _attend(query, key, value, visible), eps)
 
 
-def _layer(
-    layer: Any,
-    x: Tensor,
-    normed: Tensor,
-    positions: Tensor,
-    read: tuple[Tensor, Tensor, Tensor | None],
-    theta: float,
-    eps: float,
-) -> Tensor:
-    """A Llama layer: attention to what is read, then the MLP."""
-    key, value, mask = read
-    attn, mlp = layer.self_attn, layer.mlp
-    query = _rotate(_heads(attn.q_proj(normed), attn.head_dim), positions, theta)
+def _query(layer: Any, normed: Tensor, positions: Tensor, theta: float) -> Tensor:
+    attn = layer.self_attn
+    return _rotate(_heads(attn.q_proj(normed), attn.head_dim), positions, theta)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    x = x + attn.o_proj(out.transpose(1, 2).flatten(2))
+    read = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return read.transpose(1, 2).flatten(2)
+
+
+def _finish(layer: Any, x: Tensor, read: Tensor, eps: float) -> Tensor:
+    """What follows the attention in a Llama layer."""
+    x, mlp = x + layer.self_attn.o_proj(read), layer.mlp
     normed = _norm(x, layer.post_attention_layernorm.weight, eps)
     return x + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed))
 

@@ -235,8 +235,8 @@ class Target:
             position_ids_BT: (B, T) int64, counting real tokens only.
             mask_B1TS: bool, True where a token may attend to a key that `write` returns. A token
                 sees one key of every position up to its own, in ascending order of positions (pads
-                may see anything); sliding windows are cut out of this. None: `write` returns what it
-                was given, and all that comes before a token is for it to see.
+                may see anything); sliding windows are cut out of this. None: `write` returns what
+                it was given, and a token sees all that comes before it.
             write: receives each layer's keys and values; see the module's docstring.
             lengths_B: (B,) tokens of each row's whole text, by which LongRoPE goes; None takes the
                 largest position of the row. To be given where a row is only the start of a text.

@@ -63,7 +63,7 @@ class DrafterSizes:
     ca_kv_heads: int = 0
     draft_vocab: int = 0
     layers: int = 2
-    without: tuple[Literal["lsa", "sa"], ...] = ()
+    without: tuple[Literal["lsa", "sa", "ca"], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

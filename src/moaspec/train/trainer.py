@@ -42,7 +42,6 @@ from moaspec.train.state import StateFiles
 from moaspec.train.stopping import Ending, Stop
 from moaspec.train.students import MoAStudent, Student
 
-
 CPU_PASS_TOKENS = 512
 """Tokens of a pass on a CPU: its products are at full speed with so many rows."""
 
