@@ -23,6 +23,7 @@ from moaspec.train.baselines import BaselineStudent
 from moaspec.train.card import write_card
 from moaspec.train.config import TrainConfig
 from moaspec.train.data import Example
+from moaspec.train.failures import explained
 from moaspec.train.losses import LossParts, exit_loss, mean_parts, queries_at_once
 from moaspec.train.measure import Measured, measure
 from moaspec.train.order import DataOrder, Part, split
@@ -133,12 +134,20 @@ class Trainer:
         """
         stop, ending = Stop(seconds), Ending.FINISHED
         self._start_trackers()
-        with stop.on_signals():
-            while self.step < self.config.steps and ending is Ending.FINISHED:
-                ending = self._one_step(stop, report)
-        self.export()
+        with explained("while training", self._intact):
+            with stop.on_signals():
+                while self.step < self.config.steps and ending is Ending.FINISHED:
+                    ending = self._one_step(stop, report)
+            self.export()
         self.accelerator.end_training()
         return ending
+
+    def _intact(self) -> str:
+        """What is safe when something failed."""
+        latest = self.states.latest()
+        if latest is None:
+            return f"Nothing was saved in {self.output} yet."
+        return f"The last saved state, {latest.name} in {self.output}, is intact."
 
     def _one_step(self, stop: Stop, report: Report) -> Ending:
         """Train a step, tell of it, and save where that is due or the run is about to end."""
