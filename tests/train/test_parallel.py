@@ -120,6 +120,16 @@ def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
         new_accelerator(config)
 
 
+@pytest.mark.parametrize("plugin", ["DEEPSPEED", "FSDP"])
+def test_plugins_of_the_launcher_are_refused(
+    plugin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{plugin}", "true")
+    config = TrainConfig(target="t", data=("d",), output=str(tmp_path))
+    with pytest.raises(InputError, match="sharding=fsdp"):
+        new_accelerator(config)
+
+
 @pytest.mark.slow
 def test_kill_9_at_ten_random_moments(tmp_path: Path) -> None:
     """The same weights, bit for bit, as an uninterrupted run, and one log row a step."""

@@ -108,7 +108,7 @@ class TrainConfig:
         target_dtype: of the target's weights.
         mixed_precision: "bf16" lets the drafter compute in bf16 over float32 weights.
         sharding: "fsdp" shards weights, gradients and optimiser over the processes; "none" keeps
-            all of them in each (DDP).
+            all of them in each (DDP). "deepspeed" is refused with the reason.
         trackers: where to log besides `log.jsonl`: names that accelerate knows (tensorboard, ...).
     """
 
@@ -145,7 +145,7 @@ class TrainConfig:
     device: str = "cpu"
     target_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     mixed_precision: Literal["no", "bf16"] = "no"
-    sharding: Literal["none", "fsdp"] = "none"
+    sharding: Literal["none", "fsdp", "deepspeed"] = "none"
     trackers: tuple[str, ...] = ()
     loss: LossWeights = field(default_factory=LossWeights)
     sizes: DrafterSizes = field(default_factory=DrafterSizes)
@@ -169,6 +169,11 @@ class TrainConfig:
             )
         if self.frozen_lsa and (max(layers) or self.sharding != "none"):
             raise InputError("frozen_lsa works with num_target_layers=[0] and sharding=none only.")
+        if self.sharding == "deepspeed":
+            raise InputError(
+                "sharding=deepspeed is not supported: sharding=fsdp shares out the same, weights, "
+                "gradients and optimiser (what DeepSpeed calls ZeRO stage 3)."
+            )
         if not self.data:
             raise InputError("data must name at least one file.")
 
