@@ -11,7 +11,7 @@ from moaspec.cli import console, options
 from moaspec.cli.chat_url import ServedTalk
 from moaspec.cli.generate import choose_drafter, describe
 from moaspec.cli.talk import Talk
-from moaspec.decode import GenerationResult, RowOptions, Session, sampling_params
+from moaspec.decode import GenerationResult, RowOptions, Session
 from moaspec.errors import InputError
 from moaspec.target import load_target
 

@@ -201,8 +201,9 @@ class _Speaking(Level):
     def finish(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> Tensor:
         """CA and the reused layers."""
         drafting = self.drafting
+        key, value, mask = self._memory(x_BWE, position_BW, own)
         states_BWE = drafting.module.speaker.read_memory(
-            x_BWE, position_BW, lambda q: masked_attention(q, *self.memory, self.memory_mask)
+            x_BWE, position_BW, lambda q: masked_attention(q, key, value, mask)
         )
         states_BWE = drafting.module.exit(states_BWE, drafting.num_target_layers)
         if not drafting.num_target_layers:
@@ -218,6 +219,19 @@ class _Speaking(Level):
             mask_B1TS=self._without_missing(tree_mask(self.roots, own.sees_BWU, visible)),
             write=cache.writer(self.indices, own.starts, width, visible),
         )
+
+    def _memory(
+        self, x_BWE: Tensor, position_BW: Tensor, own: Own
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and mask of what CA reads; drafts lie behind the root, as in the text."""
+        drafting = self.drafting
+        if not drafting.module.reads_drafts:
+            return *self.memory, self.memory_mask
+        width, visible = x_BWE.shape[1], max(self.roots) + own.sees_BWU.shape[2]
+        drafting.memory.reserve(max(self.indices) + 1, self.slots)
+        write = drafting.memory.writer(self.indices, own.starts, width, visible)
+        key, value = write(0, *drafting.module.project_kv(x_BWE, position_BW))
+        return key, value, tree_mask(self.roots, own.sees_BWU, visible)
 
 
 def _check_place(drafter: MoADrafter, target: Target) -> None:

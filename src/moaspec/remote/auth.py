@@ -53,8 +53,6 @@ class Credentials:
         return grpc.ssl_channel_credentials(roots, key, certificate)
 
 
-
-
 @dataclass
 class Guard:
     """Decides whose a connection is.

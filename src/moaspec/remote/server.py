@@ -212,5 +212,3 @@ def _broken() -> Any:
         raise LinkError("The device is gone.") from error
     except asyncio.InvalidStateError as error:
         raise LinkError("The connection was closed.") from error
-
-

@@ -459,7 +459,9 @@ class TargetService:
         answer.session, answer.turn = to.session, to.turn
         stream.answer(answer)
 
-    async def generate(self, _owner: str, request: pb.GenerateRequest) -> AsyncIterator[pb.Generated]:
+    async def generate(
+        self, _owner: str, request: pb.GenerateRequest
+    ) -> AsyncIterator[pb.Generated]:
         """The server alone.
 
         Raises:

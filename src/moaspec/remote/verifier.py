@@ -256,9 +256,7 @@ class RemoteVerifier:
         if any(token >= self._vocab_size for token in tokens):
             raise WireError(f"The server sent a token outside 0..{self._vocab_size - 1}.")
 
-    def _resolve(
-        self, pending: Pending, tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> None:
+    def _resolve(self, pending: Pending, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Hand the engine its verdict, in terms of a tree that has these tokens."""
         *path, last = [*pending.kept, *tokens]
         tree, nodes = _tree_with(path, (pending.request.tree, pending.tree))
