@@ -31,7 +31,7 @@ CROWDED: dict[str, Any] = {
     "max_num_batched_tokens": 48,  # longer prompts are read in chunks
     "max_num_seqs": 32,
     "block_size": 32,
-    "num_gpu_blocks_override": 40,  # 32 requests want three each
+    "num_gpu_blocks_override": 16,  # 32 requests want three each
     "enable_prefix_caching": True,
 }
 

@@ -19,6 +19,7 @@ from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
 from moaspec.cli.train import train
+from moaspec.cli.vllm_config import vllm_config
 from moaspec.errors import HubError, MoaSpecError, TrainingError
 
 app = typer.Typer(
@@ -38,7 +39,7 @@ def settings(
     console.DEBUG.set(debug)
 
 
-for command in (generate, chat, models, info, train, calibrate, demo, check):
+for command in (generate, chat, models, info, train, calibrate, demo, check, vllm_config):
     app.command()(command)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)
