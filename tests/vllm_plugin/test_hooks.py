@@ -27,7 +27,9 @@ def test_a_missing_hook_is_named_with_the_version(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hooks, "installed_version", lambda: "0.33.5")
     runner = SimpleNamespace(input_batch=SimpleNamespace(num_reqs=1))
     assert hooks.require(runner, "input_batch.num_reqs", owner_name="Runner") == 1
-    with pytest.raises(ServingError, match=r"vLLM 0\.33\.5 has no Runner\.input_batch\.block_table"):
+    with pytest.raises(
+        ServingError, match=r"vLLM 0\.33\.5 has no Runner\.input_batch\.block_table"
+    ):
         hooks.require(runner, "input_batch.block_table", owner_name="Runner")
 
 

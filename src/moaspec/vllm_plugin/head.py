@@ -27,9 +27,7 @@ class DraftHead:
         all_reduce: sums a tensor over ranks.
     """
 
-    def __init__(
-        self, target: Any, draft_token_ids: Tensor | None, all_reduce: AllReduce
-    ) -> None:
+    def __init__(self, target: Any, draft_token_ids: Tensor | None, all_reduce: AllReduce) -> None:
         self._target = target
         self._ids = draft_token_ids
         self._rows_WE: Tensor | None = None

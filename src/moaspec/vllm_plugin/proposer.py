@@ -125,7 +125,10 @@ class MoAProposer:
         with self._never_failing():
             sampled = [bool(tokens) for tokens in sampled_token_ids]
             self._encode(
-                [length - 1 if any_ else None for length, any_ in zip(lengths, sampled, strict=True)]
+                [
+                    length - 1 if any_ else None
+                    for length, any_ in zip(lengths, sampled, strict=True)
+                ]
             )
             for root, chain in self._chains(
                 [

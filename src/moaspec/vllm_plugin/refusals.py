@@ -45,8 +45,10 @@ _RULES: tuple[_Rule, ...] = (
         "of all: use tensor parallelism",
     ),
     (
-        lambda c: getattr(c.parallel_config, "decode_context_parallel_size", 1) > 1
-        or getattr(c.parallel_config, "prefill_context_parallel_size", 1) > 1,
+        lambda c: (
+            getattr(c.parallel_config, "decode_context_parallel_size", 1) > 1
+            or getattr(c.parallel_config, "prefill_context_parallel_size", 1) > 1
+        ),
         "context parallelism spreads one text's tokens over ranks: use tensor parallelism",
     ),
     (
