@@ -17,9 +17,9 @@ from moaspec.target.registry import find_weights
 from moaspec.vllm_plugin.settings import Serving
 
 SYSTEM = (
-    "You are a careful assistant. Answer the question that is asked, and only that one. Say so when "
-    "you do not know. Give facts before opinions, examples before rules, and numbers with their "
-    "units. Prefer short sentences and plain words; do not repeat the question, do not apologise, "
+    "You are a careful assistant. Answer the question that is asked, and only that one. Say so "
+    "when you do not know. Give facts before opinions, examples before rules, and numbers with "
+    "their units. Prefer short sentences and plain words; do not repeat the question, do not apologise, "
     "and do not end with an offer of further help. If code is asked for, write it complete and "
     "without comments that merely repeat it."
 )
@@ -120,7 +120,7 @@ def serve(llm: Any, requests: Requests, concurrency: int) -> int:
 
 
 def counters(llm: Any) -> dict[str, float]:
-    """vLLM's counters by name, without its prefix."""
+    """VLLM's counters by name, without its prefix."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
         if hasattr(metric, "value"):

@@ -1,8 +1,8 @@
 """Is the text of a drafted vLLM that of plain vLLM, and is no acceptance lost on the way?
 
 In float32. Requests join and leave at concurrency 1, 8 and 32, prompts are read in chunks and share
-a prefix, and the cache is so small that requests are preempted. The trained drafter and one of random
-weights; tau of the trained one beside that of moaspec's own chain for the same prompts and lengths.
+a prefix, and the cache is so small that requests are preempted. The trained drafter and one of
+random weights; tau of the trained one beside that of moaspec's own chain for the same prompts.
 
     python benchmarks/vllm_equality.py --suite spec_bench.jsonl
 """

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import tiny
-
 from moaspec.model import save_drafter
 from moaspec.target import Target
 from moaspec.vllm_plugin.settings import Serving
@@ -71,7 +70,7 @@ def arguments(models: Models, drafter: Path | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def engine(models: Models, drafter: Path | None, **changes: Any) -> Iterator[Any]:
-    """vLLM with this drafter, or without one."""
+    """VLLM with this drafter, or without one."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 

@@ -77,7 +77,8 @@ def test_layers_go_on_writing_their_own_caches() -> None:
     assert not capture.pending
     feed(layers, key_LTHD, value_LTHD)
     assert capture.pending
-    assert all(torch.equal(layer.written[0], key) for layer, key in zip(layers, key_LTHD))
+    for layer, key in zip(layers, key_LTHD, strict=True):
+        assert torch.equal(layer.written[0], key)
 
 
 def test_padding_beyond_the_buffer_is_left_out() -> None:

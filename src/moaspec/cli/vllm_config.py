@@ -42,10 +42,7 @@ def vllm_config(
         drafter=drafter,
         num_speculative_tokens=num_speculative_tokens,
     )
-    if as_json:
-        text = json.dumps(serving.engine_arguments)
-    else:
-        text = shlex.join(serving.command)
+    text = json.dumps(serving.engine_arguments) if as_json else shlex.join(serving.command)
     console.out.print(text, markup=False)
 
 

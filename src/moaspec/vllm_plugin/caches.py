@@ -104,7 +104,7 @@ class CacheGroup:
 
     @property
     def table(self) -> Any:
-        """vLLM's block table; it may replace its batch, so none is kept."""
+        """VLLM's block table; it may replace its batch, so none is kept."""
         return self._runner.input_batch.block_table[self.group.kv_cache_group_id]
 
     def room(self, row: int) -> int:
@@ -121,7 +121,7 @@ class CacheGroup:
         return Blocks(table_RM=table_RM, size=int(self.table.block_size))
 
     def metadata(self, blocks: Blocks, seq_lens: list[int], slots_R: Tensor) -> Any:
-        """vLLM's metadata of one query per row that reads the row's first `seq_lens` tokens."""
+        """VLLM's metadata of one query per row that reads the row's first `seq_lens` tokens."""
         num_rows, device = len(seq_lens), slots_R.device
         starts = torch.arange(num_rows + 1, dtype=torch.int32)
         lengths = torch.tensor(seq_lens, dtype=torch.int32)

@@ -175,7 +175,7 @@ class MoAProposer:
             logger.exception("The drafter failed; this step's requests go on without drafts.")
 
     def _target_layers(self, num_layers: int) -> list[Any]:
-        """vLLM's attention layers of the target, in order; the drafter's are not there yet."""
+        """VLLM's attention layers of the target, in order; the drafter's are not there yet."""
         found = get_layers_from_vllm_config(self._config, Attention)
         layers = [found[name] for name in sorted(found, key=extract_layer_index)]
         require_capturable(layers, num_layers)
@@ -202,5 +202,6 @@ class MoAProposer:
 @contextmanager
 def _timed(part: str) -> Iterator[None]:
     started = time.perf_counter()
-    yield
+    with torch.profiler.record_function(f"moaspec: {part}"):
+        yield
     metrics.SECONDS.labels(part).inc(time.perf_counter() - started)
