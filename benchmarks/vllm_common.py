@@ -19,9 +19,9 @@ from moaspec.vllm_plugin.settings import Serving
 SYSTEM = (
     "You are a careful assistant. Answer the question that is asked, and only that one. Say so "
     "when you do not know. Give facts before opinions, examples before rules, and numbers with "
-    "their units. Prefer short sentences and plain words; do not repeat the question, do not apologise, "
-    "and do not end with an offer of further help. If code is asked for, write it complete and "
-    "without comments that merely repeat it."
+    "their units. Prefer short sentences and plain words; do not repeat the question, do not "
+    "apologise, and do not end with an offer of further help. If code is asked for, write it "
+    "complete and without comments that merely repeat it."
 )
 """Long enough that requests find one another's blocks."""
 

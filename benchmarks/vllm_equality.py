@@ -38,11 +38,14 @@ WATCHED = ("num_preemptions", "prefix_cache_hits", "spec_decode_num_drafts")
 
 def main() -> None:
     """Print one line per drafter and concurrency, then one line of JSON."""
-    args = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument("--max-new-tokens", type=int, default=64, help="Of the longest answers.")
+    args = options.parse_args()
     target = moaspec.load_target(args.model)
     drafter = moaspec.load_drafter(args.drafter, target=target)
     prompts = prompt_ids(target, args.suite, args.limit, longest=LONGEST_PROMPT)
-    lengths = [24 + 8 * (index % 6) for index in range(len(prompts))]
+    # Answers of different lengths, so that requests leave one by one.
+    lengths = [args.max_new_tokens * (4 + index % 5) // 8 for index in range(len(prompts))]
     with engine(**speculative(args, "plain"), **CROWDED) as llm:
         plain = Requests(prompts, lengths)
         serve(llm, plain, 8)

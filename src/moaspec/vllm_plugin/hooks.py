@@ -19,6 +19,7 @@ MODULE_HOOKS = (
     ("vllm.model_executor.models.utils", "extract_layer_index"),
     ("vllm.v1.attention.backend", "CommonAttentionMetadata"),
     ("vllm.v1.core.sched.scheduler", "Scheduler"),
+    ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
 )
 """What is imported of vLLM."""
 
@@ -27,6 +28,8 @@ RUNNER_HOOKS = (
     "input_batch.block_table",
     "input_batch.num_computed_tokens_cpu",
     "input_batch.num_reqs",
+    "input_batch.random_reqs",
+    "input_batch.req_ids",
     "input_ids.gpu",
     "positions",
     "query_start_loc.np",
@@ -75,6 +78,21 @@ def require_modules() -> None:
         except ImportError as error:
             raise _missing(f"module {module}") from error
         require(owner, name, owner_name=module)
+
+
+def verifies_sampled_drafts(device: Any) -> bool:
+    """Whether vLLM verifies drafts at the temperature that a request asks for.
+
+    Its CPU build 0.32.0 does not: the function that repeats each request's temperature for its
+    drafted tokens writes to a copy and returns memory that nobody filled, for every drafter.
+    """
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    asked = torch.tensor([0.40625, 1.71875], device=device)
+    counts = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    got = rejection_sampler.expand_batch_to_tokens(asked, counts, 3)
+    return bool(torch.equal(got, asked[[0, 1, 1]]))
 
 
 def require(owner: Any, path: str, *, owner_name: str) -> Any:

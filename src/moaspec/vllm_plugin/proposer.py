@@ -56,6 +56,7 @@ class MoAProposer:
         self._parts: Parts | None = None
         self._drafting: Drafting | None = None
         self._runner: Any = None
+        self._only_greedy = False
 
     def load_model(self, target: Any) -> None:
         """Load the drafter, join it to the target, and ask vLLM for its caches.
@@ -103,6 +104,13 @@ class MoAProposer:
         assert self._parts is not None, "vLLM loads the model before it allocates caches"
         self._runner = runner
         self._drafting = Drafting(self._parts, runner)
+        self._only_greedy = not hooks.verifies_sampled_drafts(runner.positions.device)
+        if self._only_greedy:
+            logger.warning(
+                "vLLM %s applies no request's temperature to drafted tokens here. Requests with a "
+                "temperature are decoded without drafts; greedy ones are drafted.",
+                hooks.installed_version(),
+            )
 
     def propose(
         self,
@@ -134,7 +142,7 @@ class MoAProposer:
                 [
                     Root(row=row, token_id=int(token_ids_cpu[row, length - 1]), position=length - 1)
                     for row, length in enumerate(lengths)
-                    if sampled[row]
+                    if sampled[row] and self._may_draft(row)
                 ]
             ):
                 drafts[root.row] = chain
@@ -148,6 +156,10 @@ class MoAProposer:
         if self._parts is not None and self._parts.capture.pending:
             with self._never_failing():
                 self._encode([None] * self._runner.input_batch.num_reqs)
+
+    def _may_draft(self, row: int) -> bool:
+        batch = self._runner.input_batch
+        return not (self._only_greedy and batch.req_ids[row] in batch.random_reqs)
 
     def _encode(self, verified: Sequence[int | None]) -> None:
         assert self._parts is not None
