@@ -11,7 +11,7 @@ from moaspec.cli import console, options
 from moaspec.cli.chat_url import ServedTalk
 from moaspec.cli.generate import choose_drafter, describe
 from moaspec.cli.talk import Talk
-from moaspec.decode import GenerationResult, RowOptions, Session, parse_shape, sampling_params
+from moaspec.decode import GenerationResult, RowOptions, Session
 from moaspec.errors import InputError
 from moaspec.target import load_target
 
@@ -44,19 +44,7 @@ def chat(
 
     Example: moaspec chat --system "Answer briefly." --temperature 0.7
     """
-    parse_shape(tree)  # before anything slow, as below
-    settings: RowOptions = {
-        "max_new_tokens": max_new_tokens,
-        "tree": tree,
-        "free_branches": free_branches.setting,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }
-    sampling_params(settings)  # a bad value should not have to wait for the model
+    settings = options.row_options(locals())
     console.set_threads(threads)
     console.quiet_libraries()
     if url is not None:
