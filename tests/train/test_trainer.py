@@ -487,7 +487,7 @@ def test_baselines_learn_by_the_same_loop(drafter: Any, tmp_path: Path) -> None:
     assert trainer(tmp_path, held_out=0, batch_size=4, steps=120, drafter=drafter).step == 120
 
 
-@pytest.mark.parametrize("without", [("lsa",), ("sa",), ("lsa", "sa")], ids=str)
+@pytest.mark.parametrize("without", [("lsa",), ("sa",), ("lsa", "sa"), ("ca",)], ids=str)
 def test_parts_left_out(without: tuple[Any, ...], tmp_path: Path) -> None:
     run = trainer(tmp_path, steps=3, sizes=DrafterSizes(without=without))
     run.run()

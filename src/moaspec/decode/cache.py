@@ -47,6 +47,12 @@ class KVCache:
         """Bytes held."""
         return self._data.numel() * self._data.element_size()
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token of one row."""
+        layers, two, _, heads, _, dim = self._data.shape
+        return layers * two * heads * dim * self._data.element_size()
+
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for at least this many rows and slots, keeping what is stored."""
         layers, two, old_rows, heads, old_slots, dim = self._data.shape
@@ -146,6 +152,12 @@ class KVCache:
         stop = start + key_LHTD.shape[2]
         self._data[:, 0, row, :, start:stop] = key_LHTD
         self._data[:, 1, row, :, start:stop] = value_LHTD
+
+    def append_last(self, row: int, start: int, key_NHTD: Tensor, value_NHTD: Tensor) -> None:
+        """`append` for the last N layers alone."""
+        first, stop = len(self._data) - len(key_NHTD), start + key_NHTD.shape[2]
+        self._data[first:, 0, row, :, start:stop] = key_NHTD
+        self._data[first:, 1, row, :, start:stop] = value_NHTD
 
     def read(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots start..stop - 1, each (L, H, T, D)."""

@@ -180,6 +180,9 @@ class Level(ABC):
     def read_text(self, reading: Reading) -> Tensor:
         """Read tokens, storing their keys and values: (B, T, E)."""
 
+    def pass_by(self, x_BTE: Tensor, starts: Sequence[int]) -> None:  # noqa: B027 - most need not
+        """Told of text that was read, from slot `starts` of each row on, at most to its root."""
+
     def finish(self, x_BWE: Tensor, _position_BW: Tensor, _own: Own) -> Tensor:
         """From what was read of nodes to states for the head, (B, W, E)."""
         return x_BWE
@@ -196,7 +199,9 @@ class Level(ABC):
         last_B = torch.tensor([len(tokens) - 1 for tokens in fresh], device=self.device)
         root_B1E = torch.empty(0)
         for first in range(0, max(map(len, fresh)), READ_CHUNK_TOKENS):
-            x_BTE = self.read_text(self._stretch(fresh, starts, first, roots_B1))
+            reading = self._stretch(fresh, starts, first, roots_B1)
+            x_BTE = self.read_text(reading)
+            self.pass_by(x_BTE[:, :READ_CHUNK_TOKENS], reading.starts)
             place_B = (last_B - first).clamp(0, x_BTE.shape[1] - 1)
             here_B1E = x_BTE[torch.arange(len(fresh), device=self.device), place_B][:, None]
             ends_B11 = (last_B >= first)[:, None, None]

@@ -160,13 +160,19 @@ def _judged(
         (i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b),
         min(len(text), len(expected)),
     )
-    likelihood, agreement = _opinion(target, seen, text) if text else (None, None)
+    likelihood, agreement = opinion(target, seen, text) if text else (None, None)
     return CutText(prompt.suite, prompt.question_id, len(text), likelihood, agreement, same)
 
 
 @torch.inference_mode()
-def _opinion(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
-    """Mean log-probability and share of first choices of `text` under the target."""
+def opinion(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
+    """Mean log-probability and share of first choices of `text` under the target.
+
+    Args:
+        target: gives its opinion.
+        seen: token ids before the text.
+        text: at least one token id.
+    """
     ids_1T = torch.tensor([[*seen, *text]], device=target.device)
     hidden_TE = target.encode(ids_1T, torch.ones_like(ids_1T)).hidden_BTE[0]
     logits_TV = target.head(hidden_TE[len(seen) - 1 : -1])

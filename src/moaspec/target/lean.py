@@ -41,33 +41,41 @@ class Reading:
     Attributes:
         cos_BT1R: cosines.
         sin_BT1R: sines, those of the first half of R negated.
-        mask: added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`).
+        mask: added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`); None is
+            plain causal attention.
     """
 
     cos_BT1R: Tensor
     sin_BT1R: Tensor
-    mask: Tensor
+    mask: Tensor | None
 
     @classmethod
     def of(
-        cls, cos_sin: tuple[Tensor, Tensor], mask_B1TS: Tensor, groups: int, dtype: torch.dtype
+        cls,
+        cos_sin: tuple[Tensor, Tensor],
+        mask_B1TS: Tensor | None,
+        groups: int,
+        dtype: torch.dtype,
     ) -> Reading:
         """From transformers' cosines and sines, (B, T, R), and a boolean mask.
 
         Args:
             cos_sin: of the new tokens.
-            mask_B1TS: True where a token may attend.
+            mask_B1TS: True where a token may attend; None for plain causal attention.
             groups: G.
             dtype: of queries.
         """
         cos_BTR, sin_BTR = cos_sin
         first, second = sin_BTR.chunk(2, dim=-1)
-        added = cos_BTR.new_zeros(mask_B1TS.shape, dtype=dtype)
-        added.masked_fill_(~mask_B1TS, -torch.inf)
+        mask = None
+        if mask_B1TS is not None:
+            added = cos_BTR.new_zeros(mask_B1TS.shape, dtype=dtype)
+            added.masked_fill_(~mask_B1TS, -torch.inf)
+            mask = fold_mask(added, cos_BTR.shape[1], groups)
         return cls(
             cos_BT1R=cos_BTR[:, :, None],
             sin_BT1R=torch.cat((-first, second), dim=-1)[:, :, None],
-            mask=fold_mask(added, cos_BTR.shape[1], groups),
+            mask=mask,
         )
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
@@ -126,7 +134,12 @@ class LeanLayer:
             key_BTJD.transpose(1, 2), value_BTJD.transpose(1, 2), self._index
         )
         read_BHTD = masked_attention(
-            query_BTHD.transpose(1, 2), key_BJSD, value_BJSD, reading.mask, scale=self._scale
+            query_BTHD.transpose(1, 2),
+            key_BJSD,
+            value_BJSD,
+            reading.mask,
+            scale=self._scale,
+            causal=reading.mask is None,
         )
         return self._output(merge_heads(read_BHTD))
 

@@ -5,8 +5,9 @@ Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabular
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,6 +102,49 @@ def earlier_drafter(target: Target, config: TrainConfig) -> MoADrafter:
     return drafter.requires_grad_(requires_grad=True)
 
 
+class DraftHead:
+    """The target's LM head for the draft vocabulary, its rows gathered once.
+
+    Args:
+        target: the frozen target.
+        token_ids: the draft vocabulary, None for the full one.
+    """
+
+    def __init__(self, target: Target, token_ids: Tensor | None) -> None:
+        self._target = target
+        self._rows = None if token_ids is None else target.head_rows(token_ids)
+
+    def __call__(self, states_ME: Tensor) -> Tensor:
+        """(M, E) states -> (M, V) float32 logits."""
+        states_ME = states_ME.to(self._target.dtype)
+        if self._rows is None:
+            return self._target.head(states_ME)
+        return self._target.logits(states_ME, self._rows)
+
+
+def export(
+    module: Any,
+    weights: Mapping[str, Tensor],
+    write: Callable[..., None],
+    *,
+    facts: Mapping[str, Any],
+    shard_bytes: int,
+) -> None:
+    """Write a checkpoint in bf16 with these weights, whole and on the CPU.
+
+    Args:
+        module: the drafter in training, which may be in shards.
+        weights: its state.
+        write: `save_drafter` or `save_baseline`, with its directory.
+        facts: of the run, for the checkpoint.
+        shard_bytes: largest file of weights.
+    """
+    ids = module.draft_token_ids
+    drafter = type(module)(module.config, None if ids is None else ids.cpu())
+    drafter.load_state_dict(weights)
+    write(drafter, dtype=torch.bfloat16, training=facts, shard_bytes=shard_bytes)
+
+
 class MoAStudent:
     """A Mixture-of-Attentions drafter with one or several exits.
 
@@ -123,6 +167,7 @@ class MoAStudent:
         )
         self.exits = config.num_target_layers
         self.draft_token_ids = self.module.draft_token_ids
+        self._head = DraftHead(target, self.draft_token_ids)
         self._means: FrozenMeans | None = None
 
     @torch.no_grad()
@@ -186,26 +231,15 @@ class MoAStudent:
         return ExitStates(
             final_BTE[loss_BT].float(),
             result.hidden_BTE[loss_BT].float(),
-            self._logits,
-            self._logits,
+            self._head,
+            self._head,
             inner=inner,
             relative=len(self.exits) > 1,
         )
-
-    def _logits(self, states_ME: Tensor) -> Tensor:
-        return self._target.head(states_ME.to(self._target.dtype), self.draft_token_ids)
 
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
     ) -> None:
         """Write a checkpoint that `load_drafter` reads, bf16."""
-        ids = None if self.draft_token_ids is None else self.draft_token_ids.cpu()
-        drafter = MoADrafter(self.module.config, ids)
-        drafter.load_state_dict(weights)
-        save_drafter(
-            drafter,
-            directory,
-            dtype=torch.bfloat16,
-            training=facts,
-            shard_bytes=self._config.shard_bytes,
-        )
+        write = partial(save_drafter, directory=directory)
+        export(self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes)
