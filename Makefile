@@ -3,7 +3,12 @@ PYTHON ?= python3.11
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench docs install clean
+# What `make results` measures, and on how many prompts of each set.
+SUITE ?= paper
+LIMIT ?= 3
+METHODS ?= hf,hf-lookup,plain,lookup@chain:3,moa,moa@chain:2,moa@tree:6x8x62
+
+.PHONY: demo test lint bench results docs install clean
 
 install: $(INSTALLED)
 
@@ -34,6 +39,12 @@ bench: install
 	$(BIN)/python benchmarks/micro.py
 	$(BIN)/python benchmarks/round.py
 	$(BIN)/moaspec eval --methods hf,plain,moa,moa@chain:4,moa@tree:6x8x62 --json
+
+# The tables and plots of README.md and docs/results.md; killed, it goes on where it was.
+results: install
+	$(BIN)/moaspec eval --suite $(SUITE) --limit $(LIMIT) --max-new-tokens 64 --methods $(METHODS) \
+	    --out results
+	$(BIN)/moaspec eval page results --markdown README.md --markdown docs/results.md
 
 docs: install
 	$(BIN)/typer moaspec.cli.main utils docs --name moaspec --title 'Command line' --output docs/cli.md

@@ -4,7 +4,7 @@ A layer computes projections, norms and MLP; *how* attention reads and stores ke
 handed to it as an operation. So training (whole sequences under a mask), the engine (preallocated
 caches) and other servers (their own paged attention) share these layers.
 
-Legend: B batch, H heads, T tokens, D head dim, E width of the layer.
+Legend: B batch, H heads, J KV heads, T tokens, S keys, D head dim, E width of the layer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,56 @@ CrossAttend = Callable[[Tensor], Tensor]
 """query_BHTD -> what it reads from keys and values stored elsewhere, (B, H, T, D)."""
 
 
+MOST_FOLDED = 4
+"""Up to so many tokens, the query heads that share a KV head are read as so many more queries of
+one head: no key or value is copied. More queries are split over cores by heads, and folding leaves
+fewer of those."""
+
+
 def masked_attention(
-    query_BHTD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor, mask: Tensor | None = None
+    query_BHTD: Tensor,
+    key_BJSD: Tensor,
+    value_BJSD: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
 ) -> Tensor:
-    """Grouped-query attention under a boolean mask (True: may attend) over (B, H, T, S)."""
-    grouped = query_BHTD.shape[1] != key_BHSD.shape[1]
-    return F.scaled_dot_product_attention(
-        query_BHTD, key_BHSD, value_BHSD, attn_mask=mask, enable_gqa=grouped
+    """Grouped-query attention, J KV heads.
+
+    Args:
+        query_BHTD: queries.
+        key_BJSD: keys.
+        value_BJSD: values.
+        mask: over (B, H, T, S); boolean (True: may attend) or added to the scores. One from
+            `fold_mask` spares folding it here.
+        scale: of the scores; 1 / sqrt(D) by default.
+        causal: instead of a mask, where queries and keys are the same tokens.
+    """
+    B, H, T, D = query_BHTD.shape
+    groups = H // key_BJSD.shape[1]
+    causal = causal and T > 1
+    folds = groups > 1 and T <= MOST_FOLDED and not causal
+    if folds:
+        query_BHTD = query_BHTD.reshape(B, -1, groups * T, D)
+        mask = None if mask is None else fold_mask(mask, T, groups)
+    read = F.scaled_dot_product_attention(
+        query_BHTD,
+        key_BJSD,
+        value_BJSD,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=groups > 1 and not folds,
     )
+    return read.reshape(B, H, T, D) if folds else read
+
+
+def fold_mask(mask: Tensor, num_tokens: int, groups: int) -> Tensor:
+    """The mask over (B, J, groups * T, S) where queries are folded; as it is elsewhere."""
+    if num_tokens > MOST_FOLDED or mask.shape[2] != num_tokens or mask.shape[2] == 1:
+        return mask
+    return mask.repeat(1, 1, groups, 1)
 
 
 def split_heads(x_BTE: Tensor, head_dim: int) -> Tensor:

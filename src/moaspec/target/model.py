@@ -25,6 +25,7 @@ from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import LayerFeatures
 from moaspec.model.masks import text_mask, window_mask
 from moaspec.target import families
+from moaspec.target.lean import Reading, make_lean
 from moaspec.target.packing import PackedLinear, can_pack, pack_like, pack_linears
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -85,7 +86,7 @@ class Target:
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
         self._fast_head: nn.Module = self._lm_head
         self._layer_types = families.layer_types(model.config)
-        self.packed = False
+        self.lean = self.packed = False
 
     @property
     def config(self) -> Any:
@@ -169,12 +170,13 @@ class Target:
         Returns:
             Whether it was done; False where there is nothing to gain, such as on a GPU.
         """
-        if not can_pack(self.dtype, self.device):
-            return False
-        pack_linears(self.model, keep=(self._lm_head,))
-        self._fast_head = pack_like(self._lm_head)
-        self.packed = True
-        return True
+        self.packed = can_pack(self.dtype, self.device)
+        if self.packed:
+            pack_linears(self.model, keep=(self._lm_head,))
+            self._fast_head = pack_like(self._lm_head)
+        make_lean(self._base)
+        self.lean = True
+        return self.packed
 
     def layer_state(self, index: int) -> dict[str, Tensor]:
         """Weights of one decoder layer, under transformers' names."""
@@ -276,19 +278,29 @@ class Target:
             self._base.rotary_emb, self.config, states_BTE, position_ids_BT, lengths_B
         )
         masks = self._masks(mask_B1TS, position_ids_BT)
+        shared = {
+            kind: self._shared(rope[kind], mask, position_ids_BT) for kind, mask in masks.items()
+        }
         tap = _KVTap(write)
         for index in range(self.num_layers - num, self.num_layers):
             kind = self._layer_types[index]
             if watch is not None:
                 watch(index, states_BTE)
-            states_BTE = self._base.layers[index](
-                states_BTE,
-                attention_mask=masks[kind],
-                position_ids=position_ids_BT,
-                position_embeddings=rope[kind],
-                past_key_values=tap,
-            )
+            states_BTE = self._base.layers[index](states_BTE, past_key_values=tap, **shared[kind])
         return cast(Tensor, self._base.norm(states_BTE))
+
+    def _shared(
+        self, cos_sin: tuple[Tensor, Tensor], mask_B1TS: Tensor | None, position_ids_BT: Tensor
+    ) -> dict[str, Any]:
+        """What all layers of one type are called with in a pass."""
+        if self.lean:
+            groups = int(self.config.num_attention_heads) // self.num_kv_heads
+            return {"reading": Reading.of(cos_sin, mask_B1TS, groups, self.dtype)}
+        return {
+            "attention_mask": mask_B1TS,
+            "position_ids": position_ids_BT,
+            "position_embeddings": cos_sin,
+        }
 
     def _masks(self, mask_B1TS: Tensor | None, position_ids_BT: Tensor) -> dict[str, Tensor | None]:
         """The mask of each layer type that this model has; None is plain causal attention."""

@@ -91,6 +91,8 @@ class TrainConfig:
         shortest_block, longest_block: lengths of T-step bounded blocks.
         staircase: start with SA restricted to its own block, fading out over half of training.
         warm_start: start from the target's own weights and states, see `moaspec.train.warm_start`.
+        initial: a drafter to go on from, an alias, directory or hub id; its sizes, draft vocabulary
+            and N are kept, `sizes` and `warm_start` mean nothing then.
         warm_start_tokens: tokens whose activations `warm_start` looks at.
         frozen_lsa: share of the steps, from the first on, in which LSA keeps its initial weights.
             Its means over layers are then computed once per example and kept on disk, and a step
@@ -133,6 +135,7 @@ class TrainConfig:
     longest_block: int = 15
     staircase: bool = False
     warm_start: bool = True
+    initial: str = ""
     warm_start_tokens: int = 12000
     frozen_lsa: float = 0.0
     activation_cache: bool = True
@@ -167,6 +170,8 @@ class TrainConfig:
                 f"drafter={self.drafter} has no LSA and reuses no layers: leave out "
                 "num_target_layers, frozen_lsa and loss.summary."
             )
+        if self.initial and self.drafter != "moa":
+            raise InputError("initial goes on from a Mixture-of-Attentions drafter: drafter=moa.")
         if self.frozen_lsa and (max(layers) or self.sharding != "none"):
             raise InputError("frozen_lsa works with num_target_layers=[0] and sharding=none only.")
         if self.sharding == "deepspeed":

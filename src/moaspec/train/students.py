@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from moaspec.decode import load_drafter
+from moaspec.errors import InputError
 from moaspec.model import MoADrafter, save_drafter
 from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.masks import reused_layer_mask, text_mask
@@ -85,6 +87,21 @@ def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]
     return drafter.float().to(target.device)
 
 
+def earlier_drafter(target: Target, config: TrainConfig) -> MoADrafter:
+    """The drafter that `config.initial` names, in float32.
+
+    Raises:
+        InputError: it drafts with other N than `config.num_target_layers`.
+    """
+    drafter = load_drafter(config.initial, target=target).float()
+    if drafter.config.num_target_layers != config.num_target_layers:
+        raise InputError(
+            f"initial={config.initial} drafts with N = {drafter.config.num_target_layers}, and "
+            f"num_target_layers asks for {config.num_target_layers}; set it to the same."
+        )
+    return drafter.requires_grad_(requires_grad=True)
+
+
 class DraftHead:
     """The target's LM head for the draft vocabulary, its rows gathered once.
 
@@ -143,7 +160,11 @@ class MoAStudent:
     ) -> None:
         self.simulates = True
         self._target, self._reader, self._config, self._output = target, reader, config, output
-        self.module: MoADrafter = new_drafter(target, config, reader.examples)
+        self.module: MoADrafter = (
+            earlier_drafter(target, config)
+            if config.initial
+            else new_drafter(target, config, reader.examples)
+        )
         self.exits = config.num_target_layers
         self.draft_token_ids = self.module.draft_token_ids
         self._head = DraftHead(target, self.draft_token_ids)
@@ -153,6 +174,8 @@ class MoAStudent:
     def start(self, ids: Sequence[int]) -> None:
         """Informed initial weights (`warm_start`), and each exit's size of states."""
         config = self._config
+        if config.initial:
+            return
         if config.warm_start:
             sample = self._reader.sample(ids, config.warm_start_tokens)
             warm_start(self._target, self.module, sample)
