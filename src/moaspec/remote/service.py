@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
+import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any

@@ -1,11 +1,9 @@
-from collections.abc import Iterable as _Iterable
-from collections.abc import Mapping as _Mapping
-from typing import ClassVar as _ClassVar
-
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -27,14 +25,14 @@ class DescribeRequest(_message.Message):
 
 class Description(_message.Message):
     __slots__ = (
-        "drafter",
-        "law",
-        "max_drafted",
-        "max_tokens",
-        "name",
-        "num_target_layers",
         "protocol",
         "target",
+        "drafter",
+        "law",
+        "num_target_layers",
+        "max_tokens",
+        "max_drafted",
+        "name",
     )
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -54,25 +52,25 @@ class Description(_message.Message):
     name: str
     def __init__(
         self,
-        protocol: int | None = ...,
-        target: TargetIdentity | _Mapping | None = ...,
-        drafter: str | None = ...,
-        law: int | None = ...,
-        num_target_layers: _Iterable[int] | None = ...,
-        max_tokens: int | None = ...,
-        max_drafted: int | None = ...,
-        name: str | None = ...,
+        protocol: _Optional[int] = ...,
+        target: _Optional[_Union[TargetIdentity, _Mapping]] = ...,
+        drafter: _Optional[str] = ...,
+        law: _Optional[int] = ...,
+        num_target_layers: _Optional[_Iterable[int]] = ...,
+        max_tokens: _Optional[int] = ...,
+        max_drafted: _Optional[int] = ...,
+        name: _Optional[str] = ...,
     ) -> None: ...
 
 class TargetIdentity(_message.Message):
     __slots__ = (
-        "head_dim",
-        "hidden_size",
         "model_type",
-        "num_kv_heads",
         "num_layers",
-        "tokenizer_hash",
+        "hidden_size",
+        "num_kv_heads",
+        "head_dim",
         "vocab_size",
+        "tokenizer_hash",
     )
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -90,29 +88,29 @@ class TargetIdentity(_message.Message):
     tokenizer_hash: str
     def __init__(
         self,
-        model_type: str | None = ...,
-        num_layers: int | None = ...,
-        hidden_size: int | None = ...,
-        num_kv_heads: int | None = ...,
-        head_dim: int | None = ...,
-        vocab_size: int | None = ...,
-        tokenizer_hash: str | None = ...,
+        model_type: _Optional[str] = ...,
+        num_layers: _Optional[int] = ...,
+        hidden_size: _Optional[int] = ...,
+        num_kv_heads: _Optional[int] = ...,
+        head_dim: _Optional[int] = ...,
+        vocab_size: _Optional[int] = ...,
+        tokenizer_hash: _Optional[str] = ...,
     ) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = (
-        "choice",
-        "frequency_penalty",
-        "grammar",
-        "logit_bias",
-        "logprobs",
-        "min_p",
-        "presence_penalty",
-        "repetition_penalty",
-        "seed",
         "temperature",
         "top_k",
         "top_p",
+        "min_p",
+        "seed",
+        "choice",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "logprobs",
+        "grammar",
     )
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
@@ -120,7 +118,7 @@ class Sampling(_message.Message):
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: int
         value: float
-        def __init__(self, key: int | None = ..., value: float | None = ...) -> None: ...
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -148,18 +146,18 @@ class Sampling(_message.Message):
     grammar: str
     def __init__(
         self,
-        temperature: float | None = ...,
-        top_k: int | None = ...,
-        top_p: float | None = ...,
-        min_p: float | None = ...,
-        seed: int | None = ...,
-        choice: int | None = ...,
-        repetition_penalty: float | None = ...,
-        presence_penalty: float | None = ...,
-        frequency_penalty: float | None = ...,
-        logit_bias: _Mapping[int, float] | None = ...,
-        logprobs: bool | None = ...,
-        grammar: str | None = ...,
+        temperature: _Optional[float] = ...,
+        top_k: _Optional[int] = ...,
+        top_p: _Optional[float] = ...,
+        min_p: _Optional[float] = ...,
+        seed: _Optional[int] = ...,
+        choice: _Optional[int] = ...,
+        repetition_penalty: _Optional[float] = ...,
+        presence_penalty: _Optional[float] = ...,
+        frequency_penalty: _Optional[float] = ...,
+        logit_bias: _Optional[_Mapping[int, float]] = ...,
+        logprobs: _Optional[bool] = ...,
+        grammar: _Optional[str] = ...,
     ) -> None: ...
 
 class Range(_message.Message):
@@ -168,10 +166,10 @@ class Range(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     start: int
     stop: int
-    def __init__(self, start: int | None = ..., stop: int | None = ...) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class ClientMessage(_message.Message):
-    __slots__ = ("close", "draft", "fetch", "heartbeat", "open", "resume", "session", "turn")
+    __slots__ = ("session", "turn", "open", "draft", "heartbeat", "resume", "fetch", "close")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -190,28 +188,28 @@ class ClientMessage(_message.Message):
     close: Close
     def __init__(
         self,
-        session: bytes | None = ...,
-        turn: int | None = ...,
-        open: Open | _Mapping | None = ...,
-        draft: Draft | _Mapping | None = ...,
-        heartbeat: Heartbeat | _Mapping | None = ...,
-        resume: Resume | _Mapping | None = ...,
-        fetch: Fetch | _Mapping | None = ...,
-        close: Close | _Mapping | None = ...,
+        session: _Optional[bytes] = ...,
+        turn: _Optional[int] = ...,
+        open: _Optional[_Union[Open, _Mapping]] = ...,
+        draft: _Optional[_Union[Draft, _Mapping]] = ...,
+        heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...,
+        resume: _Optional[_Union[Resume, _Mapping]] = ...,
+        fetch: _Optional[_Union[Fetch, _Mapping]] = ...,
+        close: _Optional[_Union[Close, _Mapping]] = ...,
     ) -> None: ...
 
 class Open(_message.Message):
     __slots__ = (
-        "codec",
-        "drafter",
-        "held",
-        "law",
-        "num_target_layers",
-        "prompt_length",
         "protocol",
-        "sampling",
+        "law",
         "target",
+        "drafter",
+        "codec",
+        "num_target_layers",
+        "sampling",
         "token_ids",
+        "prompt_length",
+        "held",
     )
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     LAW_FIELD_NUMBER: _ClassVar[int]
@@ -235,20 +233,20 @@ class Open(_message.Message):
     held: _containers.RepeatedCompositeFieldContainer[Range]
     def __init__(
         self,
-        protocol: int | None = ...,
-        law: int | None = ...,
-        target: TargetIdentity | _Mapping | None = ...,
-        drafter: str | None = ...,
-        codec: Codec | str | None = ...,
-        num_target_layers: int | None = ...,
-        sampling: Sampling | _Mapping | None = ...,
-        token_ids: _Iterable[int] | None = ...,
-        prompt_length: int | None = ...,
-        held: _Iterable[Range | _Mapping] | None = ...,
+        protocol: _Optional[int] = ...,
+        law: _Optional[int] = ...,
+        target: _Optional[_Union[TargetIdentity, _Mapping]] = ...,
+        drafter: _Optional[str] = ...,
+        codec: _Optional[_Union[Codec, str]] = ...,
+        num_target_layers: _Optional[int] = ...,
+        sampling: _Optional[_Union[Sampling, _Mapping]] = ...,
+        token_ids: _Optional[_Iterable[int]] = ...,
+        prompt_length: _Optional[int] = ...,
+        held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...,
     ) -> None: ...
 
 class Draft(_message.Message):
-    __slots__ = ("base", "parents", "tokens")
+    __slots__ = ("base", "tokens", "parents")
     BASE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
@@ -257,16 +255,16 @@ class Draft(_message.Message):
     parents: _containers.RepeatedScalarFieldContainer[int]
     def __init__(
         self,
-        base: int | None = ...,
-        tokens: _Iterable[int] | None = ...,
-        parents: _Iterable[int] | None = ...,
+        base: _Optional[int] = ...,
+        tokens: _Optional[_Iterable[int]] = ...,
+        parents: _Optional[_Iterable[int]] = ...,
     ) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("number",)
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
-    def __init__(self, number: int | None = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("base", "held")
@@ -275,21 +273,21 @@ class Resume(_message.Message):
     base: int
     held: _containers.RepeatedCompositeFieldContainer[Range]
     def __init__(
-        self, base: int | None = ..., held: _Iterable[Range | _Mapping] | None = ...
+        self, base: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...
     ) -> None: ...
 
 class Fetch(_message.Message):
     __slots__ = ("ranges",)
     RANGES_FIELD_NUMBER: _ClassVar[int]
     ranges: _containers.RepeatedCompositeFieldContainer[Range]
-    def __init__(self, ranges: _Iterable[Range | _Mapping] | None = ...) -> None: ...
+    def __init__(self, ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("activations", "heartbeat", "problem", "session", "turn", "verdict")
+    __slots__ = ("session", "turn", "verdict", "activations", "heartbeat", "problem")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
@@ -304,16 +302,16 @@ class ServerMessage(_message.Message):
     problem: Problem
     def __init__(
         self,
-        session: bytes | None = ...,
-        turn: int | None = ...,
-        verdict: Verdict | _Mapping | None = ...,
-        activations: Activations | _Mapping | None = ...,
-        heartbeat: Heartbeat | _Mapping | None = ...,
-        problem: Problem | _Mapping | None = ...,
+        session: _Optional[bytes] = ...,
+        turn: _Optional[int] = ...,
+        verdict: _Optional[_Union[Verdict, _Mapping]] = ...,
+        activations: _Optional[_Union[Activations, _Mapping]] = ...,
+        heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...,
+        problem: _Optional[_Union[Problem, _Mapping]] = ...,
     ) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("activations", "base", "logprobs", "pass_s", "tokens")
+    __slots__ = ("base", "tokens", "logprobs", "activations", "pass_s")
     BASE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -326,15 +324,15 @@ class Verdict(_message.Message):
     pass_s: float
     def __init__(
         self,
-        base: int | None = ...,
-        tokens: _Iterable[int] | None = ...,
-        logprobs: _Iterable[float] | None = ...,
-        activations: Activations | _Mapping | None = ...,
-        pass_s: float | None = ...,
+        base: _Optional[int] = ...,
+        tokens: _Optional[_Iterable[int]] = ...,
+        logprobs: _Optional[_Iterable[float]] = ...,
+        activations: _Optional[_Union[Activations, _Mapping]] = ...,
+        pass_s: _Optional[float] = ...,
     ) -> None: ...
 
 class Activations(_message.Message):
-    __slots__ = ("count", "data", "start")
+    __slots__ = ("start", "count", "data")
     START_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -342,7 +340,7 @@ class Activations(_message.Message):
     count: int
     data: bytes
     def __init__(
-        self, start: int | None = ..., count: int | None = ..., data: bytes | None = ...
+        self, start: _Optional[int] = ..., count: _Optional[int] = ..., data: _Optional[bytes] = ...
     ) -> None: ...
 
 class Problem(_message.Message):
@@ -368,13 +366,13 @@ class Problem(_message.Message):
     retry_s: float
     def __init__(
         self,
-        kind: Problem.Kind | str | None = ...,
-        message: str | None = ...,
-        retry_s: float | None = ...,
+        kind: _Optional[_Union[Problem.Kind, str]] = ...,
+        message: _Optional[str] = ...,
+        retry_s: _Optional[float] = ...,
     ) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("max_new_tokens", "sampling", "speculate", "stop", "stop_token_ids", "token_ids")
+    __slots__ = ("token_ids", "sampling", "max_new_tokens", "stop_token_ids", "speculate", "stop")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -389,16 +387,16 @@ class GenerateRequest(_message.Message):
     stop: _containers.RepeatedScalarFieldContainer[str]
     def __init__(
         self,
-        token_ids: _Iterable[int] | None = ...,
-        sampling: Sampling | _Mapping | None = ...,
-        max_new_tokens: int | None = ...,
-        stop_token_ids: _Iterable[int] | None = ...,
-        speculate: bool | None = ...,
-        stop: _Iterable[str] | None = ...,
+        token_ids: _Optional[_Iterable[int]] = ...,
+        sampling: _Optional[_Union[Sampling, _Mapping]] = ...,
+        max_new_tokens: _Optional[int] = ...,
+        stop_token_ids: _Optional[_Iterable[int]] = ...,
+        speculate: _Optional[bool] = ...,
+        stop: _Optional[_Iterable[str]] = ...,
     ) -> None: ...
 
 class Generated(_message.Message):
-    __slots__ = ("sources", "stop_reason", "token_ids")
+    __slots__ = ("token_ids", "sources", "stop_reason")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -407,7 +405,7 @@ class Generated(_message.Message):
     stop_reason: str
     def __init__(
         self,
-        token_ids: _Iterable[int] | None = ...,
-        sources: _Iterable[int] | None = ...,
-        stop_reason: str | None = ...,
+        token_ids: _Optional[_Iterable[int]] = ...,
+        sources: _Optional[_Iterable[int]] = ...,
+        stop_reason: _Optional[str] = ...,
     ) -> None: ...
