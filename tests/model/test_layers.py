@@ -152,6 +152,7 @@ def test_the_mean_of_a_layer_and_its_gradients(model: Any) -> None:
 
     In float64, where sums in another order do not show.
     """
+    torch.manual_seed(0)
     layer = DecoderLayer(config_of(model), eps=EPS, hidden_act="silu").double()
     layer.load_state_dict(layer_state(model, 1))
     rope = Rope.plain(layer.self_attn.head_dim, 10000.0)(POSITIONS)

@@ -23,6 +23,7 @@ from moaspec.cli.models import models
 from moaspec.cli.serve import serve
 from moaspec.cli.target_server import target_server
 from moaspec.cli.train import train
+from moaspec.cli.vllm_config import vllm_config
 from moaspec.errors import HubError, MoaSpecError, RemoteError, ServerError, TrainingError
 
 FAILURES = (HubError, RemoteError, ServerError, TrainingError)
@@ -45,7 +46,19 @@ def settings(
     console.DEBUG.set(debug)
 
 
-for command in (generate, chat, models, info, train, calibrate, demo, check, serve, edge):
+for command in (
+    generate,
+    chat,
+    models,
+    info,
+    train,
+    calibrate,
+    demo,
+    check,
+    serve,
+    edge,
+    vllm_config,
+):
     app.command()(command)
 app.command("target-server")(target_server)
 app.command("edge-bench")(edge_bench)

@@ -197,6 +197,10 @@ class DecoderLayer(ReadingLayer):
         super().__init__(config, eps=eps, hidden_act=hidden_act)
         self.key_value = KeyValue(config)
 
+    def remember(self, x_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens whose own output nobody needs: what later tokens read."""
+        return self.key_value(self.input_layernorm(x_BTE), cos_sin)
+
     def forward(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend) -> Tensor:
         return self.finish(x_BTE, self._read(x_BTE, cos_sin, attend))
 

@@ -136,8 +136,7 @@ class Target:
     @property
     def head_dim(self) -> int:
         """D."""
-        explicit = getattr(self.config, "head_dim", None)
-        return int(explicit or self.config.hidden_size // self.config.num_attention_heads)
+        return _head_dim(self.config)
 
     @cached_property
     def stop_token_ids(self) -> frozenset[int]:
@@ -152,15 +151,7 @@ class Target:
     @cached_property
     def identity(self) -> TargetIdentity:
         """What a drafter's checkpoint records of this target."""
-        return TargetIdentity(
-            model_type=self.config.model_type,
-            num_layers=self.num_layers,
-            hidden_size=int(self.config.hidden_size),
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab_size,
-            tokenizer_hash=_tokenizer_hash(self.tokenizer),
-        )
+        return identity_of(self.config, self.tokenizer)
 
     def pack(self) -> bool:
         """Lay the weights of linear layers out for this CPU, in place, see `packing`.
@@ -369,6 +360,29 @@ class Target:
 
 def _right_padded(attention_mask_BT: Tensor) -> bool:
     return bool((attention_mask_BT[:, 1:] <= attention_mask_BT[:, :-1]).all())
+
+
+def identity_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> TargetIdentity:
+    """What a drafter's checkpoint records of a target, for whoever else runs that target.
+
+    Args:
+        config: the target's transformers config.
+        tokenizer: its tokenizer; None where it is not known, and then not compared.
+    """
+    return TargetIdentity(
+        model_type=config.model_type,
+        num_layers=int(config.num_hidden_layers),
+        hidden_size=int(config.hidden_size),
+        num_kv_heads=int(config.num_key_value_heads),
+        head_dim=_head_dim(config),
+        vocab_size=int(config.vocab_size),
+        tokenizer_hash=_tokenizer_hash(tokenizer),
+    )
+
+
+def _head_dim(config: Any) -> int:
+    explicit = getattr(config, "head_dim", None)
+    return int(explicit or config.hidden_size // config.num_attention_heads)
 
 
 def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
