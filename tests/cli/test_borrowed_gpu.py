@@ -48,7 +48,7 @@ def test_blocks_until_it_is_done(tmp_path: Path) -> None:
         f"batch_size: 2\nsteps: {STEPS}\nsave_every: 50\nactivation_cache: false\n"
     )
     arguments = [str(prompts), str(responses), str(config), "shard_mb=0.05", "threads=1"]
-    codes = []
+    codes: list[int] = []
     while not codes or codes[-1]:
         codes.append(run(arguments, tmp_path))
         assert len(codes) < 30
