@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,13 +15,14 @@ from moaspec.decode import bundled_drafters
 from moaspec.errors import UnknownModelError
 from moaspec.model.checkpoint import DRAFT_TOKENS
 from moaspec.model.weights import read_config, read_tensors
+from moaspec.remote.bundle import is_bundle, read_bundle_info
 
 
 def info(
     checkpoint: Annotated[str, typer.Argument(help="Bundled alias or directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a drafter checkpoint holds, and check that its weights are whole.
+    """Show what a drafter checkpoint or device bundle holds, and check that its weights are whole.
 
     Example: moaspec info smollm2-135m
     """
@@ -30,7 +32,7 @@ def info(
             f"No checkpoint {checkpoint!r}: not a directory, and not bundled "
             f"({', '.join(bundled_drafters()) or 'none'})."
         )
-    facts = describe(directory)
+    facts = describe_bundle(directory) if is_bundle(directory) else describe(directory)
     if as_json:
         console.out.print(json.dumps(facts), markup=False)
         return
@@ -54,4 +56,19 @@ def describe(directory: Path) -> dict[str, Any]:
         "draft_vocabulary": "full" if draft_tokens is None else len(draft_tokens),
         "target": ours.get("target") or "not recorded",
         "training": config.get("training", {}),
+    }
+
+
+def describe_bundle(directory: Path) -> dict[str, Any]:
+    """Facts of a device bundle, its weights read and checked."""
+    info, tensors = read_bundle_info(directory), read_tensors(directory)
+    return {
+        "format": "device bundle",
+        "drafter": info.kind,
+        "weights": info.weights,
+        "bytes": sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+        "num_target_layers": info.num_target_layers,
+        "draft_vocabulary": len(tensors[DRAFT_TOKENS]) if DRAFT_TOKENS in tensors else "full",
+        "target": asdict(info.target),
+        "fingerprint": info.fingerprint,
     }
