@@ -8,7 +8,7 @@ VLLM_VENV := $(CURDIR)/.venv-vllm
 RESULTS ?= --suite paper --limit 3 --max-new-tokens 64 --dtype bfloat16 --threads 2
 METHODS ?= hf,hf-lookup,plain,lookup@chain:3,moa,moa@chain:2,moa@tree:6x8x62
 
-.PHONY: demo test test-vllm lint bench results docs install clean
+.PHONY: demo test test-vllm lint bench results docs proto install clean
 
 install: $(INSTALLED)
 
@@ -55,6 +55,10 @@ results: install
 
 docs: install
 	$(BIN)/typer moaspec.cli.main utils docs --name moaspec --title 'Command line' --output docs/cli.md
+
+# The generated code is part of the repository, so that no build needs a compiler; a test compares.
+proto: install
+	cd src && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. moaspec/remote/target.proto
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -49,8 +49,8 @@ def target_server(
 ) -> None:
     """Hold the target for devices that draft; stops gracefully on SIGTERM and Ctrl-C.
 
-    The first line on standard output is JSON with the address. Listening beyond this machine without
-    TLS is refused.
+    The first line on standard output is JSON with the address. Listening beyond this machine
+    without TLS is refused.
 
     Example: moaspec target-server --port 50051 --metrics-port 9464
     """

@@ -25,7 +25,7 @@ PREFILL_CHUNK_TOKENS = 1024
 """Longest stretch of prompt in one pass; bounds the memory of its mask and activations."""
 
 TOLERATED_PADS = 1.5
-"""Tokens of a pass, pads included, over tokens that are wanted; beyond that, long rows are split."""
+"""Tokens of a pass, pads included, over those that are wanted; beyond, long rows are split."""
 
 MIN_WIDTH = 16
 """Rows that are split are at least so wide."""

@@ -67,8 +67,9 @@ class Guard:
 
     @staticmethod
     def read(path: Path) -> Guard:
-        """Read `{"owner": {"sha256": "...", "expires": seconds since the epoch}}`, `expires`
-        optional.
+        """Read `{"owner": {"sha256": "...", "expires": seconds since the epoch}}`.
+
+        `expires` may be left out.
 
         Raises:
             InputError: not such a file.
