@@ -165,7 +165,7 @@ def test_tls_and_tokens(service: TargetService, authority: Authority, tmp_path: 
             guard=Guard.read(tmp_path / "tokens.json"),
         )
         certificate, key = authority.certificate("device")
-        own = {"ca": authority.ca, "certificate": certificate, "key": key}
+        own: dict[str, Any] = {"ca": authority.ca, "certificate": certificate, "key": key}
         async with GrpcServer(service, where) as server:
             address = f"localhost:{server.port}"
             remote = session(GrpcTransport(address, Credentials(token="secret-a", **own)))

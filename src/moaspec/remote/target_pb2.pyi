@@ -13,7 +13,6 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_FP16: _ClassVar[Codec]
     CODEC_INT8: _ClassVar[Codec]
     CODEC_INT4: _ClassVar[Codec]
-
 CODEC_UNSPECIFIED: Codec
 CODEC_FP16: Codec
 CODEC_INT8: Codec
@@ -24,16 +23,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = (
-        "protocol",
-        "target",
-        "drafter",
-        "law",
-        "num_target_layers",
-        "max_tokens",
-        "max_drafted",
-        "name",
-    )
+    __slots__ = ("protocol", "target", "drafter", "law", "num_target_layers", "max_tokens", "max_drafted", "name")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
@@ -50,28 +40,10 @@ class Description(_message.Message):
     max_tokens: int
     max_drafted: int
     name: str
-    def __init__(
-        self,
-        protocol: _Optional[int] = ...,
-        target: _Optional[_Union[TargetIdentity, _Mapping]] = ...,
-        drafter: _Optional[str] = ...,
-        law: _Optional[int] = ...,
-        num_target_layers: _Optional[_Iterable[int]] = ...,
-        max_tokens: _Optional[int] = ...,
-        max_drafted: _Optional[int] = ...,
-        name: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., law: _Optional[int] = ..., num_target_layers: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., max_drafted: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class TargetIdentity(_message.Message):
-    __slots__ = (
-        "model_type",
-        "num_layers",
-        "hidden_size",
-        "num_kv_heads",
-        "head_dim",
-        "vocab_size",
-        "tokenizer_hash",
-    )
+    __slots__ = ("model_type", "num_layers", "hidden_size", "num_kv_heads", "head_dim", "vocab_size", "tokenizer_hash")
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -86,32 +58,10 @@ class TargetIdentity(_message.Message):
     head_dim: int
     vocab_size: int
     tokenizer_hash: str
-    def __init__(
-        self,
-        model_type: _Optional[str] = ...,
-        num_layers: _Optional[int] = ...,
-        hidden_size: _Optional[int] = ...,
-        num_kv_heads: _Optional[int] = ...,
-        head_dim: _Optional[int] = ...,
-        vocab_size: _Optional[int] = ...,
-        tokenizer_hash: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, model_type: _Optional[str] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
-        "choice",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "logprobs",
-        "grammar",
-    )
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "grammar")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -119,7 +69,6 @@ class Sampling(_message.Message):
         key: int
         value: float
         def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
-
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -144,21 +93,7 @@ class Sampling(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     logprobs: bool
     grammar: str
-    def __init__(
-        self,
-        temperature: _Optional[float] = ...,
-        top_k: _Optional[int] = ...,
-        top_p: _Optional[float] = ...,
-        min_p: _Optional[float] = ...,
-        seed: _Optional[int] = ...,
-        choice: _Optional[int] = ...,
-        repetition_penalty: _Optional[float] = ...,
-        presence_penalty: _Optional[float] = ...,
-        frequency_penalty: _Optional[float] = ...,
-        logit_bias: _Optional[_Mapping[int, float]] = ...,
-        logprobs: _Optional[bool] = ...,
-        grammar: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[bool] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class Range(_message.Message):
     __slots__ = ("start", "stop")
@@ -186,31 +121,10 @@ class ClientMessage(_message.Message):
     resume: Resume
     fetch: Fetch
     close: Close
-    def __init__(
-        self,
-        session: _Optional[bytes] = ...,
-        turn: _Optional[int] = ...,
-        open: _Optional[_Union[Open, _Mapping]] = ...,
-        draft: _Optional[_Union[Draft, _Mapping]] = ...,
-        heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...,
-        resume: _Optional[_Union[Resume, _Mapping]] = ...,
-        fetch: _Optional[_Union[Fetch, _Mapping]] = ...,
-        close: _Optional[_Union[Close, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, session: _Optional[bytes] = ..., turn: _Optional[int] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., draft: _Optional[_Union[Draft, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = (
-        "protocol",
-        "law",
-        "target",
-        "drafter",
-        "codec",
-        "num_target_layers",
-        "sampling",
-        "token_ids",
-        "prompt_length",
-        "held",
-    )
+    __slots__ = ("protocol", "law", "target", "drafter", "codec", "num_target_layers", "sampling", "token_ids", "prompt_length", "held")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     LAW_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -231,19 +145,7 @@ class Open(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_length: int
     held: _containers.RepeatedCompositeFieldContainer[Range]
-    def __init__(
-        self,
-        protocol: _Optional[int] = ...,
-        law: _Optional[int] = ...,
-        target: _Optional[_Union[TargetIdentity, _Mapping]] = ...,
-        drafter: _Optional[str] = ...,
-        codec: _Optional[_Union[Codec, str]] = ...,
-        num_target_layers: _Optional[int] = ...,
-        sampling: _Optional[_Union[Sampling, _Mapping]] = ...,
-        token_ids: _Optional[_Iterable[int]] = ...,
-        prompt_length: _Optional[int] = ...,
-        held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...,
-    ) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., law: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., codec: _Optional[_Union[Codec, str]] = ..., num_target_layers: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class Draft(_message.Message):
     __slots__ = ("base", "tokens", "parents")
@@ -253,12 +155,7 @@ class Draft(_message.Message):
     base: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(
-        self,
-        base: _Optional[int] = ...,
-        tokens: _Optional[_Iterable[int]] = ...,
-        parents: _Optional[_Iterable[int]] = ...,
-    ) -> None: ...
+    def __init__(self, base: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("number",)
@@ -272,9 +169,7 @@ class Resume(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     base: int
     held: _containers.RepeatedCompositeFieldContainer[Range]
-    def __init__(
-        self, base: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...
-    ) -> None: ...
+    def __init__(self, base: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class Fetch(_message.Message):
     __slots__ = ("ranges",)
@@ -300,15 +195,7 @@ class ServerMessage(_message.Message):
     activations: Activations
     heartbeat: Heartbeat
     problem: Problem
-    def __init__(
-        self,
-        session: _Optional[bytes] = ...,
-        turn: _Optional[int] = ...,
-        verdict: _Optional[_Union[Verdict, _Mapping]] = ...,
-        activations: _Optional[_Union[Activations, _Mapping]] = ...,
-        heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...,
-        problem: _Optional[_Union[Problem, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, session: _Optional[bytes] = ..., turn: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., activations: _Optional[_Union[Activations, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., problem: _Optional[_Union[Problem, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("base", "tokens", "logprobs", "activations", "pass_s")
@@ -322,14 +209,7 @@ class Verdict(_message.Message):
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     activations: Activations
     pass_s: float
-    def __init__(
-        self,
-        base: _Optional[int] = ...,
-        tokens: _Optional[_Iterable[int]] = ...,
-        logprobs: _Optional[_Iterable[float]] = ...,
-        activations: _Optional[_Union[Activations, _Mapping]] = ...,
-        pass_s: _Optional[float] = ...,
-    ) -> None: ...
+    def __init__(self, base: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., activations: _Optional[_Union[Activations, _Mapping]] = ..., pass_s: _Optional[float] = ...) -> None: ...
 
 class Activations(_message.Message):
     __slots__ = ("start", "count", "data")
@@ -339,9 +219,7 @@ class Activations(_message.Message):
     start: int
     count: int
     data: bytes
-    def __init__(
-        self, start: _Optional[int] = ..., count: _Optional[int] = ..., data: _Optional[bytes] = ...
-    ) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., count: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Problem(_message.Message):
     __slots__ = ("kind", "message", "retry_s")
@@ -352,7 +230,6 @@ class Problem(_message.Message):
         BUSY: _ClassVar[Problem.Kind]
         DRAINING: _ClassVar[Problem.Kind]
         REFUSED: _ClassVar[Problem.Kind]
-
     KIND_UNSPECIFIED: Problem.Kind
     LOST: Problem.Kind
     BUSY: Problem.Kind
@@ -364,12 +241,7 @@ class Problem(_message.Message):
     kind: Problem.Kind
     message: str
     retry_s: float
-    def __init__(
-        self,
-        kind: _Optional[_Union[Problem.Kind, str]] = ...,
-        message: _Optional[str] = ...,
-        retry_s: _Optional[float] = ...,
-    ) -> None: ...
+    def __init__(self, kind: _Optional[_Union[Problem.Kind, str]] = ..., message: _Optional[str] = ..., retry_s: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("token_ids", "sampling", "max_new_tokens", "stop_token_ids", "speculate", "stop")
@@ -385,15 +257,7 @@ class GenerateRequest(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     speculate: bool
     stop: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(
-        self,
-        token_ids: _Optional[_Iterable[int]] = ...,
-        sampling: _Optional[_Union[Sampling, _Mapping]] = ...,
-        max_new_tokens: _Optional[int] = ...,
-        stop_token_ids: _Optional[_Iterable[int]] = ...,
-        speculate: _Optional[bool] = ...,
-        stop: _Optional[_Iterable[str]] = ...,
-    ) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., speculate: _Optional[bool] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Generated(_message.Message):
     __slots__ = ("token_ids", "sources", "stop_reason")
@@ -403,9 +267,4 @@ class Generated(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sources: _containers.RepeatedScalarFieldContainer[int]
     stop_reason: str
-    def __init__(
-        self,
-        token_ids: _Optional[_Iterable[int]] = ...,
-        sources: _Optional[_Iterable[int]] = ...,
-        stop_reason: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[int]] = ..., stop_reason: _Optional[str] = ...) -> None: ...
