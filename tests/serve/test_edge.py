@@ -121,7 +121,7 @@ def test_turns_go_on_in_the_session_that_holds_them(served_edge: Served) -> None
 
 
 def read_through_a_cut(edge: Edge, served: Served, **extension: Any) -> list[dict[str, Any]]:
-    """Chunks of a stream that is cut after some verdicts and mended a second later."""
+    """Chunks of a stream that is cut after some verdicts and mended soon after."""
     body = {
         "model": MODEL,
         "messages": say("cut"),
@@ -136,7 +136,7 @@ def read_through_a_cut(edge: Edge, served: Served, **extension: Any) -> list[dic
         edge.link.cut = False
 
     edge.link.cut_after = 12
-    timer = threading.Timer(3.0, mend)
+    timer = threading.Timer(1.5, mend)
     timer.start()
     with served.http() as http, http.stream("POST", "/v1/chat/completions", json=body) as answer:
         lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
