@@ -19,6 +19,7 @@ from moaspec.cli.evaluate import demo
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
+from moaspec.cli.remote import remote
 from moaspec.cli.target_server import target_server
 from moaspec.cli.train import train
 from moaspec.errors import HubError, MoaSpecError, RemoteError, TrainingError
@@ -40,7 +41,7 @@ def settings(
     console.DEBUG.set(debug)
 
 
-for command in (generate, chat, models, info, train, calibrate, demo, check):
+for command in (generate, chat, models, info, train, calibrate, demo, check, remote):
     app.command()(command)
 app.command("target-server")(target_server)
 app.command("edge-bench")(edge_bench)
