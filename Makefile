@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench docs install clean
+.PHONY: demo test lint bench docs proto install clean
 
 install: $(INSTALLED)
 
@@ -37,6 +37,10 @@ bench: install
 
 docs: install
 	$(BIN)/typer moaspec.cli.main utils docs --name moaspec --title 'Command line' --output docs/cli.md
+
+# The generated code is part of the repository, so that no build needs a compiler; a test compares.
+proto: install
+	cd src && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. moaspec/remote/target.proto
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

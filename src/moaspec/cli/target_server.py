@@ -49,8 +49,8 @@ def target_server(
 ) -> None:
     """Hold the target for devices that draft; stops gracefully on SIGTERM and Ctrl-C.
 
-    The first line on standard output is JSON with the address. Listening beyond this machine without
-    TLS is refused.
+    The first line on standard output is JSON with the address. Listening beyond this machine
+    without TLS is refused.
 
     Example: moaspec target-server --port 50051 --metrics-port 9464
     """
@@ -83,7 +83,9 @@ def target_server(
         max_sessions_per_owner=max_sessions_per_client,
         idle_s=idle_s,
     )
-    service = TargetService(target, module, ServiceOptions(max_tokens=max_tokens, sessions=sessions))
+    service = TargetService(
+        target, module, ServiceOptions(max_tokens=max_tokens, sessions=sessions)
+    )
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
     where = ServerOptions(host=host, port=port, credentials=secure, guard=guard)

@@ -25,7 +25,7 @@ PREFILL_CHUNK_TOKENS = 1024
 """Longest stretch of prompt in one pass; bounds the memory of its mask and activations."""
 
 TOLERATED_PADS = 1.5
-"""Tokens of a pass, pads included, over tokens that are wanted; beyond that, long rows are split."""
+"""Tokens of a pass, pads included, over those that are wanted; beyond, long rows are split."""
 
 MIN_WIDTH = 16
 """Rows that are split are at least so wide."""
@@ -190,8 +190,7 @@ class LocalVerifier:
         for group in _groups(plans):
             own = states[len(decisions) : len(decisions) + len(group)]
             needed = [
-                states_TE[plan.num_known - 1 :]
-                for plan, states_TE in zip(group, own, strict=True)
+                states_TE[plan.num_known - 1 :] for plan, states_TE in zip(group, own, strict=True)
             ]
             requests = [plan.request for plan in group]
             logits_NV = self.target.head(torch.cat(needed))

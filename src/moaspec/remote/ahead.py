@@ -39,15 +39,22 @@ class AheadDrafter:
         self._verified = 0
         self.sampling = GREEDY
         self._end, self.stops = 0, frozenset[int]()
+        self._switches: tuple[int, ...] = ()
 
     @property
     def can_draft(self) -> bool:
         """Whether anything is known to draft from."""
         return not self.needs_memory or len(self.held) > 0
 
-    def begin(self, *, end: int, stops: frozenset[int]) -> None:
-        """A turn starts: the length at which it ends, and the tokens that end it."""
-        self._end, self.stops = end, stops
+    def begin(self, *, end: int, stops: frozenset[int], switches: Sequence[int] = ()) -> None:
+        """A turn starts.
+
+        Args:
+            end: length of the text at which it ends.
+            stops: tokens that end it.
+            switches: see `Target.rope_switches`; no draft crosses one.
+        """
+        self._end, self.stops, self._switches = end, stops, tuple(switches)
 
     def place(self, start: int, parts: Parts) -> None:
         """Take in activations of verified tokens."""
@@ -70,7 +77,8 @@ class AheadDrafter:
     def extend(self, count: int = 1) -> bool:
         """Expect more tokens; False where the text ends, or nothing can be drafted."""
         text = self.expected
-        count = min(count, self._end - len(text), MAX_SIZES["depth"])
+        end = min([self._end, *(one for one in self._switches if one >= self._verified)])
+        count = min(count, end - len(text), MAX_SIZES["depth"])
         if count < 1 or not self.can_draft or self._ended():
             return False
         started = self._clock()

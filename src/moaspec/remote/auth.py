@@ -53,8 +53,6 @@ class Credentials:
         return grpc.ssl_channel_credentials(roots, key, certificate)
 
 
-
-
 @dataclass
 class Guard:
     """Decides whose a connection is.
@@ -69,8 +67,9 @@ class Guard:
 
     @staticmethod
     def read(path: Path) -> Guard:
-        """Read `{"owner": {"sha256": "...", "expires": seconds since the epoch}}`, `expires`
-        optional.
+        """Read `{"owner": {"sha256": "...", "expires": seconds since the epoch}}`.
+
+        `expires` may be left out.
 
         Raises:
             InputError: not such a file.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Unpack
-
-import torch
 
 from moaspec.decode.api import RowOptions, check_options, row_settings, token_ids
 from moaspec.decode.engine import Engine
@@ -27,9 +26,14 @@ from moaspec.remote.device import Device
 from moaspec.remote.events import LinkStats, RemoteEvent, now
 from moaspec.remote.layout import Layout
 from moaspec.remote.link import Link, LinkOptions
+from moaspec.remote.memory import DeviceMemory
+from moaspec.remote.prefixes import PrefixStore
 from moaspec.remote.shaping import LinkShape
 from moaspec.remote.transport import Transport
 from moaspec.remote.verifier import Pending, RemoteVerifier
+
+ENOUGH = 0.75
+"""Share of a text whose activations a device must hold to go on with it alone."""
 
 OnCut = Literal["rollback", "keep", "wait"]
 
@@ -47,6 +51,8 @@ class RemoteOptions:
             that the target does not choose, "keep" leaves them, "wait" makes none.
         max_provisional: of these at most so many.
         link: when the link counts as dead, and how it is mended.
+        tenant, prefix_dir: keep activations of prompts in this directory, apart for each tenant;
+            without a directory they are not kept.
         give_up_s: a turn fails after so long without a link; None: never.
 
     Raises:
@@ -59,7 +65,9 @@ class RemoteOptions:
     draft_ahead: bool = True
     on_cut: OnCut = "rollback"
     max_provisional: int = 256
-    link: LinkOptions = LinkOptions()
+    link: LinkOptions = field(default_factory=LinkOptions)
+    tenant: str = ""
+    prefix_dir: Path | None = None
     give_up_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +106,7 @@ class RemoteSession:
         self.stats = LinkStats()
         drafting = device.drafting(self.options.num_target_layers)
         self._drafting = drafting if isinstance(drafting, MoADrafting) else None
-        self._layout = None if self._drafting is None else self._make_layout(self._drafting)
+        self._memory = None if self._drafting is None else self._make_memory(self._drafting)
         self._ahead = AheadDrafter(drafting, needs_memory=self._drafting is not None, clock=now)
         self._verifier = RemoteVerifier(
             self._ahead,
@@ -107,7 +115,7 @@ class RemoteSession:
             meanwhile=self._meanwhile,
             provisional=lambda: self._provisional,
             keep=self.options.on_cut == "keep",
-            most=max(64, self.options.max_provisional),
+            most=wire.MAX_DRAFTED,
             vocab_size=device.vocab_size,
             max_positions=device.max_positions,
         )
@@ -140,13 +148,19 @@ class RemoteSession:
         self._ended_alone = False
         self._policy: ShapePolicy = FixedShape()
 
-    def _make_layout(self, drafting: MoADrafting) -> Layout:
-        return Layout.of(
-            drafting.module.config,
-            self.options.codec,
-            drafting.num_target_layers,
-            self.device.identity.head_dim,
-        )
+    def _make_memory(self, drafting: MoADrafting) -> DeviceMemory:
+        head_dim, layers = self.device.identity.head_dim, drafting.num_target_layers
+        layout = Layout.of(drafting.module.config, self.options.codec, layers, head_dim)
+        store = None
+        if self.options.prefix_dir is not None:
+            models = (self.device.identity, self.device.fingerprint, self.options.codec, layers)
+            store = PrefixStore(
+                self.options.prefix_dir,
+                self.options.tenant,
+                models=repr(models),
+                token_bytes=layout.token_bytes,
+            )
+        return DeviceMemory(layout, drafting.target, self.device.rope_switches, store)
 
     @property
     def result(self) -> GenerationResult:
@@ -190,6 +204,8 @@ class RemoteSession:
             await self._task
         finally:
             await self._end_turn()
+            if self._memory is not None:
+                self._memory.save(self._verifier.text, self._prompt_length, self._ahead)
 
     async def close(self) -> None:
         """End the session here and on the server."""
@@ -219,11 +235,13 @@ class RemoteSession:
         self._prompt_length, self._started_s = len(prompt), now()
         self.stats.first_token_s = None
         most = len(prompt) + settings["max_new_tokens"]
-        switches = [s for s in self.device.rope_switches if s >= len(prompt)]
         self._ahead.begin(
-            end=min([most, self.device.max_positions, *switches]),
+            end=min(most, self.device.max_positions),
             stops=frozenset(settings["stop_token_ids"]),
+            switches=self.device.rope_switches,
         )
+        if self._memory is not None:
+            self._memory.restore(prompt, self._ahead)
         self._link.start()
 
     def _tree(self, options: RowOptions) -> Tree | str:
@@ -288,9 +306,16 @@ class RemoteSession:
         if self.stats.state == "up":
             return self._draft_ahead(pending)
         self._give_up()
-        if self.stats.state == "down" and self.options.on_cut != "wait" and self._shown:
-            return self._draft_alone(pending)
-        return False
+        alone = self.stats.state == "down" and self.options.on_cut != "wait"
+        if pending.kept and self._link.connected:
+            return False  # the server is being told what the text is
+        return alone and self._knows_enough() and self._draft_alone()
+
+    def _knows_enough(self) -> bool:
+        """Whether what the device has of the text is worth drafting from."""
+        if self._memory is None:
+            return True
+        return len(self._ahead.held) >= ENOUGH * (len(self._verifier.text) - 1)
 
     def _draft_ahead(self, pending: Pending) -> bool:
         """As far as a round that goes well and the next one's drafts."""
@@ -299,7 +324,7 @@ class RemoteSession:
             return False
         return len(self._ahead.ready()) <= 2 * own and self._ahead.extend()
 
-    def _draft_alone(self, pending: Pending) -> bool:
+    def _draft_alone(self) -> bool:
         """One provisional token; drafts that the server was asked about come first."""
         if self._ended_alone or len(self._provisional) >= self.options.max_provisional:
             return False
@@ -362,16 +387,9 @@ class RemoteSession:
 
     def _place(self, activations: pb.Activations) -> None:
         """Decode activations into the drafter's memory."""
-        if self._layout is None or self._drafting is None or not activations.count:
-            return
-        like = torch.empty(0, dtype=self._dtype, device=self._drafting.target.device)
-        parts = self._layout.decode(activations.data, activations.count, like)
-        self._ahead.place(activations.start, parts)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        assert self._drafting is not None, "only drafters with activations come here"
-        return self._drafting.target.dtype
+        if self._memory is not None and activations.count:
+            parts = self._memory.take(activations.start, activations.data, activations.count)
+            self._ahead.place(activations.start, parts)
 
 
 def _agreeing(a: Sequence[int], b: Sequence[int]) -> Sequence[int]:

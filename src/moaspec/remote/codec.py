@@ -8,8 +8,8 @@ then their scales:
 - int8: 1 byte a number, and an fp16 scale per vector;
 - int4: half a byte a number; per group of 64 numbers an fp16 scale and an fp16 minimum.
 
-What is not finite or too large for fp16 is clamped: a wrong activation costs an accepted draft, never
-a token.
+What is not finite or too large for fp16 is clamped: a wrong activation costs an accepted draft,
+never a token.
 
 Legend: T tokens, V vectors of a token, D numbers of a vector, G groups of a token.
 """

@@ -39,8 +39,9 @@ class Device(Protocol):
     def tokenizer(self) -> Any: ...
 
     def drafting(self, num_target_layers: int | None) -> Drafter:
-        """A drafter for one session, with caches of its own; for a `MoADrafting` with N > 0, also
-        one to `place` the last layers in.
+        """A drafter for one session, with caches of its own.
+
+        A `MoADrafting` with N > 0 has also borrowed one that the last layers are placed in.
         """
         ...
 

@@ -57,15 +57,18 @@ class GrpcTransport:
     async def connect(self) -> GrpcConnection:
         """See `Transport`."""
         channel = self._channel()
-        try:
-            await channel.channel_ready()
-        except BaseException:
-            await asyncio.shield(channel.close())
-            raise
         call = channel.stream_stream(f"/{SERVICE}/Converse")(
             metadata=self._metadata(), timeout=STREAM_S
         )
-        return GrpcConnection(channel, call)
+        connection = GrpcConnection(channel, call)
+        try:
+            with linked():
+                # The server answers at once, or says why not.
+                await call.wait_for_connection()
+        except BaseException:
+            await asyncio.shield(connection.close())
+            raise
+        return connection
 
     async def describe(self) -> pb.Description:
         """Who the server is.
@@ -146,6 +149,11 @@ def linked() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
+        if "CERTIFICATE_VERIFY_FAILED" in (error.details() or ""):
+            raise RefusedError(
+                "The server's certificate is not signed by the CA of these credentials, or is for "
+                "another name."
+            ) from error
         if error.code() in REFUSALS:
             raise RefusedError(f"The server refuses: {error.details()}") from error
         raise LinkError(f"The link broke: {error.code().name}.") from error

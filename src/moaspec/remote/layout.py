@@ -17,7 +17,7 @@ from moaspec.model.config import DrafterConfig
 from moaspec.remote.codec import Bytes, Codec, CodecName, Floats
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
-"""CA's key and value, (1, C, T, D) each; of the last layers (2, N, H, T, D), keys first, or None."""
+"""CA's key and value, (1, C, T, D) each; of the last layers (2, N, H, T, D), or None."""
 
 
 @dataclass(frozen=True)

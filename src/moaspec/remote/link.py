@@ -11,11 +11,14 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moaspec.errors import LinkError, RefusedError, WireError
+from moaspec.errors import LinkError, MoaSpecError, RefusedError
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote import wire
 from moaspec.remote.events import LinkState, LinkStats, now
 from moaspec.remote.transport import Connection, Transport
+
+FAREWELL_S = 0.5
+"""How long a link that is closed may take to send what waits."""
 
 LATE_S = 0.2
 """A timer that fires so much too late says that the device itself stood still, not the link."""
@@ -31,6 +34,8 @@ class LinkOptions:
         backoff_s, max_backoff_s: first and longest pause between attempts; attempts that hang
             count as pauses.
         connect_s: how long an attempt may hang.
+        retry_s: a request is repeated after at least so long, and after several round trips, in
+            case it or its answer was lost on the way.
     """
 
     heartbeat_s: float = 0.5
@@ -38,6 +43,7 @@ class LinkOptions:
     backoff_s: float = 0.2
     max_backoff_s: float = 1.0
     connect_s: float = 1.0
+    retry_s: float = 0.5
 
 
 class Link:
@@ -74,13 +80,23 @@ class Link:
         self._heard_s = 0.0
         self._number = 0
         self._beats: dict[int, float] = {}
-        self._renew = False
-        self.refused: RefusedError | None = None
+        self._renew = self._closing = False
+        self.refused: Exception | None = None
+
+    @property
+    def retry_s(self) -> float:
+        """See `LinkOptions`."""
+        return self._options.retry_s
 
     @property
     def state(self) -> LinkState:
         """Now."""
         return self.stats.state
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection, though perhaps no sign of life yet."""
+        return self._connection is not None
 
     def start(self) -> None:
         """Begin to connect, unless that has begun."""
@@ -98,9 +114,11 @@ class Link:
         self._renew = True
 
     async def close(self) -> None:
-        """Send what waits, as far as that takes no time, and end."""
+        """Send what waits, as far as that takes little time, and end."""
+        self._closing = True
         if self._task is not None:
-            await asyncio.sleep(0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._outgoing.join(), FAREWELL_S)
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
@@ -113,6 +131,13 @@ class Link:
             self._on_change()
 
     async def _run(self) -> None:
+        try:
+            await self._mend()
+        except Exception as error:  # noqa: BLE001 - whoever waits for this link must learn of it
+            known = isinstance(error, MoaSpecError)
+            self.refuse(error if known else RefusedError(f"The session failed: {error!r}"))
+
+    async def _mend(self) -> None:
         pause_s = self._options.backoff_s
         while self.refused is None:
             started = now()
@@ -128,9 +153,6 @@ class Link:
         try:
             async with asyncio.timeout(self._options.connect_s):
                 connection = await self._transport.connect()
-        except RefusedError as error:
-            self.refuse(error)
-            return False
         except (LinkError, TimeoutError):
             return False
         try:
@@ -140,7 +162,7 @@ class Link:
             self._outgoing = asyncio.Queue()
             await connection.close()
 
-    def refuse(self, error: RefusedError) -> None:
+    def refuse(self, error: Exception) -> None:
         """The server will not serve this session; nothing more is tried."""
         self.refused = error
         self._on_change()
@@ -163,12 +185,12 @@ class Link:
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             self._lost(was_up)
         for error in ended:
-            if isinstance(error, RefusedError | WireError):
-                self.refuse(RefusedError(str(error)))
+            if isinstance(error, Exception) and not isinstance(error, LinkError):
+                raise error
         return was_up
 
     def _lost(self, was_up: bool) -> None:
-        if was_up:
+        if was_up and not self._closing:
             self.stats.cuts += 1
             self.stats.noticed_s, self.stats.down_s = now() - self._heard_s, now()
             self._set("down")
@@ -201,6 +223,7 @@ class Link:
             await connection.send(frame)
             self.stats.messages_up += 1
             self.stats.bytes_up += len(frame)
+            outgoing.task_done()
 
     async def _beat(self) -> None:
         """Send heartbeats; end when the link has been silent for too long, or is left."""

@@ -143,6 +143,7 @@ class GrpcServer:
 
     async def _converse(self, _: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         owner = await self._owner(context)
+        await context.send_initial_metadata(())
         connection = _ServerConnection(context)
         await _answered(context, lambda: self.service.converse(owner, connection))
 
@@ -212,5 +213,3 @@ def _broken() -> Any:
         raise LinkError("The device is gone.") from error
     except asyncio.InvalidStateError as error:
         raise LinkError("The connection was closed.") from error
-
-

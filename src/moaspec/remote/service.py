@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-import contextlib
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moaspec.decode.verifier import LocalVerifier
@@ -42,7 +42,8 @@ class ServiceOptions:
 
     Attributes:
         max_tokens: longest text, prompt included; None takes the target's context.
-        max_drafted: drafted tokens of one message.
+        max_cache_bytes: keys and values of all sessions at their longest; fewer sessions are
+            accepted where more would not fit.
         max_messages_per_s: of one connection, averaged over `burst_s`.
         burst_s: see above.
         silent_s: a connection that says nothing for so long is closed; devices send heartbeats.
@@ -52,7 +53,7 @@ class ServiceOptions:
     """
 
     max_tokens: int | None = None
-    max_drafted: int = 256
+    max_cache_bytes: int = 8 << 30
     max_messages_per_s: float = 200.0
     burst_s: float = 5.0
     silent_s: float = 10.0
@@ -89,12 +90,43 @@ class TargetService:
         self._fingerprint = "" if drafter is None else identity.fingerprint(drafter)
         self.verifier = LocalVerifier(target, self._encoder(drafter))
         self.shared = SharedVerifier(self.verifier, self.options.passes)
-        self.sessions = SessionStore(self.options.sessions, make=self._make, drop=self._drop)
-        self.draining = False
-        self._limits = wire.Limits(target.vocab_size, self._max_tokens, self.options.max_drafted)
+        self.sessions = SessionStore(self._room(), make=self._make, drop=self._drop)
+        self.draining = self._stopped = False
+        self._connections: set[Stream] = set()
+        self._limits = wire.Limits(target.vocab_size, self._max_tokens)
         self._streams: dict[bytes, Stream] = {}
         self._work: dict[bytes, asyncio.Task[None]] = {}
         self._next: dict[bytes, Opening | Drafted] = {}
+        self._show()
+
+    def _show(self) -> None:
+        """What can be read off at any time."""
+        counts = self.shared.counts
+        for name, what, read in (
+            ("sessions", "Sessions that are held", lambda: len(self.sessions)),
+            ("connections", "Connections attached to one", lambda: len(self._streams)),
+            ("evicted", "Sessions forgotten to make room", lambda: self.sessions.evicted),
+            ("waiting", "Requests that no pass has taken", lambda: self.shared.num_waiting),
+            ("cache_bytes", "Keys and values held", lambda: self.verifier.cache.num_bytes),
+            ("record_bytes", "Activations held", self.record_bytes),
+            ("passes", "Passes of the target", lambda: counts.passes),
+            ("pass_rows", "Rows of all passes", lambda: counts.rows),
+            ("pass_tokens", "Tokens of all passes", lambda: counts.tokens),
+            ("pass_seconds", "Seconds of all passes", lambda: counts.seconds),
+        ):
+            self.observer.gauge(name, what).set_function(read)
+
+    def record_bytes(self) -> int:
+        """Memory of activations that devices may still ask for."""
+        return sum(s.records.num_bytes for s in self.sessions if s.records is not None)
+
+    def _room(self) -> StoreOptions:
+        """As many sessions as were asked for, or as many as fit into the memory for them."""
+        per_token = self.target.num_layers * self.target.identity.kv_size
+        per_session = per_token * self.target.dtype.itemsize * self._max_tokens
+        fit = max(1, self.options.max_cache_bytes // per_session)
+        asked = self.options.sessions
+        return replace(asked, max_sessions=min(asked.max_sessions, fit))
 
     def _encoder(self, drafter: MoADrafter | None) -> Any:
         if drafter is None:
@@ -126,7 +158,7 @@ class TargetService:
             law=identity.LAW,
             num_target_layers=self._layers,
             max_tokens=self._max_tokens,
-            max_drafted=self.options.max_drafted,
+            max_drafted=wire.MAX_DRAFTED,
             name=self.target.name,
         )
 
@@ -166,6 +198,9 @@ class TargetService:
             send_timeout_s=self.options.send_timeout_s,
             on_sent=self.observer.sent,
         )
+        if self._stopped:
+            raise LinkError("The server has stopped.")
+        self._connections.add(stream)
         sending = asyncio.create_task(stream.run())
         reading = asyncio.create_task(self._read(owner, stream))
         try:
@@ -177,6 +212,7 @@ class TargetService:
             await stream.flush(1.0)
             raise
         finally:
+            self._connections.discard(stream)
             self._detach(stream)
             for task in (sending, reading):
                 task.cancel()
@@ -312,9 +348,9 @@ class TargetService:
     def _attach(self, stream: Stream, session: ServerSession) -> None:
         """From now on this session's answers go out here, and nowhere else."""
         old = self._streams.get(session.name)
-        if old is stream:
+        if old is stream and stream.session is session:
             return
-        if old is not None:
+        if old is not None and old is not stream:
             old.session = None
             old.stop(LinkError("The device came back on another connection."))
         stream.session = session
@@ -429,7 +465,9 @@ class TargetService:
         answer.session, answer.turn = to.session, to.turn
         stream.answer(answer)
 
-    async def generate(self, _owner: str, request: pb.GenerateRequest) -> AsyncIterator[pb.Generated]:
+    async def generate(
+        self, _owner: str, request: pb.GenerateRequest
+    ) -> AsyncIterator[pb.Generated]:
         """The server alone.
 
         Raises:
@@ -438,7 +476,7 @@ class TargetService:
         """
         wire.tokens_of(request.token_ids, self._limits, least=1, most=self._max_tokens - 1)
         sampling = wire.sampling_of(request.sampling, self._limits)
-        if self.draining or self.shared.num_rows >= self.options.sessions.max_sessions:
+        if self.draining or self.shared.num_rows >= self._room().max_sessions:
             raise NoRoomError("There is no room for another text; try again later.")
         work = decode_alone(self.shared, self.target, self._drafter, request, sampling)
         async with contextlib.aclosing(work) as messages:
@@ -462,7 +500,10 @@ class TargetService:
         await asyncio.gather(*(stream.flush(timeout_s) for stream in streams))
 
     async def stop(self) -> None:
-        """Forget all sessions."""
+        """End all connections and forget all sessions."""
+        self._stopped = True
+        for stream in self._connections:
+            stream.stop(LinkError("The server has stopped."))
         for session in self.sessions:
             self.sessions.remove(session)
         await self.shared.stop()

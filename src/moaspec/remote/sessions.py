@@ -1,7 +1,7 @@
 """One session as the server holds it: its text, its row, and what to answer.
 
-The text is all that answers depend on. `token_ids` is what is committed: every token that the target
-chose, and the prompt. Of them the last has no keys and values yet.
+The text is all that answers depend on. `token_ids` is what is committed: every token that the
+target chose, and the prompt. Of them the last has no keys and values yet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many tokens a device drafts: as many as the round trip leaves time for, and pay.
 
-gamma drafts, t_d each; R the round trip; t_v the server's pass; A(gamma) expected tokens of a round,
-the bonus token included; h the probability that a round's text is exactly what was drafted ahead.
+gamma drafts, t_d each; R the round trip; t_v the server's pass; A(gamma) expected tokens of a
+round, the bonus token included; h the probability that a round's text is what was drafted ahead.
 
 Synchronous: A / (gamma t_d + R + t_v). Ahead: A / (max(gamma t_d, R + t_v) + (1 - h) gamma t_d).
 """

@@ -166,8 +166,11 @@ class SharedVerifier:
         self._running = {job.request.row for job in jobs}
         started = time.monotonic()
         self.counts.waited.extend(started - job.asked_s for job in jobs)
+        answers: list[Verdict | Exception]
         try:
             answers = await self._pass([job.request for job in jobs])
+        except RuntimeError as error:  # the thread is gone; nobody should wait for it
+            answers = [error] * len(jobs)
         finally:
             self._free_left_rows()
         seconds = time.monotonic() - started

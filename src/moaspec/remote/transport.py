@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
-from moaspec.errors import LinkError
+from moaspec.errors import LinkError, MoaSpecError
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class InProcessTransport:
         return near
 
     async def _serve(self, far: Connection) -> None:
-        with contextlib.suppress(LinkError):
+        with contextlib.suppress(MoaSpecError):  # the device was told
             await self._service.converse(self._owner, far)
         await far.close()
 

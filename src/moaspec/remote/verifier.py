@@ -21,11 +21,8 @@ from moaspec.remote.ahead import AheadDrafter
 from moaspec.remote.events import LinkStats, RoundTrip, now
 from moaspec.remote.link import Link
 
-MIN_RETRY_S = 0.5
-"""A request is repeated after at least so long, in case it or its answer was lost."""
-
-FETCH_AFTER_S = 1.0
-"""Activations that are still missing so long after the latest came are asked for again."""
+FETCH_AFTER = 2
+"""Activations that are missing so many `retry_s` after the latest came are asked for again."""
 
 
 @dataclass(eq=False)
@@ -155,7 +152,7 @@ class RemoteVerifier:
     def _retry_s(self) -> float:
         stats = self.stats
         pass_s = stats.rounds[-1].pass_s if stats.rounds else 0.0
-        return max(MIN_RETRY_S, 4 * (stats.rtt_s or 0.0) + 4 * pass_s)
+        return max(self.link.retry_s, 4 * (stats.rtt_s or 0.0) + 4 * pass_s)
 
     def connected(self) -> None:
         """A new connection: say who is there, and ask again what was not answered."""
@@ -209,7 +206,7 @@ class RemoteVerifier:
         """Ask for activations that must have been lost."""
         gaps = self._gaps()
         waited = min(now() - self._placed_s, now() - self._asked_s)
-        if gaps and waited > FETCH_AFTER_S and self.link.state == "up":
+        if gaps and waited > FETCH_AFTER * self.link.retry_s and self.link.state == "up":
             self._asked_s = now()
             ranges = pb.Fetch(ranges=wire.range_messages(gaps))
             self.link.send(pb.ClientMessage(turn=self.turn, fetch=ranges))
@@ -256,9 +253,7 @@ class RemoteVerifier:
         if any(token >= self._vocab_size for token in tokens):
             raise WireError(f"The server sent a token outside 0..{self._vocab_size - 1}.")
 
-    def _resolve(
-        self, pending: Pending, tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> None:
+    def _resolve(self, pending: Pending, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Hand the engine its verdict, in terms of a tree that has these tokens."""
         *path, last = [*pending.kept, *tokens]
         tree, nodes = _tree_with(path, (pending.request.tree, pending.tree))

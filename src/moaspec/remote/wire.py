@@ -23,8 +23,8 @@ SESSION_BYTES = 16
 MAX_FRAME_BYTES = 4 << 20
 """Largest message that either side reads."""
 
-MAX_DRAFTED = 1024
-"""Most drafted tokens of one message, as `decode.tree.MAX_SIZES` allows."""
+MAX_DRAFTED = 256
+"""Most drafted tokens of one message."""
 
 MAX_RUNS = 4096
 """Most runs of positions in one message."""
@@ -44,12 +44,10 @@ class Limits:
     Attributes:
         vocab_size: token ids are below it.
         max_tokens: longest text.
-        max_drafted: most drafted tokens.
     """
 
     vocab_size: int
     max_tokens: int
-    max_drafted: int = MAX_DRAFTED
 
 
 def parse_client(frame: bytes) -> pb.ClientMessage:
@@ -117,7 +115,7 @@ def tree_of(draft: pb.Draft, limits: Limits) -> DraftTree:
     Raises:
         WireError: too many, ids outside the vocabulary, or parents that make no tree.
     """
-    tokens = tokens_of(draft.tokens, limits, most=limits.max_drafted)
+    tokens = tokens_of(draft.tokens, limits, most=MAX_DRAFTED)
     if not draft.parents:
         return chain(tokens)
     parents = tuple(parent - 1 for parent in draft.parents)
