@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from moaspec.cli import console
@@ -127,8 +128,8 @@ def _show(report: dict[str, Any]) -> None:
         table = Table(*COLUMNS, title=f"{name}: {times}", box=None)
         for row in found["rows"]:
             table.add_row(*_cells(row))
-        # Numbers that are broken over lines cannot be read, however narrow the window is.
-        console.out.print(table, width=max(WIDTH, console.out.width), crop=False)
+        # Numbers that are cut short cannot be read, however narrow the window is.
+        Console(width=max(WIDTH, console.out.width), highlight=False).print(table)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from bundles import save_bundle
 from moaspec.decode import load_drafter
 from moaspec.errors import InputError
 from moaspec.evaluate.edge import MODES, Case, EdgeSettings
-from moaspec.evaluate.edge.bench import Setup, measured_row
+from moaspec.evaluate.edge.bench import measured_row
 from moaspec.evaluate.edge.cutting import cut_and_return
 from moaspec.evaluate.edge.measure import measure_case, round_trip_s
 from moaspec.evaluate.edge.worker import DeviceSide, ServerSide
@@ -170,23 +170,3 @@ def test_the_grid() -> None:
     assert len(cases) == 2 + 2 * 2 * 3
     assert {case.step_s for speed, case in cases if speed == 3.0} == {pytest.approx(0.03)}
     assert [case.mode for _, case in cases[:2]] == list(MODES[:2])
-
-
-def test_two_processes(bundle: Path) -> None:
-    """As the command runs them, without emulation, which needs root."""
-    given = EdgeSettings(
-        model=str(bundle.parent / "target"),
-        drafter=str(bundle.parent / "drafter"),
-        bundles={"moa": str(bundle)},
-        prompts=("w1 w2",),
-        links=("none",),
-        modes=("plain", "sync"),
-        drafters=("moa",),
-        max_new_tokens=6,
-    )
-    from moaspec.evaluate.edge import run_edge_bench
-
-    report = run_edge_bench(given)
-    rows = report["links"]["none"]["rows"]
-    assert [row["name"] for row in rows] == ["plain", "sync moa@0"]
-    assert Setup(given).link is None
