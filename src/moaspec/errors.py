@@ -9,9 +9,12 @@ MoaSpecError
 │   ├── CorruptCheckpointError   truncated, unreadable, missing tensors, NaN weights
 │   └── MismatchError        the checkpoint belongs to another target
 ├── UnsupportedTargetError   keys and values of this family cannot be captured
+├── ServingError             a server's version or settings cannot serve this drafter
 ├── DataError                training data is malformed
 ├── TrainingError            training cannot go on (for example a loss that is not finite)
 ├── HubError                 the model hub cannot be reached or refuses (exit code 1)
+├── BusyError                a server has no room for another request now
+├── ServerError              a server that was asked answers with an error, or not at all
 ├── WireError                a message between device and server is malformed or beyond a limit
 └── RemoteError              a session with a server cannot go on (exit code 1)
     ├── LinkError            there is no connection, or it broke
@@ -55,6 +58,10 @@ class UnsupportedTargetError(MoaSpecError):
     """The target's keys and values cannot be captured, so it cannot be drafted for."""
 
 
+class ServingError(MoaSpecError):
+    """vLLM, as it is installed or configured, cannot serve this drafter; the message says why."""
+
+
 class DataError(MoaSpecError):
     """Training data is malformed; the message names file and line."""
 
@@ -65,6 +72,14 @@ class TrainingError(MoaSpecError):
 
 class HubError(MoaSpecError):
     """The model hub cannot be reached, or refuses what was asked of it."""
+
+
+class BusyError(MoaSpecError):
+    """No room for another request now; try again later."""
+
+
+class ServerError(MoaSpecError):
+    """A server that was asked cannot be reached, refuses, or failed."""
 
 
 class WireError(MoaSpecError):

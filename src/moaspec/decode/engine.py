@@ -319,10 +319,22 @@ class Engine:
         row.token_ids += tokens
         row.result.token_ids += tokens
         row.result.sources += sources
-        row.result.logprobs += verdict.logprobs[: len(tokens)]
+        logprobs = verdict.logprobs[: len(tokens)]
+        top_logprobs = verdict.top_logprobs[: len(tokens)]
+        row.result.logprobs += logprobs
+        row.result.top_logprobs += top_logprobs
         if reason is not None:
             self._finish(row, reason)
-        return Event(row.handle, tuple(tokens), tuple(sources), reason)
+        return Event(
+            row.handle,
+            tuple(tokens),
+            tuple(sources),
+            reason,
+            tree=tree,
+            accepted=verdict.accepted,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+        )
 
     def _finish(self, row: Row, reason: StopReason) -> None:
         row.result.stop_reason = reason

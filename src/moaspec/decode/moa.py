@@ -177,17 +177,21 @@ class _Speaking(Level):
         verdict, or while a link is down.
         """
         remembered = self.drafting.remembered
-        first = [
-            min(max(start, remembered.get(row, 0)), root)
-            for start, row, root in zip(starts, self.indices, self.roots, strict=True)
+        stops = [
+            min(root, start + x_BTE.shape[1])
+            for root, start in zip(self.roots, starts, strict=True)
         ]
-        width = max(root - one for root, one in zip(self.roots, first, strict=True))
+        first = [
+            min(max(start, remembered.get(row, 0)), stop)
+            for start, row, stop in zip(starts, self.indices, stops, strict=True)
+        ]
+        width = max(stop - one for stop, one in zip(stops, first, strict=True))
         if not self.drafting.num_target_layers or not width:
             return
         first_B1 = torch.tensor(first, device=self.device)[:, None]
         position_BW = first_B1 + torch.arange(width, device=self.device)
         offset_BW = position_BW - torch.tensor(starts, device=self.device)[:, None]
-        offset_BW = offset_BW.clamp(max=x_BTE.shape[1] - 1)
+        offset_BW = offset_BW.clamp(0, x_BTE.shape[1] - 1)
         x_BWE = x_BTE.gather(1, offset_BW[..., None].expand(-1, -1, x_BTE.shape[2]))
         causal_WW = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
         roots, self.roots = self.roots, first
@@ -197,8 +201,9 @@ class _Speaking(Level):
     def finish(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> Tensor:
         """CA and the reused layers."""
         drafting = self.drafting
+        key, value, mask = self._memory(x_BWE, position_BW, own)
         states_BWE = drafting.module.speaker.read_memory(
-            x_BWE, position_BW, lambda q: masked_attention(q, *self.memory, self.memory_mask)
+            x_BWE, position_BW, lambda q: masked_attention(q, key, value, mask)
         )
         states_BWE = drafting.module.exit(states_BWE, drafting.num_target_layers)
         if not drafting.num_target_layers:
@@ -214,6 +219,19 @@ class _Speaking(Level):
             mask_B1TS=self._without_missing(tree_mask(self.roots, own.sees_BWU, visible)),
             write=cache.writer(self.indices, own.starts, width, visible),
         )
+
+    def _memory(
+        self, x_BWE: Tensor, position_BW: Tensor, own: Own
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and mask of what CA reads; drafts lie behind the root, as in the text."""
+        drafting = self.drafting
+        if not drafting.module.reads_drafts:
+            return *self.memory, self.memory_mask
+        width, visible = x_BWE.shape[1], max(self.roots) + own.sees_BWU.shape[2]
+        drafting.memory.reserve(max(self.indices) + 1, self.slots)
+        write = drafting.memory.writer(self.indices, own.starts, width, visible)
+        key, value = write(0, *drafting.module.project_kv(x_BWE, position_BW))
+        return key, value, tree_mask(self.roots, own.sees_BWU, visible)
 
 
 def _check_place(drafter: MoADrafter, target: Target) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from moaspec.decode.result import Alternatives
 from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.tree import DraftTree, Tree
 
@@ -61,6 +62,7 @@ class Verdict:
             `known` and accepted ones); None where the request wanted none.
         logprobs: where the row asks for them, log-probabilities of the accepted tokens and of
             `next_token` under the target's own, unprocessed distribution.
+        top_logprobs: where it asks for them, the most probable tokens in place of each of these.
         encode_s: seconds that the features of the whole pass took.
         tree: what `accepted` refers to where it is not the request's tree: a verifier across a
             network may have sent what was drafted while the request waited.
@@ -71,6 +73,7 @@ class Verdict:
     features: Features = None
     logprobs: tuple[float, ...] = ()
     encode_s: float = 0.0
+    top_logprobs: tuple[Alternatives, ...] = ()
     tree: DraftTree | None = None
 
 

@@ -132,7 +132,14 @@ class LocalVerifier:
         features = self._features(requests, accepted, early)
         encode_s = time.perf_counter() - started
         return [
-            Verdict(decision.accepted, decision.next_token, feature, decision.logprobs, encode_s)
+            Verdict(
+                decision.accepted,
+                decision.next_token,
+                feature,
+                decision.logprobs,
+                encode_s,
+                decision.top_logprobs,
+            )
             for decision, feature in zip(decisions, features, strict=True)
         ]
 

@@ -40,6 +40,12 @@ class Speaker(nn.Module):
             return embeddings_BTE
         return self.self_attention(embeddings_BTE, self.self_rope(position_ids_BT), attend)
 
+    def remember_text(
+        self, embeddings_BTE: Tensor, position_ids_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """SA's keys and values of tokens from which nothing is drafted, (B, heads, T, D) each."""
+        return self.self_attention.remember(embeddings_BTE, self.self_rope(position_ids_BT))
+
     def read_memory(self, x_BTE: Tensor, position_ids_BT: Tensor, attend: CrossAttend) -> Tensor:
         """CA: each token reads what the encoder wrote of the verified tokens."""
         return self.cross_attention(x_BTE, self.cross_rope(position_ids_BT), attend)

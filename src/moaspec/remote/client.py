@@ -299,6 +299,7 @@ class RemoteSession:
             num_corrected=corrected,
             link=self.stats.state,
             stop_reason=event.stop_reason,
+            verified=event,
         )
 
     def _meanwhile(self, pending: Pending) -> bool:

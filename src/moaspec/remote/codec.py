@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -121,11 +121,11 @@ class Codec:
     def _from_int4(self, records: Bytes) -> Floats:
         half = self.numbers // 2
         packed, rest = records[:, :half], _halves(records[:, half:]).astype(np.float32)
-        levels = np.stack((packed & 15, packed >> 4), axis=-1).reshape(len(records), -1)
+        levels = np.stack((packed & 15, packed >> 4), axis=-1).reshape(len(records), 2 * half)
         scales_TG, minima_TG = np.split(rest, 2, axis=1)
         grouped = _grouped(levels.astype(np.float32))
         values = grouped * scales_TG[..., None] + minima_TG[..., None]
-        return np.asarray(values.reshape(len(records), -1)[:, : self.numbers])
+        return np.asarray(_flat(values)[:, : self.numbers])
 
 
 def _halves(records: Bytes) -> npt.NDArray[np.float16]:
@@ -137,33 +137,38 @@ def _raw(values: npt.NDArray[np.float32]) -> Bytes:
 
 
 def _to_fp16(values_TVD: Floats) -> Bytes:
-    return _raw(values_TVD.reshape(len(values_TVD), -1))
+    return _raw(_flat(values_TVD))
 
 
 def _to_int8(values_TVD: Floats) -> Bytes:
     scales_TV = (np.abs(values_TVD).max(-1) / 127.0).astype("<f2").astype(np.float32)
     levels = values_TVD / np.where(scales_TV > 0, scales_TV, 1.0)[..., None]
     levels = levels.round().clip(-127, 127).astype(np.int8)
-    flat = levels.reshape(len(values_TVD), -1).view(np.uint8)
+    flat = _flat(levels).view(np.uint8)
     return np.concatenate((flat, _raw(scales_TV)), axis=1)
 
 
 def _to_int4(values_TVD: Floats) -> Bytes:
-    flat = values_TVD.reshape(len(values_TVD), -1)
+    flat = _flat(values_TVD)
     grouped = _grouped(flat, edge=True)
     minima_TG = grouped.min(-1).astype("<f2").astype(np.float32)
     scales_TG = ((grouped.max(-1) - minima_TG) / 15.0).clip(0, LARGEST)
     scales_TG = scales_TG.astype("<f2").astype(np.float32)
     shifted = grouped - minima_TG[..., None]
     levels = shifted / np.where(scales_TG > 0, scales_TG, 1.0)[..., None]
-    nibbles = levels.round().clip(0, 15).astype(np.uint8).reshape(len(flat), -1)
+    nibbles = _flat(levels.round().clip(0, 15).astype(np.uint8))
     nibbles = nibbles[:, : flat.shape[1]]
     packed = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
     return np.concatenate((packed, _raw(np.concatenate((scales_TG, minima_TG), axis=1))), axis=1)
+
+
+def _flat(values_TVD: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """(T, V, D) -> (T, V * D), also for no tokens at all."""
+    return values_TVD.reshape(len(values_TVD), values_TVD.shape[1] * values_TVD.shape[2])
 
 
 def _grouped(flat: Floats, *, edge: bool = False) -> Floats:
     """(T, N) -> (T, G, 64), the last group filled up: with its last number, or with zeros."""
     missing = -flat.shape[1] % GROUP
     padded = np.pad(flat, ((0, 0), (0, missing)), mode="edge" if edge else "constant")
-    return padded.reshape(len(flat), -1, GROUP)
+    return padded.reshape(len(flat), padded.shape[1] // GROUP, GROUP)

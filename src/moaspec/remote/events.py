@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moaspec.decode.result import Source, StopReason
+from moaspec.decode.result import Event, Source, StopReason
 
 LinkState = Literal["connecting", "up", "down", "closed"]
 
@@ -24,6 +24,7 @@ class RemoteEvent:
         num_corrected: provisional tokens of earlier events that are taken back or changed.
         link: state when the event was made.
         stop_reason: set on the last event of a turn.
+        verified: what the engine said, where a verdict is behind the event.
     """
 
     start: int
@@ -33,6 +34,7 @@ class RemoteEvent:
     num_corrected: int = 0
     link: LinkState = "up"
     stop_reason: StopReason | None = None
+    verified: Event | None = None
 
 
 @dataclass(frozen=True)

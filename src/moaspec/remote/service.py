@@ -8,10 +8,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.verifier import LocalVerifier
-from moaspec.errors import LinkError, MoaSpecError, RefusedError, WireError
+from moaspec.errors import InputError, LinkError, MoaSpecError, RefusedError, WireError
 from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import check_target
 from moaspec.remote import identity, wire
@@ -26,6 +27,9 @@ from moaspec.remote.store import ForeignSessionError, NoRoomError, SessionStore,
 from moaspec.remote.stream import Stream
 from moaspec.remote.transport import Connection
 from moaspec.target import Target
+
+if TYPE_CHECKING:
+    from moaspec.decode.grammar import Grammars
 
 MOST_LAYERS = 3
 """Largest N for drafters that were not trained for a certain one; the paper's largest."""
@@ -94,6 +98,7 @@ class TargetService:
         self.draining = self._stopped = False
         self._connections: set[Stream] = set()
         self._limits = wire.Limits(target.vocab_size, self._max_tokens)
+        self._grammars: Grammars | None = None  # made when a device first asks for one
         self._streams: dict[bytes, Stream] = {}
         self._work: dict[bytes, asyncio.Task[None]] = {}
         self._next: dict[bytes, Opening | Drafted] = {}
@@ -320,8 +325,33 @@ class TargetService:
         ids = wire.tokens_of(asked.token_ids, self._limits, least=1, most=most)
         if not 1 <= asked.prompt_length <= len(ids) or message.turn < 1:
             raise WireError("A turn has a number from 1 on, and a prompt within its text.")
-        sampling = wire.sampling_of(asked.sampling, self._limits)
+        sampling = self._sampling(asked.sampling, asked.prompt_length)
         return Opening(message.turn, ids, asked.prompt_length, sampling, self._asked(asked))
+
+    def _sampling(self, message: pb.Sampling, prompt_length: int) -> SamplingParams:
+        """Settings of a message, its grammar as a logits processor.
+
+        Raises:
+            WireError: values out of range.
+            RefusedError: a grammar that cannot be compiled here.
+        """
+        sampling = wire.sampling_of(message, self._limits)
+        if not message.grammar:
+            return sampling
+        try:
+            from moaspec.decode.grammar import Grammars
+        except ImportError as error:
+            raise RefusedError(f"This server has no grammars: {error.name} is missing.") from error
+        self._grammars = self._grammars or Grammars(
+            self.target.tokenizer,
+            vocab_size=self.target.vocab_size,
+            stop_token_ids=self.target.stop_token_ids,
+        )
+        try:
+            processor = self._grammars.processor(message.grammar, prompt_length)
+        except InputError as error:
+            raise RefusedError(str(error)) from error
+        return replace(sampling, processors=(processor,))
 
     def _asked(self, asked: pb.Open) -> Asked | None:
         """The activations that a device wants."""
@@ -475,7 +505,7 @@ class TargetService:
             NoRoomError: too many texts at once.
         """
         wire.tokens_of(request.token_ids, self._limits, least=1, most=self._max_tokens - 1)
-        sampling = wire.sampling_of(request.sampling, self._limits)
+        sampling = self._sampling(request.sampling, len(request.token_ids))
         if self.draining or self.shared.num_rows >= self._room().max_sessions:
             raise NoRoomError("There is no room for another text; try again later.")
         work = decode_alone(self.shared, self.target, self._drafter, request, sampling)

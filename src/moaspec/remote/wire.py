@@ -29,6 +29,9 @@ MAX_DRAFTED = 256
 MAX_RUNS = 4096
 """Most runs of positions in one message."""
 
+MAX_GRAMMAR = 1 << 18
+"""Characters of a grammar; compiling takes the server's time."""
+
 CODEC_NUMBERS: dict[CodecName, pb.Codec] = {
     "fp16": pb.CODEC_FP16,
     "int8": pb.CODEC_INT8,
@@ -161,14 +164,16 @@ def sampling_message(sampling: SamplingParams) -> pb.Sampling:
     """Settings as they travel.
 
     Raises:
-        InputError: custom processors, which are code and cannot travel.
+        InputError: custom processors, which are code and cannot travel; a grammar can.
     """
-    if sampling.processors:
+    grammars = [getattr(one, "grammar", "") for one in sampling.processors]
+    if len(grammars) > 1 or "" in grammars:
         raise InputError(
             "logits_processors are functions, and cannot be sent to a server. Use logit_bias and "
             "the penalties instead."
         )
     return pb.Sampling(
+        grammar=grammars[0] if grammars else "",
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -207,6 +212,8 @@ def sampling_of(message: pb.Sampling, limits: Limits) -> SamplingParams:
         )
     except InputError as error:
         raise WireError(str(error)) from error
+    if len(message.grammar) > MAX_GRAMMAR:
+        raise WireError(f"A grammar of {len(message.grammar)} characters; at most {MAX_GRAMMAR}.")
     if sampling.samples and sampling.seed is None:
         raise WireError("Sampling needs a seed; the device draws one where the user gives none.")
     return sampling

@@ -64,10 +64,10 @@ def load_target(
         raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
     _require_device(device)
     name = str(name)
-    source = _resolve(name)
+    source = find_weights(name)
     try:
         target = Target(
-            _load_model(source, name, DTYPES[dtype]).to(device), _load_tokenizer(source), name=name
+            _load_model(source, name, DTYPES[dtype]).to(device), load_tokenizer(source), name=name
         )
     except MoaSpecError:
         raise
@@ -147,7 +147,12 @@ def cache_dir() -> Path:
     return Path(root) if root else Path.home() / ".cache" / "moaspec"
 
 
-def _resolve(name: str) -> str:
+def find_weights(name: str) -> str:
+    """Directory or hub id of a target's weights, in a form that transformers and vLLM load.
+
+    Raises:
+        UnknownModelError: neither an alias nor a directory, and no hub id by its form.
+    """
     alias = ALIASES.get(name)
     if alias is None:
         if "/" not in name and not Path(name).is_dir():
@@ -204,7 +209,7 @@ def _publish(scratch: Path, final: Path) -> None:
             raise
 
 
-def _load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str) -> Any:
     """The tokenizer, or None for a model directory that has none (token ids still work)."""
     try:
         return AutoTokenizer.from_pretrained(source)

@@ -1,0 +1,173 @@
+"""What drafting inside vLLM gains or costs, against plain vLLM and its n-gram drafter.
+
+One engine per method, each in a process of its own, run in turn on the same requests; medians of
+tokens/s over the runs and of each run's ratio to the plain run beside it. Where the dtype is
+float32 the texts must be equal, or there are no figures. With --profile, one engine in this process
+instead, and how the proposer's share of a step divides into matrix products, attention, the rest.
+
+    scripts/with_vllm.sh python benchmarks/vllm_speed.py --dtype bfloat16 --concurrency 1 4 16
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_common import Requests, counters, engine, parser, prompt_ids, serve, speculative
+
+from moaspec import load_target
+from moaspec.decode.calibrate import machine
+
+METHODS = ("plain", "ngram", "moa")
+LONGEST_PROMPT = 320
+PRODUCT_WORDS = ("linear", "addmm", "gemm", "weight_packed", "onednn", "::mm", "_mm")
+ATTENTION_WORDS = ("attention", "attn", "reshape_and_cache")
+
+
+def main() -> None:
+    """Print one line per method, then one line of JSON."""
+    options = parser(__doc__)
+    options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    options.add_argument("--max-new-tokens", type=int, default=64)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--methods", nargs="+", default=[*METHODS])
+    options.add_argument("--profile", action="store_true")
+    options.add_argument("--pause", action="store_true", help="Wait for Enter before measuring.")
+    args = options.parse_args()
+    target = load_target(args.model)
+    prompts = prompt_ids(target, args.suite, args.limit, longest=LONGEST_PROMPT)
+    facts = {
+        "benchmark": "vllm_speed",
+        "machine": machine(target.device),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "dtype": args.dtype,
+        "draft_tokens": args.draft_tokens,
+    }
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if args.profile else "1"
+    if args.profile:
+        rows = [
+            _profile(args, prompts[:concurrency], concurrency) for concurrency in args.concurrency
+        ]
+    else:
+        rows = _speeds(args, prompts)
+    print(json.dumps(facts | {"rows": rows}))
+
+
+def _arguments(args: Any, method: str) -> dict[str, Any]:
+    return speculative(args, method) | {
+        "dtype": args.dtype,
+        "max_model_len": 1024,
+        "max_num_seqs": max(args.concurrency),
+        # Every run reads its prompts; hits would favour whoever runs second.
+        "enable_prefix_caching": False,
+    }
+
+
+def _speeds(args: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        engines = {
+            method: stack.enter_context(engine(**_arguments(args, method)))
+            for method in args.methods
+        }
+        for llm in engines.values():
+            serve(llm, Requests(prompts[:1], [8]), 1)
+        if args.pause:
+            input("Engines are ready; press Enter to measure. ")
+        for concurrency in args.concurrency:
+            # Two waves of requests, one where they would take too long one by one.
+            chosen = prompts[: max(2, concurrency)]
+            rows += _compare(args, engines, chosen, concurrency)
+    return rows
+
+
+def _compare(
+    args: Any, engines: Mapping[str, Any], prompts: list[list[int]], concurrency: int
+) -> list[dict[str, Any]]:
+    speeds: dict[str, list[float]] = {method: [] for method in engines}
+    texts: dict[str, dict[int, list[int]]] = {}
+    before = {method: counters(llm) for method, llm in engines.items()}
+    for _ in range(args.rounds):
+        for method, llm in engines.items():
+            requests = Requests(prompts, [args.max_new_tokens] * len(prompts))
+            started = time.perf_counter()
+            tokens = serve(llm, requests, concurrency)
+            speeds[method].append(tokens / (time.perf_counter() - started))
+            texts[method] = requests.texts
+    if args.dtype == "float32" and any(text != texts["plain"] for text in texts.values()):
+        raise SystemExit("Texts differ in float32; no figures.")
+    return [
+        _speed_row(method, concurrency, speeds, _tau(engines[method], before[method]))
+        for method in engines
+    ]
+
+
+def _tau(llm: Any, before: Mapping[str, float]) -> float | None:
+    after = counters(llm)
+    drafts, accepted = (
+        after.get(name, 0.0) - before.get(name, 0.0)
+        for name in ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
+    )
+    return 1 + accepted / drafts if drafts else None
+
+
+def _speed_row(
+    method: str, concurrency: int, speeds: Mapping[str, list[float]], tau: float | None
+) -> dict[str, Any]:
+    pairs = zip(speeds[method], speeds["plain"], strict=True)
+    row = {
+        "method": method,
+        "concurrency": concurrency,
+        "tokens_per_s": statistics.median(speeds[method]),
+        "spread": [min(speeds[method]), max(speeds[method])],
+        "ratio": statistics.median(one / plain for one, plain in pairs),
+        "tau_of_drafted_rounds": tau,
+    }
+    print(row, flush=True)
+    return row
+
+
+def _profile(args: Any, prompts: list[list[int]], concurrency: int) -> dict[str, Any]:
+    """How the proposer's share of a step divides."""
+    from torch.profiler import ProfilerActivity, profile
+
+    requests = Requests(prompts, [args.max_new_tokens] * len(prompts))
+    with engine(**_arguments(args, "moa")) as llm:
+        serve(llm, Requests(prompts[:1], [8]), 1)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            started = time.perf_counter()
+            serve(llm, requests, concurrency)
+            wall = time.perf_counter() - started
+    events = profiler.events() or []
+    ours = [one for one in events if one.name.startswith("moaspec: ")]
+    proposer = sum(one.cpu_time_total for one in ours) / 1e6
+    products, attention = (
+        sum(_inside(one, words) for one in ours) / 1e6 for words in (PRODUCT_WORDS, ATTENTION_WORDS)
+    )
+    row = {
+        "concurrency": concurrency,
+        "wall_s": wall,
+        "proposer_share": proposer / wall,
+        "proposer_products_share": products / wall,
+        "proposer_attention_share": attention / wall,
+        "proposer_rest_share": (proposer - products - attention) / wall,
+    }
+    print(row, flush=True)
+    return row
+
+
+def _inside(event: Any, words: tuple[str, ...]) -> float:
+    """Microseconds of the outermost operations below an event whose name has one of the words."""
+    if any(word in event.name.lower() for word in words):
+        return float(event.cpu_time_total)
+    return sum(_inside(child, words) for child in event.cpu_children)
+
+
+if __name__ == "__main__":
+    main()

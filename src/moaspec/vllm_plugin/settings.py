@@ -1,0 +1,84 @@
+"""What vLLM is told on its command line. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moaspec.errors import InputError, ServingError
+
+SUPPORTED_VERSIONS = ">=0.32,<0.34"
+"""Releases of vLLM whose hooks this plugin knows; 0.32.0 is the one that tests run on."""
+
+PACKAGE = "moaspec.vllm_plugin"
+PROPOSER = f"{PACKAGE}.proposer.MoAProposer"
+WORKER = f"{PACKAGE}.worker.MoAWorker"
+SCHEDULER = f"{PACKAGE}.scheduler.MoAScheduler"
+SECTION = "moaspec"
+"""Our part of vLLM's `additional_config`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Which drafter serves which target, and how far it drafts.
+
+    Attributes:
+        model: directory or hub id of the target, as vLLM gets it.
+        drafter: alias, directory or hub id of the drafter.
+        num_speculative_tokens: tokens of one draft; vLLM verifies chains.
+    """
+
+    model: str
+    drafter: str
+    num_speculative_tokens: int = 3
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise InputError(
+                f"A draft needs at least 1 token, got {self.num_speculative_tokens}. To serve "
+                "without drafts, leave the speculative options out."
+            )
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `vllm.LLM` and `vllm.AsyncEngineArgs`."""
+        return {
+            "model": self.model,
+            "speculative_config": {
+                "method": "custom_class",
+                "model": PROPOSER,
+                "num_speculative_tokens": self.num_speculative_tokens,
+            },
+            "additional_config": {SECTION: {"drafter": self.drafter}},
+            "worker_cls": WORKER,
+            "scheduler_cls": SCHEDULER,
+        }
+
+    @property
+    def command(self) -> list[str]:
+        """The `vllm serve` command, word by word."""
+        arguments = self.engine_arguments
+        command = ["vllm", "serve", arguments.pop("model")]
+        for name, value in arguments.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            command += [f"--{name.replace('_', '-')}", text]
+        return command
+
+
+def drafter_name(additional_config: Any) -> str:
+    """Which drafter vLLM was told to load.
+
+    Raises:
+        ServingError: none.
+    """
+    section = additional_config.get(SECTION) if isinstance(additional_config, Mapping) else None
+    name = section.get("drafter") if isinstance(section, Mapping) else None
+    if not isinstance(name, str):
+        raise ServingError(
+            f"vLLM was not told which drafter to load: its additional_config is "
+            f"{additional_config!r} and needs {{{SECTION!r}: {{'drafter': NAME}}}}. "
+            "`moaspec vllm-config` prints all options."
+        )
+    return name

@@ -1,0 +1,37 @@
+"""`moaspec vllm-config`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import tiny
+from commands import Cli
+from moaspec.model import save_drafter
+from moaspec.vllm_plugin.settings import Serving
+
+
+def test_it_prints_a_command_that_a_shell_can_run(cli: Cli, tmp_path: Path) -> None:
+    save_drafter(
+        tiny.random_drafter(tiny.target()),
+        tmp_path,
+        training={"config": {"target": "someone/model"}},
+    )
+    done = cli("vllm-config", str(tmp_path), "--num-speculative-tokens", "2")
+    serving = Serving(model="someone/model", drafter=str(tmp_path), num_speculative_tokens=2)
+    assert done.code == 0
+    assert shlex.split(done.out) == serving.command
+    done = cli("vllm-config", str(tmp_path), "--model", "other/one", "--json")
+    assert json.loads(done.out)["model"] == "other/one"
+
+
+def test_a_drafter_that_records_no_target_needs_one(cli: Cli, tmp_path: Path) -> None:
+    save_drafter(tiny.random_drafter(tiny.target()), tmp_path)
+    done = cli("vllm-config", str(tmp_path))
+    assert done.code == 2
+    assert "--model" in done.err
+
+
+def test_unknown_drafters_are_bad_input(cli: Cli) -> None:
+    assert cli("vllm-config", "no-such-drafter").code == 2

@@ -1,0 +1,224 @@
+"""Inside a real vLLM: its text is that of plain vLLM, whatever the drafter and the scheduling.
+
+Each engine takes seconds to start, so one engine answers several questions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+import vllm_serving as serving
+from moaspec import Chain, generate
+from moaspec.decode import load_drafter
+from moaspec.model import save_published
+from vllm_serving import Models
+
+pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` installs it")
+pytestmark = [
+    pytest.mark.slow,
+    # Libraries that vLLM imports warn about one another.
+    pytest.mark.filterwarnings("default"),
+]
+
+CROWDED: dict[str, Any] = {
+    "max_num_batched_tokens": 48,  # longer prompts are read in chunks
+    "max_num_seqs": 32,
+    "block_size": 32,
+    "num_gpu_blocks_override": 16,  # 32 requests want three each
+    "enable_prefix_caching": True,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return serving.write_models(tmp_path_factory.mktemp("models"))
+
+
+def crowd() -> tuple[list[list[int]], list[int]]:
+    """Prompts of which many begin alike, of 3 to 90 tokens, and how much each wants."""
+    chance = random.Random(0)
+    shared = [chance.randrange(tiny.VOCAB) for _ in range(70)]
+    prompts = [
+        [
+            *shared[: chance.choice((0, 0, 40, 70))],
+            *(chance.randrange(tiny.VOCAB) for _ in range(chance.randrange(3, 20))),
+        ]
+        for _ in range(40)
+    ]
+    return prompts, [chance.randrange(2, 60) for _ in prompts]
+
+
+def test_texts_are_those_of_plain_vllm_under_chunks_hits_and_preemption(models: Models) -> None:
+    prompts, lengths = crowd()
+    with serving.engine(models, None) as plain:
+        expected = serving.texts(plain, prompts, lengths, concurrency=8)
+    for drafter in (models.random, models.taught):
+        with serving.engine(models, drafter, **CROWDED) as llm:
+            for concurrency in (32, 8, 1):
+                got = serving.texts(llm, prompts, lengths, concurrency=concurrency)
+                assert got == expected, concurrency
+            assert serving.counter(llm, "num_preemptions") > 0
+            assert serving.counter(llm, "prefix_cache_hits") > 0
+            assert serving.counter(llm, "spec_decode_num_drafts") > 0
+
+
+def test_drafts_are_those_of_moaspecs_own_chain(models: Models) -> None:
+    lengths = [tiny.NEW_TOKENS] * len(tiny.PROMPTS)
+    drafter = load_drafter(models.taught, target=models.target)
+    own = [
+        generate(
+            models.target,
+            prompt,
+            drafter=drafter,
+            max_new_tokens=tiny.NEW_TOKENS,
+            tree=Chain(serving.DRAFT_TOKENS),
+            free_branches=False,
+        )
+        for prompt in tiny.PROMPTS
+    ]
+    with serving.engine(models, models.taught) as llm:
+        got = serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
+        rounds = serving.counter(llm, "spec_decode_num_drafts")
+    assert got == [result.token_ids for result in own]
+    # vLLM counts a last draft that the text's end cuts off as a round too, and so do we.
+    assert rounds == sum(result.num_rounds for result in own)
+    assert rounds < 0.6 * sum(lengths)
+
+
+@pytest.mark.parametrize("form", ["raw", "vllm"])
+def test_published_forms_load(models: Models, tmp_path: Path, form: Any) -> None:
+    taught = load_drafter(models.taught, target=models.target)
+    save_published(
+        taught, tmp_path, form, target=models.target.identity, context=models.target.config
+    )
+    lengths = [tiny.NEW_TOKENS] * len(tiny.PROMPTS)
+    with serving.engine(models, tmp_path) as llm:
+        serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
+        assert serving.tau(llm) > 1.5
+
+
+def test_a_failing_drafter_never_fails_requests(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moaspec.vllm_plugin.drafting import Drafting
+    from moaspec.vllm_plugin.metrics import FAILURES
+
+    with serving.engine(models, None) as plain:
+        expected = serving.texts(plain, tiny.PROMPTS, [16] * 4, concurrency=4)
+    draft, encode, calls = Drafting.draft, Drafting.encode, Counter[str]()
+
+    def sometimes(name: str, call: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            calls[name] += 1
+            if calls[name] % 3 == 0:
+                raise RuntimeError("out of luck")
+            return call(*arguments)
+
+        return run
+
+    monkeypatch.setattr(Drafting, "draft", sometimes("draft", draft))
+    monkeypatch.setattr(Drafting, "encode", sometimes("encode", encode))
+    before = FAILURES._value.get()
+    with serving.engine(models, models.taught) as llm:
+        assert serving.texts(llm, tiny.PROMPTS, [16] * 4, concurrency=4) == expected
+        assert serving.counter(llm, "spec_decode_num_drafts") > 0
+    assert FAILURES._value.get() > before
+
+
+def whole_temperatures(
+    x: Any, counts: Any, _: int, replace_from: int = 0, replace_to: int = 0
+) -> Any:
+    """What vLLM's CPU build should have done: each request's value for each of its tokens."""
+    x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return x.repeat_interleave(counts.diff(prepend=counts.new_zeros(1)).long())
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_sampled_text_has_the_targets_distribution(
+    models: Models, monkeypatch: pytest.MonkeyPatch, mended: bool
+) -> None:
+    """Two tokens of many texts against the exact law, at a temperature that spreads them.
+
+    Where vLLM verifies at no request's temperature, nothing is drafted; with that mended, drafts
+    are accepted and rejected.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.sample import rejection_sampler
+
+    if mended:
+        monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", whole_temperatures)
+    prompt, count = list(tiny.PROMPTS[1]), 3000
+    settings = SamplingParams(temperature=1.0, max_tokens=3, n=count, seed=None, ignore_eos=True)
+    with serving.engine(models, models.taught, max_num_seqs=64) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], settings, use_tqdm=False)
+        if mended:
+            assert serving.counter(llm, "spec_decode_num_accepted_tokens") > 0
+    pairs = Counter(tuple(one.token_ids[1:3]) for one in output.outputs)
+    law = _law_of_pairs(models, prompt)
+    observed = torch.zeros_like(law)
+    for (second, third), number in pairs.items():
+        observed[second, third] = number
+    # Cells that expect fewer than 5 are pooled, as the chi-squared approximation asks for.
+    expected = (law * count).flatten()
+    large = expected >= 5
+    cells = torch.cat((observed.flatten()[large], observed.flatten()[~large].sum()[None]))
+    means = torch.cat((expected[large], expected[~large].sum()[None]))
+    statistic, freedom = float(((cells - means) ** 2 / means).sum()), len(means) - 1
+    # Five standard deviations of a chi-squared variable: a false alarm in about a million runs.
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def _law_of_pairs(models: Models, prompt: list[int]) -> torch.Tensor:
+    """P(second token, third token) after a prompt, summed over the first: (V, V)."""
+    model, vocab = models.target.model, tiny.VOCAB
+
+    def after(prefixes: torch.Tensor) -> torch.Tensor:
+        return model(prefixes).logits[:, -1].double().softmax(-1)
+
+    with torch.inference_mode():
+        start = torch.tensor([prompt])
+        first_V = after(start)[0]
+        tokens = torch.arange(vocab)[:, None]
+        one = torch.cat((start.expand(vocab, -1), tokens), dim=1)
+        second_VV = after(one) * first_V[:, None]
+        law = torch.zeros(vocab, vocab, dtype=torch.float64)
+        for first in range(vocab):
+            two = torch.cat((one[first].expand(vocab, -1), tokens), dim=1)
+            law += second_VV[first][:, None] * after(two)
+    return law
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "quantised key-value cache"),
+        ({"worker_cls": "auto"}, "--worker-cls"),
+        ({"scheduler_cls": None}, "--scheduler-cls"),
+        ({"additional_config": {}}, "which drafter"),
+        ({"logits_processors": ["builtins:dict"]}, "logits processors"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_start(
+    models: Models, changes: dict[str, Any], reason: str
+) -> None:
+    with (
+        pytest.raises(Exception, match=reason),
+        serving.engine(models, models.random, **changes),
+    ):
+        pass
+
+
+def test_a_drafter_of_another_target_is_refused_at_start(models: Models, tmp_path: Path) -> None:
+    from moaspec.model import save_drafter
+
+    other = tiny.fresh_target(num_hidden_layers=5, **serving.SIZES)
+    save_drafter(tiny.random_drafter(other), tmp_path)
+    with pytest.raises(Exception, match="num_layers is 5"), serving.engine(models, tmp_path):
+        pass

@@ -1,0 +1,39 @@
+"""A vLLM that this plugin does not know is refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from moaspec.errors import ServingError
+from moaspec.vllm_plugin import hooks
+
+
+@pytest.mark.parametrize("found", ["0.31.9", "0.34.0", "1.0", "not installed"])
+def test_other_versions_are_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "installed_version", lambda: found)
+    with pytest.raises(ServingError, match=rf"vLLM {found} is installed.*>=0\.32,<0\.34"):
+        hooks.require_version()
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.0+cpu", "0.33.1", "0.33.0rc1"])
+def test_known_versions_pass(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "installed_version", lambda: found)
+    hooks.require_version()
+
+
+def test_a_missing_hook_is_named_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "installed_version", lambda: "0.33.5")
+    runner = SimpleNamespace(input_batch=SimpleNamespace(num_reqs=1))
+    assert hooks.require(runner, "input_batch.num_reqs", owner_name="Runner") == 1
+    with pytest.raises(
+        ServingError, match=r"vLLM 0\.33\.5 has no Runner\.input_batch\.block_table"
+    ):
+        hooks.require(runner, "input_batch.block_table", owner_name="Runner")
+
+
+def test_a_missing_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "MODULE_HOOKS", (("moaspec.no_such_module", "x"),))
+    with pytest.raises(ServingError, match=r"no module moaspec\.no_such_module"):
+        hooks.require_modules()
