@@ -149,6 +149,7 @@ def test_products_of_a_normed_input_and_their_gradients(bias: bool) -> None:
 
 def test_the_mean_of_a_layer_and_its_gradients(model: Any) -> None:
     """The last projection on the mean gives the mean of the last projection."""
+    torch.manual_seed(0)
     layer = DecoderLayer(config_of(model), eps=EPS, hidden_act="silu")
     layer.load_state_dict(layer_state(model, 1))
     rope = Rope.plain(layer.self_attn.head_dim, 10000.0)(POSITIONS)
@@ -162,5 +163,5 @@ def test_the_mean_of_a_layer_and_its_gradients(model: Any) -> None:
         torch.autograd.grad(expected.square().sum(), weights),
         strict=True,
     ):
-        # Sums in another order.
-        assert_close(got, wanted, rtol=1e-3, atol=1e-5)
+        # Sums in another order; gradients up to 10, some of them differences of such.
+        assert_close(got, wanted, rtol=1e-3, atol=1e-4)
