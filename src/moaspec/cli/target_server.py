@@ -57,7 +57,6 @@ def target_server(
     _check(host, tls_certificate, tls_key, client_ca)
     # Imported here, because gRPC is not needed by any other command.
     from moaspec.remote import (
-        GrpcServer,
         Guard,
         ServerOptions,
         ServiceOptions,
@@ -89,7 +88,7 @@ def target_server(
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
     where = ServerOptions(host=host, port=port, credentials=secure, guard=guard)
-    asyncio.run(_serve(GrpcServer(service, where), host, drain_s))
+    asyncio.run(_serve(service, where, drain_s))
 
 
 def _check(host: str, certificate: Path | None, key: Path | None, client_ca: Path | None) -> None:
@@ -125,14 +124,17 @@ def _print_traces() -> None:
     trace.set_tracer_provider(provider)
 
 
-async def _serve(server: Any, host: str, drain_s: float) -> None:
+async def _serve(service: Any, where: Any, drain_s: float) -> None:
+    from moaspec.remote import GrpcServer
+
+    server = GrpcServer(service, where)  # here, because gRPC ties it to the running loop
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(NotImplementedError):  # not on Windows
             loop.add_signal_handler(number, stop.set)
     async with server:
-        console.out.print(json.dumps({"address": f"{host}:{server.port}"}), markup=False)
+        console.out.print(json.dumps({"address": f"{where.host}:{server.port}"}), markup=False)
         await stop.wait()
         console.err.print("Draining", style="dim")
         await server.drain(drain_s)
