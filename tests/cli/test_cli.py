@@ -34,6 +34,8 @@ COMMANDS = (
     "eval",
     "check",
     "checkpoint",
+    "remote",
+    "edge-bench",
 )
 
 

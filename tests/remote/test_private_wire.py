@@ -58,7 +58,7 @@ def forms(secret: str, ids: list[int]) -> Iterator[bytes]:
     yield bytes(ids)
     for width in (2, 4, 8):
         for order in ("little", "big"):
-            yield b"".join(one.to_bytes(width, order) for one in ids)  # type: ignore[arg-type]
+            yield b"".join(one.to_bytes(width, order) for one in ids)
     yield b"".join(_varint(one) for one in ids)
     yield " ".join(map(str, ids)).encode()
     packed = b"".join(one.to_bytes(4, "little") for one in ids)

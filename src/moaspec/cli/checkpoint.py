@@ -16,7 +16,6 @@ from moaspec.errors import HubError, InputError
 from moaspec.model import load_checkpoint, save_drafter, save_published
 from moaspec.model.published import recorded
 from moaspec.model.weights import read_config, read_tensors
-from moaspec.remote.bundle import export_bundle
 from moaspec.target import load_target
 
 app = typer.Typer(
@@ -74,6 +73,9 @@ def export_device(
 
     Example: moaspec checkpoint export-device smollm2-135m smollm2-135m device --int8
     """
+    # Imported here, because gRPC, which its package needs, is not installed everywhere.
+    from moaspec.remote.bundle import export_bundle
+
     console.quiet_libraries()
     with console.err.status(f"Loading {target}"):
         export_bundle(target, drafter, out, int8=int8, num_target_layers=num_target_layers)

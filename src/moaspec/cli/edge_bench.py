@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from moaspec.cli import console
@@ -15,6 +16,13 @@ from moaspec.cli.options import MODEL, DrafterName
 from moaspec.decode import bundled_drafters
 from moaspec.errors import InputError
 from moaspec.evaluate import read_prompts
+
+COLUMNS = (
+    "",
+    *("speed", "tokens/s", "ms/token", "formula", "off", "x plain"),
+    *("passes", "up B", "down B", "first ms", "text"),
+)
+WIDTH = 110
 
 
 def edge_bench(
@@ -40,6 +48,7 @@ def edge_bench(
     codec: Annotated[
         Literal["fp16", "int8", "int4"], typer.Option(help="Of activations.")
     ] = "int8",
+    int8: Annotated[bool, typer.Option("--int8", help="Weights on the device in 8 bits.")] = False,
     limit: Annotated[int, typer.Option(help="Prompts of those in the package.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
     cut: Annotated[
@@ -55,7 +64,8 @@ def edge_bench(
 
     Server and device are processes of their own, in network namespaces with a relay between them
     that delays, loses and limits real packets. Beside each measurement stands what the formula of
-    docs/edge-bench.md predicts.
+    docs/edge-bench.md predicts. `speed` is the server's over the device's; passes and bytes are per
+    token.
 
     Example: moaspec edge-bench --links lan,4g --num-target-layers 0,1 --out edge.json
     """
@@ -92,7 +102,7 @@ def edge_bench(
             threads=threads,
         )
         with console.err.status("Exporting the device bundle") as status:
-            export_bundle(model, name, bundles["moa"], num_target_layers=max(layers))
+            export_bundle(model, name, bundles["moa"], int8=int8, num_target_layers=max(layers))
             advance = status.update
             if cut is None:
                 report = run_edge_bench(settings, advance)
@@ -114,15 +124,12 @@ def _list(text: str) -> list[str]:
 
 def _show(report: dict[str, Any]) -> None:
     for name, found in report["links"].items():
-        table = Table(
-            "",
-            *("server x", "tokens/s", "ms/token", "formula", "off", "x plain"),
-            *("passes/token", "up B/token", "down B/token", "first ms", "text"),
-            title=f"{name}: round trip {1e3 * found['rtt_s']:.1f} ms",
-        )
+        times = f"round trip {1e3 * found['rtt_s']:.1f} ms, pass {1e3 * found['pass_s']:.0f} ms"
+        table = Table(*COLUMNS, title=f"{name}: {times}", box=None)
         for row in found["rows"]:
             table.add_row(*_cells(row))
-        console.out.print(table)
+        # Numbers that are cut short cannot be read, however narrow the window is.
+        Console(width=max(WIDTH, console.out.width), highlight=False).print(table)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

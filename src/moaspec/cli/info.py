@@ -15,7 +15,6 @@ from moaspec.decode import bundled_drafters
 from moaspec.errors import UnknownModelError
 from moaspec.model.checkpoint import DRAFT_TOKENS
 from moaspec.model.weights import read_config, read_tensors
-from moaspec.remote.bundle import is_bundle, read_bundle_info
 
 
 def info(
@@ -32,7 +31,7 @@ def info(
             f"No checkpoint {checkpoint!r}: not a directory, and not bundled "
             f"({', '.join(bundled_drafters()) or 'none'})."
         )
-    facts = describe_bundle(directory) if is_bundle(directory) else describe(directory)
+    facts = describe_bundle(directory) if _is_bundle(directory) else describe(directory)
     if as_json:
         console.out.print(json.dumps(facts), markup=False)
         return
@@ -59,8 +58,15 @@ def describe(directory: Path) -> dict[str, Any]:
     }
 
 
+def _is_bundle(directory: Path) -> bool:
+    return "moaspec_device" in read_config(directory)
+
+
 def describe_bundle(directory: Path) -> dict[str, Any]:
     """Facts of a device bundle, its weights read and checked."""
+    # Imported here, because gRPC, which its package needs, is not installed everywhere.
+    from moaspec.remote.bundle import read_bundle_info
+
     info, tensors = read_bundle_info(directory), read_tensors(directory)
     return {
         "format": "device bundle",

@@ -20,6 +20,7 @@ from moaspec.cli.evaluate import demo
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
+from moaspec.cli.remote import remote
 from moaspec.cli.serve import serve
 from moaspec.cli.target_server import target_server
 from moaspec.cli.train import train
@@ -58,6 +59,7 @@ for command in (
     serve,
     edge,
     vllm_config,
+    remote,
 ):
     app.command()(command)
 app.command("target-server")(target_server)

@@ -48,6 +48,7 @@ from moaspec.target.excerpt import (
 from moaspec.target.registry import DTYPES
 
 SECTION = "moaspec_device"
+"""By this `moaspec info` knows a bundle, too."""
 FORMAT_VERSION = 1
 TARGET, DRAFTER = "target", "drafter"
 TARGET_CONFIG = "target"

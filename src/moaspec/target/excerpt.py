@@ -164,7 +164,8 @@ def _last_layers(config: Any, num_layers: int, dtype: torch.dtype) -> Any:
     Transformers builds it, from a config of N layers and one token; so what is random is small.
     """
     total = int(config.num_hidden_layers)
-    small = {"num_hidden_layers": max(1, num_layers), "vocab_size": 1, "pad_token_id": None}
+    small: dict[str, Any] = {"num_hidden_layers": max(1, num_layers), "vocab_size": 1}
+    small |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     if getattr(config, "layer_types", None) is not None:
         small["layer_types"] = list(config.layer_types)[-max(1, num_layers) :]
     values = config.to_dict() | small | {"tie_word_embeddings": False}

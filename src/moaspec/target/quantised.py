@@ -75,6 +75,8 @@ class Int8Linear(_Int8Rows):
         bias: (R,), or None.
     """
 
+    bias: Tensor | None
+
     def __init__(
         self, rows_RI: Tensor, scale_R: Tensor, dtype: torch.dtype, bias: Tensor | None = None
     ) -> None:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, cast
 
+from moaspec.decode import AUTO
 from moaspec.errors import InputError, MoaSpecError
 from moaspec.evaluate.edge.case import MODES, Case
 from moaspec.evaluate.edge.formula import Mode, Round, prediction
@@ -21,6 +22,9 @@ from moaspec.remote.emulation.namespaces import EmulatedLink, Side
 
 LOCAL = "none"
 """The link that needs no emulation."""
+
+CONTEXT = 128
+"""Tokens before the plain pass that is timed by itself; about the middle of a text here."""
 
 DRAFTERS = ("moa", "independent", "replay")
 
@@ -257,6 +261,7 @@ def run_edge_bench(
 def _measure_link(setup: Setup, name: str, advance: Callable[[str], None]) -> dict[str, Any]:
     link = setup.shape(name)
     rtt_s = setup.device.ask({"do": "ping"})["answer"]["rtt_s"]
+    pass_s = setup.server.ask({"do": "pass", "context": CONTEXT})["pass_s"]
     rows: list[dict[str, Any]] = []
     plain: dict[str, Any] | None = None
     cases = list(setup.settings.cases(setup.steps))
@@ -275,11 +280,13 @@ def _measure_link(setup: Setup, name: str, advance: Callable[[str], None]) -> di
                 "bytes_down_per_token": down / max(1, measured["tokens"]),
             }
         plain = plain or measured
-        rows.append(_row(case, speed, measured, plain, link=link, rtt_s=rtt_s))
-    return {"link": asdict(link), "rtt_s": rtt_s, "rows": rows}
+        rows.append(
+            measured_row(case, speed, measured, plain, link=link, rtt_s=rtt_s, pass_s=pass_s)
+        )
+    return {"link": asdict(link), "rtt_s": rtt_s, "pass_s": pass_s, "rows": rows}
 
 
-def _row(
+def measured_row(
     case: Case,
     speed: float,
     measured: dict[str, Any],
@@ -287,6 +294,7 @@ def _row(
     *,
     link: Link,
     rtt_s: float,
+    pass_s: float,
 ) -> dict[str, Any]:
     """A case, what it measured, and what the formula says."""
     per_token_s = 1.0 / measured["tokens_per_s"]
@@ -294,9 +302,9 @@ def _row(
     moved = measured["bytes_up_per_token"] + measured["bytes_down_per_token"]
     of = Round(
         tokens=measured["tau"],
-        drafted=measured["drafted"] / rounds if case.mode in ("sync", "ahead") else 1.0,
+        drafted=measured["drafted"] / rounds if case.mode in ("sync", "ahead") else AUTO.depth,
         step_s=measured["step_s"] or case.step_s,
-        pass_s=measured["pass_s"] or 1.0 / plain["tokens_per_s"],
+        pass_s=measured["pass_s"] or pass_s,
         rtt_s=rtt_s,
         transfer_s=8 * moved * measured["tau"] / link.bits_per_s if link.bits_per_s else 0.0,
         hits=measured["hits"],

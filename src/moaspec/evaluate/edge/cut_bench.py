@@ -83,7 +83,7 @@ def _judged(
     before, alone = one["before"], one["alone"]
     opinion: dict[str, Any] = {"log_likelihood": None, "agreement": None}
     if alone:
-        job = {"seen": [*prompt, *plain[:before]], "text": alone}
+        job = {"do": "opinion", "seen": [*prompt, *plain[:before]], "text": alone}
         opinion = setup.server.ask(job)
     kept = common_length(alone, plain[before:])
     return {**one, **opinion, "kept": kept, "same_text": one["text"] == plain}

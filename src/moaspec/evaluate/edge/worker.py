@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from moaspec.decode import Chain, load_drafter
 from moaspec.decode.protocols import RowText
+from moaspec.evaluate.cost import pass_s
 from moaspec.evaluate.cut import opinion
 from moaspec.evaluate.edge.case import Case
 from moaspec.evaluate.edge.cutting import cut_and_return
@@ -45,13 +46,16 @@ class ServerSide:
 
     Args:
         target: the model.
+        pass_s: the least time of a pass.
     """
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
+    def __init__(self, target: Target, pass_s: float = 0.0) -> None:
+        self._target, self._pass_s = target, pass_s
 
     async def answer(self, job: dict[str, Any]) -> dict[str, Any]:
-        """What the target thinks of a text that follows another."""
+        """Seconds of a plain pass, or what the target thinks of a text that follows another."""
+        if job["do"] == "pass":
+            return {"pass_s": max(self._pass_s, pass_s(self._target, 1, job["context"], 1))}
         likelihood, agreement = opinion(self._target, job["seen"], job["text"])
         return {"log_likelihood": likelihood, "agreement": agreement}
 
@@ -126,7 +130,7 @@ async def serve(settings: dict[str, Any], say: Say, hear: Hear) -> None:
     target = load_target(settings["model"], dtype=settings["dtype"])
     drafter = load_drafter(settings["drafter"], target=target)
     options = ServiceOptions(passes=PassOptions(min_pass_s=settings["pass_s"]))
-    side = ServerSide(target)
+    side = ServerSide(target, settings["pass_s"])
     where = ServerOptions(host=settings["host"], port=0)
     async with GrpcServer(TargetService(target, drafter, options), where) as server:
         say({"port": server.port})
