@@ -6,7 +6,7 @@ This is what client-server competes with, and what devices without a bundle can 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -77,7 +77,7 @@ async def decode_alone(
     drafter: MoADrafter | None,
     request: pb.GenerateRequest,
     sampling: SamplingParams,
-) -> AsyncIterator[pb.Generated]:
+) -> AsyncGenerator[pb.Generated]:
     """Decode a request to its end; whoever stops listening ends it."""
     drafting: Drafter | None = None
     if request.speculate and drafter is not None:
@@ -128,7 +128,7 @@ class RemoteText:
 
     async def stream(
         self, prompt_ids: Sequence[int], *, speculate: bool = False, **options: Unpack[RowOptions]
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event]:
         """Verified tokens as they come.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -182,7 +182,7 @@ class RemoteSession:
 
     async def stream(
         self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
-    ) -> AsyncIterator[RemoteEvent]:
+    ) -> AsyncGenerator[RemoteEvent]:
         """Answer a conversation, yielding text as it is verified, or drafted without a link.
 
         Args:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -497,7 +497,7 @@ class TargetService:
 
     async def generate(
         self, _owner: str, request: pb.GenerateRequest
-    ) -> AsyncIterator[pb.Generated]:
+    ) -> AsyncGenerator[pb.Generated]:
         """The server alone.
 
         Raises:
