@@ -4,9 +4,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := $(CURDIR)/.venv-vllm
 
-# What `make results` measures, and on how many prompts of each set.
-SUITE ?= paper
-LIMIT ?= 3
+# What `make results` measures; the paper's sets lie below $MOASPEC_SUITES (docs/evaluation.md).
+RESULTS ?= --suite paper --limit 3 --max-new-tokens 64 --dtype bfloat16 --threads 2
 METHODS ?= hf,hf-lookup,plain,lookup@chain:3,moa,moa@chain:2,moa@tree:6x8x62
 
 .PHONY: demo test test-vllm lint bench results docs proto install clean
@@ -51,8 +50,7 @@ bench: install
 
 # The tables and plots of README.md and docs/results.md; killed, it goes on where it was.
 results: install
-	$(BIN)/moaspec eval --suite $(SUITE) --limit $(LIMIT) --max-new-tokens 64 --methods $(METHODS) \
-	    --out results
+	$(BIN)/moaspec eval $(RESULTS) --methods $(METHODS) --out results
 	$(BIN)/moaspec eval page results --markdown README.md --markdown docs/results.md
 
 docs: install

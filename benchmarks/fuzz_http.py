@@ -29,6 +29,7 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance"
 
 
 def main() -> None:
+    """Serve, fuzz, report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--command", default=shutil.which("schemathesis") or "schemathesis")
     parser.add_argument("--max-examples", type=int, default=50)

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moaspec import Target
-from moaspec.cli.console import message_ids
 from moaspec.evaluate import read_prompts
-from moaspec.target.registry import find_weights
+from moaspec.target.registry import find_weights, load_tokenizer
 from moaspec.vllm_plugin.settings import Serving
 
 SYSTEM = (
@@ -46,14 +44,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return options
 
 
-def prompt_ids(target: Target, suite: str, limit: int, *, longest: int) -> list[list[int]]:
+def prompt_ids(model: str, suite: str, limit: int, *, longest: int) -> list[list[int]]:
     """First turns of a suite under the shared system message, the long ones left out."""
-    texts = [one.turns[0] for one in read_prompts(suite, limit=None)]
+    tokenizer = load_tokenizer(find_weights(model))
     ids = [
-        message_ids(
-            target, [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+        tokenizer.apply_chat_template(
+            [{"role": "system", "content": SYSTEM}, {"role": "user", "content": one.turns[0]}],
+            add_generation_prompt=True,
+            return_dict=False,
         )
-        for text in texts
+        for one in read_prompts(suite, limit=None)
     ]
     short = [one for one in ids if len(one) <= longest]
     # Suites are sorted by kind; take some of every kind.

@@ -43,7 +43,7 @@ def main() -> None:
     args = options.parse_args()
     target = moaspec.load_target(args.model)
     drafter = moaspec.load_drafter(args.drafter, target=target)
-    prompts = prompt_ids(target, args.suite, args.limit, longest=LONGEST_PROMPT)
+    prompts = prompt_ids(args.model, args.suite, args.limit, longest=LONGEST_PROMPT)
     # Answers of different lengths, so that requests leave one by one.
     lengths = [args.max_new_tokens * (4 + index % 5) // 8 for index in range(len(prompts))]
     with engine(**speculative(args, "plain"), **CROWDED) as llm:

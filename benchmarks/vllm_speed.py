@@ -18,9 +18,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from vllm_common import Requests, counters, engine, parser, prompt_ids, serve, speculative
 
-from moaspec import load_target
 from moaspec.decode.calibrate import machine
 
 METHODS = ("plain", "ngram", "moa")
@@ -40,11 +40,10 @@ def main() -> None:
     options.add_argument("--profile", action="store_true")
     options.add_argument("--pause", action="store_true", help="Wait for Enter before measuring.")
     args = options.parse_args()
-    target = load_target(args.model)
-    prompts = prompt_ids(target, args.suite, args.limit, longest=LONGEST_PROMPT)
+    prompts = prompt_ids(args.model, args.suite, args.limit, longest=LONGEST_PROMPT)
     facts = {
         "benchmark": "vllm_speed",
-        "machine": machine(target.device),
+        "machine": machine(torch.device("cpu")),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "dtype": args.dtype,
         "draft_tokens": args.draft_tokens,

@@ -263,7 +263,8 @@ def test_texts_read_in_several_passes_draft_the_same(
         engine = local_engine(target, drafting)
         for prompt in (tiny.PROMPTS[2], tiny.PROMPTS[1], long):
             engine.add(prompt, max_new_tokens=9, shape=moaspec.Tree(3, 2, 6))
-        propose, trees = drafting.propose, []
+        propose = drafting.propose
+        trees: list[Any] = []
         monkeypatch.setattr(
             drafting, "propose", lambda *a, propose=propose, trees=trees: kept(trees, propose(*a))
         )

@@ -198,6 +198,10 @@ DRAWN = """figures => figures.map(figure => ({
 }))"""
 
 
+def boxed(element: Any) -> Any:
+    return element.bounding_box()
+
+
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 @pytest.mark.parametrize("width", [1280, 390])
@@ -214,6 +218,9 @@ def test_the_page_in_a_browser(width: int, results: Any, tmp_path: Path, tab: An
         assert figure["shapes"] > 10
         # Pixels: type of nine points, a little less on a phone.
         assert figure["text"] >= 8
+    verdicts = tab.locator("table").first.locator("td:nth-child(2)")
+    assert set(verdicts.all_text_contents()) == {"the same"}
+    assert all(box["x"] + box["width"] <= width for box in map(boxed, verdicts.all()))
     # Wide tables scroll by themselves; the page does not.
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert tab.complaints == []

@@ -57,7 +57,7 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
     "header", ["", "Bearer wrong", "Basic x", "Bearer \u00e9", f"Bearer {KEY}x"]
 )
 def test_wrong_keys(strict: Served, header: str) -> None:
-    wrong = {"Authorization": header.encode()}
+    wrong = {b"Authorization": header.encode()}
     with strict.http() as client:
         for path in ("/v1/models", CHAT, "/v1", "/v1/", "/v1/none", "/metrics", "/v1/../v1/models"):
             answer = client.get(path, headers=wrong)

@@ -98,7 +98,11 @@ def test_equal_without_speculation(served: Served, found: list[dict[str, Any]]) 
 def test_json_objects(served: Served) -> None:
     schema_free = {"type": "json_object"}
     with served.http() as http:
-        body = {"model": MODEL, "messages": say("x"), "response_format": schema_free}
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "messages": say("x"),
+            "response_format": schema_free,
+        }
         body |= {"max_tokens": 40, "seed": 3}
         answer = http.post("/v1/chat/completions", json=body).json()
     assert content(answer).startswith("{")

@@ -19,7 +19,8 @@ SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
 
 def chat(client: OpenAI, text: str = "hello", **options: Any) -> Any:
     options = {"max_completion_tokens": LONGEST, "temperature": 0, **options}
-    return client.chat.completions.create(model=MODEL, messages=say(text), **options)  # type: ignore[call-overload]
+    messages: Any = say(text)
+    return client.chat.completions.create(model=MODEL, messages=messages, **options)
 
 
 def streamed(client: OpenAI, text: str = "hello", **options: Any) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
-from moaspec.train import Example, LossWeights, TrainConfig, Trainer
+from moaspec.train import DrafterSizes, Example, LossWeights, TrainConfig, Trainer
 from moaspec.train.losses import CHUNK, CPU_LOGITS, Divergence, queries_at_once
 
 
@@ -36,7 +36,7 @@ def test_logits_in_memory_do_not_depend_on_length(
     kind: Divergence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One step each on responses of 60 and of 240 tokens, at most 32 queries' logits at a time."""
-    target = tiny.target()
+    target, vocabulary = tiny.target(), 37  # a size that no other axis has
     monkeypatch.setattr("moaspec.train.losses.CPU_LOGITS", 1)
     largest = []
     for length in (60, 240):
@@ -49,12 +49,13 @@ def test_logits_in_memory_do_not_depend_on_length(
             activation_cache=False,
             warm_start=False,
             loss=LossWeights(kl=1.0, divergence=kind),
+            sizes=DrafterSizes(draft_vocab=vocabulary),
         )
         run = Trainer(target, examples, config)
-        with LargestLogits(target.vocab_size, int(target.config.hidden_size)) as watched:
+        with LargestLogits(vocabulary, int(target.config.hidden_size)) as watched:
             run.train_step()
         largest.append(watched.found)
-    assert largest == [32 * target.vocab_size] * 2
+    assert largest == [32 * vocabulary] * 2
 
 
 def test_queries_at_once() -> None:

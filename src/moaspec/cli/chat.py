@@ -63,8 +63,11 @@ def _hold(talk: Talk) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - its import gives `input` line editing and history
     console.err.print("Ask something, or type /help.", style="dim")
-    while talk.turn():
-        pass
+    try:
+        while talk.turn():
+            pass
+    finally:
+        talk.close()
 
 
 class Conversation(Talk):

@@ -62,6 +62,10 @@ class ServedTalk(Talk):
             self.remember(question, printer.text)
             self._answers.append(printer.stats)
 
+    def close(self) -> None:
+        """See `Talk`."""
+        self._server.close()
+
     def stats(self) -> str:
         """See `Talk`."""
         if not self._answers:

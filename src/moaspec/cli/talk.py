@@ -53,6 +53,9 @@ class Talk(ABC):
     def forget(self) -> None:
         """The conversation begins anew."""
 
+    def close(self) -> None:  # noqa: B027 - not every conversation holds something
+        """The user has left."""
+
     def turn(self) -> bool:
         """Read a line and do what it says; False when the user leaves."""
         try:

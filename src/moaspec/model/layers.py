@@ -94,7 +94,7 @@ def normed_products(norm: nn.RMSNorm, x: Tensor, linears: Sequence[nn.Module]) -
     into: that gives the norm its gradient without one of its whole output.
     """
     plain = [one for one in linears if isinstance(one, nn.Linear)]
-    biases = [one.bias for one in plain if one.bias is not None]
+    biases: list[Tensor] = [one.bias for one in plain if one.bias is not None]
     if not torch.is_grad_enabled() or len(plain) < len(linears) or 0 < len(biases) < len(plain):
         normed = norm(x)
         return [one(normed) for one in linears]

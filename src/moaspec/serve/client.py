@@ -33,7 +33,11 @@ class ServedChat:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(READ_S, connect=CONNECT_S)
         self._http = httpx.Client(base_url=base, headers=headers, timeout=timeout)
-        about = self._about()
+        try:
+            about = self._about()
+        except ServerError:
+            self.close()
+            raise
         self.model, self.mode = str(about["model"]), str(about["mode"])
 
     def stream(

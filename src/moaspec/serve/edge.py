@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Unpack
 
@@ -59,8 +59,8 @@ class Alone(Protocol):
     """The server decoding by itself; `moaspec.remote.RemoteText` is one."""
 
     def stream(
-        self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
-    ) -> AsyncGenerator[Event]:
+        self, prompt_ids: Sequence[int], *, speculate: bool = False, **options: Unpack[RowOptions]
+    ) -> AsyncIterator[Event]:
         """Verified tokens as they come."""
         ...
 
@@ -209,10 +209,9 @@ class EdgeSource:
     async def _decode_alone(self, job: Job) -> AsyncGenerator[Update]:
         """By the server, for comparison; what an emulated link holds back comes when it is back."""
         assert self._alone is not None, "decode() has asked"
-        events, first = (
-            self._alone.stream(job.prompt_ids, **_row_options(job, self._ruled(job))),
-            True,
-        )
+        options = _row_options(job, self._ruled(job))
+        events: Any = self._alone.stream(job.prompt_ids, **options)
+        first = True
         async with contextlib.aclosing(events):
             async for event in events:
                 while self._faults is not None and self._faults.cut:
