@@ -31,7 +31,7 @@ class LlamaCpp:
 
     def __init__(self, gguf: Path, *, threads: int, context: int = 2048) -> None:
         try:
-            import xllamacpp  # type: ignore[import-not-found]
+            import xllamacpp
         except ImportError as error:
             raise SystemExit("The comparison needs: pip install xllamacpp") from error
         params = xllamacpp.CommonParams()

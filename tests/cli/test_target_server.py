@@ -45,6 +45,7 @@ def test_bad_settings_are_noticed_before_anything_is_loaded(
 def test_a_server_from_start_to_sigterm(tmp_path: Path) -> None:
     target = text_target()
     target.model.save_pretrained(tmp_path)
+    assert target.tokenizer is not None
     target.tokenizer.save_pretrained(tmp_path)
     arguments = ["target-server", "--model", str(tmp_path), "--port", "0", "--threads", "1"]
     server = subprocess.Popen(

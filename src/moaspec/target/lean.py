@@ -109,8 +109,9 @@ class LeanLayer:
         self._num_heads = attention.config.num_attention_heads
         self._qkv = joint_product(_found(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj")))
         self._output = joint_product([attention.o_proj])
-        self._q_norm = getattr(attention, "q_norm", None)
-        self._k_norm = getattr(attention, "k_norm", None)
+        # Norms of queries and keys: both or neither.
+        self._q_norm: Any = getattr(attention, "q_norm", None)
+        self._k_norm: Any = getattr(attention, "k_norm", None)
         self._gate_up = joint_product(_found(mlp, ("gate_up_proj",), ("gate_proj", "up_proj")))
         self._down = joint_product([mlp.down_proj])
         self._act = getattr(mlp, "act_fn", None) or mlp.activation_fn
