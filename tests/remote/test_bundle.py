@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tiny
-from bundles import DRAFT_IDS, save_bundle, save_target
+from bundles import save_bundle, save_target
 from moaspec.decode import Tree, load_drafter
 from moaspec.decode.engine import run_now
 from moaspec.decode.moa import MoADrafting
@@ -210,10 +210,9 @@ def test_what_a_bundle_records(tmp_path: Path) -> None:
 def test_the_fingerprint_is_of_the_weights() -> None:
     target = tiny.target()
     one, other = tiny.random_drafter(target), tiny.random_drafter(target, seed=2)
-    trimmed = tiny.random_drafter(target, draft_token_ids=DRAFT_IDS)
     short = tiny.random_drafter(target).bfloat16()
     assert fingerprint(one) == fingerprint(short)
-    assert len({fingerprint(one), fingerprint(other), fingerprint(trimmed)}) == 3
+    assert fingerprint(one) != fingerprint(other)
 
 
 def _no_config(bundle: Path) -> None:
