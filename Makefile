@@ -4,7 +4,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := $(CURDIR)/.venv-vllm
 
-.PHONY: demo test test-vllm lint bench docs install clean
+# What `make results` measures; the paper's sets lie below $MOASPEC_SUITES (docs/evaluation.md).
+RESULTS ?= --suite paper --limit 3 --max-new-tokens 64 --dtype bfloat16 --threads 2
+METHODS ?= hf,hf-lookup,plain,lookup@chain:3,moa,moa@chain:2,moa@tree:6x8x62
+
+.PHONY: demo test test-vllm lint bench results docs proto install clean
 
 install: $(INSTALLED)
 
@@ -44,8 +48,17 @@ bench: install
 	$(BIN)/python benchmarks/round.py
 	$(BIN)/moaspec eval --methods hf,plain,moa,moa@chain:4,moa@tree:6x8x62 --json
 
+# The tables and plots of README.md and docs/results.md; killed, it goes on where it was.
+results: install
+	$(BIN)/moaspec eval $(RESULTS) --methods $(METHODS) --out results
+	$(BIN)/moaspec eval page results --markdown README.md --markdown docs/results.md
+
 docs: install
 	$(BIN)/typer moaspec.cli.main utils docs --name moaspec --title 'Command line' --output docs/cli.md
+
+# The generated code is part of the repository, so that no build needs a compiler; a test compares.
+proto: install
+	cd src && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. moaspec/remote/target.proto
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -9,29 +9,24 @@ is at which rank the target's own token was. One logistic curve is fitted per ra
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import load, prompts_of, text_parser, text_setting
 from torch import Tensor
 
 import moaspec
-from moaspec.cli.console import chat_ids
 from moaspec.decode.coupling import Ranking, margins
 from moaspec.decode.protocols import RowText
-from moaspec.evaluate import read_prompts
 from moaspec.model import MoADrafter
 from moaspec.train import Example
 from moaspec.train.blocks import fixed_blocks
 from moaspec.train.data import collate
 
-ALIAS = "smollm2-135m"
 RANKS = 8
 BLOCK = 4
 """Drafts per round: statistics cover the depths that small trees and chains use."""
@@ -52,18 +47,11 @@ class Statistics:
 
 def main() -> None:
     """Print the fitted table, then one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", default="bundled")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 0.8, 1.0])
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    target = moaspec.load_target(ALIAS)
-    drafter = moaspec.load_drafter(ALIAS, target=target)
-    suite = read_prompts(args.suite, limit=args.limit)
-    prompts = [chat_ids(target, prompt.turns[0]) for prompt in suite]
+    options = text_parser(__doc__)
+    options.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 0.8, 1.0])
+    args = options.parse_args()
+    target, drafter = load(args)
+    prompts = prompts_of(args, target)
     parts = [
         _collect(target, drafter, prompts, temperature, args.max_new_tokens)
         for temperature in args.temperatures
@@ -71,7 +59,7 @@ def main() -> None:
     whole = Statistics(
         torch.cat([part.margin_NK for part in parts]), torch.cat([part.hit_NK for part in parts])
     )
-    _report(whole, vars(args) | {"machine": platform.machine(), "torch": torch.__version__})
+    _report(whole, text_setting(args, target))
 
 
 @torch.inference_mode()
@@ -138,7 +126,6 @@ def _report(statistics: Statistics, facts: dict[str, Any]) -> None:
             observed = hit[inside].double().mean()
             print(f"    margin {low:5.2f}..{high:5.2f}: observed {observed:6.1%}, fitted {p:6.1%}")
     facts["drafted"] = len(statistics.hit_NK)
-    facts["suite"] = Path(facts["suite"]).name
     print(json.dumps(facts | {"agreement": rows}))
 
 

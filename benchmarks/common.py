@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,21 +13,45 @@ import transformers
 
 import moaspec
 from moaspec import Target
+from moaspec.cli.console import chat_ids
 from moaspec.decode.calibrate import machine
+from moaspec.evaluate import read_prompts
 from moaspec.model import MoADrafter
 
 ALIAS = "smollm2-135m"
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def parser(
+    description: str | None, *, dtype: str = "bfloat16", threads: int = 2
+) -> argparse.ArgumentParser:
     """Options of every benchmark."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--model", default=ALIAS)
     options.add_argument("--drafter", default=ALIAS)
-    options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--dtype", default=dtype)
     options.add_argument("--device", default="cpu")
-    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--threads", type=int, default=threads)
     return options
+
+
+def text_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of those that decode prompts and count, in float32, where texts are equal."""
+    options = parser(description, dtype="float32", threads=1)
+    options.add_argument("--suite", default="bundled")
+    options.add_argument("--limit", type=int)
+    options.add_argument("--max-new-tokens", type=int, default=64)
+    return options
+
+
+def prompts_of(args: argparse.Namespace, target: Target) -> list[list[int]]:
+    """The first turns of the suite, as token ids."""
+    suite = read_prompts(args.suite, limit=args.limit)
+    return [chat_ids(target, prompt.turns[0]) for prompt in suite]
+
+
+def text_setting(args: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """What a count holds for; a suite goes by its name, wherever it lies."""
+    return vars(args) | {"suite": Path(args.suite).name} | setting(target)
 
 
 def load(args: argparse.Namespace) -> tuple[Target, MoADrafter]:

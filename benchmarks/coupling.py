@@ -13,26 +13,19 @@ so only the drafts differ:
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
+from common import load, prompts_of, text_parser, text_setting
 
 import moaspec
 from moaspec import GenerationResult, SamplingParams
-from moaspec.cli.console import chat_ids
 from moaspec.decode import GREEDY, acceptance_by_depth, local_engine, parse_shape
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, Tree
-from moaspec.evaluate import read_prompts
-
-ALIAS = "smollm2-135m"
 
 
 class Likeliest(MoADrafting):
@@ -63,20 +56,13 @@ METHODS: dict[str, type[MoADrafting]] = {
 
 def main() -> None:
     """Print one line per shape and method, then one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", default="bundled")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--shapes", nargs="+", default=["chain:4", "tree:4,4,12"])
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    target = moaspec.load_target(ALIAS)
-    drafter = moaspec.load_drafter(ALIAS, target=target)
-    suite = read_prompts(args.suite, limit=args.limit)
-    prompts = [chat_ids(target, prompt.turns[0]) for prompt in suite]
+    options = text_parser(__doc__)
+    options.add_argument("--temperature", type=float, default=0.8)
+    options.add_argument("--top-p", type=float, default=1.0)
+    options.add_argument("--shapes", nargs="+", default=["chain:4", "tree:4,4,12"])
+    args = options.parse_args()
+    target, drafter = load(args)
+    prompts = prompts_of(args, target)
     sampled = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=1234)
     figures = {}
     for shape in args.shapes:
@@ -96,8 +82,7 @@ def main() -> None:
         for name, figure in figures[shape].items():
             depths = " ".join(f"{share:.1%}" for share in figure["acceptance_by_depth"])
             print(f"{shape:14} {name:12} tau {figure['tau']:.3f}   by depth {depths}", flush=True)
-    facts = vars(args) | {"suite": Path(args.suite).name, "prompts": len(prompts)}
-    facts |= {"machine": platform.machine(), "torch": torch.__version__, "figures": figures}
+    facts = text_setting(args, target) | {"prompts": len(prompts), "figures": figures}
     print(json.dumps(facts))
 
 

@@ -6,6 +6,9 @@ paid (its encoder runs as well), and its tree is thrown away. Plain decoding and
 alternately in one process on the same prompts. In float32 texts must be equal, or there are no
 figures.
 
+With --llama-cpp, llama.cpp's plain decoding of the 4-bit file takes its turn (the binding has to
+be installed: pip install xllamacpp).
+
     python benchmarks/engine.py --dtype bfloat16 --threads 2 --suite spec_bench.jsonl --limit 10
 """
 
@@ -18,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common import load, parser, setting, spread
+from llamacpp import LlamaCpp, gguf_of
 
 from moaspec import GenerationResult, Replay, Target, Tree
 from moaspec.cli.console import chat_ids
@@ -54,6 +58,7 @@ def main() -> None:
     options.add_argument("--agreements", type=float, nargs="+", default=[*AGREEMENTS])
     options.add_argument("--tau", type=float, default=3.0, help="Report the speed-up at this tau.")
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--llama-cpp", action="store_true", help="Compare with llama.cpp.")
     args = options.parse_args()
     target, drafter = load(args)
     shape = parse_shape(args.shape)
@@ -61,11 +66,15 @@ def main() -> None:
     prompts = [chat_ids(target, one.turns[0]) for one in read_prompts(args.suite, limit=args.limit)]
     speeds: dict[float | None, list[float]] = {None: [], **{a: [] for a in agreements}}
     taus: dict[float, list[float]] = {a: [] for a in agreements}
+    yardstick = LlamaCpp(gguf_of(args.model), threads=args.threads) if args.llama_cpp else None
+    llama: list[float] = []
     for ids in prompts:
         plain, _ = _timed(target, None, ids, shape, args.max_new_tokens)
         drafters = _drafters(target, drafter, [*ids, *plain.token_ids], agreements)
         _timed(target, drafters[agreements[0]], ids, shape, WARM_UP_TOKENS)
         _run_all(target, drafters, ids, shape, args=args, speeds=speeds, taus=taus)
+        if yardstick is not None:
+            llama += [yardstick.tokens_per_s(ids, args.max_new_tokens) for _ in range(args.rounds)]
     base = statistics.median(speeds.pop(None))
     print(f"plain     {base:6.1f} tokens/s")
     curve = []
@@ -76,6 +85,9 @@ def main() -> None:
         print(f"{agreement:.3f}     {speed['median']:6.1f} tokens/s  {ratio:.2f}x  tau {tau:.2f}")
         curve.append({"agreement": agreement, "tau": tau, "tokens_per_s": speed, "speedup": ratio})
     facts = {"benchmark": "engine", "setting": setting(target), "shape": args.shape}
+    if yardstick is not None:
+        print(f"llama.cpp {statistics.median(llama):6.1f} tokens/s, plain, 4 bits")
+        facts |= {"llama_cpp": {"version": yardstick.version, "tokens_per_s": spread(llama)}}
     print(json.dumps(facts | {"prompts": len(prompts), "plain_tokens_per_s": base, "curve": curve}))
 
 

@@ -1,7 +1,8 @@
 """Trains in a child that is killed at random moments: `killing_training.py CONFIG KILLS`.
 
-The child is forked, so that ten kills cost one import. Prints one line of JSON: how many kills hit
-a run that was under way, and from how many different steps the next run went on.
+The child is forked, so that ten kills cost one import. A run that comes to its end before it could
+be killed is deleted and begun again, so that all kills hit. Prints one line of JSON: how many did,
+and from how many different steps the next run went on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -33,16 +35,21 @@ def main(config: Path, kills: int) -> None:
         tokenizer=target.tokenizer,
         stop_token_ids=target.stop_token_ids,
     )
-    moments, steps, hits = random.Random(3), set(), 0
-    for left in range(kills, -1, -1):
+    moments, steps, hits, ended = random.Random(3), set(), 0, False
+    while hits < kills or not ended:
+        if ended:
+            shutil.rmtree(settings.output)
         child = os.fork()
         if child == 0:
             Trainer(target, examples, settings).run()
             os._exit(0)
-        if left:
+        if hits < kills:
             time.sleep(moments.uniform(0.05, 1.0))
             os.kill(child, signal.SIGKILL)
-        hits += os.waitpid(child, 0)[1] == signal.SIGKILL
+        status = os.waitpid(child, 0)[1]
+        assert status in {0, signal.SIGKILL}
+        ended = status == 0
+        hits += not ended
         latest = StateFiles(Path(settings.output) / "state").latest()
         steps.add(latest.name if latest else "none")
     print(json.dumps({"hits": hits, "steps": len(steps)}))  # noqa: T201

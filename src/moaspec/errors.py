@@ -12,7 +12,13 @@ MoaSpecError
 ├── ServingError             a server's version or settings cannot serve this drafter
 ├── DataError                training data is malformed
 ├── TrainingError            training cannot go on (for example a loss that is not finite)
-└── HubError                 the model hub cannot be reached or refuses (exit code 1)
+├── HubError                 the model hub cannot be reached or refuses (exit code 1)
+├── BusyError                a server has no room for another request now
+├── ServerError              a server that was asked answers with an error, or not at all
+├── WireError                a message between device and server is malformed or beyond a limit
+└── RemoteError              a session with a server cannot go on (exit code 1)
+    ├── LinkError            there is no connection, or it broke
+    └── RefusedError         the server refuses: credentials, another model, a limit
 """
 
 
@@ -66,3 +72,27 @@ class TrainingError(MoaSpecError):
 
 class HubError(MoaSpecError):
     """The model hub cannot be reached, or refuses what was asked of it."""
+
+
+class BusyError(MoaSpecError):
+    """No room for another request now; try again later."""
+
+
+class ServerError(MoaSpecError):
+    """A server that was asked cannot be reached, refuses, or failed."""
+
+
+class WireError(MoaSpecError):
+    """A message between device and server is malformed, or larger than it may be."""
+
+
+class RemoteError(MoaSpecError):
+    """A session with a server cannot go on."""
+
+
+class LinkError(RemoteError):
+    """There is no connection to the server, or it broke."""
+
+
+class RefusedError(RemoteError):
+    """The server refuses the session; the message says why."""

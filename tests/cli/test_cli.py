@@ -34,6 +34,8 @@ COMMANDS = (
     "eval",
     "check",
     "checkpoint",
+    "remote",
+    "edge-bench",
 )
 
 
@@ -430,6 +432,7 @@ def test_check_fails_where_there_is_a_fault(
 @pytest.mark.parametrize("option", ["--limit", "--max-new-tokens", "--seeds"])
 def test_check_with_nothing_to_do(option: str, cli: Cli) -> None:
     assert cli("check", option, "0").code == 2
+    assert cli("check", "--alone", "-1").code == 2
 
 
 @pytest.mark.usefixtures("loaded")

@@ -16,6 +16,7 @@ import torch
 import chats
 from moaspec.cli.main import run
 from moaspec.decode import Engine
+from moaspec.train.writing import Scribe
 
 COMMANDS = ("synth", "regenerate", "stats", "overlap")
 Cli = Callable[..., tuple[int, str, str]]
@@ -211,6 +212,32 @@ def test_a_full_disk(cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.M
     assert len(out.read_text().splitlines()) == 4
     assert cli(*arguments)[0] == 0
     assert len(out.read_text().splitlines()) == len(PROMPTS)
+
+
+def test_a_gpu_that_disappears(
+    cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second group: the first is kept, and the end has the bytes of a run without fault."""
+    prompts, out = jsonl(tmp_path / "p.jsonl", PROMPTS), tmp_path / "r.jsonl"
+    whole = tmp_path / "whole.jsonl"
+    command = ("data", "regenerate", prompts, "--model", model, *SMALL, "--out")
+    assert cli(*command, str(whole))[0] == 0
+    real, groups = Scribe.write, []
+
+    def lose(self: Scribe, authors: Any) -> Any:
+        groups.append(authors)
+        if len(groups) == 2:
+            raise torch.AcceleratorError("CUDA error: device is lost")
+        return real(self, authors)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Scribe, "write", lose)
+        code, _, err = cli(*command, str(out))
+    assert code == 1
+    assert "device is lost" in err
+    assert "4 rows before are intact" in err
+    assert cli(*command, str(out))[0] == 0
+    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_system_prompts(cli: Cli, model: str, tmp_path: Path) -> None:

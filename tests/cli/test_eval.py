@@ -38,6 +38,25 @@ def test_eval(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("loaded")
+def test_results_as_make_has_them(cli: Cli, tmp_path: Path) -> None:
+    """The commands of `make results`, on two prompts."""
+    pytest.importorskip("matplotlib")
+    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
+    (methods,) = [line.partition("= ")[2] for line in lines if line.startswith("METHODS")]
+    directory = tmp_path / "two"
+    directory.mkdir()
+    out, page = tmp_path / "results", tmp_path / "results.md"
+    options = ("--limit", "1", "--max-new-tokens", "6", "--methods", methods, "--out", str(out))
+    assert cli("eval", "--suite", str(suite(directory)), *options).code == 0
+    output = cli("eval", "page", str(out), "--markdown", str(page))
+    assert output.code == 0
+    assert str(page) in output.out
+    rows = [line for line in page.read_text().splitlines() if "the same |" in line]
+    assert [row.split("`")[1] for row in rows] == methods.split(",")
+    assert "<figure>" in (out / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("loaded")
 def test_eval_as_json(cli: Cli) -> None:
     output = cli("eval", "--limit", "2", "--max-new-tokens", "3", "--methods", "plain", "--json")
     facts = json.loads(output.out)
@@ -181,6 +200,23 @@ def test_cut(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("loaded")
+def test_accuracy_under_a_cut(cli: Cli, tmp_path: Path) -> None:
+    """The target's last number is known, so its answer is right; words carry numbers."""
+    path = tmp_path / "gsm8k.jsonl"
+    last = tiny.own_text(tiny.target(), [5, 9, 2], 8)[-1]
+    path.write_text(json.dumps({"prompt": PROMPT, "reference": f"#### {last}"}))
+    options = ("--suite", str(path), "--methods", "moa", "--max-new-tokens", "8", "--cut", "3")
+    output = cli("eval", *options, "--accuracy", "--out", str(tmp_path))
+    assert output.code == 0
+    assert "right answers" in output.words
+    facts = json.loads((tmp_path / "cut.json").read_text())["methods"]
+    assert facts["target"]["accuracy"] == 1.0
+    assert facts["moa"]["prompts"][0]["right"] is not None
+    plain = json.loads(cli("eval", *options, "--json").out)
+    assert plain["methods"]["target"]["accuracy"] is None
+
+
+@pytest.mark.usefixtures("loaded")
 def test_compare(cli: Cli, tmp_path: Path) -> None:
     before, after = str(tmp_path / "a"), str(tmp_path / "b")
     for out in (before, after):
@@ -206,6 +242,7 @@ def test_compare(cli: Cli, tmp_path: Path) -> None:
         (("--methods", "plain", "--tau-only", "plain"), "twice"),
         (("--methods", "hf-assisted"), "--checkpoint hf-assisted=DIR"),
         (("--checkpoint", "eagle"), "KIND=DIR"),
+        (("--accuracy",), "--cut"),
         (("--out", "/proc/nothing"), "Cannot write results"),
     ],
 )

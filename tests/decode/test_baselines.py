@@ -246,3 +246,34 @@ def test_rolled_back_baselines_draft_as_fresh_ones_do(kind: str) -> None:
         )
         assert got.token_ids == fresh.token_ids
         assert got.accept_lengths == fresh.accept_lengths
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_texts_read_in_several_passes_draft_the_same(
+    kind: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 12, 7 and 27 tokens; the last is past LongRoPE's switch from its first one on."""
+    target, module = tiny.target(family), new(kind, family)
+    long = [*tiny.PROMPTS[2], *tiny.own_texts(family)[2][:15]]
+    drafted = []
+    for chunk in (512, 5):
+        monkeypatch.setattr("moaspec.decode.growing.READ_CHUNK_TOKENS", chunk)
+        drafting = baseline_drafting(module, target)
+        engine = local_engine(target, drafting)
+        for prompt in (tiny.PROMPTS[2], tiny.PROMPTS[1], long):
+            engine.add(prompt, max_new_tokens=9, shape=moaspec.Tree(3, 2, 6))
+        propose = drafting.propose
+        trees: list[Any] = []
+        monkeypatch.setattr(
+            drafting, "propose", lambda *a, propose=propose, trees=trees: kept(trees, propose(*a))
+        )
+        for _ in engine.run():
+            pass
+        drafted.append(trees)
+    assert drafted[0] == drafted[1]
+
+
+def kept(into: list[Any], value: Any) -> Any:
+    into.append(value)
+    return value

@@ -173,6 +173,20 @@ def test_a_text_streamer() -> None:
         next(streamer)
 
 
+def test_a_streamer_reaches_a_hook_that_others_call() -> None:
+    """Through a function of the user's, which transformers calls in the hook's place."""
+    streamer = TextIteratorStreamer(tiny.tokenizer(), skip_prompt=True, timeout=0.0)
+    called = hook()
+    tiny.target().model.generate(
+        torch.tensor([tiny.PROMPTS[0]]),
+        max_new_tokens=4,
+        do_sample=False,
+        streamer=streamer,
+        custom_generate=lambda *arguments, **options: called(*arguments, **options),
+    )
+    assert "".join(streamer).split() == [f"w{token}" for token in tiny.own_texts("llama")[0][:4]]
+
+
 def sampled(drafter: Any, **options: Any) -> Tensor:
     settings = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": NEW}
     ids: Tensor = tiny.target().model.generate(
@@ -260,6 +274,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "right_pads": ({"attention_mask": torch.tensor([[1, 1, 0]])}, "left"),
     "holes": ({"attention_mask": torch.tensor([[1, 0, 1]])}, "left"),
     "positions": ({"position_ids": torch.tensor([[3, 4, 5]])}, "position_ids"),
+    "assistant": ({"assistant_model": tiny.target("llama").model}, "assistant_model"),
+    "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted"),
     "guidance": ({"guidance_scale": 1.5}, "FreeGuidance"),
 }
 

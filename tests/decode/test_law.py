@@ -111,9 +111,16 @@ def test_a_ragged_batch_of_all_settings(family: str, layers: int | None) -> None
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_one_row_at_a_time(family: str, name: str) -> None:
+    """Every drafter, and a chain or a tree in turn."""
     target, index = tiny.target(family), list(SETTINGS).index(name)
-    result = decode(target, ROWS[index : index + 1], tiny.random_drafter(target), SHAPES[1])
-    assert texts(result) == alone(family)[index : index + 1]
+    rows, expected = ROWS[index : index + 1], alone(family)[index : index + 1]
+    known = [[*rows[0][0], *expected[0]]]
+    drafter = tiny.random_drafter(target)
+    for layers in (0, 1, 2):
+        shape = SHAPES[(index + layers) % 2]
+        assert texts(decode(target, rows, drafter, shape, num_target_layers=layers)) == expected
+    for other in (PromptLookup(), Replay(known, agreement=(0.9, 0.6))):
+        assert texts(decode(target, rows, other, SHAPES[index % 2])) == expected
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -58,10 +58,15 @@ def test_drafting_a_chain_is_the_training_pass(
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("layers", [0, 2])
+@pytest.mark.parametrize("chunk", [512, 5])
 def test_every_round_drafts_what_the_training_pass_does(
-    family: str, layers: int, monkeypatch: pytest.MonkeyPatch
+    family: str, layers: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Past the window, before and after LongRoPE's switch, whatever the batch mates are."""
+    """Past the window, before and after LongRoPE's switch, whatever the batch mates are.
+
+    And in however many passes a text is read.
+    """
+    monkeypatch.setattr("moaspec.decode.growing.READ_CHUNK_TOKENS", chunk)
     target = tiny.target(family)
     drafter = tiny.random_drafter(target)
     propose = MoADrafting.propose

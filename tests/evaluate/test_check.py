@@ -12,7 +12,7 @@ import moaspec.decode.decide
 import moaspec.decode.law
 import moaspec.decode.verifier
 import tiny
-from moaspec.decode import Chain, generate
+from moaspec.decode import Chain
 from moaspec.decode.cache import KVCache
 from moaspec.decode.processors import Prefix
 from moaspec.decode.protocols import Request
@@ -62,6 +62,18 @@ def test_what_is_right_passes(family: str) -> None:
     }
     assert {finding.batch for finding in findings} == {"alone", "ragged"}
     assert len({finding.setting for finding in findings}) == 3
+
+
+def test_rows_beyond_one_batch_and_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prompt is decoded with every setting, however rows are put together."""
+    monkeypatch.setattr("moaspec.evaluate.check.ROWS_TOGETHER", 4)
+    findings = checked(drafter=None, alone=0, prompts=tiny.PROMPTS[:3])
+    assert {finding.verdict for finding in findings} == {"identical"}
+    ragged = [finding for finding in findings if finding.method == "replay, tree"]
+    assert {finding.batch for finding in ragged} == {"ragged"}
+    assert len({(finding.setting, finding.prompt) for finding in ragged}) == len(ragged) == 9
+    alone = [one for one in checked(drafter=None, alone=2) if one.method == "replay, tree"]
+    assert sum(finding.batch == "alone" for finding in alone) == 6
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -124,16 +136,14 @@ def noise_by_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def token_lost(patch: pytest.MonkeyPatch) -> None:
-    """The last token of every text is dropped."""
+    """The last token of every drafted text is dropped."""
+    decode = Check._decode
 
-    def shorter(*arguments: Any, **options: Any) -> Any:
-        results: Any = generate(*arguments, **options)
-        if options["drafter"] is not None:
-            for result in results:
-                result.token_ids.pop()
-        return results
+    def shorter(self: Check, way: Any, rows: Any) -> list[list[int]]:
+        texts = decode(self, way, rows)
+        return texts if way.drafter is None else [text[:-1] for text in texts]
 
-    patch.setattr("moaspec.evaluate.check.generate", shorter)
+    patch.setattr(Check, "_decode", shorter)
 
 
 PLANTS: dict[Plant, set[str]] = {
@@ -188,14 +198,16 @@ def test_a_tie_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
     model.lm_head.weight.data[62] = model.lm_head.weight.data[own[4]]
 
-    def other(*arguments: Any, **options: Any) -> Any:
-        results: Any = generate(*arguments, **options)
-        if options["drafter"] is not None and options["repetition_penalty"] == 1.0:
-            for result in results:
-                result.token_ids = [62 if token == own[4] else token for token in result.token_ids]
-        return results
+    decode = Check._decode
 
-    monkeypatch.setattr("moaspec.evaluate.check.generate", other)
+    def other(self: Check, way: Any, rows: Any) -> list[list[int]]:
+        texts = decode(self, way, rows)
+        return [
+            [62 if token == own[4] and way.drafter and greedy else token for token in text]
+            for text, greedy in zip(texts, (row.setting == "greedy" for row in rows), strict=True)
+        ]
+
+    monkeypatch.setattr(Check, "_decode", other)
     tied = Target(model, None, name="tied")
     findings = checked(target=tied, prompts=[prompt], drafter=None, max_new_tokens=5, seeds=())
     assert not faults(findings)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import json
 import re
+import shutil
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from moaspec.evaluate import Parts, Prompt, Settings, measure, parse_methods
 from moaspec.evaluate.cost import measure_costs
 from moaspec.evaluate.cut import measure_cut
 from moaspec.evaluate.html import page, write_page
+from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.plots import draw_plots, scalable
 
 PROMPTS = [Prompt("a", "1", ("5 9",), "x<y"), Prompt("b", "2", ("7 1",), "math")]
@@ -38,6 +41,13 @@ def results() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     cut = measure_cut(methods, PROMPTS, encode, after=3, max_new_tokens=6)
     facts = (report.as_json(), costs.as_json(), cut.as_json())
     return json.loads(json.dumps(facts))
+
+
+def written(results: Any, directory: Path) -> Path:
+    """A directory as `moaspec eval --out` leaves it."""
+    for name, part in zip(("report", "costs", "cut"), results, strict=True):
+        (directory / f"{name}.json").write_text(json.dumps(part))
+    return directory
 
 
 class Checker(HTMLParser):
@@ -103,9 +113,7 @@ def test_every_plot_is_drawn(results: Any, tmp_path: Path) -> None:
         assert root.get("width") is None
     assert "moa@chain:3" in plots["Tokens per round (tau)"]
     assert draw_plots({"methods": {}}) == {}
-    for name, part in zip(("report", "costs", "cut"), results, strict=True):
-        (tmp_path / f"{name}.json").write_text(json.dumps(part))
-    assert write_page(tmp_path).read_text().count("<figure>") == 9
+    assert write_page(written(results, tmp_path)).read_text().count("<figure>") == 9
 
 
 def test_a_plot_scales() -> None:
@@ -117,3 +125,102 @@ def test_a_plot_scales() -> None:
 def test_a_directory_without_report(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Cannot read the report"):
         write_page(tmp_path)
+
+
+def test_markdown(results: Any, tmp_path: Path) -> None:
+    """A page of its own has everything; a README keeps what is around its markers."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "docs").mkdir()
+    readme, whole = tmp_path / "README.md", tmp_path / "docs" / "results.md"
+    readme.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end.\n")
+    for path in (readme, whole, readme):
+        write_markdown(written(results, tmp_path), path)
+    text = readme.read_text()
+    assert text.startswith(f"# Title\n\n{BEGIN}\ntiny-llama, float32")
+    assert text.endswith(f"{END}\n\nThe end.\n")
+    assert "old" not in text
+    assert "| `moa@chain:3` |" in text
+    for path, number in ((readme, 2), (whole, 9)):
+        shown = re.findall(r"\]\((.*?)\)", path.read_text())
+        assert len(shown) == number
+        for name in shown:
+            ElementTree.fromstring((path.parent / name).read_text())
+    assert "| tau | a | b |" in whole.read_text()
+    facts = json.loads(json.dumps(results[0]))
+    facts["methods"]["moa@chain:3"] |= {"lossless": False, "median_speedup": None}
+    (tmp_path / "report.json").write_text(json.dumps(facts))
+    write_markdown(tmp_path, readme)
+    assert "|  | " in readme.read_text().split("moa@chain:3")[1].splitlines()[0]
+    assert "**lossy**" in readme.read_text()
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+QUIET = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
+
+
+@pytest.fixture
+def tab() -> Iterator[Any]:
+    """A tab that notes complaints, and requests for anything but files, in `complaints`."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=list(QUIET))
+        opened = browser.new_page()
+        opened.complaints = []
+        opened.on("console", lambda message: opened.complaints.append(message.text))
+        opened.on("pageerror", lambda error: opened.complaints.append(str(error)))
+        opened.on(
+            "request",
+            lambda request: (
+                opened.complaints.append(request.url)
+                if not request.url.startswith(("file:", "data:"))
+                else None
+            ),
+        )
+        yield opened
+        browser.close()
+
+
+DRAWN = """figures => figures.map(figure => ({
+    title: figure.querySelector("figcaption").textContent,
+    width: figure.querySelector("svg").getBoundingClientRect().width,
+    height: figure.querySelector("svg").getBoundingClientRect().height,
+    shapes: figure.querySelectorAll("svg path, svg use").length,
+    text: Math.min(...[...figure.querySelectorAll("svg text")].map(
+        text => text.getBoundingClientRect().height)),
+}))"""
+
+
+def boxed(element: Any) -> Any:
+    return element.bounding_box()
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_in_a_browser(width: int, results: Any, tmp_path: Path, tab: Any) -> None:
+    """Every plot is drawn and its text legible, at the width of a desk and of a phone."""
+    pytest.importorskip("matplotlib")
+    tab.set_viewport_size({"width": width, "height": 844})
+    tab.goto(write_page(written(results, tmp_path)).as_uri())
+    figures = tab.locator("figure").evaluate_all(DRAWN)
+    assert len(figures) == 9
+    for figure in figures:
+        assert 300 < figure["width"] <= width
+        assert figure["height"] > 100
+        assert figure["shapes"] > 10
+        # Pixels: type of nine points, a little less on a phone.
+        assert figure["text"] >= 8
+    verdicts = tab.locator("table").first.locator("td:nth-child(2)")
+    assert set(verdicts.all_text_contents()) == {"the same"}
+    assert all(box["x"] + box["width"] <= width for box in map(boxed, verdicts.all()))
+    # Wide tables scroll by themselves; the page does not.
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.complaints == []

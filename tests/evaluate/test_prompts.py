@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -128,3 +132,51 @@ def test_an_id_that_occurs_twice(tmp_path: Path) -> None:
     path.write_text('{"question_id": 1, "turns": ["x"]}\n' * 2)
     with pytest.raises(DataError, match=r"a\.jsonl:2.*twice"):
         read_prompts(str(path))
+
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "test": [
+        {"question": "How many?", "answer": "3 #### 3"},
+        {"instruction": "Sort.", "input": "b a", "output": "a b"},
+        {"prompt": ["first", "second"], "task_id": "T/1", "category": "talk"},
+    ],
+    "empty": [],
+    "bad": [{"text": "?"}],
+}
+
+
+@pytest.fixture
+def _hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(
+        name: str, configuration: str | None, *, split: str, **_: Any
+    ) -> Iterator[Any]:
+        if (name, configuration) != ("openai/gsm8k", "main"):
+            raise ConnectionError("the hub cannot be reached")
+        return iter(ROWS[split])
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+@pytest.mark.usefixtures("_hub")
+def test_data_sets_of_the_hub() -> None:
+    first, second, third = read_prompts("hub:openai/gsm8k:main")
+    assert first == Prompt("gsm8k", "1", ("How many?",), "", ("3 #### 3",))
+    assert (second.turns, second.references) == (("Sort.\n\nb a",), ("a b",))
+    assert third == Prompt("gsm8k", "T/1", ("first", "second"), "talk")
+    assert read_prompts("hub:openai/gsm8k:main@test", limit=1) == [first]
+
+
+@pytest.mark.usefixtures("_hub")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("hub:openai/gsm8k", "the hub cannot be reached"),
+        ("hub:openai/gsm8k:main@empty", "has no rows"),
+        ("hub:openai/gsm8k:main@bad", "@bad:1: expected 'turns'"),
+    ],
+)
+def test_data_sets_that_cannot_be_had(source: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_prompts(source)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 import moaspec.model.encoder
 import tiny
 from moaspec.errors import ShapeError
-from moaspec.model.encoder import layer_features
+from moaspec.model.encoder import LayerFeatures, layer_features
 from moaspec.model.layers import masked_attention
 
 
@@ -20,6 +20,10 @@ def test_layout_of_layer_features() -> None:
     key = torch.arange(layers * batch * heads * tokens * dim).reshape(shape)
     value = -1 - key
     features = layer_features(key, value)
+    filled = LayerFeatures(layers)
+    for layer in range(layers):
+        filled.write(layer, key[layer], value[layer])
+    assert torch.equal(filled.read(), features)
     assert features.shape == (batch, tokens, layers, 2 * heads * dim)
     for layer in range(layers):
         assert features[2, 1, layer].tolist() == [

@@ -11,7 +11,13 @@ from torch.testing import assert_close
 
 import tiny
 from moaspec.model.config import LayerConfig
-from moaspec.model.layers import CrossLayer, DecoderLayer, KeyValue, masked_attention
+from moaspec.model.layers import (
+    CrossLayer,
+    DecoderLayer,
+    KeyValue,
+    masked_attention,
+    normed_products,
+)
 from moaspec.model.masks import text_mask
 from moaspec.model.rope import Rope
 from moaspec.target.families import plain_layer_state
@@ -118,3 +124,46 @@ def test_biases_are_where_the_config_says() -> None:
         "mlp.up_proj.bias",
         "mlp.down_proj.bias",
     }
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_a_normed_input_and_their_gradients(bias: bool) -> None:
+    """As one product, with the norm's weight multiplied into the layers', or one by one."""
+    torch.manual_seed(0)
+    norm, x = torch.nn.RMSNorm(8, eps=EPS), torch.randn(2, 5, 8, requires_grad=True)
+    torch.nn.init.normal_(norm.weight)
+    linears = [torch.nn.Linear(8, size, bias=bias) for size in (4, 2, 6)]
+    weights = [norm.weight, x, *(p for one in linears for p in one.parameters())]
+    found = normed_products(norm, x, linears)
+    expected = [one(norm(x)) for one in linears]
+    for got, wanted in zip(found, expected, strict=True):
+        assert_close(got, wanted)
+    sums = [torch.cat(parts, dim=-1).square().sum() for parts in (found, expected)]
+    gradients = [torch.autograd.grad(one, weights, retain_graph=True) for one in sums]
+    for got, wanted in zip(*gradients, strict=True):
+        assert_close(got, wanted)
+    with torch.no_grad():
+        for got, wanted in zip(normed_products(norm, x, linears), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_the_mean_of_a_layer_and_its_gradients(model: Any) -> None:
+    """The last projection on the mean gives the mean of the last projection.
+
+    In float64, where sums in another order do not show.
+    """
+    torch.manual_seed(0)
+    layer = DecoderLayer(config_of(model), eps=EPS, hidden_act="silu").double()
+    layer.load_state_dict(layer_state(model, 1))
+    rope = Rope.plain(layer.self_attn.head_dim, 10000.0)(POSITIONS)
+    x = torch.randn(2, 7, layer.input_layernorm.weight.shape[0], dtype=torch.float64)
+    expected = layer(x, rope, masked_attention).mean(dim=1)
+    found = layer.mean(x, rope, masked_attention)
+    assert_close(found, expected)
+    weights = list(layer.parameters())
+    for got, wanted in zip(
+        torch.autograd.grad(found.square().sum(), weights),
+        torch.autograd.grad(expected.square().sum(), weights),
+        strict=True,
+    ):
+        assert_close(got, wanted)

@@ -120,6 +120,16 @@ def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
         new_accelerator(config)
 
 
+@pytest.mark.parametrize("plugin", ["DEEPSPEED", "FSDP"])
+def test_plugins_of_the_launcher_are_refused(
+    plugin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{plugin}", "true")
+    config = TrainConfig(target="t", data=("d",), output=str(tmp_path))
+    with pytest.raises(InputError, match="sharding=fsdp"):
+        new_accelerator(config)
+
+
 @pytest.mark.slow
 def test_kill_9_at_ten_random_moments(tmp_path: Path) -> None:
     """The same weights, bit for bit, as an uninterrupted run, and one log row a step."""
@@ -142,7 +152,7 @@ def test_kill_9_at_ten_random_moments(tmp_path: Path) -> None:
         found.append(state[0])
         rows = (tmp_path / name / "run" / "log.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == list(range(1, 61))
-    assert facts["hits"] >= 5
+    assert facts["hits"] == 10
     assert facts["steps"] >= 3
     whole, killed = found
     assert whole.keys() == killed.keys()

@@ -487,7 +487,7 @@ def test_baselines_learn_by_the_same_loop(drafter: Any, tmp_path: Path) -> None:
     assert trainer(tmp_path, held_out=0, batch_size=4, steps=120, drafter=drafter).step == 120
 
 
-@pytest.mark.parametrize("without", [("lsa",), ("sa",), ("lsa", "sa")], ids=str)
+@pytest.mark.parametrize("without", [("lsa",), ("sa",), ("lsa", "sa"), ("ca",)], ids=str)
 def test_parts_left_out(without: tuple[Any, ...], tmp_path: Path) -> None:
     run = trainer(tmp_path, steps=3, sizes=DrafterSizes(without=without))
     run.run()
@@ -539,3 +539,27 @@ def test_tau_rises_on_a_qwen3_never_seen_before(tmp_path: Path) -> None:
     assert before is not None
     assert after is not None
     assert after > before + 0.2
+
+
+def test_it_goes_on_from_an_earlier_drafter(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "first", steps=3)
+    first.run()
+    earlier = str(tmp_path / "first" / "drafter")
+    second = trainer(tmp_path / "second", initial=earlier, seed=9)
+    for name, weight in module(first).state_dict().items():
+        # The checkpoint is bf16.
+        assert torch.equal(module(second).state_dict()[name], weight.bfloat16().float()), name
+    before = module(second).encoder.projection.weight.clone()
+    second.run()
+    assert not torch.equal(module(second).encoder.projection.weight, before)
+
+
+def test_an_earlier_drafter_keeps_its_exits(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "first", steps=1)
+    first.run()
+    with pytest.raises(InputError, match="set it to the same"):
+        trainer(
+            tmp_path / "second",
+            initial=str(tmp_path / "first" / "drafter"),
+            num_target_layers=(1,),
+        )

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import Annotated, Any
 
 import typer
 
 from moaspec.cli import console, options
+from moaspec.cli.chat_url import ServedTalk
 from moaspec.cli.generate import choose_drafter, describe
-from moaspec.decode import GenerationResult, RowOptions, Session, parse_shape, sampling_params
+from moaspec.cli.talk import Talk
+from moaspec.decode import GenerationResult, RowOptions, Session
 from moaspec.errors import InputError
 from moaspec.target import load_target
-
-HELP = """\
-/stats        speed and acceptance of the last answer and of the conversation
-/seed N       sample with this seed from now on; without N, draw one for each answer
-/system TEXT  replace the system prompt; without TEXT, have none
-/reset        forget the conversation
-/help         this list
-/exit         leave (so does Ctrl-D); Ctrl-C stops an answer and keeps what it said"""
 
 
 def chat(
     model: options.Model = options.MODEL,
     drafter: options.DrafterName = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Talk to this server (`moaspec serve`, `moaspec edge`) instead."),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: options.MaxNewTokens = 512,
     tree: options.Shape = "auto",
@@ -43,39 +40,38 @@ def chat(
     """Hold a conversation; accepted drafts are green, and /help lists what else can be typed.
 
     Every answer computes only what is new in the conversation. Reads lines from standard input, so
-    questions may also be piped in.
+    questions may also be piped in. With --url the server's model answers, with its own drafts.
 
     Example: moaspec chat --system "Answer briefly." --temperature 0.7
     """
-    parse_shape(tree)  # before anything slow, as below
-    settings: RowOptions = {
-        "max_new_tokens": max_new_tokens,
-        "tree": tree,
-        "free_branches": free_branches.setting,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }
-    sampling_params(settings)  # a bad value should not have to wait for the model
+    settings = options.row_options(locals())
     console.set_threads(threads)
     console.quiet_libraries()
+    if url is not None:
+        _hold(ServedTalk(url, settings, system))
+        return
     with console.err.status(f"Loading {model}"):
         target = load_target(model, dtype=dtype)
         module = choose_drafter(drafter, model, target) if speculation else None
     talk = Conversation(Session(target, module), settings, system)
     talk.prompt_ids("?")  # a target that cannot hold conversations should say so at once
+    _hold(talk)
+
+
+def _hold(talk: Talk) -> None:
+    """Until the user leaves."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - its import gives `input` line editing and history
     console.err.print("Ask something, or type /help.", style="dim")
-    while talk.turn():
-        pass
+    try:
+        while talk.turn():
+            pass
+    finally:
+        talk.close()
 
 
-class Conversation:
-    """Messages so far, and what the user may type.
+class Conversation(Talk):
+    """A conversation that a session in this process answers.
 
     Args:
         session: answers.
@@ -84,51 +80,16 @@ class Conversation:
     """
 
     def __init__(self, session: Session, settings: RowOptions, system: str | None = None) -> None:
-        self.session, self.settings, self.system = session, settings, system
-        self.messages: list[dict[str, str]] = []
+        super().__init__(settings, system)
+        self.session = session
         self.results: list[GenerationResult] = []
-        self._commands = {
-            "/stats": self._stats,
-            "/seed": self._seed,
-            "/system": self._system,
-            "/reset": self._reset,
-            "/help": lambda _: console.out.print(HELP, markup=False),
-        }
-
-    def turn(self) -> bool:
-        """Read a line and do what it says; False when the user leaves."""
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return False
-        except KeyboardInterrupt:
-            console.err.print("\nCtrl-D or /exit leaves.", style="dim")
-            return True
-        if line == "/exit":
-            return False
-        try:
-            self._do(line)
-        except InputError as error:
-            console.error(str(error))
-        return True
 
     def prompt_ids(self, question: str) -> list[int]:
         """The whole conversation with this question."""
-        messages = [*self.messages, {"role": "user", "content": question}]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
-        return console.conversation_ids(self.session.target, messages)
+        return console.conversation_ids(self.session.target, self.conversation(question))
 
-    def _do(self, line: str) -> None:
-        name, _, argument = line.partition(" ")
-        if name in self._commands:
-            self._commands[name](argument.strip())
-        elif name.startswith("/"):
-            raise InputError(f"Unknown command {name}; /help lists them.")
-        elif line:
-            self._answer(line)
-
-    def _answer(self, question: str) -> None:
+    def answer(self, question: str) -> None:
+        """See `Talk`."""
         printer = console.TokenPrinter(self.session.target)
         events = self.session.stream(self.prompt_ids(question), **self.settings)
         console.show_events(events, printer)
@@ -136,36 +97,24 @@ class Conversation:
         result, tokenizer = self.session.result, self.session.target.tokenizer
         if result.token_ids:
             decode: Any = getattr(tokenizer, "decode", None)
-            answer = decode(result.token_ids, skip_special_tokens=True)
-            self.messages.append({"role": "user", "content": question})
-            self.messages.append({"role": "assistant", "content": answer})
+            self.remember(question, decode(result.token_ids, skip_special_tokens=True))
             self.results.append(result)
 
-    def _stats(self, _: str) -> None:
+    def stats(self) -> str:
+        """See `Talk`."""
         if not self.results:
             raise InputError("Nothing has been answered yet.")
         last = self.results[-1]
-        console.out.print(f"last answer: {describe(last)}, {last.num_reused_tokens} tokens reused")
         tokens = sum(len(result.token_ids) for result in self.results)
         rounds = sum(result.num_rounds for result in self.results)
         emitted = sum(sum(result.accept_lengths) for result in self.results)
         tau = f", tau {emitted / rounds:.2f}" if rounds else ""
-        console.out.print(f"conversation: {len(self.results)} answers, {tokens} tokens{tau}")
+        return (
+            f"last answer: {describe(last)}, {last.num_reused_tokens} tokens reused\n"
+            f"conversation: {len(self.results)} answers, {tokens} tokens{tau}"
+        )
 
-    def _seed(self, argument: str) -> None:
-        try:
-            seed = int(argument) if argument else None
-        except ValueError:
-            raise InputError(f"/seed takes an integer, got {argument!r}.") from None
-        sampling_params({**self.settings, "seed": seed})
-        self.settings["seed"] = seed
-        console.out.print("a seed is drawn for each answer" if seed is None else f"seed {seed}")
-
-    def _system(self, argument: str) -> None:
-        self.system = argument or None
-        console.out.print("system prompt set" if argument else "no system prompt")
-
-    def _reset(self, _: str) -> None:
+    def forget(self) -> None:
+        """See `Talk`."""
         self.session.reset()
-        self.messages, self.results = [], []
-        console.out.print("conversation forgotten")
+        self.results = []

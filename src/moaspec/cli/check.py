@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -29,6 +29,9 @@ def check(
     limit: Annotated[int, typer.Option(help="Prompts per suite.")] = 2,
     max_new_tokens: options.MaxNewTokens = 32,
     seeds: Annotated[int, typer.Option(help="Sampled texts per prompt.")] = 1,
+    alone: Annotated[
+        int, typer.Option(help="Prompts that are also decoded each by itself, outside the batch.")
+    ] = 1,
     dtype: options.Dtype = "float32",
     threads: options.Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -36,14 +39,17 @@ def check(
     """Check that a target, with a drafter and dtype, is decoded exactly right on this machine.
 
     Greedy, sampled and with a repetition penalty; plain, and drafted as chains and trees by the
-    drafter, an untrained one, prompt lookup, replay and one that proposes pads and stop tokens; one
-    prompt alone and all in one batch. Each token of each text is held against one pass of the model
-    as transformers loads it. Exit code 1 when one is further off than rounding explains.
+    drafter, an untrained one, prompt lookup, replay and one that proposes pads and stop tokens; all
+    prompts and settings in one batch, and some prompts alone. Each token of each text is held
+    against one pass of the model as transformers loads it. Exit code 1 when one is further off than
+    rounding explains.
 
     Example: moaspec check --limit 12 --max-new-tokens 64 --seeds 3
     """
     if min(limit, max_new_tokens, seeds) < 1:
         raise InputError("--limit, --max-new-tokens and --seeds must be at least 1.")
+    if alone < 0:
+        raise InputError(f"--alone must be at least 0, got {alone}.")
     prompts = read_prompts(suite, limit=limit)
     console.set_threads(threads)
     console.quiet_libraries()
@@ -56,6 +62,7 @@ def check(
             stock=load_target(model, dtype=dtype, packed=False),
             max_new_tokens=max_new_tokens,
             seeds=range(seeds),
+            alone=alone,
         )
     findings = _run(plan)
     if as_json:
@@ -92,7 +99,7 @@ def _show(target: Target, findings: Sequence[Finding]) -> None:
     for heading in ("texts", "tokens", "as plain", "ties", "faults"):
         table.add_column(heading)
     groups: dict[tuple[str, str], list[Finding]] = {}
-    for finding in findings:
+    for finding in sorted(findings, key=_setting_order(findings)):
         groups.setdefault((finding.setting, finding.method), []).append(finding)
     last = ""
     for (setting, method), group in groups.items():
@@ -115,6 +122,12 @@ def _show(target: Target, findings: Sequence[Finding]) -> None:
         )
     else:
         console.out.print("Wrong: rounding does not explain the faults above.", style="bold red")
+
+
+def _setting_order(findings: Sequence[Finding]) -> Callable[[Finding], int]:
+    """Settings in the order in which they first occur; sorting by it keeps that of methods."""
+    names = list(dict.fromkeys(finding.setting for finding in findings))
+    return lambda finding: names.index(finding.setting)
 
 
 def _line(finding: Finding) -> str:

@@ -1,4 +1,4 @@
-"""`moaspec checkpoint convert | push`."""
+"""`moaspec checkpoint convert | export-device | push`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moaspec.target import load_target
 
 app = typer.Typer(
     name="checkpoint",
-    help="Drafter checkpoints: convert from and to the published forms, push to the hub.",
+    help="Drafter checkpoints: convert from and to the published forms, export for a device, push.",
     no_args_is_help=True,
 )
 PUSHED = ["config.json", "README.md", "model*.safetensors", "model.safetensors.index.json"]
@@ -55,6 +55,32 @@ def convert(
     else:
         save_published(drafter, out, to, target=target.identity, context=target.config)
     console.out.print(f"Written to {out}")
+
+
+@app.command("export-device")
+def export_device(
+    target: Annotated[str, typer.Argument(help="Target: alias, directory or hub id.")],
+    drafter: Annotated[str, typer.Argument(help="Its drafter: alias, directory or hub id.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; a bundle in it is replaced.")],
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Eight bits a weight, half of bf16.")
+    ] = False,
+    num_target_layers: Annotated[
+        int | None, typer.Option(help="Last layers to add; default: those of the checkpoint's N.")
+    ] = None,
+) -> None:
+    """Write the one directory that a device needs to draft for a target on a server.
+
+    Example: moaspec checkpoint export-device smollm2-135m smollm2-135m device --int8
+    """
+    # Imported here, because gRPC, which its package needs, is not installed everywhere.
+    from moaspec.remote.bundle import export_bundle
+
+    console.quiet_libraries()
+    with console.err.status(f"Loading {target}"):
+        export_bundle(target, drafter, out, int8=int8, num_target_layers=num_target_layers)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    console.out.print(f"Written to {out}: {size / 1e6:.1f} MB", markup=False)
 
 
 @app.command("push")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from moaspec.decode import load_any_drafter
 from moaspec.errors import DataError, InputError
 from moaspec.target import Target, load_target
 from moaspec.train.conversations import read_conversations
+from moaspec.train.failures import explained
 from moaspec.train.journal import Journal
 from moaspec.train.overlap import overlaps
 from moaspec.train.reading import read_examples
@@ -83,14 +84,7 @@ def synth_command(
     stop = Stop.after(for_)
     if num < 1:
         raise InputError(f"--num must be at least 1, got {num}.")
-    writing = Writing(
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        group_size=group_size,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    )
+    writing = _writing(locals())
     systems = _lines(system_prompts)
     target = _load(model, dtype, device, threads)
     imagination = Imagination(target, systems)
@@ -140,14 +134,7 @@ def regenerate_command(
     stop = Stop.after(for_)
     if not 0 <= without_system <= 1 or (limit is not None and limit < 1):
         raise InputError("--without-system must lie in 0..1, and --limit be at least 1.")
-    writing = Writing(
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        group_size=group_size,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    )
+    writing = _writing(locals())
     systems = _lines(system_prompts)
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
@@ -166,6 +153,11 @@ def regenerate_command(
             bar.start(min(journal.groups * group_size, len(conversations)))
             regenerate(scribe, conversations, journal)
     _report(journal, skipped)
+
+
+def _writing(options: Mapping[str, Any]) -> Writing:
+    """How to write, from a command's options, which have the names of its fields."""
+    return Writing(**{field.name: options[field.name] for field in dataclasses.fields(Writing)})
 
 
 @app.command("stats")
@@ -300,9 +292,10 @@ def _progress(what: str, total: int, stop: Stop) -> Iterator[_Bar]:
 
 @contextmanager
 def _stoppable(journal: Journal) -> Iterator[None]:
-    """Say what is safe when the user stops, or the time is up."""
+    """Say what is safe when the user stops, the time is up, or the device is gone."""
     try:
-        yield
+        with explained("while decoding", lambda: f"{journal.rows} rows before are intact."):
+            yield
     except (KeyboardInterrupt, _TimeUpError) as reason:
         console.err.print(
             f"Stopped. {journal.rows} rows are in {journal.path}; run the same command again to "

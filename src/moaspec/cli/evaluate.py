@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,10 +20,12 @@ from moaspec.cli.tables import show, show_comparison, show_costs, show_cut
 from moaspec.decode import start
 from moaspec.errors import InputError
 from moaspec.evaluate import Method, Prompt, Report, Settings, Store, measure, read_prompts
+from moaspec.evaluate.accuracy import is_right
 from moaspec.evaluate.comparison import REPORT, compare_reports, read_report
 from moaspec.evaluate.cost import measure_costs, num_measurements
-from moaspec.evaluate.cut import measure_cut
+from moaspec.evaluate.cut import Cut, measure_cut
 from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
+from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
 from moaspec.evaluate.store import prepare
 
@@ -37,7 +39,10 @@ app = typer.Typer(no_args_is_help=False)
 def evaluate(
     context: typer.Context,
     suite: Annotated[
-        str, typer.Option(help="bundled, paper, spec-bench, a JSONL file or a directory of them.")
+        str,
+        typer.Option(
+            help="bundled, paper, spec-bench, a JSONL file, a directory of them, or hub:OWNER/NAME."
+        ),
     ] = "bundled",
     methods: Annotated[
         str, typer.Option(help="Methods to time, commas between; see docs/evaluation.md.")
@@ -75,6 +80,14 @@ def evaluate(
         int | None,
         typer.Option(help="Take the target away after so many tokens; judge what drafters write."),
     ] = None,
+    accuracy: Annotated[
+        bool,
+        typer.Option(
+            "--accuracy",
+            help="With --cut: also whether answers to gsm8k and humaneval are right. Runs the code "
+            "that the model writes, in a process with limits.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="Directory for results; the same command resumes what is there."),
@@ -90,6 +103,8 @@ def evaluate(
     for name, value in (("--limit", limit), ("--turns", turns)):
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
+    if accuracy and cut is None:
+        raise InputError("--accuracy goes with --cut: without a cut every text is the target's.")
     settings = Settings(max_new_tokens=max_new_tokens, repeats=repeats, batch=batch)
     prompts = read_prompts(suite, limit=limit, max_turns=turns)
     if out is not None:
@@ -104,7 +119,11 @@ def evaluate(
         _report_costs(loaded, out, as_json=as_json)
         return
     if cut is not None:
-        _report_cut(loaded, prompts, cut, max_new_tokens, out=out, as_json=as_json, system=system)
+        _report_cut(
+            _measured_cut(loaded, prompts, (cut, max_new_tokens), system=system, accuracy=accuracy),
+            out,
+            as_json=as_json,
+        )
         return
     facts = {**asdict(settings), **asdict(sources), "system": system, **surroundings()}
     report = _measured(
@@ -138,12 +157,23 @@ def compare(
 @app.command()
 def page(
     directory: Annotated[Path, typer.Argument(help="What --out of moaspec eval named.")],
+    markdown: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Also write tables and plots into this Markdown file: between its lines "
+            f"{BEGIN} and {END} where it has them, else as a whole. May be given several times."
+        ),
+    ] = None,
 ) -> None:
     """Write report.html anew from the results in a directory.
 
-    Example: moaspec eval page results
+    Example: moaspec eval page results --markdown docs/results.md
     """
-    console.out.print(f"Written: {write_page(directory)}", markup=False)
+    written = [write_page(directory)]
+    for path in markdown or ():
+        write_markdown(directory, path)
+        written.append(path)
+    console.out.print(f"Written: {', '.join(map(str, written))}", markup=False)
 
 
 def _put_out(
@@ -176,26 +206,34 @@ def _report_costs(methods: Sequence[Method], out: Path | None, *, as_json: bool)
     _put_out(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
 
 
-def _report_cut(
+def _measured_cut(
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
-    after: int,
-    max_new_tokens: int,
+    lengths: tuple[int, int],
     *,
-    out: Path | None,
-    as_json: bool,
     system: str,
-) -> None:
-    encode = chat_encoder(methods[0].target, system)
+    accuracy: bool,
+) -> Cut:
+    """`lengths`: tokens before the cut, and of the whole text."""
+    target = methods[0].target
+    encode, tokenizer = chat_encoder(target, system), cast(Any, target.tokenizer)
+
+    def right(prompt: Prompt, answer: Sequence[int]) -> bool | None:
+        return is_right(prompt, tokenizer.decode(answer, skip_special_tokens=True))
+
     with _bar("measuring", len(prompts)) as advance:
-        found = measure_cut(
+        return measure_cut(
             methods,
             prompts,
             lambda turn: encode([turn], []),
-            after=after,
-            max_new_tokens=max_new_tokens,
+            after=lengths[0],
+            max_new_tokens=lengths[1],
+            is_right=right if accuracy else lambda *_: None,
             advance=advance,
         )
+
+
+def _report_cut(found: Cut, out: Path | None, *, as_json: bool) -> None:
     facts = {**found.as_json(), "settings": surroundings()}
     _put_out(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
 

@@ -11,11 +11,8 @@ from moaspec.cli import console, options
 from moaspec.decode import (
     Drafter,
     GenerationResult,
-    Options,
     bundled_drafters,
     load_any_drafter,
-    parse_shape,
-    sampling_params,
     start,
 )
 from moaspec.errors import InputError
@@ -55,21 +52,7 @@ def generate(
 
     Example: moaspec generate "Why is the sky blue?" --temperature 0.8 --top-p 0.95 --seed 7
     """
-    parse_shape(tree)  # before anything slow, as below
-    settings: Options = {
-        "max_new_tokens": max_new_tokens,
-        "tree": tree,
-        "free_branches": free_branches.setting,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "stop": stop or (),
-        "num_choices": num_choices,
-    }
-    sampling_params(settings)  # a bad value should not have to wait for the model
+    settings = options.row_options({**locals(), "stop": stop or ()})
     if num_choices < 1:
         raise InputError(f"--num-choices must be at least 1, got {num_choices}.")
     console.set_threads(threads)
@@ -78,8 +61,9 @@ def generate(
         target = load_target(model, dtype=dtype)
         module = choose_drafter(drafter, model, target) if speculation else None
     prompt_ids = console.chat_ids(target, prompt, raw=raw)
-    settings["drafter"] = module
-    engine, results = start(target, [prompt_ids], **settings)
+    engine, results = start(
+        target, [prompt_ids], drafter=module, num_choices=num_choices, **settings
+    )
     printer = None if as_json or num_choices > 1 else console.TokenPrinter(target)
     interrupted = console.show_events(engine.run(), printer)
     if as_json:

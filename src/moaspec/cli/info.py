@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ def info(
     checkpoint: Annotated[str, typer.Argument(help="Bundled alias or directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a drafter checkpoint holds, and check that its weights are whole.
+    """Show what a drafter checkpoint or device bundle holds, and check that its weights are whole.
 
     Example: moaspec info smollm2-135m
     """
@@ -30,7 +31,7 @@ def info(
             f"No checkpoint {checkpoint!r}: not a directory, and not bundled "
             f"({', '.join(bundled_drafters()) or 'none'})."
         )
-    facts = describe(directory)
+    facts = describe_bundle(directory) if _is_bundle(directory) else describe(directory)
     if as_json:
         console.out.print(json.dumps(facts), markup=False)
         return
@@ -54,4 +55,26 @@ def describe(directory: Path) -> dict[str, Any]:
         "draft_vocabulary": "full" if draft_tokens is None else len(draft_tokens),
         "target": ours.get("target") or "not recorded",
         "training": config.get("training", {}),
+    }
+
+
+def _is_bundle(directory: Path) -> bool:
+    return "moaspec_device" in read_config(directory)
+
+
+def describe_bundle(directory: Path) -> dict[str, Any]:
+    """Facts of a device bundle, its weights read and checked."""
+    # Imported here, because gRPC, which its package needs, is not installed everywhere.
+    from moaspec.remote.bundle import read_bundle_info
+
+    info, tensors = read_bundle_info(directory), read_tensors(directory)
+    return {
+        "format": "device bundle",
+        "drafter": info.kind,
+        "weights": info.weights,
+        "bytes": sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+        "num_target_layers": info.num_target_layers,
+        "draft_vocabulary": len(tensors[DRAFT_TOKENS]) if DRAFT_TOKENS in tensors else "full",
+        "target": asdict(info.target),
+        "fingerprint": info.fingerprint,
     }

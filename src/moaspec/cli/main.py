@@ -13,14 +13,22 @@ from moaspec.cli.chat import chat
 from moaspec.cli.check import check
 from moaspec.cli.checkpoint import app as checkpoint
 from moaspec.cli.data import app as data
+from moaspec.cli.edge import edge
+from moaspec.cli.edge_bench import edge_bench
 from moaspec.cli.evaluate import app as evaluate
 from moaspec.cli.evaluate import demo
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models
+from moaspec.cli.remote import remote
+from moaspec.cli.serve import serve
+from moaspec.cli.target_server import target_server
 from moaspec.cli.train import train
 from moaspec.cli.vllm_config import vllm_config
-from moaspec.errors import HubError, MoaSpecError, TrainingError
+from moaspec.errors import HubError, MoaSpecError, RemoteError, ServerError, TrainingError
+
+FAILURES = (HubError, RemoteError, ServerError, TrainingError)
+"""Errors that are nobody's bad input."""
 
 app = typer.Typer(
     name="moaspec",
@@ -39,8 +47,23 @@ def settings(
     console.DEBUG.set(debug)
 
 
-for command in (generate, chat, models, info, train, calibrate, demo, check, vllm_config):
+for command in (
+    generate,
+    chat,
+    models,
+    info,
+    train,
+    calibrate,
+    demo,
+    check,
+    serve,
+    edge,
+    vllm_config,
+    remote,
+):
     app.command()(command)
+app.command("target-server")(target_server)
+app.command("edge-bench")(edge_bench)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)
 app.add_typer(checkpoint)
@@ -56,4 +79,4 @@ def run() -> None:
         if console.DEBUG.get():
             raise
         console.error(str(error))
-        sys.exit(1 if isinstance(error, TrainingError | HubError) else 2)
+        sys.exit(1 if isinstance(error, FAILURES) else 2)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
+from moaspec.decode import RowOptions, parse_shape, sampling_params
 from moaspec.decode.shaping import FreeBranches as Setting
 
 MODEL = "smollm2-135m"
@@ -51,3 +53,19 @@ Speculation = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+
+
+def row_options(given: Mapping[str, Any]) -> RowOptions:
+    """What a command's options mean for decoding.
+
+    Args:
+        given: all of its parameters by name; those of decoding have the names that `generate` has.
+
+    Raises:
+        ShapeError, InputError: a bad value, which should not have to wait for a model to load.
+    """
+    settings = {name: given[name] for name in RowOptions.__annotations__ if name in given}
+    settings["free_branches"] = given["free_branches"].setting
+    parse_shape(given["tree"])
+    sampling_params(cast(RowOptions, settings))
+    return cast(RowOptions, settings)

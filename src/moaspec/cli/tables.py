@@ -119,18 +119,6 @@ def _equal(outcome: Outcome) -> str:
     return text
 
 
-def _show_suites(report: Report, suites: list[str]) -> None:
-    table = Table()
-    table.add_column("tau by suite", no_wrap=True)
-    for suite in suites:
-        table.add_column(suite)
-    for outcome in report.outcomes:
-        parts = report.by_suite(outcome)
-        if outcome.tau is not None:
-            table.add_row(outcome.method.name, *(f"{parts[s].tau or 0:.2f}" for s in suites))
-    console.out.print(table)
-
-
 def show_costs(found: Costs) -> None:
     """Passes by width, rounds by context and batch, and what the machine allows."""
     bound = found.bound
@@ -167,12 +155,16 @@ def show_costs(found: Costs) -> None:
 def show_cut(cut: Cut) -> None:
     """What the target thinks of each continuation."""
     facts = cut.as_json()["methods"]
-    rows = [
-        (name, *(_number(one[key]) for key in ("log_likelihood", "agreement", "same")))
-        for name, one in facts.items()
-    ]
-    headings = ("log-probability per token", "agreement", "tokens as the target's own")
-    console.out.print(_grid((f"alone after {cut.after} tokens", *headings), rows))
+    headings = {
+        "log_likelihood": "log-probability per token",
+        "agreement": "agreement",
+        "same": "tokens as the target's own",
+        "accuracy": "right answers",
+    }
+    if all(one["accuracy"] is None for one in facts.values()):
+        del headings["accuracy"]
+    rows = [(name, *(_number(one[key]) for key in headings)) for name, one in facts.items()]
+    console.out.print(_grid((f"alone after {cut.after} tokens", *headings.values()), rows))
 
 
 def show_comparison(found: Comparison) -> None:

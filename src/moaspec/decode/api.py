@@ -177,7 +177,7 @@ class RowOptions(TypedDict, total=False):
     Attributes:
         max_new_tokens: at most so many per prompt; 64. 0 gives an empty result.
         temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty,
-        frequency_penalty, logit_bias, logprobs: see `SamplingParams`.
+        frequency_penalty, logit_bias, logprobs, top_logprobs, choice: see `SamplingParams`.
         logits_processors: functions of (prefix token ids, logits); see `SamplingParams`. For these,
             `logit_bias` and `stop`, None is none.
         stop: a string or several; the text ends with the token that completes one.
@@ -202,6 +202,8 @@ class RowOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logits_processors: Iterable[LogitsProcessor] | None
     logprobs: bool
+    top_logprobs: int
+    choice: int
     stop: str | Iterable[str] | None
     stop_token_ids: Iterable[int] | None
     tree: Tree | str
@@ -296,7 +298,7 @@ def start(
             token_ids(prompt),
             shape=shaping.policy(),
             free_branches=shaping.branches(),
-            sampling=replace(sampling, choice=choice),
+            sampling=replace(sampling, choice=sampling.choice + choice),
             **settings,
         )
         for prompt in prompts

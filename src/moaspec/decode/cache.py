@@ -47,6 +47,12 @@ class KVCache:
         """Bytes held."""
         return self._data.numel() * self._data.element_size()
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token of one row."""
+        layers, two, _, heads, _, dim = self._data.shape
+        return layers * two * heads * dim * self._data.element_size()
+
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for at least this many rows and slots, keeping what is stored."""
         layers, two, old_rows, heads, old_slots, dim = self._data.shape
@@ -81,13 +87,21 @@ class KVCache:
             f(layer, key_BHTD, value_BHTD) that stores both and returns keys and values of slots
             0..S' - 1, each (B, H, S', D).
         """
-        put = self._put_one if len(rows) == 1 else self._put_many(rows, starts, num_tokens)
         index = self._index(rows)
+        # Views of all layers at once: making them layer by layer costs as much as the copying.
+        views = (
+            [self._data[:, part, index, :, :visible].unbind(0) for part in (0, 1)]
+            if isinstance(index, slice)
+            else None
+        )
+        put = self._put_slice if len(rows) == 1 else self._put_scattered
+        put_layer = put(rows, starts, num_tokens)
 
         def write(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-            data = self._data[layer]
-            for part, new in enumerate((key_BHTD, value_BHTD)):
-                put(data[part], new, rows[0], starts[0])
+            put_layer(layer, key_BHTD, value_BHTD)
+            if views is not None:
+                return views[0][layer], views[1][layer]
+            data = self._data[layer]  # rows apart from each other are copied, so after writing
             return data[0, index, :, :visible], data[1, index, :, :visible]
 
         return write
@@ -98,21 +112,31 @@ class KVCache:
             return slice(rows[0], rows[0] + len(rows))
         return torch.tensor(rows, device=self._data.device)
 
-    @staticmethod
-    def _put_one(data_RHSD: Tensor, new_BHTD: Tensor, row: int, start: int) -> None:
-        data_RHSD[row, :, start : start + new_BHTD.shape[2]] = new_BHTD[0]
-
-    def _put_many(
+    def _put_slice(
         self, rows: Sequence[int], starts: Sequence[int], num_tokens: int
-    ) -> Callable[[Tensor, Tensor, int, int], None]:
+    ) -> Callable[[int, Tensor, Tensor], None]:
+        slots = slice(starts[0], starts[0] + num_tokens)
+        keys, values = (self._data[:, part, rows[0], :, slots].unbind(0) for part in (0, 1))
+
+        def put(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
+            keys[layer].copy_(key_BHTD[0])
+            values[layer].copy_(value_BHTD[0])
+
+        return put
+
+    def _put_scattered(
+        self, rows: Sequence[int], starts: Sequence[int], num_tokens: int
+    ) -> Callable[[int, Tensor, Tensor], None]:
         device = self._data.device
         rows_B1 = torch.tensor(rows, device=device)[:, None]
         slots_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(
             num_tokens, device=device
         )
 
-        def put(data_RHSD: Tensor, new_BHTD: Tensor, *_: int) -> None:
-            data_RHSD[rows_B1, :, slots_BT] = new_BHTD.transpose(1, 2)
+        def put(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
+            data = self._data[layer]
+            data[0][rows_B1, :, slots_BT] = key_BHTD.transpose(1, 2)
+            data[1][rows_B1, :, slots_BT] = value_BHTD.transpose(1, 2)
 
         return put
 
@@ -128,6 +152,12 @@ class KVCache:
         stop = start + key_LHTD.shape[2]
         self._data[:, 0, row, :, start:stop] = key_LHTD
         self._data[:, 1, row, :, start:stop] = value_LHTD
+
+    def append_last(self, row: int, start: int, key_NHTD: Tensor, value_NHTD: Tensor) -> None:
+        """`append` for the last N layers alone."""
+        first, stop = len(self._data) - len(key_NHTD), start + key_NHTD.shape[2]
+        self._data[first:, 0, row, :, start:stop] = key_NHTD
+        self._data[first:, 1, row, :, start:stop] = value_NHTD
 
     def read(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots start..stop - 1, each (L, H, T, D)."""

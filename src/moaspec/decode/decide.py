@@ -14,6 +14,7 @@ from torch import Tensor
 from moaspec.decode.law import next_tokens
 from moaspec.decode.processors import Prefix
 from moaspec.decode.protocols import Request
+from moaspec.decode.result import Alternatives
 from moaspec.decode.tree import children, walk
 
 
@@ -24,6 +25,7 @@ class Decision:
     accepted: tuple[int, ...]
     next_token: int
     logprobs: tuple[float, ...]
+    top_logprobs: tuple[Alternatives, ...] = ()
 
 
 class _Walk:
@@ -76,15 +78,24 @@ class _Walk:
 
     def decision(self, logits_NV: Tensor) -> Decision:
         """The outcome, once the walk has ended."""
-        logprobs = self._logprobs(logits_NV) if self.request.sampling.logprobs else ()
-        return Decision(tuple(self.path), self.next_token, logprobs)
-
-    def _logprobs(self, logits_NV: Tensor) -> tuple[float, ...]:
+        if not self.request.sampling.logprobs:
+            return Decision(tuple(self.path), self.next_token, ())
         tokens = [*(self.request.tree.tokens[node] for node in self.path), self.next_token]
         places = [self.first, *(self.first + 1 + node for node in self.path)]
         log_p = logits_NV[places].log_softmax(-1)
         index = torch.tensor(tokens, device=log_p.device)[:, None]
-        return tuple(log_p.gather(1, index)[:, 0].tolist())
+        logprobs = tuple(log_p.gather(1, index)[:, 0].tolist())
+        top = alternatives(log_p, self.request.sampling.top_logprobs)
+        return Decision(tuple(self.path), self.next_token, logprobs, top)
+
+
+def alternatives(log_p_NV: Tensor, number: int) -> tuple[Alternatives, ...]:
+    """The most probable tokens of every row, the best first; nothing for 0."""
+    if not number:
+        return ()
+    values, ids = log_p_NV.topk(min(number, log_p_NV.shape[1]), dim=-1)
+    rows = zip(ids.tolist(), values.tolist(), strict=True)
+    return tuple(tuple(zip(one, scores, strict=True)) for one, scores in rows)
 
 
 def decide(

@@ -152,7 +152,7 @@ class Engine:
 
     def _take_over(self, row: Row, old: Row) -> None:
         """Keep of an old row what is the same in the new one; its last token is always read."""
-        common = _common_length(old.token_ids, row.token_ids[:-1])
+        common = common_length(old.token_ids, row.token_ids[:-1])
         same_keys = self._regime(old.base) == self._regime(len(row.token_ids))
         row.base = min(common, old.base) if same_keys else 0
         row.result.num_reused_tokens = row.base
@@ -161,8 +161,7 @@ class Engine:
         del self._parked[old.handle]
 
     def _regime(self, length: int) -> int:
-        """Which rotary embeddings the keys of a text of this length have."""
-        return sum(length > switch for switch in self._switches)
+        return regime(length, self._switches)
 
     def abort(self, handle: int) -> GenerationResult:
         """Let a request leave at once; what was generated so far is returned.
@@ -309,20 +308,33 @@ class Engine:
         """Emit what a verdict brought, up to the row's end."""
         if self._drafter is not None and verdict.features is not None:
             self._drafter.observe(row.row, verdict.features)
-        accepted = [request.tree.tokens[node] for node in verdict.accepted]
+        tree = request.tree if verdict.tree is None else verdict.tree
+        accepted = [tree.tokens[node] for node in verdict.accepted]
         tokens, reason = row.kept([*accepted, verdict.next_token], self._max_positions)
-        sources = row.sources(request.tree, verdict.accepted)[: len(tokens)]
+        sources = row.sources(tree, verdict.accepted)[: len(tokens)]
         if row.prefilled:
-            row.count(request.tree, verdict.accepted, sources)
+            row.count(tree, verdict.accepted, sources)
         row.prefilled = True
         row.base = request.base + len(request.known) + len(accepted)
         row.token_ids += tokens
         row.result.token_ids += tokens
         row.result.sources += sources
-        row.result.logprobs += verdict.logprobs[: len(tokens)]
+        logprobs = verdict.logprobs[: len(tokens)]
+        top_logprobs = verdict.top_logprobs[: len(tokens)]
+        row.result.logprobs += logprobs
+        row.result.top_logprobs += top_logprobs
         if reason is not None:
             self._finish(row, reason)
-        return Event(row.handle, tuple(tokens), tuple(sources), reason)
+        return Event(
+            row.handle,
+            tuple(tokens),
+            tuple(sources),
+            reason,
+            tree=tree,
+            accepted=verdict.accepted,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+        )
 
     def _finish(self, row: Row, reason: StopReason) -> None:
         row.result.stop_reason = reason
@@ -342,7 +354,12 @@ class Engine:
             self._drafter.close(row.row)
 
 
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+def regime(length: int, switches: Sequence[int]) -> int:
+    """Which rotary embeddings the keys of a text of this length have; see `Engine`."""
+    return sum(length > switch for switch in switches)
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens that two texts have in common at their beginning."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

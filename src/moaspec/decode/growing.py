@@ -25,6 +25,9 @@ from moaspec.decode.tree import DraftTree, Tree
 from moaspec.model.config import LayerConfig
 from moaspec.target import Target
 
+READ_CHUNK_TOKENS = 512
+"""Longest stretch of unread text in one pass; bounds the memory of its mask and activations."""
+
 
 @dataclass
 class _Beams:
@@ -177,6 +180,9 @@ class Level(ABC):
     def read_text(self, reading: Reading) -> Tensor:
         """Read tokens, storing their keys and values: (B, T, E)."""
 
+    def pass_by(self, x_BTE: Tensor, starts: Sequence[int]) -> None:  # noqa: B027 - most need not
+        """Told of text that was read, from slot `starts` of each row on, at most to its root."""
+
     def finish(self, x_BWE: Tensor, _position_BW: Tensor, _own: Own) -> Tensor:
         """From what was read of nodes to states for the head, (B, W, E)."""
         return x_BWE
@@ -189,27 +195,46 @@ class Level(ABC):
             list(row.token_ids[start + drafting.lag :])
             for row, start in zip(self.rows, starts, strict=True)
         ]
-        longest = max(map(len, fresh))
-        padded = [tokens + [0] * (longest - len(tokens)) for tokens in fresh]
-        offsets_T = torch.arange(longest, device=self.device)
-        starts_B1 = torch.tensor(starts, device=self.device)[:, None]
-        causal_BTT = (offsets_T[:, None] >= offsets_T).expand(len(starts), -1, -1)
-        visible = max(starts) + longest
-        drafting.text.reserve(max(self.indices) + 1, visible)
         roots_B1 = torch.tensor(self.roots, device=self.device)[:, None]
-        reading = Reading(
-            torch.tensor(padded, device=self.device),
-            # Pads must not look like a longer text: LongRoPE goes by a row's largest position.
-            (starts_B1 + offsets_T).minimum(roots_B1),
-            starts,
-            tree_mask(starts, causal_BTT, visible),
-        )
-        x_BTE = self.read_text(reading)
         last_B = torch.tensor([len(tokens) - 1 for tokens in fresh], device=self.device)
-        root_B1E = x_BTE[torch.arange(len(fresh), device=self.device), last_B][:, None]
+        root_B1E = torch.empty(0)
+        for first in range(0, max(map(len, fresh)), READ_CHUNK_TOKENS):
+            reading = self._stretch(fresh, starts, first, roots_B1)
+            x_BTE = self.read_text(reading)
+            self.pass_by(x_BTE[:, :READ_CHUNK_TOKENS], reading.starts)
+            place_B = (last_B - first).clamp(0, x_BTE.shape[1] - 1)
+            here_B1E = x_BTE[torch.arange(len(fresh), device=self.device), place_B][:, None]
+            ends_B11 = (last_B >= first)[:, None, None]
+            root_B1E = torch.where(ends_B11, here_B1E, root_B1E) if first else here_B1E
         for row in self.rows:
             drafting.read[row.row] = len(row.token_ids) - drafting.lag
         return self._log_q(root_B1E, roots_B1, Own(self.roots, self.own_BNU))
+
+    def _stretch(
+        self, fresh: Sequence[list[int]], starts: Sequence[int], first: int, roots_B1: Tensor
+    ) -> Reading:
+        """The tokens of one pass: those from `first` on of every row's fresh ones.
+
+        LongRoPE goes by a row's largest position in a pass. So pads stay within the text, and where
+        more text follows, the stretch ends with a pad at the root, which is written over next.
+        """
+        longest = max(map(len, fresh)) - first
+        count = min(longest, READ_CHUNK_TOKENS)
+        width = count + (longest > count)
+        tokens = [tokens[first : first + count] for tokens in fresh]
+        offsets_T = torch.arange(width, device=self.device)
+        starts = [start + first for start in starts]
+        position_BT = torch.tensor(starts, device=self.device)[:, None] + offsets_T
+        position_BT[:, count:] = roots_B1
+        causal_BTT = (offsets_T[:, None] >= offsets_T).expand(len(starts), -1, -1)
+        visible = max(starts) + width
+        self.drafting.text.reserve(max(self.indices) + 1, visible)
+        return Reading(
+            torch.tensor([row + [0] * (width - len(row)) for row in tokens], device=self.device),
+            position_BT.minimum(roots_B1),
+            starts,
+            tree_mask(starts, causal_BTT, visible),
+        )
 
     def extend(self, token_ids_BN: Tensor, parents_BN: Tensor, frontier_BW: Tensor) -> Tensor:
         """Feed the frontier's beams; log q of their children, (B, W, V)."""

@@ -8,6 +8,7 @@ Legend: B rows, T tokens of the padded prompts, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -84,8 +86,9 @@ class CustomGenerate:
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
         """Decode; see `custom_generate`."""
-        if streamer is None:
-            streamer = _streamer_of_caller(sys._getframe(1))
+        dropped = _arguments_of_generate(sys._getframe(1))
+        streamer = dropped.get("streamer") if streamer is None else streamer
+        _check_assistant(dropped.get("assistant_model"))
         _check(model, input_ids, generation_config, model_kwargs)
         target = Target(model, None, name=model.config.name_or_path or "this model", freeze=False)
         engine = local_engine(target, self._drafter, num_target_layers=self._num_target_layers)
@@ -148,20 +151,32 @@ def custom_generate(
     Raises:
         ShapeError: a text that is no shape.
         InputError: something else than the types say; by the call: beams and other modes, scores,
-            logits, attentions or hidden states asked for, embeddings or a filled cache as input,
-            pads that are not on the left, a model in training mode.
+            logits, attentions or hidden states asked for, an assistant model, embeddings or a
+            filled cache as input, pads that are not on the left, a model in training mode.
         UnsupportedTargetError: by the call: a model that cannot be drafted for.
     """
     return CustomGenerate(drafter, tree, free_branches, num_target_layers)
 
 
-def _streamer_of_caller(frame: FrameType) -> Any:
-    """The `streamer` argument of the `generate` that called.
+def _arguments_of_generate(frame: FrameType | None) -> dict[str, Any]:
+    """The local variables of the `generate` that called, through whatever functions of the user.
 
-    Transformers (5.23) gives it to its own loops, but drops it when it calls one like this. It has
-    put the prompt into the streamer by then, so that a reader would wait for the rest for ever.
+    Transformers (5.23) gives `streamer` and `assistant_model` to its own loops, but drops them when
+    it calls one like this. It has put the prompt into the streamer by then, so that a reader would
+    wait for the rest for ever.
     """
-    return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None
+    generate = inspect.unwrap(GenerationMixin.generate).__code__
+    while frame is not None and frame.f_code is not generate:
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
+
+
+def _check_assistant(assistant: Any) -> None:
+    if assistant is not None:
+        raise InputError(
+            "generate got both assistant_model and custom_generate, and only one of them can "
+            "draft. Leave assistant_model out, or call generate without custom_generate."
+        )
 
 
 def _check(

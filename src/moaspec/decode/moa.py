@@ -67,9 +67,10 @@ class MoADrafting(Growing):
         self.target_cache: KVCache | None = None
         self.memory = layer_cache(target, config.cross_attention)
         self.remembered: dict[int, int] = {}
+        self.missing: dict[int, set[int]] = {}
 
     def borrow(self, target_cache: KVCache) -> None:
-        """Let N > 0 attend to the target's own cache."""
+        """Let N > 0 attend to the target's own cache, or to one that `place` fills."""
         self.target_cache = target_cache
 
     @torch.inference_mode()
@@ -83,22 +84,50 @@ class MoADrafting(Growing):
 
     def observe(self, row: int, features: Features) -> None:
         """Append CA's keys and values of newly verified tokens."""
+        self.place(row, self.remembered.get(row, 0), features)
+
+    def place(
+        self,
+        row: int,
+        start: int,
+        features: Features,
+        last_layers: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Take in features of verified tokens in any order; drafting does without missing ones.
+
+        Args:
+            row: which row.
+            start: position of the first token.
+            features: see `encode`.
+            last_layers: where N > 0 and the target's cache is not in reach, keys and values of the
+                last N target layers, (N, H, T, D of the target) each.
+        """
         key_1CTD, value_1CTD = features
-        start = self.remembered.get(row, 0)
         stop = start + key_1CTD.shape[2]
         self.memory.reserve(row + 1, stop)
         self.memory.append(row, start, key_1CTD, value_1CTD)
-        self.remembered[row] = stop
+        if last_layers is not None:
+            assert self.target_cache is not None, "borrow() comes before last layers"
+            self.target_cache.reserve(row + 1, stop)
+            self.target_cache.append_last(row, start, *last_layers)
+        known = self.remembered.get(row, 0)
+        if start > known or row in self.missing:
+            missing = self.missing.get(row, set()) | set(range(known, start))
+            self.missing[row] = missing.difference(range(start, stop))
+        self.remembered[row] = max(known, stop)
 
     def rollback(self, row: int, length: int) -> None:
         """Forget all but a row's first tokens; what lies beyond is written over."""
         super().rollback(row, length)
         self.remembered[row] = min(self.remembered.get(row, 0), length)
+        if row in self.missing:
+            self.missing[row] = {position for position in self.missing[row] if position < length}
 
     def close(self, row: int) -> None:
         """Forget a row."""
         super().close(row)
         self.remembered.pop(row, None)
+        self.missing.pop(row, None)
 
     def release(self) -> None:
         """Give the caches' memory back; no row may be in use."""
@@ -119,7 +148,9 @@ class _Speaking(Level):
         super().__init__(drafting, rows, shape)
         remembered = [drafting.remembered.get(row, 0) for row in self.indices]
         self.memory = drafting.memory.view(self.indices, max(remembered))
-        self.memory_mask = prefix_mask(remembered, max(remembered), self.device)
+        mask_B11S = prefix_mask(remembered, max(remembered), self.device)
+        self.missing = [sorted(drafting.missing.get(row, ())) for row in self.indices]
+        self.memory_mask = self._without_missing(mask_B11S)
 
     def read_text(self, reading: Reading) -> Tensor:
         """SA."""
@@ -132,11 +163,47 @@ class _Speaking(Level):
         speaker = self.drafting.module.speaker
         return speaker.read_text(embeddings, reading.position_ids_BT, attend)
 
+    def _without_missing(self, mask: Tensor) -> Tensor:
+        """A mask over positions that hides those whose features have not come."""
+        for i, positions in enumerate(self.missing):
+            if positions:
+                mask[i, ..., positions] = False
+        return mask
+
+    def pass_by(self, x_BTE: Tensor, starts: Sequence[int]) -> None:
+        """With N > 0, give the reused layers keys and values of text without features, too.
+
+        There is such text where the newest tokens are drafts themselves: drafted ahead of a
+        verdict, or while a link is down.
+        """
+        remembered = self.drafting.remembered
+        stops = [
+            min(root, start + x_BTE.shape[1])
+            for root, start in zip(self.roots, starts, strict=True)
+        ]
+        first = [
+            min(max(start, remembered.get(row, 0)), stop)
+            for start, row, stop in zip(starts, self.indices, stops, strict=True)
+        ]
+        width = max(stop - one for stop, one in zip(stops, first, strict=True))
+        if not self.drafting.num_target_layers or not width:
+            return
+        first_B1 = torch.tensor(first, device=self.device)[:, None]
+        position_BW = first_B1 + torch.arange(width, device=self.device)
+        offset_BW = position_BW - torch.tensor(starts, device=self.device)[:, None]
+        offset_BW = offset_BW.clamp(0, x_BTE.shape[1] - 1)
+        x_BWE = x_BTE.gather(1, offset_BW[..., None].expand(-1, -1, x_BTE.shape[2]))
+        causal_WW = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
+        roots, self.roots = self.roots, first
+        self.finish(x_BWE, position_BW, Own(first, causal_WW.expand(len(first), -1, -1)))
+        self.roots = roots
+
     def finish(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> Tensor:
         """CA and the reused layers."""
         drafting = self.drafting
+        key, value, mask = self._memory(x_BWE, position_BW, own)
         states_BWE = drafting.module.speaker.read_memory(
-            x_BWE, position_BW, lambda q: masked_attention(q, *self.memory, self.memory_mask)
+            x_BWE, position_BW, lambda q: masked_attention(q, key, value, mask)
         )
         states_BWE = drafting.module.exit(states_BWE, drafting.num_target_layers)
         if not drafting.num_target_layers:
@@ -144,14 +211,27 @@ class _Speaking(Level):
         cache = drafting.target_cache
         assert cache is not None, "borrow() comes before drafting with N > 0"
         width, visible = states_BWE.shape[1], max(self.roots) + own.sees_BWU.shape[2]
-        cache.reserve(max(self.indices) + 1, self.slots)
+        cache.reserve(max(self.indices) + 1, max(self.slots, visible))
         return drafting.target.run_last(
             states_BWE,
             position_BW,
             num=drafting.num_target_layers,
-            mask_B1TS=tree_mask(self.roots, own.sees_BWU, visible),
+            mask_B1TS=self._without_missing(tree_mask(self.roots, own.sees_BWU, visible)),
             write=cache.writer(self.indices, own.starts, width, visible),
         )
+
+    def _memory(
+        self, x_BWE: Tensor, position_BW: Tensor, own: Own
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and mask of what CA reads; drafts lie behind the root, as in the text."""
+        drafting = self.drafting
+        if not drafting.module.reads_drafts:
+            return *self.memory, self.memory_mask
+        width, visible = x_BWE.shape[1], max(self.roots) + own.sees_BWU.shape[2]
+        drafting.memory.reserve(max(self.indices) + 1, self.slots)
+        write = drafting.memory.writer(self.indices, own.starts, width, visible)
+        key, value = write(0, *drafting.module.project_kv(x_BWE, position_BW))
+        return key, value, tree_mask(self.roots, own.sees_BWU, visible)
 
 
 def _check_place(drafter: MoADrafter, target: Target) -> None:

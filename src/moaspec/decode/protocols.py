@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from moaspec.decode.result import Alternatives
 from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.tree import DraftTree, Tree
 
@@ -36,6 +37,8 @@ class Request:
         prompt_length: how many of the row's tokens are its prompt.
         encode: whether the drafter wants features now. Where it does not, a later request of the
             row brings those of all tokens verified meanwhile.
+        text_length: tokens of the whole text where `known` ends before it, because a long prompt is
+            read in pieces; 0 where it does not. Some rotary embeddings go by it.
     """
 
     row: int
@@ -45,6 +48,7 @@ class Request:
     sampling: SamplingParams = GREEDY
     prompt_length: int = 0
     encode: bool = True
+    text_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,10 @@ class Verdict:
             `known` and accepted ones); None where the request wanted none.
         logprobs: where the row asks for them, log-probabilities of the accepted tokens and of
             `next_token` under the target's own, unprocessed distribution.
+        top_logprobs: where it asks for them, the most probable tokens in place of each of these.
         encode_s: seconds that the features of the whole pass took.
+        tree: what `accepted` refers to where it is not the request's tree: a verifier across a
+            network may have sent what was drafted while the request waited.
     """
 
     accepted: tuple[int, ...]
@@ -66,6 +73,8 @@ class Verdict:
     features: Features = None
     logprobs: tuple[float, ...] = ()
     encode_s: float = 0.0
+    top_logprobs: tuple[Alternatives, ...] = ()
+    tree: DraftTree | None = None
 
 
 class Verifier(Protocol):

@@ -6,11 +6,16 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
 
+from moaspec.decode.tree import DraftTree
+
 Source = Literal["draft", "target", "copy"]
 """Who proposed a token: the drafter, the target itself where no draft matched, or the text (a free
 branch that repeats what stood earlier)."""
 
 StopReason = Literal["stop_token", "stop_string", "max_new_tokens", "context", "aborted"]
+
+Alternatives = tuple[tuple[int, float], ...]
+"""The most probable tokens at one place and their log-probabilities, the best first."""
 
 
 @dataclass
@@ -41,12 +46,20 @@ class Event:
         token_ids: in order; never taken back.
         sources: who proposed each.
         stop_reason: set on the last event of a row.
+        tree: what the round verified; empty for the prompt's pass and for plain rounds.
+        accepted: nodes of it that the target chose, in order.
+        logprobs: see `GenerationResult`, of these tokens.
+        top_logprobs: the same.
     """
 
     handle: int
     token_ids: tuple[int, ...]
     sources: tuple[Source, ...]
     stop_reason: StopReason | None = None
+    tree: DraftTree = field(default_factory=DraftTree)
+    accepted: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[Alternatives, ...] = ()
 
 
 @dataclass
@@ -67,6 +80,7 @@ class GenerationResult:
             holds.
         logprobs: where asked for, the log-probability of each of `token_ids` under the target's
             own distribution, before temperature and processors.
+        top_logprobs: where asked for, the most probable tokens in place of each of them.
         seed: of sampling; the one that was drawn where none was given. None where no noise took
             part and none was given.
         num_reused_tokens: tokens of the prompt whose caches were held from an earlier turn.
@@ -82,6 +96,7 @@ class GenerationResult:
     stop_reason: StopReason | None = None
     stop_string: str | None = None
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[Alternatives] = field(default_factory=list)
     seed: int | None = None
     num_reused_tokens: int = 0
     timing: Timing = field(default_factory=Timing)

@@ -12,6 +12,9 @@ from torch import Tensor
 from moaspec.decode.integers import as_integer
 from moaspec.errors import InputError
 
+MOST_ALTERNATIVES = 1000
+"""Far more than anybody reads; whole vocabularies would be gigabytes of Python numbers."""
+
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 """(token ids of the prefix, prompt included; float32 logits of shape (V,)) -> logits.
 
@@ -41,6 +44,8 @@ class SamplingParams:
         logit_bias: added to the logits, by token id; -inf forbids a token.
         processors: called in order; see `LogitsProcessor`.
         logprobs: whether to report log-probabilities of the chosen tokens.
+        top_logprobs: report so many of the most probable tokens in place of each as well; only
+            together with `logprobs`.
 
     Raises:
         InputError: a value outside its range; the message says which.
@@ -58,6 +63,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     processors: tuple[LogitsProcessor, ...] = ()
     logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         self._need_number("temperature", low=0.0)
@@ -70,6 +76,9 @@ class SamplingParams:
             raise InputError("repetition_penalty must be above 0 (1.0 changes nothing), got 0.")
         self._need_integer("top_k", high=2**63 - 1, otherwise="0 keeps all tokens")
         self._need_integer("choice", high=2**32 - 1, otherwise="0 is the first")
+        self._need_integer("top_logprobs", high=MOST_ALTERNATIVES, otherwise="0 reports none")
+        if self.top_logprobs and not self.logprobs:
+            raise InputError("top_logprobs needs logprobs=True.")
         if self.seed is not None:
             self._need_integer("seed", high=2**64 - 1, otherwise="None draws one")
         _check_bias(self.logit_bias)

@@ -121,10 +121,14 @@ class Shaping:
 
 @dataclass(frozen=True)
 class FixedShape:
-    """Always the same shape."""
+    """Always the same shape; None never drafts."""
 
-    tree: Tree = AUTO
-    wants_features: bool = True
+    tree: Tree | None = AUTO
+
+    @property
+    def wants_features(self) -> bool:
+        """See `ShapePolicy`."""
+        return self.tree is not None
 
     def shape(self, _length: int, _num_rows: int) -> Tree | None:
         """The shape."""

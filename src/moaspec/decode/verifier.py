@@ -24,6 +24,12 @@ from moaspec.target import Target
 PREFILL_CHUNK_TOKENS = 1024
 """Longest stretch of prompt in one pass; bounds the memory of its mask and activations."""
 
+TOLERATED_PADS = 1.5
+"""Tokens of a pass, pads included, over those that are wanted; beyond, long rows are split."""
+
+MIN_WIDTH = 16
+"""Rows that are split are at least so wide."""
+
 HEAD_NODES = 256
 """Logits of at most so many nodes (but at least one row's) exist at a time."""
 
@@ -46,7 +52,27 @@ class _Plan:
     @property
     def length(self) -> int:
         """Tokens of the text, whatever part of it this pass holds."""
-        return self.request.base + len(self.request.known)
+        return self.request.text_length or self.request.base + len(self.request.known)
+
+    @property
+    def drafted(self) -> bool:
+        """Whether a tree is among the tokens."""
+        return len(self.tokens) > self.num_known
+
+    def pieces(self, width: int) -> list[_Plan]:
+        """A stretch of text as several plans of `width`, of which the last may be shorter.
+
+        Each sees what those before it write in the same pass, because a layer stores all keys
+        before any are read. None but the last has pads, which would be written over the next.
+        """
+        if self.drafted:
+            return [self]
+        cuts = range(0, len(self.tokens), width)
+        parts = [self.tokens[cut : cut + width] for cut in cuts]
+        return [
+            _Plan(self.request, self.start + cut, part, len(part))
+            for cut, part in zip(cuts, parts, strict=True)
+        ]
 
 
 class LocalVerifier:
@@ -89,11 +115,11 @@ class LocalVerifier:
 
     def _verify(self, requests: Sequence[Request]) -> list[Verdict]:
         plans, early = self._prefill(requests)
-        hidden_BTE = self._pass(plans)
-        decisions = self._decide(plans, hidden_BTE)
+        states = self._states(plans)
+        decisions = self._decide(plans, states)
         if "hidden" in self._needs:
             for done, plan, states_TE, decision in zip(
-                early, plans, hidden_BTE, decisions, strict=True
+                early, plans, states, decisions, strict=True
             ):
                 nodes = [plan.num_known + node for node in decision.accepted]
                 done += [states_TE[: plan.num_known], states_TE[nodes]]
@@ -106,7 +132,14 @@ class LocalVerifier:
         features = self._features(requests, accepted, early)
         encode_s = time.perf_counter() - started
         return [
-            Verdict(decision.accepted, decision.next_token, feature, decision.logprobs, encode_s)
+            Verdict(
+                decision.accepted,
+                decision.next_token,
+                feature,
+                decision.logprobs,
+                encode_s,
+                decision.top_logprobs,
+            )
             for decision, feature in zip(decisions, features, strict=True)
         ]
 
@@ -130,6 +163,18 @@ class LocalVerifier:
             plans.append(_Plan(request, start, known + request.tree.tokens, len(known)))
         return plans, early
 
+    def _states(self, plans: Sequence[_Plan]) -> list[Tensor]:
+        """One pass over all plans: final states of each one's tokens, (n, E)."""
+        pieces = [plan.pieces(_width(plans)) for plan in plans]
+        hidden_BTE = self._pass([piece for parts in pieces for piece in parts])
+        states: list[Tensor] = []
+        first = 0
+        for parts in pieces:
+            rows = zip(parts, hidden_BTE[first : first + len(parts)], strict=True)
+            states.append(torch.cat([hidden_TE[: len(one.tokens)] for one, hidden_TE in rows]))
+            first += len(parts)
+        return states
+
     def _pass(self, plans: Sequence[_Plan]) -> Tensor:
         """Run the target over every plan's tokens, right-padded: (B, T, E) final states."""
         target, device = self.target, self.target.device
@@ -146,14 +191,13 @@ class LocalVerifier:
             lengths_B=torch.tensor([p.length for p in plans], device=device),
         )
 
-    def _decide(self, plans: Sequence[_Plan], hidden_BTE: Tensor) -> list[Decision]:
+    def _decide(self, plans: Sequence[_Plan], states: Sequence[Tensor]) -> list[Decision]:
         """The target's choices along each tree, up to the first that was not drafted."""
         decisions: list[Decision] = []
         for group in _groups(plans):
-            hidden = hidden_BTE[len(decisions) : len(decisions) + len(group)]
+            own = states[len(decisions) : len(decisions) + len(group)]
             needed = [
-                hidden_TE[plan.num_known - 1 : len(plan.tokens)]
-                for plan, hidden_TE in zip(group, hidden, strict=True)
+                states_TE[plan.num_known - 1 :] for plan, states_TE in zip(group, own, strict=True)
             ]
             requests = [plan.request for plan in group]
             logits_NV = self.target.head(torch.cat(needed))
@@ -213,6 +257,14 @@ class LocalVerifier:
             return self._held.pop(row)[None]
         key_LHTD, value_LHTD = self.cache.read(row, start, stop)
         return layer_features(key_LHTD[:, None], value_LHTD[:, None])
+
+
+def _width(plans: Sequence[_Plan]) -> int:
+    """Tokens of a pass's rows: as many as the longest plan has, unless pads would cost too much."""
+    sizes = [len(plan.tokens) for plan in plans]
+    if len(sizes) * max(sizes) <= TOLERATED_PADS * sum(sizes):
+        return max(sizes)
+    return max([MIN_WIDTH, *(len(plan.tokens) for plan in plans if plan.drafted)])
 
 
 def _groups(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:

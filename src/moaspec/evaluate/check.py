@@ -20,7 +20,8 @@ from moaspec.decode import (
     Replay,
     SamplingParams,
     Tree,
-    generate,
+    local_engine,
+    shaping_for,
 )
 from moaspec.decode.shaping import FreeBranches
 from moaspec.decode.textual import TextDrafter
@@ -30,10 +31,14 @@ from moaspec.evaluate.methods import TransformersMethod
 from moaspec.model import MoADrafter
 from moaspec.target import Target
 
-SHAPES: Mapping[str, Tree] = {"chain": Chain(3), "tree": Tree(3, 3, 9)}
+SHAPES: Mapping[str, Tree] = {"chain": Chain(3), "tree": Tree(3, 2, 6)}
 REPLAY_AGREEMENT = 0.8
 """High enough that most rounds accept several drafts, low enough that many end at a rejected one:
 faults of either kind of round show."""
+
+ROWS_TOGETHER = 64
+"""Texts decoded in one batch: the target's weights are read once for all of them, and there is
+memory for their caches on any machine that runs the target."""
 
 Batch = Literal["alone", "ragged"]
 Verdict = Literal["identical", "near_tie", "fault"]
@@ -44,7 +49,8 @@ class Finding:
     """What became of one text.
 
     Attributes:
-        setting, method, batch, prompt: how it was decoded, and the prompt's number.
+        setting, method, prompt: how it was decoded, and the prompt's number.
+        batch: "alone", or in a "ragged" batch of other prompts and other settings.
         verdict: "identical" to plain decoding's, parted from it at a "near_tie", or a "fault".
         position: generated index of the first wrong token, or of the first that differs.
         gap: how many logits the token there is from being the right one (see `gaps`).
@@ -72,6 +78,14 @@ class _Text:
 
 
 @dataclass(frozen=True)
+class _Row:
+    """A text to decode."""
+
+    setting: str
+    prompt: int
+
+
+@dataclass(frozen=True)
 class _Way:
     """One way of decoding all prompts."""
 
@@ -80,6 +94,9 @@ class _Way:
     shape: Tree | str = SHAPES["chain"]
     num_target_layers: int | None = None
     free_branches: FreeBranches = False
+
+
+PLAIN = _Way("plain")
 
 
 @dataclass
@@ -94,6 +111,7 @@ class Check:
             `generate`; None takes `target`.
         max_new_tokens: of each text.
         seeds: of the sampled texts.
+        alone: how many of the prompts are also decoded each by itself.
     """
 
     target: Target
@@ -102,7 +120,8 @@ class Check:
     stock: Target | None = None
     max_new_tokens: int = 64
     seeds: Sequence[int] = (0,)
-    _audited: dict[tuple[Any, ...], _Text] = field(default_factory=dict, init=False)
+    alone: int = 1
+    _audited: dict[tuple[_Row, tuple[int, ...]], _Text] = field(default_factory=dict, init=False)
 
     @property
     def settings(self) -> dict[str, SamplingParams]:
@@ -119,27 +138,32 @@ class Check:
     @property
     def num_texts(self) -> int:
         """How many findings there will be."""
-        ways = 2 * len(self._ways([])) * len(self.settings)
-        return len(self.prompts) * (ways + 1)
+        together, alone = len(self._rows()), len(self._rows(self.alone))
+        return len(self.prompts) + len(self._ways([])) * (together + alone)
 
     def run(self) -> Iterator[Finding]:
         """Decode and judge, text after text."""
-        for name, sampling in self.settings.items():
-            plain = [self._decode(_Way("plain"), sampling, [p])[0] for p in self.prompts]
-            base = [
-                self._audit(name, prompt, text)
-                for prompt, text in zip(self.prompts, plain, strict=True)
-            ]
-            known = [[*p, *text] for p, text in zip(self.prompts, plain, strict=True)]
-            if name == "greedy":
-                hf = TransformersMethod("hf", self.stock or self.target)
-                texts = [hf.run(p, self.max_new_tokens).token_ids for p in self.prompts]
-                yield from self._judge(name, "hf", "alone", texts, base)
-            for way in self._ways(known):
-                alone = [self._decode(way, sampling, [p])[0] for p in self.prompts]
-                yield from self._judge(name, way.name, "alone", alone, base)
-                ragged = self._decode(way, sampling, self.prompts)
-                yield from self._judge(name, way.name, "ragged", ragged, base)
+        rows = self._rows()
+        plain = self._together(PLAIN, rows)
+        base = {row: self._audit(row, text) for row, text in zip(rows, plain, strict=True)}
+        greedy = [row for row in rows if row.setting == "greedy"]
+        yield from self._judged("hf", "alone", greedy, self._transformers(), base)
+        known = [[*self.prompts[row.prompt], *base[row].token_ids] for row in rows]
+        for way in self._ways(known):
+            for row in self._rows(self.alone):
+                yield from self._judged(way.name, "alone", [row], self._decode(way, [row]), base)
+            texts = plain if way is PLAIN else self._together(way, rows)
+            yield from self._judged(way.name, "ragged", rows, texts, base)
+
+    def _rows(self, num_prompts: int | None = None) -> list[_Row]:
+        """The texts of the first prompts, of all settings of each: neighbours differ in both."""
+        numbers = range(len(self.prompts))[:num_prompts]
+        return [_Row(setting, prompt) for prompt in numbers for setting in self.settings]
+
+    def _transformers(self) -> list[list[int]]:
+        """What its own `generate` writes, greedily."""
+        hf = TransformersMethod("hf", self.stock or self.target)
+        return [hf.run(prompt, self.max_new_tokens).token_ids for prompt in self.prompts]
 
     def _ways(self, known: Sequence[Sequence[int]]) -> list[_Way]:
         """All ways of decoding; replay drafts from the texts that plain decoding wrote."""
@@ -156,7 +180,7 @@ class Check:
             for layers in self.drafter.config.num_target_layers:
                 drafters[f"moa (N={layers})"] = (self.drafter, layers)
         return [
-            _Way("plain"),
+            PLAIN,
             _Way("copies", free_branches=True),
             *self._trained(),
             *(
@@ -175,45 +199,61 @@ class Check:
             _Way("moa, tree and copies", self.drafter, SHAPES["tree"], free_branches=True),
         ]
 
-    def _decode(
-        self, way: _Way, sampling: SamplingParams, prompts: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
-        results = generate(
+    def _together(self, way: _Way, rows: Sequence[_Row]) -> list[list[int]]:
+        """All rows, in as few batches as memory allows."""
+        starts = range(0, len(rows), ROWS_TOGETHER)
+        batches = (rows[start : start + ROWS_TOGETHER] for start in starts)
+        return [text for batch in batches for text in self._decode(way, batch)]
+
+    def _decode(self, way: _Way, rows: Sequence[_Row]) -> list[list[int]]:
+        """One batch; each row has its own prompt and settings."""
+        engine = local_engine(self.target, way.drafter, num_target_layers=way.num_target_layers)
+        shaping = shaping_for(
             self.target,
-            prompts,
-            drafter=way.drafter,
-            num_target_layers=way.num_target_layers,
+            way.drafter,
             tree=way.shape,
             free_branches=way.free_branches,
-            max_new_tokens=self.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            repetition_penalty=sampling.repetition_penalty,
-            seed=sampling.seed,
+            num_target_layers=way.num_target_layers,
         )
+        handles = [
+            engine.add(
+                self.prompts[row.prompt],
+                max_new_tokens=self.max_new_tokens,
+                stop_token_ids=self.target.stop_token_ids,
+                shape=shaping.policy(),
+                free_branches=shaping.branches(),
+                sampling=self.settings[row.setting],
+            )
+            for row in rows
+        ]
+        results = [engine.result(handle) for handle in handles]
+        for _ in engine.run():
+            pass  # results fill as it runs
         return [result.token_ids for result in results]
 
-    def _audit(self, setting: str, prompt: Sequence[int], token_ids: Sequence[int]) -> _Text:
+    def _audit(self, row: _Row, token_ids: Sequence[int]) -> _Text:
         """Most ways give the same text, which needs one trusted pass only."""
-        key = (setting, tuple(prompt), tuple(token_ids))
+        key = (row, tuple(token_ids))
         if key not in self._audited:
-            sampling = self.settings[setting]
+            prompt, sampling = self.prompts[row.prompt], self.settings[row.setting]
             trusted = gaps(self.stock or self.target, prompt, token_ids, sampling)
             self._audited[key] = _Text(token_ids, trusted)
         return self._audited[key]
 
-    def _judge(
+    def _judged(
         self,
-        setting: str,
         method: str,
         batch: Batch,
+        rows: Sequence[_Row],
         texts: Sequence[Sequence[int]],
-        base: Sequence[_Text],
+        base: Mapping[_Row, _Text],
     ) -> Iterator[Finding]:
-        for number, (prompt, token_ids) in enumerate(zip(self.prompts, texts, strict=True)):
-            text = self._audit(setting, prompt, token_ids)
-            facts = self._verdict(prompt, text, base[number])
-            yield Finding(setting, method, batch, prompt=number, num_tokens=len(token_ids), **facts)
+        for row, token_ids in zip(rows, texts, strict=True):
+            text = self._audit(row, token_ids)
+            facts = self._verdict(self.prompts[row.prompt], text, base[row])
+            yield Finding(
+                row.setting, method, batch, row.prompt, num_tokens=len(token_ids), **facts
+            )
 
     def _verdict(self, prompt: Sequence[int], text: _Text, plain: _Text) -> dict[str, Any]:
         """Verdict, position, gap and reason of a finding."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from moaspec.errors import InputError
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.prompts import Prompt
 from moaspec.target import Target
+
+IsRight = Callable[[Prompt, Sequence[int]], bool | None]
+"""(what was asked, token ids of the answer) -> whether it is right, where anybody can tell."""
 
 OWN = "target"
 """The name under which the target's own continuation stands beside the drafters'."""
@@ -37,6 +40,8 @@ class CutText:
         log_likelihood: mean log-probability of its tokens under the target; None without tokens.
         agreement: share of its tokens that are the target's first choice after what precedes them.
         same: tokens until it parts from what the target itself would have written.
+        right: whether the whole answer is right, beginning and continuation; None where nobody
+            asked or nobody can tell.
     """
 
     suite: str
@@ -45,6 +50,7 @@ class CutText:
     log_likelihood: float | None
     agreement: float | None
     same: int
+    right: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class Cut:
                 "log_likelihood": _mean(one.log_likelihood for one in texts),
                 "agreement": _mean(one.agreement for one in texts),
                 "same": _mean(one.same for one in texts),
+                "accuracy": _mean(one.right for one in texts),
                 "tokens": sum(one.tokens for one in texts),
                 "prompts": [asdict(one) for one in texts],
             }
@@ -80,6 +87,7 @@ def measure_cut(
     *,
     after: int,
     max_new_tokens: int,
+    is_right: IsRight = lambda *_: None,
     advance: Callable[[], None] = lambda: None,
 ) -> Cut:
     """Let every drafter go on alone after `after` tokens of the target.
@@ -92,6 +100,7 @@ def measure_cut(
         encode: a turn to prompt ids.
         after: tokens before the cut, at least 1.
         max_new_tokens: of the whole text.
+        is_right: judges whole answers; the target's own tell what it does without a cut.
         advance: called after each prompt, for a progress display.
 
     Raises:
@@ -109,13 +118,14 @@ def measure_cut(
     for prompt in prompts:
         prompt_ids = encode(prompt.turns[0])
         (own,) = Method(OWN, target).decode([prompt_ids], max_new_tokens)
-        seen, expected = [*prompt_ids, *own.token_ids[:after]], own.token_ids[after:]
+        begun, expected = own.token_ids[:after], own.token_ids[after:]
         if expected:
-            left = max_new_tokens - after
-            texts[OWN].append(_judged(target, prompt, seen, expected, expected))
-            for method in drafted:
-                alone = continue_alone(method, seen, left)
-                texts[method.name].append(_judged(target, prompt, seen, alone, expected))
+            seen, left = [*prompt_ids, *begun], max_new_tokens - after
+            alone = {one.name: continue_alone(one, seen, left) for one in drafted}
+            for name, text in {OWN: expected, **alone}.items():
+                judged = _judged(target, prompt, seen, text, expected)
+                right = is_right(prompt, [*begun, *text])
+                texts[name].append(replace(judged, right=right))
         advance()
     return Cut(after, texts)
 
@@ -150,13 +160,19 @@ def _judged(
         (i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b),
         min(len(text), len(expected)),
     )
-    likelihood, agreement = _opinion(target, seen, text) if text else (None, None)
+    likelihood, agreement = opinion(target, seen, text) if text else (None, None)
     return CutText(prompt.suite, prompt.question_id, len(text), likelihood, agreement, same)
 
 
 @torch.inference_mode()
-def _opinion(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
-    """Mean log-probability and share of first choices of `text` under the target."""
+def opinion(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
+    """Mean log-probability and share of first choices of `text` under the target.
+
+    Args:
+        target: gives its opinion.
+        seen: token ids before the text.
+        text: at least one token id.
+    """
     ids_1T = torch.tensor([[*seen, *text]], device=target.device)
     hidden_TE = target.encode(ids_1T, torch.ones_like(ids_1T)).hidden_BTE[0]
     logits_TV = target.head(hidden_TE[len(seen) - 1 : -1])

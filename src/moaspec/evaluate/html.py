@@ -26,7 +26,7 @@ def write_page(directory: Path) -> Path:
         InputError: matplotlib is not installed.
     """
     facts = read_report(directory)
-    costs, cut = (_optional(directory / name) for name in (COSTS, CUT))
+    costs, cut = (optional(directory / name) for name in (COSTS, CUT))
     path = directory / PAGE
     path.write_text(page(facts, draw_plots(facts, costs, cut), costs, cut), encoding="utf-8")
     return path
@@ -58,7 +58,8 @@ def page(
     return template.render(facts=facts, plots=plots, costs=costs, cut=cut, settings=everything)
 
 
-def _optional(path: Path) -> dict[str, Any] | None:
+def optional(path: Path) -> dict[str, Any] | None:
+    """What a file of results holds; None where there is no such file."""
     if not path.exists():
         return None
     loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

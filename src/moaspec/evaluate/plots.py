@@ -60,6 +60,7 @@ def draw_plots(
     if cut is not None:
         plots["Alone after a cut: likelihood"] = _cut(cut, "log_likelihood", "log-probability")
         plots["Alone after a cut: agreement"] = _cut(cut, "agreement", "share of tokens")
+        plots["Alone after a cut: right answers"] = _cut(cut, "accuracy", "share of answers")
     return {title: _svg(title, *plot) for title, plot in plots.items() if plot is not None}
 
 
@@ -196,7 +197,8 @@ def _method(row: Facts) -> str:
 
 
 def _cut(cut: Facts, figure: str, label: str) -> Plot | None:
-    rows = {name: one[figure] for name, one in cut["methods"].items() if one[figure] is not None}
+    methods = cut["methods"].items()
+    rows = {name: one[figure] for name, one in methods if one.get(figure) is not None}
     if not rows:
         return None
 

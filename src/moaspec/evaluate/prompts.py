@@ -1,4 +1,4 @@
-"""Prompts to measure on: named suites, the package's own, a directory, or one JSONL file."""
+"""Prompts to measure on: named suites, the package's own, files, or data sets of the hub."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from moaspec.errors import DataError
+from moaspec.hub import HUB, hub_rows
 
 BUNDLED = "bundled"
 SUITES_VARIABLE = "MOASPEC_SUITES"
+HUB_ROWS = 10_000
+"""At most so many rows of a data set of the hub are read; larger ones are training data."""
+
+QUESTIONS = ("turns", "prompt", "question", "instruction")
+ANSWERS = ("reference", "answer", "canonical_solution", "output")
+NUMBER = "(number of the line)"
+IDS = ("question_id", "task_id", "id", NUMBER)
+"""Names of columns, those first that win."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +79,21 @@ def read_prompts(
 
     Args:
         suite: "bundled", "paper" or "spec-bench" (looked for below `$MOASPEC_SUITES`), a JSONL
-            file, or a directory whose `*.jsonl` files are suites. Each line is an object with
-            `turns`, a list of texts, or with `prompt`, one text; `question_id`, `category` and
-            `reference` may stand beside them.
+            file, a directory whose `*.jsonl` files are suites, or `hub:owner/name`, see
+            `moaspec.hub.HUB`, by default its split "test". Each line or row is an object with
+            `turns`, a list of texts, or with `prompt` (or `question`, or `instruction` and
+            `input`), one text; `question_id`, `category` and `reference` (or `answer`) may stand
+            beside them.
         limit: at most so many of each file, spread over its categories.
         max_turns: at most so many turns of each conversation.
 
     Raises:
-        DataError: nothing there, an empty suite, or a malformed line.
+        DataError: nothing there, an empty suite, a malformed line, or a hub out of reach.
     """
-    prompts = [prompt for file in _files(suite) for prompt in _read_file(*file, limit)]
+    if suite.startswith(HUB):
+        prompts = _spread(_from_hub(suite), limit)
+    else:
+        prompts = [prompt for file in _files(suite) for prompt in _read_file(*file, limit)]
     return [_shortened(prompt, max_turns) for prompt in prompts]
 
 
@@ -110,6 +125,18 @@ def _named(suite: str) -> Path:
             "--suite a path."
         )
     return path
+
+
+def _from_hub(source: str) -> list[Prompt]:
+    """Prompts of a data set; the suite has its name, without owner, configuration and split."""
+    suite = source.removeprefix(HUB).partition("@")[0].partition(":")[0].rpartition("/")[2]
+    rows = islice(hub_rows(source, split="test"), HUB_ROWS)
+    prompts = [
+        _prompt(row, f"{source}:{number}", suite, number) for number, row in enumerate(rows, 1)
+    ]
+    if not prompts:
+        raise DataError(f"The data set {source} has no rows.")
+    return prompts
 
 
 def _read_file(path: Path, suite: str, limit: int | None) -> list[Prompt]:
@@ -159,19 +186,29 @@ def _row(line: str, where: str) -> dict[str, Any]:
 
 
 def _prompt(row: dict[str, Any], where: str, suite: str, number: int) -> Prompt:
-    turns = row["turns"] if "turns" in row else [row.get("prompt")]
-    if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
+    turns = _first(row, QUESTIONS)
+    turns = turns if isinstance(turns, list) else [turns]
+    if "turns" in row and not isinstance(row["turns"], list):
+        turns = []
+    if not turns or not all(map(_is_text, turns)):
         raise DataError(
             f"{where}: expected 'turns', a list of texts that are not empty, or 'prompt', a text."
         )
-    references = row.get("reference") or ()
+    if "instruction" in row and row.get("input"):
+        turns = [f"{turns[0]}\n\n{row['input']}"]
+    references = _first(row, ANSWERS) or ()
     return Prompt(
         suite,
-        str(row.get("question_id", number)),
+        str(_first({**row, NUMBER: number}, IDS)),
         tuple(turns),
         str(row.get("category") or ""),
         tuple(map(str, [references] if isinstance(references, str) else references)),
     )
+
+
+def _first(row: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """The first of these columns that a row has."""
+    return next((row[name] for name in names if name in row), None)
 
 
 def _is_text(turn: object) -> bool:

@@ -128,8 +128,10 @@ class Report:
         return _split(outcome, lambda item: item.prompt.suite)
 
     def by_category(self, outcome: Outcome) -> dict[str, Outcome]:
-        """The outcome split by suite and category."""
-        return _split(outcome, lambda item: f"{item.prompt.suite}/{item.prompt.category}")
+        """The outcome split by suite and category, where a suite has categories."""
+        return _split(
+            outcome, lambda item: f"{item.prompt.suite}/{item.prompt.category}".rstrip("/")
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Everything measured, and on what."""

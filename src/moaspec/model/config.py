@@ -72,7 +72,8 @@ class DrafterConfig:
         num_target_layers: the N that this drafter was trained for, the default one first.
         target: the target it was trained for; None in published checkpoints.
         without: parts left out to measure what they bring: "lsa" (only the last layer's keys and
-            values are read), "sa" (CA's queries come from token embeddings alone).
+            values are read), "sa" (CA's queries come from token embeddings alone), "ca" (in
+            its place a self-attention over aggregates of verified tokens and states of drafts).
         acceptance: share of its drafts that the target chose, given that it chose the path to
             them: by depth, then by rank among siblings. Empty where nobody measured it. Decoding
             starts from it when it weighs what to draft.
@@ -94,9 +95,9 @@ class DrafterConfig:
     acceptance: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        unknown = set(self.without) - {"lsa", "sa"}
+        unknown = set(self.without) - {"lsa", "sa", "ca"}
         if unknown:
-            raise ShapeError(f"without may hold 'lsa' and 'sa', got {sorted(unknown)}.")
+            raise ShapeError(f"without may hold 'lsa', 'sa' and 'ca', got {sorted(unknown)}.")
         widths = {
             "layer_self_attention": (self.layer_self_attention.hidden_size, self.kv_size),
             "self_attention": (self.self_attention.hidden_size, self.hidden_size),

@@ -125,6 +125,11 @@ class MoADrafter(nn.Module):
         self.prepared = Prepared()
 
     @property
+    def reads_drafts(self) -> bool:
+        """Whether CA is replaced by a self-attention, which reads drafted tokens too."""
+        return "ca" in self.config.without
+
+    @property
     def num_parameters(self) -> int:
         """Trainable parameters; embedding, head and reused layers are the target's."""
         return sum(p.numel() for p in self.parameters())
@@ -188,6 +193,10 @@ class MoADrafter(nn.Module):
         x_BTE = self.speaker.read_text(
             embeddings_BTE, position_ids_BT, lambda q, k, v: masked_attention(q, k, v, sa_mask)
         )
+        if self.reads_drafts:
+            own_key, own_value = self.project_kv(x_BTE, position_ids_BT)
+            key, value = torch.cat((key, own_key), dim=2), torch.cat((value, own_value), dim=2)
+            ca_mask = reused_layer_mask(text_mask(attention_mask_BT), block_start_BT)
         return self.speaker.read_memory(
             x_BTE, position_ids_BT, lambda q: masked_attention(q, key, value, ca_mask)
         )

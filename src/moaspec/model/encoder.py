@@ -31,6 +31,33 @@ def layer_features(key_LBHTD: Tensor, value_LBHTD: Tensor) -> Tensor:
     return joined_LBHTD.permute(1, 3, 0, 2, 4).flatten(3)
 
 
+class LayerFeatures:
+    """The same layout, filled layer by layer as a pass goes, without a copy of all layers.
+
+    Args:
+        num_layers: L.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._kv_BTLHX: Tensor | None = None
+
+    def write(self, layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
+        """Put one layer's keys and values in their place."""
+        if self._kv_BTLHX is None:
+            rows, heads, tokens, size = key_BHTD.shape
+            shape = (rows, tokens, self._num_layers, heads, 2 * size)
+            self._kv_BTLHX = key_BHTD.new_empty(shape)
+        key_BTHD, value_BTHD = self._kv_BTLHX[:, :, layer].chunk(2, dim=-1)
+        key_BTHD.copy_(key_BHTD.transpose(1, 2))
+        value_BTHD.copy_(value_BHTD.transpose(1, 2))
+
+    def read(self) -> Tensor:
+        """(B, T, L, K), same dtype; every layer must have been written."""
+        assert self._kv_BTLHX is not None
+        return self._kv_BTLHX.flatten(3)
+
+
 class Encoder(nn.Module):
     """LSA over the target's layers, the projection to E, and CA's keys and values.
 
@@ -73,7 +100,7 @@ class Encoder(nn.Module):
     def _mean(self, x_NLK: Tensor) -> Tensor:
         layer_ids_1L = torch.arange(x_NLK.shape[1], device=x_NLK.device)[None]
         cos_sin = self.layer_rope(layer_ids_1L)
-        return self.layer_self_attention(x_NLK, cos_sin, masked_attention).mean(dim=1)
+        return self.layer_self_attention.mean(x_NLK, cos_sin, masked_attention)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         """CA's key (rotated) and value of each verified token: all that drafting needs of it.

@@ -4,13 +4,14 @@ A layer computes projections, norms and MLP; *how* attention reads and stores ke
 handed to it as an operation. So training (whole sequences under a mask), the engine (preallocated
 caches) and other servers (their own paged attention) share these layers.
 
-Legend: B batch, H heads, T tokens, D head dim, E width of the layer.
+Legend: B batch, H heads, J KV heads, T tokens, S keys, D head dim, E width of the layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -24,14 +25,56 @@ CrossAttend = Callable[[Tensor], Tensor]
 """query_BHTD -> what it reads from keys and values stored elsewhere, (B, H, T, D)."""
 
 
+MOST_FOLDED = 4
+"""Up to so many tokens, the query heads that share a KV head are read as so many more queries of
+one head: no key or value is copied. More queries are split over cores by heads, and folding leaves
+fewer of those."""
+
+
 def masked_attention(
-    query_BHTD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor, mask: Tensor | None = None
+    query_BHTD: Tensor,
+    key_BJSD: Tensor,
+    value_BJSD: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
 ) -> Tensor:
-    """Grouped-query attention under a boolean mask (True: may attend) over (B, H, T, S)."""
-    grouped = query_BHTD.shape[1] != key_BHSD.shape[1]
-    return F.scaled_dot_product_attention(
-        query_BHTD, key_BHSD, value_BHSD, attn_mask=mask, enable_gqa=grouped
+    """Grouped-query attention, J KV heads.
+
+    Args:
+        query_BHTD: queries.
+        key_BJSD: keys.
+        value_BJSD: values.
+        mask: over (B, H, T, S); boolean (True: may attend) or added to the scores. One from
+            `fold_mask` spares folding it here.
+        scale: of the scores; 1 / sqrt(D) by default.
+        causal: instead of a mask, where queries and keys are the same tokens.
+    """
+    B, H, T, D = query_BHTD.shape
+    groups = H // key_BJSD.shape[1]
+    causal = causal and T > 1
+    folds = groups > 1 and T <= MOST_FOLDED and not causal
+    if folds:
+        query_BHTD = query_BHTD.reshape(B, -1, groups * T, D)
+        mask = None if mask is None else fold_mask(mask, T, groups)
+    read = F.scaled_dot_product_attention(
+        query_BHTD,
+        key_BJSD,
+        value_BJSD,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=groups > 1 and not folds,
     )
+    return read.reshape(B, H, T, D) if folds else read
+
+
+def fold_mask(mask: Tensor, num_tokens: int, groups: int) -> Tensor:
+    """The mask over (B, J, groups * T, S) where queries are folded; as it is elsewhere."""
+    if num_tokens > MOST_FOLDED or mask.shape[2] != num_tokens or mask.shape[2] == 1:
+        return mask
+    return mask.repeat(1, 1, groups, 1)
 
 
 def split_heads(x_BTE: Tensor, head_dim: int) -> Tensor:
@@ -44,8 +87,25 @@ def merge_heads(x_BHTD: Tensor) -> Tensor:
     return x_BHTD.transpose(1, 2).flatten(2)
 
 
+def normed_products(norm: nn.RMSNorm, x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
+    """What several linear layers make of the same normed input.
+
+    While gradients are wanted it is one product, by weights that the norm's weight is multiplied
+    into: that gives the norm its gradient without one of its whole output.
+    """
+    plain = [one for one in linears if isinstance(one, nn.Linear)]
+    biases: list[Tensor] = [one.bias for one in plain if one.bias is not None]
+    if not torch.is_grad_enabled() or len(plain) < len(linears) or 0 < len(biases) < len(plain):
+        normed = norm(x)
+        return [one(normed) for one in linears]
+    weight = torch.cat([one.weight for one in plain]) * norm.weight
+    bias = torch.cat(biases) if biases else None
+    products = F.linear(F.rms_norm(x, norm.normalized_shape, eps=norm.eps), weight, bias)
+    return list(products.split([one.out_features for one in plain], dim=-1))
+
+
 class MLP(nn.Module):
-    """Gated MLP."""
+    """Gated MLP, after the norm that it is given."""
 
     def __init__(self, config: LayerConfig, hidden_act: str) -> None:
         super().__init__()
@@ -55,8 +115,10 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, E, bias=bias)
         self.act = ACT2FN[hidden_act]
 
-    def forward(self, x_BTE: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
+    def inner(self, norm: nn.RMSNorm, x_BTE: Tensor) -> Tensor:
+        """What enters the last projection, (B, T, inner), from states before the norm."""
+        gate, up = normed_products(norm, x_BTE, (self.gate_proj, self.up_proj))
+        return self.act(gate) * up
 
 
 class QueryOutput(nn.Module):
@@ -71,7 +133,11 @@ class QueryOutput(nn.Module):
 
     def query(self, x_BTE: Tensor, cos_sin: CosSin) -> Tensor:
         """Rotated queries, (B, H, T, D)."""
-        return rotate(split_heads(self.q_proj(x_BTE), self.head_dim), cos_sin)
+        return self.rotated(self.q_proj(x_BTE), cos_sin)
+
+    def rotated(self, query_BTX: Tensor, cos_sin: CosSin) -> Tensor:
+        """What `q_proj` gave as rotated queries, (B, H, T, D)."""
+        return rotate(split_heads(query_BTX, self.head_dim), cos_sin)
 
     def output(self, read_BHTD: Tensor) -> Tensor:
         """Attention output back at the layer's width, (B, T, E)."""
@@ -90,8 +156,12 @@ class KeyValue(nn.Module):
 
     def forward(self, x_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Rotated keys and plain values, each (B, num_kv_heads, T, D)."""
-        key = rotate(split_heads(self.k_proj(x_BTE), self.head_dim), cos_sin)
-        return key, split_heads(self.v_proj(x_BTE), self.head_dim)
+        return self.rotated(self.k_proj(x_BTE), self.v_proj(x_BTE), cos_sin)
+
+    def rotated(self, key_BTX: Tensor, value_BTX: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        """What `k_proj` and `v_proj` gave as rotated keys and plain values, (B, H, T, D) each."""
+        key = rotate(split_heads(key_BTX, self.head_dim), cos_sin)
+        return key, split_heads(value_BTX, self.head_dim)
 
 
 class ReadingLayer(nn.Module):
@@ -107,7 +177,17 @@ class ReadingLayer(nn.Module):
     def finish(self, x_BTE: Tensor, read_BHTD: Tensor) -> Tensor:
         """Residual around the attention, then the residual MLP."""
         x_BTE = x_BTE + self.self_attn.output(read_BHTD)
-        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+        inner_BTI = self.mlp.inner(self.post_attention_layernorm, x_BTE)
+        return x_BTE + self.mlp.down_proj(inner_BTI)
+
+    def finish_mean(self, x_BTE: Tensor, read_BHTD: Tensor) -> Tensor:
+        """The mean over tokens of what `finish` gives, (B, E).
+
+        The MLP's last projection is linear: it may follow the mean, at one T-th of its cost.
+        """
+        x_BTE = x_BTE + self.self_attn.output(read_BHTD)
+        inner_BTI = self.mlp.inner(self.post_attention_layernorm, x_BTE)
+        return x_BTE.mean(dim=1) + self.mlp.down_proj(inner_BTI.mean(dim=1))
 
 
 class DecoderLayer(ReadingLayer):
@@ -122,10 +202,17 @@ class DecoderLayer(ReadingLayer):
         return self.key_value(self.input_layernorm(x_BTE), cos_sin)
 
     def forward(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend) -> Tensor:
-        normed = self.input_layernorm(x_BTE)
-        query = self.self_attn.query(normed, cos_sin)
-        key, value = self.key_value(normed, cos_sin)
-        return self.finish(x_BTE, attend(query, key, value))
+        return self.finish(x_BTE, self._read(x_BTE, cos_sin, attend))
+
+    def mean(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend) -> Tensor:
+        """The mean over tokens of what `forward` gives, (B, E)."""
+        return self.finish_mean(x_BTE, self._read(x_BTE, cos_sin, attend))
+
+    def _read(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend) -> Tensor:
+        own, memory = self.self_attn, self.key_value
+        linears = (own.q_proj, memory.k_proj, memory.v_proj)
+        query, key, value = normed_products(self.input_layernorm, x_BTE, linears)
+        return attend(own.rotated(query, cos_sin), *memory.rotated(key, value, cos_sin))
 
 
 class CrossLayer(ReadingLayer):

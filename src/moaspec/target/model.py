@@ -22,9 +22,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.config import TargetIdentity
 from moaspec.model.drafter import TargetPass, positions
-from moaspec.model.encoder import layer_features
+from moaspec.model.encoder import LayerFeatures
 from moaspec.model.masks import text_mask, window_mask
 from moaspec.target import families
+from moaspec.target.lean import Reading, make_lean
 from moaspec.target.packing import PackedLinear, can_pack, pack_like, pack_linears
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -85,7 +86,7 @@ class Target:
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
         self._fast_head: nn.Module = self._lm_head
         self._layer_types = families.layer_types(model.config)
-        self.packed = False
+        self.lean = self.packed = False
 
     @property
     def config(self) -> Any:
@@ -160,12 +161,13 @@ class Target:
         Returns:
             Whether it was done; False where there is nothing to gain, such as on a GPU.
         """
-        if not can_pack(self.dtype, self.device):
-            return False
-        pack_linears(self.model, keep=(self._lm_head,))
-        self._fast_head = pack_like(self._lm_head)
-        self.packed = True
-        return True
+        self.packed = can_pack(self.dtype, self.device)
+        if self.packed:
+            pack_linears(self.model, keep=(self._lm_head,))
+            self._fast_head = pack_like(self._lm_head)
+        make_lean(self._base)
+        self.lean = True
+        return self.packed
 
     def layer_state(self, index: int) -> dict[str, Tensor]:
         """Weights of one decoder layer, under transformers' names."""
@@ -214,7 +216,7 @@ class Target:
         input_ids_BT: Tensor,
         position_ids_BT: Tensor,
         *,
-        mask_B1TS: Tensor,
+        mask_B1TS: Tensor | None,
         write: WriteKV,
         lengths_B: Tensor | None = None,
         watch: WatchLayer | None = None,
@@ -226,7 +228,8 @@ class Target:
             position_ids_BT: (B, T) int64, counting real tokens only.
             mask_B1TS: bool, True where a token may attend to a key that `write` returns. A token
                 sees one key of every position up to its own, in ascending order of positions (pads
-                may see anything); sliding windows are cut out of this.
+                may see anything); sliding windows are cut out of this. None: `write` returns what
+                it was given, and a token sees all that comes before it.
             write: receives each layer's keys and values; see the module's docstring.
             lengths_B: (B,) tokens of each row's whole text, by which LongRoPE goes; None takes the
                 largest position of the row. To be given where a row is only the start of a text.
@@ -251,7 +254,7 @@ class Target:
         position_ids_BT: Tensor,
         *,
         num: int,
-        mask_B1TS: Tensor,
+        mask_B1TS: Tensor | None,
         write: WriteKV,
         lengths_B: Tensor | None = None,
         watch: WatchLayer | None = None,
@@ -265,26 +268,39 @@ class Target:
         rope = families.rotary_embeddings(
             self._base.rotary_emb, self.config, states_BTE, position_ids_BT, lengths_B
         )
-        masks = self._masks(mask_B1TS)
+        masks = self._masks(mask_B1TS, position_ids_BT)
+        shared = {
+            kind: self._shared(rope[kind], mask, position_ids_BT) for kind, mask in masks.items()
+        }
         tap = _KVTap(write)
         for index in range(self.num_layers - num, self.num_layers):
             kind = self._layer_types[index]
             if watch is not None:
                 watch(index, states_BTE)
-            states_BTE = self._base.layers[index](
-                states_BTE,
-                attention_mask=masks[kind],
-                position_ids=position_ids_BT,
-                position_embeddings=rope[kind],
-                past_key_values=tap,
-            )
+            states_BTE = self._base.layers[index](states_BTE, past_key_values=tap, **shared[kind])
         return cast(Tensor, self._base.norm(states_BTE))
 
-    def _masks(self, mask_B1TS: Tensor) -> dict[str, Tensor]:
-        """The mask of each layer type that this model has."""
+    def _shared(
+        self, cos_sin: tuple[Tensor, Tensor], mask_B1TS: Tensor | None, position_ids_BT: Tensor
+    ) -> dict[str, Any]:
+        """What all layers of one type are called with in a pass."""
+        if self.lean:
+            groups = int(self.config.num_attention_heads) // self.num_kv_heads
+            return {"reading": Reading.of(cos_sin, mask_B1TS, groups, self.dtype)}
+        return {
+            "attention_mask": mask_B1TS,
+            "position_ids": position_ids_BT,
+            "position_embeddings": cos_sin,
+        }
+
+    def _masks(self, mask_B1TS: Tensor | None, position_ids_BT: Tensor) -> dict[str, Tensor | None]:
+        """The mask of each layer type that this model has; None is plain causal attention."""
         masks = {families.FULL: mask_B1TS}
         if families.SLIDING in self._layer_types:
-            masks[families.SLIDING] = window_mask(mask_B1TS, int(self.config.sliding_window))
+            window = int(self.config.sliding_window)
+            if mask_B1TS is None and position_ids_BT.shape[1] > window:
+                mask_B1TS = text_mask(torch.ones_like(position_ids_BT))
+            masks[families.SLIDING] = None if mask_B1TS is None else window_mask(mask_B1TS, window)
         return masks
 
     @torch.no_grad()
@@ -299,12 +315,10 @@ class Target:
             before: the N > 0 of which the states that enter the last N layers are wanted.
         """
         entering: dict[int, Tensor] = {}
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+        features = LayerFeatures(self.num_layers)
 
-        def capture(_: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            keys.append(key)
-            values.append(value)
+        def capture(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            features.write(layer, key, value)
             return key, value
 
         def watch(layer: int, states_BTE: Tensor) -> None:
@@ -314,12 +328,12 @@ class Target:
         hidden_BTE = self.run(
             input_ids_BT,
             positions(attention_mask_BT),
-            mask_B1TS=text_mask(attention_mask_BT),
+            # Behind the text, pads are seen by nothing real, and no mask is faster than one.
+            mask_B1TS=None if _right_padded(attention_mask_BT) else text_mask(attention_mask_BT),
             write=capture,
             watch=watch,
         )
-        kv_BTLK = layer_features(torch.stack(keys), torch.stack(values))
-        return TargetPass(kv_BTLK, hidden_BTE, entering)
+        return TargetPass(features.read(), hidden_BTE, entering)
 
     def reuse_layers(
         self,
@@ -342,6 +356,10 @@ class Target:
             return torch.cat((true_key, key), dim=2), torch.cat((true_value, value), dim=2)
 
         return self.run_last(states_BTE, position_ids_BT, num=num, mask_B1TS=mask, write=join)
+
+
+def _right_padded(attention_mask_BT: Tensor) -> bool:
+    return bool((attention_mask_BT[:, 1:] <= attention_mask_BT[:, :-1]).all())
 
 
 def identity_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> TargetIdentity:

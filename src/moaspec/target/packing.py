@@ -5,9 +5,11 @@ are poor at it in bf16, in two ways that depend on the CPU:
 
 - With bf16 instructions, the weight is copied into the kernel's own layout on every call. It is
   laid out in advance instead (oneDNN).
-- Without them, products are emulated, row by row: a second token adds half a pass. The weight is
-  kept as float32 instead, which holds every bf16 number exactly; sums run in float32, as the
-  emulation's do, and results are rounded to bf16. The numbers are the same, for twice the memory.
+- Without them, products are emulated, row by row: a second token adds half a pass. Products are
+  computed in float32 instead, from weights kept in 16 bits (FBGEMM): float16 holds a bf16 weight
+  exactly, once the matrix is scaled by a power of two. Where an entry would still be lost, or
+  FBGEMM is missing, the weight is kept as float32. Sums run in float32, as the emulation's do, and
+  results are rounded to bf16.
 
 Projections of one input (query, key and value; gate and up) become one matrix. float32 layers are
 left alone: their products stream the weight once for up to three rows, faster than a packed one.
@@ -15,8 +17,9 @@ left alone: their products stream the weight once for up to three rows, faster t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +33,7 @@ EXPECTED_ROWS = 8
 
 
 class PackedLinear(nn.Module):
-    """A frozen bf16 `nn.Linear`, packed or kept as float32.
+    """A frozen bf16 `nn.Linear` in the fastest exact form; see the module's docstring.
 
     Args:
         linear: what to pack, on the CPU. It is not changed.
@@ -39,38 +42,120 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        dtype = compute_dtype(linear.weight.dtype)
-        weight = linear.weight.detach().to(dtype)
+        self._dtype = linear.weight.dtype
         # Not a parameter: a packed tensor cannot be moved, cast or trained.
-        self._packed = (
-            weight
-            if dtype == torch.float32
-            else torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
-        )
-        self._bias = None if linear.bias is None else linear.bias.detach().to(dtype)
-        self._compute, self._dtype = dtype, linear.weight.dtype
+        bias = None if linear.bias is None else linear.bias.detach()
+        self._form = _fastest_form(linear.weight.detach(), bias)
 
     @property
     def weight(self) -> Tensor:
         """The weight as the plain layer had it, unpacked anew on every access."""
-        weight = self._packed.to_dense() if self._packed.is_mkldnn else self._packed
-        return weight.to(self._dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self._packed.is_mkldnn:
-            return F.linear(x.to(self._compute), self._packed, self._bias).to(x.dtype)
-        product = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        return cast(Tensor, product)
+        return self._form.weight().to(self._dtype)
 
     @property
     def bias(self) -> Tensor | None:
         """The bias as the plain layer had it."""
-        return None if self._bias is None else self._bias.to(self._dtype)
+        return None if self._form.bias is None else self._form.bias.to(self._dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._form.product(x)
+
+    def product(self) -> Callable[[Tensor], Tensor]:
+        """`forward` itself, without what PyTorch does around it."""
+        return self._form.product
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Appear in `state_dict` like the plain layer, so that a packed model can be saved."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         _save(self, destination, prefix)
+
+
+class _Form(Protocol):
+    """A weight (and bias) laid out for one kernel."""
+
+    bias: Tensor | None
+
+    def weight(self) -> Tensor: ...
+
+    def product(self, x: Tensor) -> Tensor:
+        """The product of x and the transposed weight, plus the bias, in the dtype of x."""
+        ...
+
+
+class _OneDNN:
+    """bf16, in oneDNN's own layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.bias = bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
+        self._kernel = torch.ops.mkldnn._linear_pointwise.default
+
+    def weight(self) -> Tensor:
+        return self._packed.to_dense()
+
+    def product(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._kernel(x, self._packed, self.bias, "none", [], ""))
+
+
+class _Half:
+    """float16, times a power of two where that is needed, for products in float32."""
+
+    def __init__(self, scaled: Tensor, scale: float, bias: Tensor | None) -> None:
+        self.bias, self._scale = bias, scale
+        # A tensor: a Python number would be converted on every call.
+        self._back = None if scale == 1.0 else torch.tensor(1.0 / scale)
+        added = None if bias is None else bias.float() * scale
+        self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, added)
+        # The overload itself: choosing it on every call takes longer than rounding the result.
+        self._kernel = torch.ops.quantized.linear_dynamic_fp16.default
+
+    @classmethod
+    def exactly(cls, weight: Tensor, bias: Tensor | None) -> _Half | None:
+        """Of a float32 weight; None where float16 cannot hold each of its entries."""
+        for scale in (1.0, _into_highest_range(weight)):
+            scaled = weight * scale
+            if torch.equal(scaled.half().float(), scaled):
+                return cls(scaled, scale, bias)
+        return None
+
+    def weight(self) -> Tensor:
+        scaled, _ = torch.ops.quantized.linear_unpack_fp16(self._packed)
+        return scaled / self._scale
+
+    def product(self, x: Tensor) -> Tensor:
+        scaled = self._kernel(x.float(), self._packed)
+        return (scaled if self._back is None else scaled.mul_(self._back)).to(x.dtype)
+
+
+def _into_highest_range(weight: Tensor) -> float:
+    """The power of two that takes a weight's largest entry into float16's highest range."""
+    largest = float(weight.abs().max())
+    return 1.0 if largest == 0.0 else 2.0 ** (15 - math.frexp(largest)[1])
+
+
+class _Single:
+    """float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self.bias = weight, bias
+        self._added = None if bias is None else bias.float()
+
+    def weight(self) -> Tensor:
+        return self._weight
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self._weight, self._added).to(x.dtype)
+
+
+def _fastest_form(weight: Tensor, bias: Tensor | None) -> _Form:
+    if compute_dtype(weight.dtype) == weight.dtype:
+        return _OneDNN(weight, bias)
+    single = weight.float()
+    if "fbgemm" in torch.backends.quantized.supported_engines:
+        half = _Half.exactly(single, bias)
+        if half is not None:
+            return half
+    return _Single(single, bias)
 
 
 class FusedPart(nn.Module):
@@ -98,6 +183,15 @@ class FusedPart(nn.Module):
         """The bias as the plain layer had it."""
         bias = self._fused.linear.bias
         return None if bias is None else bias[self._columns]
+
+    @property
+    def joined(self) -> PackedLinear:
+        """The matrix that this is a part of."""
+        return self._fused.linear
+
+    def beside(self, other: nn.Module) -> bool:
+        """Whether the other is a part of the same matrix."""
+        return isinstance(other, FusedPart) and other._fused is self._fused
 
     def forward(self, x: Tensor) -> Tensor:
         last = self._columns.stop == self._fused.out_features
@@ -135,6 +229,16 @@ class _Fused:
             latest = (x, self.linear(x))
         self._latest = None if last else latest
         return latest[1]
+
+
+def joint_product(parts: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
+    """One call that gives the outputs of layers which read the same input, side by side."""
+    first = parts[0]
+    if isinstance(first, FusedPart) and all(first.beside(part) for part in parts):
+        return first.joined.product()
+    if len(parts) == 1:
+        return first.product() if isinstance(first, PackedLinear) else first
+    return lambda x: torch.cat([part(x) for part in parts], dim=-1)
 
 
 def _save(layer: PackedLinear | FusedPart, destination: Any, prefix: str) -> None:

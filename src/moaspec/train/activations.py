@@ -9,6 +9,7 @@ Legend: B batch, T tokens, L layers, K one layer's key and value, E hidden size.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -166,8 +167,21 @@ def _flat_file(path: Path, shape: tuple[int, int]) -> np.memmap:
 
 
 def _sized(path: Path, num_bytes: int) -> Path:
-    """Create a sparse file of that size, or keep the one that is there."""
-    if not path.exists() or path.stat().st_size != num_bytes:
+    """Create a file of that size, or keep the one that is there.
+
+    Its room is taken at once: a mapped file that finds the disk full later kills the process.
+    """
+    if path.exists() and path.stat().st_size == num_bytes:
+        return path
+    try:
         with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
             file.truncate(num_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise TrainingError(
+            f"Keeping activations needs {num_bytes / 1e9:.3g} GB for {path}: {error}. Free some "
+            "space, use fewer examples or train with activation_cache=false."
+        ) from error
     return path

@@ -6,6 +6,7 @@ Legend: B batch, T tokens, M queries with loss, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from moaspec.train.data import frequent_tokens
 from moaspec.train.losses import ExitStates
 from moaspec.train.order import Part
 from moaspec.train.reader import TargetReader
-from moaspec.train.students import StudentPass
+from moaspec.train.students import DraftHead, StudentPass, export
 from moaspec.train.warm_start import random_weights
 
 
@@ -46,6 +47,7 @@ class BaselineStudent:
         random_weights(self.module)
         self.module.float().to(target.device)
         self.draft_token_ids = self.module.draft_token_ids
+        self._head = DraftHead(target, self.draft_token_ids)
         # EAGLE's later drafts read its own predictions, its training pass the target's states.
         self.simulates = config.drafter == "independent"
 
@@ -61,25 +63,12 @@ class BaselineStudent:
         if self.module.kind == "eagle":
             inputs.append(hidden_BTE)
         states_BTE = model(*inputs, positions(mask_BT), mask_BT)
-        found = ExitStates(
-            states_BTE[loss_BT].float(), hidden_BTE[loss_BT], self._logits, self._logits
-        )
+        found = ExitStates(states_BTE[loss_BT].float(), hidden_BTE[loss_BT], self._head, self._head)
         return StudentPass([found])
-
-    def _logits(self, states_ME: Tensor) -> Tensor:
-        return self._target.head(states_ME.to(self._target.dtype), self.draft_token_ids)
 
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
     ) -> None:
         """Write a checkpoint that `load_any_drafter` reads, bf16."""
-        ids = None if self.draft_token_ids is None else self.draft_token_ids.cpu()
-        drafter = KINDS[self.module.kind](self.module.config, ids)
-        drafter.load_state_dict(weights)
-        save_baseline(
-            drafter,
-            directory,
-            dtype=torch.bfloat16,
-            training=facts,
-            shard_bytes=self._config.shard_bytes,
-        )
+        write = partial(save_baseline, directory=directory)
+        export(self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes)

@@ -30,6 +30,7 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
     "held_out",
     "batch_tokens",
+    "pass_tokens",
     "warmup_steps",
     "decay_steps",
     "weight_decay",
@@ -62,7 +63,7 @@ class DrafterSizes:
     ca_kv_heads: int = 0
     draft_vocab: int = 0
     layers: int = 2
-    without: tuple[Literal["lsa", "sa"], ...] = ()
+    without: tuple[Literal["lsa", "sa", "ca"], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,10 @@ class TrainConfig:
         batch_size: examples of one optimiser step, over all processes and accumulation steps.
         batch_tokens: if not 0, a step has as many examples of like length as fit into so many
             tokens, pads included, instead of `batch_size`.
-        accumulation: passes that a process splits its share of a step into.
+        accumulation: passes that a process splits its share of a step into, at least.
+        pass_tokens: a process makes about one pass for every so many tokens of its share; 0: 512 on
+            a CPU, where few pads are worth more than large products, no limit on a GPU.
+            It changes rounding only.
         steps: optimiser steps.
         learning_rate: peak, reached after `warmup_steps`; falls along a cosine to `final_lr`.
         final_lr: fraction of the peak at the end.
@@ -87,6 +91,8 @@ class TrainConfig:
         shortest_block, longest_block: lengths of T-step bounded blocks.
         staircase: start with SA restricted to its own block, fading out over half of training.
         warm_start: start from the target's own weights and states, see `moaspec.train.warm_start`.
+        initial: a drafter to go on from, an alias, directory or hub id; its sizes, draft vocabulary
+            and N are kept, `sizes` and `warm_start` mean nothing then.
         warm_start_tokens: tokens whose activations `warm_start` looks at.
         frozen_lsa: share of the steps, from the first on, in which LSA keeps its initial weights.
             Its means over layers are then computed once per example and kept on disk, and a step
@@ -104,7 +110,7 @@ class TrainConfig:
         target_dtype: of the target's weights.
         mixed_precision: "bf16" lets the drafter compute in bf16 over float32 weights.
         sharding: "fsdp" shards weights, gradients and optimiser over the processes; "none" keeps
-            all of them in each (DDP).
+            all of them in each (DDP). "deepspeed" is refused with the reason.
         trackers: where to log besides `log.jsonl`: names that accelerate knows (tensorboard, ...).
     """
 
@@ -116,6 +122,7 @@ class TrainConfig:
     batch_size: int = 8
     batch_tokens: int = 0
     accumulation: int = 1
+    pass_tokens: int = 0
     steps: int = 2000
     learning_rate: float = 1e-3
     final_lr: float = 0.05
@@ -128,6 +135,7 @@ class TrainConfig:
     longest_block: int = 15
     staircase: bool = False
     warm_start: bool = True
+    initial: str = ""
     warm_start_tokens: int = 12000
     frozen_lsa: float = 0.0
     activation_cache: bool = True
@@ -140,7 +148,7 @@ class TrainConfig:
     device: str = "cpu"
     target_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     mixed_precision: Literal["no", "bf16"] = "no"
-    sharding: Literal["none", "fsdp"] = "none"
+    sharding: Literal["none", "fsdp", "deepspeed"] = "none"
     trackers: tuple[str, ...] = ()
     loss: LossWeights = field(default_factory=LossWeights)
     sizes: DrafterSizes = field(default_factory=DrafterSizes)
@@ -162,8 +170,15 @@ class TrainConfig:
                 f"drafter={self.drafter} has no LSA and reuses no layers: leave out "
                 "num_target_layers, frozen_lsa and loss.summary."
             )
+        if self.initial and self.drafter != "moa":
+            raise InputError("initial goes on from a Mixture-of-Attentions drafter: drafter=moa.")
         if self.frozen_lsa and (max(layers) or self.sharding != "none"):
             raise InputError("frozen_lsa works with num_target_layers=[0] and sharding=none only.")
+        if self.sharding == "deepspeed":
+            raise InputError(
+                "sharding=deepspeed is not supported: sharding=fsdp shares out the same, weights, "
+                "gradients and optimiser (what DeepSpeed calls ZeRO stage 3)."
+            )
         if not self.data:
             raise InputError("data must name at least one file.")
 

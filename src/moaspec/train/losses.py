@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,18 @@ LogitsOf = Callable[[Tensor], Tensor]
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 CHUNK = 512
 """Queries whose logits exist at once."""
+CPU_LOGITS = 2**22
+"""Logits that exist at once on a CPU: 16 MB stay in its caches, and in the allocator's hands."""
+
+
+def queries_at_once(num_logits: int, device: torch.device) -> int:
+    """How many queries' logits are computed at a time, whatever the number of tokens.
+
+    Args:
+        num_logits: V.
+        device: where they are.
+    """
+    return CHUNK if device.type != "cpu" else max(32, min(CHUNK, CPU_LOGITS // num_logits))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +114,52 @@ def divergence(drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forwar
     forward_kl is KL(p || q), reverse_kl is KL(q || p), total_variation is half of sum |p - q|: one
     minus the chance that a sampled draft is accepted.
     """
-    log_p, log_q = target_MV.log_softmax(-1), drafted_MV.log_softmax(-1)
-    if kind == "total_variation":
-        return 0.5 * (log_p.exp() - log_q.exp()).abs().sum()
-    if kind == "reverse_kl":
-        log_p, log_q = log_q, log_p
-    return F.kl_div(log_q, log_p, log_target=True, reduction="sum")
+    return cast(Tensor, _Divergence.apply(drafted_MV, target_MV, kind))
+
+
+class _Divergence(torch.autograd.Function):
+    """Value and gradient with respect to q's logits in one go, in as little memory as they need.
+
+    With r_i the derivative of the divergence by q_i, the logits' gradient is q (r - sum_j q_j r_j).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, drafted_MV: Tensor, target_MV: Tensor, kind: Divergence) -> Tensor:
+        log_p, log_q = target_MV.log_softmax(-1), drafted_MV.log_softmax(-1)
+        value, gradient = _GRADIENTS[kind](log_p, log_q)
+        ctx.save_for_backward(gradient)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outputs[0], None, None
+
+
+def _forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    p = log_p.exp()
+    value = log_p.sub_(log_q).mul_(p).sum()
+    return value, log_q.exp_().sub_(p)
+
+
+def _reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    q, ratio = log_q.exp(), log_q.sub_(log_p)
+    kl_M1 = (q * ratio).sum(-1, keepdim=True)
+    return kl_M1.sum(), ratio.sub_(kl_M1).mul_(q)
+
+
+def _total_variation(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    q = log_q.exp_()
+    difference = q - log_p.exp_()
+    value, sign = 0.5 * difference.abs().sum(), difference.sign_().mul_(0.5)
+    return value, sign.sub_((q * sign).sum(-1, keepdim=True)).mul_(q)
+
+
+_GRADIENTS = {
+    "forward_kl": _forward_kl,
+    "reverse_kl": _reverse_kl,
+    "total_variation": _total_variation,
+}
 
 
 def exit_loss(

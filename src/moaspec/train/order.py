@@ -102,16 +102,17 @@ class DataOrder:
 
 
 def split(part: Part, number: int) -> list[Part]:
-    """Deal rows out to `number` passes.
+    """Deal rows out to `number` passes, like lengths to the same pass, so that pads are few.
 
     Where there are fewer rows, the rest get one row without loss: every process must take part in
     every pass.
     """
-    rows = list(range(len(part.batch.example_ids)))
-    return [
-        _rows(part, rows[i::number]) if rows[i::number] else _mute(_rows(part, rows[:1]))
-        for i in range(number)
-    ]
+    lengths = part.batch.attention_mask_BT.sum(1).tolist()
+    rows = sorted(range(len(lengths)), key=lengths.__getitem__)
+    # Where passes are not equal, it is the shortest rows that share one.
+    ends = [-(-len(rows) * (i + 1) // number) for i in range(number)]
+    dealt = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [_rows(part, some) if some else _mute(_rows(part, rows[:1])) for some in dealt]
 
 
 def _rows(part: Part, rows: list[int]) -> Part:

@@ -7,6 +7,7 @@ out among them (torch's `fully_shard`, which also runs on CPUs, where accelerate
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,8 +28,10 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
     """Join the other processes of this run, if it was started with several.
 
     Raises:
-        InputError: a tracker that accelerate does not know or that is not installed.
+        InputError: a tracker that accelerate does not know or that is not installed, or a launch
+            that asks for sharding of accelerate's own.
     """
+    _refuse_plugins()
     available = [str(one) for one in get_available_trackers()]
     for name in config.trackers:
         if name not in available:
@@ -51,6 +54,17 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
             )
         ],
     )
+
+
+def _refuse_plugins() -> None:
+    """A launcher's plugins would wrap the optimiser, whose state an exact resume needs whole."""
+    for plugin, variable in (("DeepSpeed", "DEEPSPEED"), ("FSDP", "FSDP")):
+        if os.environ.get(f"ACCELERATE_USE_{variable}", "false").lower() in {"1", "true"}:
+            raise InputError(
+                f"This run was launched with accelerate's {plugin} plugin, which is not supported: "
+                "launch it without, and let sharding=fsdp share out weights, gradients and "
+                "optimiser (what DeepSpeed calls ZeRO stage 3)."
+            )
 
 
 def distribute(

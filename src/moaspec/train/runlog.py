@@ -21,7 +21,9 @@ class RunLog:
         self._path = path
         rows = [row for row in self.rows() if row["step"] <= step]
         if path.exists():
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            scratch = path.with_suffix(".partial")
+            scratch.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            scratch.replace(path)
 
     def rows(self) -> list[dict[str, Any]]:
         """All whole rows."""

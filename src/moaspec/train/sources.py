@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,9 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from moaspec.errors import DataError
-
-HUB = "hub:"
-"""`hub:owner/name`, `hub:owner/name@split`, `hub:owner/name:configuration@split`."""
+from moaspec.hub import HUB, hub_rows
 
 OnMalformed = Callable[[DataError], None]
 """What to do about a malformed row: raise the error, or count it and go on."""
@@ -43,7 +40,8 @@ def read_records(source: str | Path, on_malformed: OnMalformed = refuse) -> Iter
         DataError: the source cannot be read; or whatever `on_malformed` raises.
     """
     if str(source).startswith(HUB):
-        yield from _hub_records(str(source))
+        for number, row in enumerate(hub_rows(str(source)), start=1):
+            yield Record(f"{source}:{number}", row)
         return
     for where, line in _lines(Path(source)):
         try:
@@ -76,26 +74,3 @@ def _open_text(path: Path) -> TextIO:
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8")
     return path.open(encoding="utf-8")
-
-
-def _hub_records(source: str) -> Iterator[Record]:
-    name, _, split = source.removeprefix(HUB).partition("@")
-    name, _, configuration = name.partition(":")
-    load = _load_dataset()
-    try:
-        rows = load(name, configuration or None, split=split or "train", streaming=True)
-        for number, row in enumerate(rows, start=1):
-            yield Record(f"{source}:{number}", dict(row))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"Cannot read the data set {source!r} of the hub: {error}") from error
-
-
-def _load_dataset() -> Callable[..., Any]:
-    # Imported here: only hub users need it.
-    try:
-        return importlib.import_module("datasets").load_dataset
-    except ImportError as error:
-        raise DataError(
-            "Data sets of the hub need the package `datasets`: pip install datasets. "
-            "Local JSONL files work without it."
-        ) from error

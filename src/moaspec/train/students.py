@@ -5,14 +5,17 @@ Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabular
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from moaspec.decode import load_drafter
+from moaspec.errors import InputError
 from moaspec.model import MoADrafter, save_drafter
 from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.masks import reused_layer_mask, text_mask
@@ -84,6 +87,64 @@ def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]
     return drafter.float().to(target.device)
 
 
+def earlier_drafter(target: Target, config: TrainConfig) -> MoADrafter:
+    """The drafter that `config.initial` names, in float32.
+
+    Raises:
+        InputError: it drafts with other N than `config.num_target_layers`.
+    """
+    drafter = load_drafter(config.initial, target=target).float()
+    if drafter.config.num_target_layers != config.num_target_layers:
+        raise InputError(
+            f"initial={config.initial} drafts with N = {drafter.config.num_target_layers}, and "
+            f"num_target_layers asks for {config.num_target_layers}; set it to the same."
+        )
+    return drafter.requires_grad_(requires_grad=True)
+
+
+class DraftHead:
+    """The target's LM head for the draft vocabulary, its rows gathered once.
+
+    Args:
+        target: the frozen target.
+        token_ids: the draft vocabulary, None for the full one.
+    """
+
+    def __init__(self, target: Target, token_ids: Tensor | None) -> None:
+        self._target = target
+        self._rows = None if token_ids is None else target.head_rows(token_ids)
+
+    def __call__(self, states_ME: Tensor) -> Tensor:
+        """(M, E) states -> (M, V) float32 logits."""
+        states_ME = states_ME.to(self._target.dtype)
+        if self._rows is None:
+            return self._target.head(states_ME)
+        return self._target.logits(states_ME, self._rows)
+
+
+def export(
+    module: Any,
+    weights: Mapping[str, Tensor],
+    write: Callable[..., None],
+    *,
+    facts: Mapping[str, Any],
+    shard_bytes: int,
+) -> None:
+    """Write a checkpoint in bf16 with these weights, whole and on the CPU.
+
+    Args:
+        module: the drafter in training, which may be in shards.
+        weights: its state.
+        write: `save_drafter` or `save_baseline`, with its directory.
+        facts: of the run, for the checkpoint.
+        shard_bytes: largest file of weights.
+    """
+    ids = module.draft_token_ids
+    drafter = type(module)(module.config, None if ids is None else ids.cpu())
+    drafter.load_state_dict(weights)
+    write(drafter, dtype=torch.bfloat16, training=facts, shard_bytes=shard_bytes)
+
+
 class MoAStudent:
     """A Mixture-of-Attentions drafter with one or several exits.
 
@@ -99,15 +160,22 @@ class MoAStudent:
     ) -> None:
         self.simulates = True
         self._target, self._reader, self._config, self._output = target, reader, config, output
-        self.module: MoADrafter = new_drafter(target, config, reader.examples)
+        self.module: MoADrafter = (
+            earlier_drafter(target, config)
+            if config.initial
+            else new_drafter(target, config, reader.examples)
+        )
         self.exits = config.num_target_layers
         self.draft_token_ids = self.module.draft_token_ids
+        self._head = DraftHead(target, self.draft_token_ids)
         self._means: FrozenMeans | None = None
 
     @torch.no_grad()
     def start(self, ids: Sequence[int]) -> None:
         """Informed initial weights (`warm_start`), and each exit's size of states."""
         config = self._config
+        if config.initial:
+            return
         if config.warm_start:
             sample = self._reader.sample(ids, config.warm_start_tokens)
             warm_start(self._target, self.module, sample)
@@ -163,26 +231,15 @@ class MoAStudent:
         return ExitStates(
             final_BTE[loss_BT].float(),
             result.hidden_BTE[loss_BT].float(),
-            self._logits,
-            self._logits,
+            self._head,
+            self._head,
             inner=inner,
             relative=len(self.exits) > 1,
         )
-
-    def _logits(self, states_ME: Tensor) -> Tensor:
-        return self._target.head(states_ME.to(self._target.dtype), self.draft_token_ids)
 
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
     ) -> None:
         """Write a checkpoint that `load_drafter` reads, bf16."""
-        ids = None if self.draft_token_ids is None else self.draft_token_ids.cpu()
-        drafter = MoADrafter(self.module.config, ids)
-        drafter.load_state_dict(weights)
-        save_drafter(
-            drafter,
-            directory,
-            dtype=torch.bfloat16,
-            training=facts,
-            shard_bytes=self._config.shard_bytes,
-        )
+        write = partial(save_drafter, directory=directory)
+        export(self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,8 @@ from moaspec.train.baselines import BaselineStudent
 from moaspec.train.card import write_card
 from moaspec.train.config import TrainConfig
 from moaspec.train.data import Example
-from moaspec.train.losses import LossParts, exit_loss, mean_parts
+from moaspec.train.failures import explained
+from moaspec.train.losses import LossParts, exit_loss, mean_parts, queries_at_once
 from moaspec.train.measure import Measured, measure
 from moaspec.train.order import DataOrder, Part, split
 from moaspec.train.parallel import (
@@ -40,6 +42,9 @@ from moaspec.train.schedule import learning_rate
 from moaspec.train.state import StateFiles
 from moaspec.train.stopping import Ending, Stop
 from moaspec.train.students import MoAStudent, Student
+
+CPU_PASS_TOKENS = 512
+"""Tokens of a pass on a CPU: its products are at full speed with so many rows."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,12 @@ class Trainer:
         before = [n for n in config.num_target_layers if n]
         self.reader = TargetReader(target, self.data.examples, directory, before)
         self.student = self._new_student()
+        ids = self.student.draft_token_ids
+        vocabulary = target.vocab_size if ids is None else len(ids)
+        self._chunk = queries_at_once(vocabulary, self.accelerator.device)
         self.states = StateFiles(self.output / "state", config.shard_bytes)
+        on_cpu = self.accelerator.device.type == "cpu"
+        self._pass_tokens = config.pass_tokens or (CPU_PASS_TOKENS if on_cpu else sys.maxsize)
         self.step = self.tokens = 0
         saved = self.states.load()
         if saved is None:
@@ -124,12 +134,20 @@ class Trainer:
         """
         stop, ending = Stop(seconds), Ending.FINISHED
         self._start_trackers()
-        with stop.on_signals():
-            while self.step < self.config.steps and ending is Ending.FINISHED:
-                ending = self._one_step(stop, report)
-        self.export()
+        with explained("while training", self._intact):
+            with stop.on_signals():
+                while self.step < self.config.steps and ending is Ending.FINISHED:
+                    ending = self._one_step(stop, report)
+            self.export()
         self.accelerator.end_training()
         return ending
+
+    def _intact(self) -> str:
+        """What is safe when something failed."""
+        latest = self.states.latest()
+        if latest is None:
+            return f"Nothing was saved in {self.output} yet."
+        return f"The last saved state, {latest.name} in {self.output}, is intact."
 
     def _one_step(self, stop: Stop, report: Report) -> Ending:
         """Train a step, tell of it, and save where that is due or the run is about to end."""
@@ -182,7 +200,9 @@ class Trainer:
         """This process's passes; every process has as many."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         rows = len(whole.batch.example_ids)
-        passes = min(self.config.accumulation, -(-rows // processes))
+        tokens = int(whole.batch.attention_mask_BT.sum())
+        wanted = max(self.config.accumulation, -(-tokens // (self._pass_tokens * processes)))
+        passes = min(wanted, -(-rows // processes))
         parts = split(whole, passes * processes)[rank::processes]
         return [part.to(self.accelerator.device) for part in parts]
 
@@ -198,7 +218,7 @@ class Trainer:
         scale = processes / max(1, int(whole.blocks.loss_BT.sum())) / len(result.exits)
         proxies, parts = [], []
         for exit_states in result.exits:
-            proxy, found = exit_loss(exit_states, weights, scale=scale)
+            proxy, found = exit_loss(exit_states, weights, scale=scale, chunk=self._chunk)
             proxies.append(proxy)
             parts.append(found)
         if result.summary is not None and weights.summary:

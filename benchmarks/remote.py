@@ -1,0 +1,195 @@
+"""Many scripted clients on one server, batched and one by one; then the server's memory.
+
+What is measured is the server: clients replay known texts, each draft right with a set probability,
+so drafting costs nothing. Every text is compared with plain decoding. The last line is JSON.
+
+    python benchmarks/remote.py --clients 32 --seconds 300
+    python benchmarks/remote.py --tiny --clients 8 --seconds 5      # random weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import moaspec
+from moaspec.decode import Chain, Replay
+from moaspec.remote import (
+    GrpcServer,
+    GrpcTransport,
+    LinkOptions,
+    LocalDevice,
+    PassOptions,
+    RemoteOptions,
+    RemoteSession,
+    ServerOptions,
+    ServiceOptions,
+    StoreOptions,
+    TargetService,
+)
+
+
+@dataclass
+class Client:
+    """One scripted client: the same conversations over and over."""
+
+    texts: Sequence[tuple[list[int], list[int]]]
+    tokens: int = 0
+    turns: int = 0
+    verdict_s: list[float] = field(default_factory=list)
+
+    async def run(self, session: RemoteSession, until_s: float, first: int) -> None:
+        """Decode until it is time to stop."""
+        while time.monotonic() < until_s:
+            prompt, expected = self.texts[(first + self.turns) % len(self.texts)]
+            seen = len(session.stats.rounds)
+            async for event in session.stream(
+                prompt, max_new_tokens=len(expected), stop_token_ids=()
+            ):
+                self.tokens += len(event.token_ids)
+                if time.monotonic() >= until_s:
+                    break
+            else:
+                assert session.result.token_ids == expected, (
+                    "the text is not that of plain decoding"
+                )
+                self.turns += 1
+            rounds = list(session.stats.rounds)[seen:]
+            self.verdict_s += [one.received_s - one.sent_s for one in rounds if one.drafted]
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--one-by-one-seconds", type=float, default=None, help="default: a fifth")
+    parser.add_argument("--agreement", type=float, default=0.75)
+    parser.add_argument("--draft", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--tiny", action="store_true")
+    return parser.parse_args()
+
+
+def load(args: argparse.Namespace) -> moaspec.Target:
+    """The target that all of them use."""
+    if not args.tiny:
+        return moaspec.load_target("smollm2-135m", dtype=args.dtype)
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    import tiny
+
+    return tiny.target()
+
+
+def texts(
+    target: moaspec.Target, number: int, new_tokens: int
+) -> list[tuple[list[int], list[int]]]:
+    """Prompts and what plain decoding makes of them."""
+    generator = torch.Generator().manual_seed(0)
+    most = min(target.vocab_size, 20_000)
+    prompts = [
+        torch.randint(5, most, (8 + 3 * (i % 8),), generator=generator).tolist()
+        for i in range(number)
+    ]
+    results = moaspec.generate(target, prompts, max_new_tokens=new_tokens, stop_token_ids=())
+    return [(p, r.token_ids) for p, r in zip(prompts, results, strict=True)]
+
+
+async def measure(
+    target: moaspec.Target,
+    known: list[tuple[list[int], list[int]]],
+    args: argparse.Namespace,
+    *,
+    max_rows: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """All clients at once, for so long."""
+    passes = PassOptions(max_rows=max_rows)
+    limits = StoreOptions(max_sessions=args.clients, max_sessions_per_owner=args.clients)
+    service = TargetService(target, None, ServiceOptions(passes=passes, sessions=limits))
+    process = psutil.Process()
+    clients = [Client(known) for _ in range(args.clients)]
+    memory: list[int] = []
+    # One process plays all clients and the server, so a silent second is no dead link.
+    link = LinkOptions(dead_after_s=10.0, connect_s=10.0, retry_s=5.0)
+    options = RemoteOptions(draft=Chain(args.draft), draft_ahead=False, link=link)
+    async with GrpcServer(service, ServerOptions(port=0)) as server:
+        address = f"127.0.0.1:{server.port}"
+        until_s = time.monotonic() + seconds
+        running = []
+        sessions = []
+        for number, client in enumerate(clients):
+            replay = Replay([[*p, *t] for p, t in known], agreement=args.agreement, seed=number)
+            sessions.append(
+                RemoteSession(LocalDevice(target, replay), GrpcTransport(address), options)
+            )
+            running.append(asyncio.create_task(client.run(sessions[-1], until_s, number)))
+        while not all(task.done() for task in running):
+            await asyncio.sleep(min(1.0, seconds / 10))
+            memory.append(process.memory_info().rss)
+        await asyncio.gather(*running)
+        for session in sessions:
+            await session.close()
+    counts = service.shared.counts
+    verdicts = sorted(s for client in clients for s in client.verdict_s)
+    tokens = [client.tokens for client in clients]
+    half = memory[len(memory) // 2 :] or memory
+    return {
+        "max_rows": max_rows,
+        "seconds": seconds,
+        "tokens_per_s": sum(tokens) / seconds,
+        "tokens_by_client": {"least": min(tokens), "most": max(tokens)},
+        "turns": sum(client.turns for client in clients),
+        "rows_per_pass": counts.rows / max(1, counts.passes),
+        "tokens_per_pass": sum(tokens) / max(1, counts.passes),
+        "pass_ms": 1e3 * counts.seconds / max(1, counts.passes),
+        "verdict_ms": {
+            "p50": 1e3 * verdicts[len(verdicts) // 2],
+            "p99": 1e3 * verdicts[int(len(verdicts) * 0.99)],
+        },
+        "rss_mib": {
+            "half": half[0] / 2**20,
+            "end": half[-1] / 2**20,
+            "median": statistics.median(memory) / 2**20,
+        },
+    }
+
+
+def main() -> None:
+    """Measure one by one, then together."""
+    args = parse()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    target = load(args)
+    known = texts(target, args.clients, args.new_tokens)
+    alone_s = args.one_by_one_seconds or args.seconds / 5
+    one_by_one = asyncio.run(measure(target, known, args, max_rows=1, seconds=alone_s))
+    batched = asyncio.run(measure(target, known, args, max_rows=64, seconds=args.seconds))
+    gain = batched["tokens_per_s"] / one_by_one["tokens_per_s"]
+    for name, facts in (("one by one", one_by_one), ("batched", batched)):
+        verdict = facts["verdict_ms"]
+        print(
+            f"{name:11} {facts['tokens_per_s']:7.1f} tokens/s, {facts['rows_per_pass']:.1f} rows a "
+            f"pass, verdict p50 {verdict['p50']:.0f} ms, p99 {verdict['p99']:.0f} ms, tokens of a "
+            f"client {facts['tokens_by_client']['least']}..{facts['tokens_by_client']['most']}"
+        )
+    print(f"batched over one by one: {gain:.2f}")
+    facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "dtype": args.dtype}
+    print(json.dumps({"one_by_one": one_by_one, "batched": batched, "gain": gain, **facts}))
+
+
+if __name__ == "__main__":
+    main()

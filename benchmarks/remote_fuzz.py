@@ -1,0 +1,123 @@
+"""Hostile frames against a server in this process: at least 100,000, and an honest client beside.
+
+Noise, mutations, truncations, replays, lies about lengths, and messages for other people's
+sessions. The honest client's texts must stay those of plain decoding, no error but this package's
+own may come up, and memory must return to where it was. The last line is JSON.
+
+    python benchmarks/remote_fuzz.py --frames 100000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import torch
+
+import moaspec
+from moaspec.decode import Chain
+from moaspec.errors import LinkError, MoaSpecError
+from moaspec.remote import (
+    InProcessTransport,
+    LinkOptions,
+    LocalDevice,
+    RemoteOptions,
+    RemoteSession,
+    TargetService,
+    fingerprint,
+)
+from moaspec.remote.transport import Connection, pipe
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import tiny
+from hostile import Hostile
+
+
+async def attack(service: TargetService, hostile: Hostile, frames: int) -> Counter[str]:
+    """Connections that each live until a frame of theirs is refused."""
+    ends: Counter[str] = Counter()
+    sent = 0
+    while sent < frames:
+        near, far = pipe()
+        serving = asyncio.create_task(service.converse("mallory", far))
+        reading = asyncio.create_task(read_all(near))
+        while not serving.done() and sent < frames:
+            try:
+                await near.send(hostile.frame())
+            except LinkError:
+                break
+            sent += 1
+            await asyncio.sleep(0)
+        await near.close()
+        await asyncio.gather(serving, return_exceptions=True)
+        error = serving.exception()
+        assert isinstance(error, MoaSpecError), f"not one of our errors: {error!r}"
+        ends[type(error).__name__] += 1
+        await reading
+    return ends
+
+
+async def read_all(connection: Connection) -> None:
+    """Read what nobody wants to know."""
+    try:
+        while True:
+            await connection.receive()
+    except LinkError:
+        return
+
+
+async def run(args: argparse.Namespace) -> dict[str, object]:
+    """The attack, and an honest client beside it."""
+    target, drafter = tiny.target(), tiny.agreeing_drafter("llama")
+    service = TargetService(target, drafter)
+    hostile = Hostile(target, fingerprint(drafter), args.seed)
+    await attack(service, hostile, 2000)  # warm-up: allocators and caches
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    link = LinkOptions(dead_after_s=30.0)
+    options = RemoteOptions(draft=Chain(2), link=link)
+    honest = RemoteSession(
+        LocalDevice(target, drafter), InProcessTransport(service, "alice"), options
+    )
+    started = time.monotonic()
+    attacking = asyncio.create_task(attack(service, hostile, args.frames))
+    texts = 0
+    while not attacking.done():
+        prompt = tiny.PROMPTS[texts % len(tiny.PROMPTS)]
+        result = await honest.generate(prompt, max_new_tokens=12)
+        assert result.token_ids == list(tiny.own_texts("llama")[texts % len(tiny.PROMPTS)][:12])
+        texts += 1
+    ends = await attacking
+    await honest.close()
+    await service.stop()
+    gc.collect()
+    return {
+        "frames": args.frames,
+        "seconds": time.monotonic() - started,
+        "connections": sum(ends.values()),
+        "ended_by": dict(ends),
+        "honest_texts": texts,
+        "rss_growth_mib": (psutil.Process().memory_info().rss - before) / 2**20,
+        "cache_bytes_left": service.verifier.cache.num_bytes,
+        "moaspec": moaspec.__version__,
+    }
+
+
+def main() -> None:
+    """Read the command line, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--frames", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    torch.set_num_threads(1)
+    print(json.dumps(asyncio.run(run(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()

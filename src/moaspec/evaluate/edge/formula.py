@@ -1,0 +1,66 @@
+"""What the arithmetic of a round says about each deployment.
+
+R round trip, gamma drafted tokens of a round, t_d the device's draft step, t_v the verifying pass,
+t_T the plain pass, s/B transfer, A tokens a round emits, h the share of rounds whose next draft was
+there when the verdict came. Seconds per token:
+
+- plain, streamed from the server: t_T (the link only delays the first token);
+- server, drafting beside its target: (gamma t_d' + t_v) / A with the server's own draft step;
+- sync, client-server by turns: (gamma t_d + R + s/B + t_v) / A;
+- ahead, the device drafting on meanwhile: (max(gamma t_d, R + s/B + t_v) + (1 - h) gamma t_d) / A.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["plain", "server", "sync", "ahead"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What a prediction rests on; measured, except for the time it is about.
+
+    Attributes:
+        tokens: A.
+        drafted: gamma.
+        step_s: t_d, or t_d' where the server drafts.
+        pass_s: t_v, or t_T.
+        rtt_s: R, of an idle link.
+        transfer_s: s/B, of one round's bytes in both directions.
+        hits: h.
+    """
+
+    tokens: float
+    drafted: float
+    step_s: float
+    pass_s: float
+    rtt_s: float
+    transfer_s: float = 0.0
+    hits: float = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """From a request to its verdict."""
+        return self.rtt_s + self.transfer_s + self.pass_s
+
+
+def prediction(mode: Mode, of: Round) -> float:
+    """Seconds per token."""
+    draft_s = of.drafted * of.step_s
+    if mode == "plain":
+        return of.pass_s
+    if mode == "server":
+        return (draft_s + of.pass_s) / of.tokens
+    if mode == "sync":
+        return (draft_s + of.wait_s) / of.tokens
+    return (max(draft_s, of.wait_s) + (1.0 - of.hits) * draft_s) / of.tokens
+
+
+def client_server_pays(of: Round) -> bool:
+    """Whether `sync` beats `plain` by the formula: R + s/B + gamma t_d < A t_T - t_v.
+
+    With one pass for both, as where a verification costs no more than a plain pass.
+    """
+    return prediction("sync", of) < prediction("plain", of)

@@ -1,0 +1,178 @@
+"""The two processes of an edge bench: a server, and a device that decodes through it.
+
+`python -m moaspec.evaluate.edge.worker server|device JSON` says a line of JSON when it is ready,
+and then answers each line of JSON on standard input by one on standard output, until that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from moaspec.decode import Chain, load_drafter
+from moaspec.decode.protocols import RowText
+from moaspec.evaluate.cost import pass_s
+from moaspec.evaluate.cut import opinion
+from moaspec.evaluate.edge.case import Case
+from moaspec.evaluate.edge.cutting import cut_and_return
+from moaspec.evaluate.edge.measure import measure_case, round_trip_s
+from moaspec.remote import (
+    Device,
+    GrpcServer,
+    GrpcTransport,
+    PassOptions,
+    ServerOptions,
+    ServiceOptions,
+    TargetService,
+)
+from moaspec.remote.bundle import load_device
+from moaspec.target import Target, load_target
+
+Say = Callable[[dict[str, Any]], None]
+Hear = Callable[[], Awaitable[dict[str, Any] | None]]
+_NATURAL_STEPS, _NATURAL_REPEATS = 8, 5
+
+
+class ServerSide:
+    """Holds the target, and gives its opinion on texts.
+
+    Args:
+        target: the model.
+        pass_s: the least time of a pass.
+    """
+
+    def __init__(self, target: Target, pass_s: float = 0.0) -> None:
+        self._target, self._pass_s = target, pass_s
+
+    async def answer(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Seconds of a plain pass, or what the target thinks of a text that follows another."""
+        if job["do"] == "pass":
+            return {"pass_s": max(self._pass_s, pass_s(self._target, 1, job["context"], 1))}
+        likelihood, agreement = opinion(self._target, job["seen"], job["text"])
+        return {"log_likelihood": likelihood, "agreement": agreement}
+
+
+class DeviceSide:
+    """Decodes through a link.
+
+    Args:
+        devices: by kind of drafter.
+        address: of the server.
+        prompts: texts.
+    """
+
+    def __init__(self, devices: dict[str, Device], address: str, prompts: list[str]) -> None:
+        self._devices, self._address = devices, address
+        self._transport = GrpcTransport(address)
+        self._prompts = [prompt_ids(devices["moa"].tokenizer, one) for one in prompts]
+        self._texts: list[list[int]] = []
+
+    async def answer(self, job: dict[str, Any], ask: Callable[[str], Awaitable[float]]) -> Any:
+        """Measure what a job names.
+
+        Args:
+            job: see the branches.
+            ask: has something done to the link; returns when it was done.
+        """
+        if job["do"] == "ping":
+            return {"rtt_s": await round_trip_s(self._address)}
+        if job["do"] == "steps":
+            return {kind: natural_step_s(device) for kind, device in self._devices.items()}
+        case = Case(**job["case"])
+        device = self._devices["moa" if case.drafter == "replay" else case.drafter]
+        if job["do"] == "cut":
+            return [
+                await cut_and_return(case, device, self._transport, prompt, ask=ask, **job["cut"])
+                for prompt in self._prompts
+            ]
+        found = await measure_case(
+            case,
+            device,
+            self._transport,
+            self._prompts,
+            max_new_tokens=job["max_new_tokens"],
+            texts=self._texts,
+        )
+        if case.mode == "plain":
+            self._texts = found.texts
+        return found.as_json()
+
+
+def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """A user's turn in the chat template, where there is one."""
+    if not tokenizer.chat_template:
+        return list(tokenizer(text)["input_ids"])
+    messages = [{"role": "user", "content": text}]
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def natural_step_s(device: Device) -> float:
+    """Median seconds of a draft step as fast as this machine can, N = 0."""
+    drafter, times = device.drafting(0), []
+    for repeat in range(_NATURAL_REPEATS + 1):
+        started = time.perf_counter()
+        drafter.propose([RowText(0, [1] * (16 + repeat))], Chain(_NATURAL_STEPS))
+        times.append((time.perf_counter() - started) / _NATURAL_STEPS)
+    return sorted(times[1:])[_NATURAL_REPEATS // 2]
+
+
+async def serve(settings: dict[str, Any], say: Say, hear: Hear) -> None:
+    """The server's process."""
+    target = load_target(settings["model"], dtype=settings["dtype"])
+    drafter = load_drafter(settings["drafter"], target=target)
+    options = ServiceOptions(passes=PassOptions(min_pass_s=settings["pass_s"]))
+    side = ServerSide(target, settings["pass_s"])
+    where = ServerOptions(host=settings["host"], port=0)
+    async with GrpcServer(TargetService(target, drafter, options), where) as server:
+        say({"port": server.port})
+        while (job := await hear()) is not None:
+            say(await side.answer(job))
+
+
+async def decode(settings: dict[str, Any], say: Say, hear: Hear) -> None:
+    """The device's process."""
+    devices: dict[str, Device] = {
+        kind: load_device(path) for kind, path in settings["bundles"].items()
+    }
+    side = DeviceSide(devices, settings["address"], settings["prompts"])
+
+    async def ask(what: str) -> float:
+        say({"ask": what})
+        done = await hear()
+        assert done is not None, "the bench ends only after its workers"
+        return float(done["at"])
+
+    say({"devices": {kind: asdict(one.identity) for kind, one in devices.items()}})
+    while (job := await hear()) is not None:
+        say({"answer": await side.answer(job, ask)})
+
+
+def main(role: str, settings: dict[str, Any]) -> None:
+    """One process, over its standard streams."""
+    torch.set_num_threads(settings["threads"])
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+    def say(value: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(value) + "\n")
+        sys.stdout.flush()
+
+    async def hear() -> dict[str, Any] | None:
+        line = await asyncio.to_thread(sys.stdin.readline)
+        return json.loads(line) if line else None
+
+    work = {"server": serve, "device": decode}[role]
+    asyncio.run(work(settings, say, hear))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,105 @@
+"""A report as Markdown, with its plots as files beside it: for a README or a page of docs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moaspec.evaluate.comparison import read_report
+from moaspec.evaluate.html import COSTS, CUT, optional
+from moaspec.evaluate.plots import draw_plots
+
+BEGIN, END = "<!-- results -->", "<!-- /results -->"
+"""In a file with these two lines only what is between them is written anew."""
+
+IN_SHORT = 2
+"""So many plots stand between those lines; a file of its own has all."""
+
+Facts = Mapping[str, Any]
+
+
+def write_markdown(results: Path, path: Path) -> None:
+    """Write tables and plots of results into a Markdown file; plots go into a directory beside it.
+
+    Args:
+        results: directory with `report.json`.
+        path: the file. Where it has the lines `BEGIN` and `END`, only a short version between them
+            is written, else the whole file.
+
+    Raises:
+        DataError: no report there.
+        InputError: matplotlib is not installed.
+    """
+    facts = read_report(results)
+    plots = draw_plots(facts, *(optional(results / name) for name in (COSTS, CUT)))
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if begin and end:
+        shown = dict(list(plots.items())[:IN_SHORT])
+        text = f"{_summary(facts)}\n\n{_images(shown, path)}"
+        path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    else:
+        text = f"# Results\n\n{_summary(facts)}\n\n{_by_suite(facts)}\n\n{_images(plots, path)}\n"
+        path.write_text(text, encoding="utf-8")
+
+
+def _summary(facts: Facts) -> str:
+    """What was measured on what, and a row per method."""
+    prompts = max(len(one["prompts"]) for one in facts["methods"].values())
+    machine = facts["machine"]
+    setting = (
+        f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads of "
+        f"{machine['gpu'] or machine['processor']}, greedy, {prompts} prompts, all methods in turn "
+        "in one process. A speed-up is only given where every text is plain decoding's own, up to "
+        "near-ties."
+    )
+    headings = ("method", "tokens/s", f"median speed-up over {facts['baseline']}", "tau", "text")
+    rows = [_method_row(name, method) for name, method in facts["methods"].items()]
+    return f"{setting}\n\n{_table(headings, rows)}"
+
+
+def _method_row(name: str, method: Facts) -> Sequence[str]:
+    speedup = method["median_speedup"]
+    return (
+        f"`{name}`",
+        _number(method["tokens_per_s"], ".1f"),
+        "" if speedup is None else f"{speedup:.2f}x",
+        _number(method["tau"], ".2f"),
+        "the same" if method["lossless"] else "**lossy**",
+    )
+
+
+def _by_suite(facts: Facts) -> str:
+    """Tau of each method on each suite."""
+    methods = {name: one for name, one in facts["methods"].items() if one["tau"] is not None}
+    suites = list(next(iter(methods.values()), {"suites": {}})["suites"])
+    rows = [
+        (f"`{name}`", *(_number(one["suites"][suite]["tau"], ".2f") for suite in suites))
+        for name, one in methods.items()
+    ]
+    return _table(("tau", *suites), rows)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _images(plots: Mapping[str, str], path: Path) -> str:
+    """Write the plots, and the lines that show them."""
+    directory = path.parent / ("docs" if (path.parent / "docs").is_dir() else "") / "results"
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for title, svg in plots.items():
+        file = directory / f"{re.sub('[^a-z0-9]+', '-', title.lower()).strip('-')}.svg"
+        file.write_text(svg, encoding="utf-8")
+        lines.append(f"![{title}]({os.path.relpath(file, path.parent)})")
+    return "\n\n".join(lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

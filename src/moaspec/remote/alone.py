@@ -1,0 +1,166 @@
+"""The server alone: plain decoding, or its own drafter beside its target, streamed.
+
+This is what client-server competes with, and what devices without a bundle can use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+from moaspec.decode.api import RowOptions, check_options, sampling_params, token_ids
+from moaspec.decode.engine import Engine
+from moaspec.decode.moa import MoADrafting
+from moaspec.decode.protocols import Drafter, Request, Verdict
+from moaspec.decode.result import Event, Source
+from moaspec.decode.sampling import GREEDY, SamplingParams
+from moaspec.decode.stop import stop_strings
+from moaspec.decode.tree import AUTO
+from moaspec.model import MoADrafter
+from moaspec.remote import target_pb2 as pb
+from moaspec.remote import wire
+from moaspec.remote.layout import Parts
+from moaspec.remote.shared import SharedVerifier
+from moaspec.target import Target
+
+if TYPE_CHECKING:
+    from moaspec.remote.grpc_transport import GrpcTransport
+
+SOURCES: tuple[Source, ...] = ("target", "draft", "copy")
+"""By their numbers on the wire."""
+
+
+class LeasedRow:
+    """A `Verifier` of one row that is lent by a `SharedVerifier` and read in stretches."""
+
+    def __init__(self, shared: SharedVerifier, *, encode: bool) -> None:
+        self._shared, self._encode, self._row = shared, encode, shared.lease()
+
+    async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
+        """See `Verifier`."""
+        (request,) = requests
+        request = replace(request, row=self._row, encode=self._encode)
+        size, total = self._shared.options.prefill_tokens, request.base + len(request.known)
+        while len(request.known) > size:
+            stretch = replace(
+                request,
+                known=request.known[:size],
+                sampling=GREEDY,
+                encode=False,
+                text_length=total,
+            )
+            await self._shared.decide(stretch)
+            request = replace(request, base=request.base + size, known=request.known[size:])
+        verdict, _ = await self._shared.decide(request)
+        return [verdict]
+
+    def close(self, row: int) -> None:
+        """The row is given back by `release`, whatever became of the request."""
+
+    def release(self) -> None:
+        """Give the row back."""
+        self._shared.close(self._row)
+
+
+class _OwnDrafting(MoADrafting):
+    """The server's own drafter: takes features as its encoder makes them for devices."""
+
+    def observe(self, row: int, features: Parts) -> None:
+        super().observe(row, features[:2])
+
+
+async def decode_alone(
+    shared: SharedVerifier,
+    target: Target,
+    drafter: MoADrafter | None,
+    request: pb.GenerateRequest,
+    sampling: SamplingParams,
+) -> AsyncGenerator[pb.Generated]:
+    """Decode a request to its end; whoever stops listening ends it."""
+    drafting: Drafter | None = None
+    if request.speculate and drafter is not None:
+        drafting = _OwnDrafting(drafter, target, num_target_layers=0)
+    row = LeasedRow(shared, encode=drafting is not None)
+    try:
+        engine = Engine(
+            row,
+            drafting,
+            vocab_size=target.vocab_size,
+            max_positions=target.max_positions,
+            tokenizer=target.tokenizer,
+            rope_switches=target.rope_switches,
+        )
+        engine.add(
+            request.token_ids,
+            max_new_tokens=request.max_new_tokens,
+            stop_token_ids=request.stop_token_ids,
+            stop=request.stop,
+            shape=AUTO,
+            sampling=sampling,
+        )
+        while engine.num_active:
+            for event in await engine.astep():
+                yield _generated(event)
+    finally:
+        row.release()
+
+
+def _generated(event: Event) -> pb.Generated:
+    sources = [SOURCES.index(source) for source in event.sources]
+    reason = event.stop_reason or ""
+    return pb.Generated(token_ids=event.token_ids, sources=sources, stop_reason=reason)
+
+
+class RemoteText:
+    """Text from a server that decodes by itself.
+
+    Args:
+        transport: leads to the server.
+        stop_token_ids: that end a turn where `stream` names none; a device knows its target's.
+    """
+
+    def __init__(
+        self, transport: GrpcTransport, stop_token_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self._transport, self._stops = transport, stop_token_ids
+
+    async def stream(
+        self, prompt_ids: Sequence[int], *, speculate: bool = False, **options: Unpack[RowOptions]
+    ) -> AsyncGenerator[Event]:
+        """Verified tokens as they come.
+
+        Args:
+            prompt_ids: token ids.
+            speculate: let the server's own drafter draft.
+            **options: see `RowOptions`; what to draft is the server's to decide, and functions and
+                log-probabilities do not travel.
+
+        Raises:
+            InputError: options out of range.
+            LinkError: the link broke; there is no coming back.
+            RefusedError: the server refuses.
+        """
+        check_options(options, RowOptions)
+        request = self._request(prompt_ids, options)
+        request.speculate = speculate
+        async with contextlib.aclosing(self._transport.generate(request)) as messages:
+            async for message in messages:
+                yield _event(message)
+
+    def _request(self, prompt_ids: Sequence[int], options: RowOptions) -> pb.GenerateRequest:
+        stops = options.get("stop_token_ids")
+        return pb.GenerateRequest(
+            token_ids=token_ids(prompt_ids),
+            sampling=wire.sampling_message(sampling_params(options)),
+            max_new_tokens=options.get("max_new_tokens", 64),
+            stop_token_ids=self._stops if stops is None else stops,
+            stop=stop_strings(options.get("stop", ())),
+        )
+
+
+def _event(message: pb.Generated) -> Event:
+    reason: Any = message.stop_reason or None
+    sources = tuple(SOURCES[number] for number in message.sources)
+    return Event(0, tuple(message.token_ids), sources, reason)

@@ -1,0 +1,126 @@
+"""Who may use a server, and how both sides prove who they are."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from moaspec.errors import InputError, RefusedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """What a device shows.
+
+    Attributes:
+        token: bearer token; needs TLS, unless the server is on this machine.
+        ca: file with the certificates that the server's must be signed by; None connects without
+            TLS, "system" trusts those of this system.
+        certificate, key: files with the device's own, for servers that ask for one.
+        server_name: the name in the server's certificate, where it is not its address.
+    """
+
+    token: str | None = None
+    ca: Path | str | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise InputError("A certificate comes with its key; got only one of the two.")
+        if self.certificate is not None and self.ca is None:
+            raise InputError("A device's certificate needs TLS: say which ca the server's is of.")
+
+    def channel(self) -> grpc.ChannelCredentials | None:
+        """For gRPC; None without TLS.
+
+        Raises:
+            InputError: a file cannot be read.
+        """
+        if self.ca is None:
+            return None
+        roots = None if str(self.ca) == "system" else _read(self.ca)
+        key = None if self.key is None else _read(self.key)
+        certificate = None if self.certificate is None else _read(self.certificate)
+        return grpc.ssl_channel_credentials(roots, key, certificate)
+
+
+@dataclass
+class Guard:
+    """Decides whose a connection is.
+
+    Args:
+        tokens: owner by the SHA-256 (hexadecimal) of a bearer token; empty lets everybody in.
+        until_s: seconds since the epoch at which an owner's tokens expire.
+    """
+
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    until_s: Mapping[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path) -> Guard:
+        """Read `{"owner": {"sha256": "...", "expires": seconds since the epoch}}`.
+
+        `expires` may be left out.
+
+        Raises:
+            InputError: not such a file.
+        """
+        try:
+            entries = json.loads(_read(path))
+            tokens = {str(one["sha256"]).lower(): str(name) for name, one in entries.items()}
+            until = {n: float(one["expires"]) for n, one in entries.items() if "expires" in one}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError(
+                f'{path} must hold {{"owner": {{"sha256": "<of the token>"}}, ...}}: {error!r}.'
+            ) from error
+        return Guard(tokens, until)
+
+    def owner(self, bearer: str | None, peer: str | None) -> str:
+        """Whose a connection is.
+
+        Args:
+            bearer: the token that was sent.
+            peer: the name in the device's certificate, where TLS has checked one.
+
+        Raises:
+            RefusedError: no token, an unknown one, or one that has expired.
+        """
+        if not self.tokens:
+            return peer or "anonymous"
+        digest = hashlib.sha256((bearer or "").encode()).hexdigest()
+        for known, owner in self.tokens.items():
+            if hmac.compare_digest(known, digest):
+                if time.time() > self.until_s.get(owner, float("inf")):
+                    raise RefusedError("The token has expired; get a new one.")
+                return owner
+        raise RefusedError("No token, or one that this server does not know.")
+
+
+def _read(path: Path | str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"Cannot read {path}: {error.strerror}.") from error
+
+
+def server_credentials(
+    certificate: Path, key: Path, client_ca: Path | None = None
+) -> grpc.ServerCredentials:
+    """TLS for a server; with `client_ca` devices must show a certificate that it signed.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    roots = None if client_ca is None else _read(client_ca)
+    return grpc.ssl_server_credentials(
+        [(_read(key), _read(certificate))], roots, require_client_auth=client_ca is not None
+    )

@@ -1,0 +1,111 @@
+"""What private text looks like: e-mail addresses, telephone numbers, payment cards, bank accounts.
+
+Recognisers find what has a form and, where the form has one, a right check digit. They cannot know
+that a name, a street or a diagnosis is private: that is for the user to mark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moaspec.errors import InputError
+from moaspec.remote.private.spans import Span
+
+Recogniser = Callable[[str], Iterable[Span]]
+"""Finds spans in a text; any function will do."""
+
+_EMAIL = re.compile(r"[\w.!#$%&'*+/=?^`{|}~-]+@[\w-]+(?:\.[\w-]+)+")
+_DIGITS = re.compile(r"\d+(?:[ -]?\d+)*")
+_CARD_LENGTHS = range(12, 20)
+_IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?:[ -]?[A-Z0-9]){11,30}", re.IGNORECASE)
+
+
+def emails(text: str) -> Iterator[Span]:
+    """E-mail addresses, international ones included."""
+    for found in _EMAIL.finditer(text):
+        yield Span(*found.span(), "EMAIL")
+
+
+def cards(text: str) -> Iterator[Span]:
+    """Numbers of payment cards: 12 to 19 digits, in groups or not, whose check digit is right.
+
+    Other digits may stand around them, such as a date of expiry: any run of whole groups may be the
+    number.
+    """
+    is_valid = _library("stdnum.luhn").is_valid
+    for found in _DIGITS.finditer(text):
+        groups = [one.span() for one in re.finditer(r"\d+", found.group())]
+        for start, stop in _runs(groups):
+            digits = re.sub(r"\D", "", found.group()[start:stop])
+            if len(digits) in _CARD_LENGTHS and is_valid(digits):
+                yield Span(found.start() + start, found.start() + stop, "CARD")
+
+
+def _runs(groups: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Every run of consecutive groups that could be as long as a card's number."""
+    longest = max(_CARD_LENGTHS)
+    for first in range(len(groups)):
+        for last in range(first, min(first + longest, len(groups))):
+            yield groups[first][0], groups[last][1]
+
+
+def ibans(text: str) -> Iterator[Span]:
+    """International bank account numbers whose length and check digits are right."""
+    is_valid = _library("stdnum.iban").is_valid
+    for found in _IBAN.finditer(text):
+        # The words that follow are of the same characters: shorten until the number is whole.
+        for stop in range(found.end(), found.start() + 14, -1):
+            if text[stop - 1].isalnum() and is_valid(text[found.start() : stop]):
+                yield Span(found.start(), stop, "IBAN")
+                break
+
+
+@dataclass(frozen=True)
+class Phones:
+    """Telephone numbers that exist in the numbering plans of the world.
+
+    Attributes:
+        regions: two-letter countries whose national forms count too; numbers that begin with a plus
+            are found wherever they are from.
+    """
+
+    regions: tuple[str, ...] = ("US",)
+
+    def __call__(self, text: str) -> Iterator[Span]:
+        """Numbers in a text; one that several regions know is found several times."""
+        phonenumbers = _library("phonenumbers")
+        unknown = set(self.regions) - set(phonenumbers.SUPPORTED_REGIONS)
+        if unknown:
+            raise InputError(f"Unknown telephone regions {sorted(unknown)}; for example US, DE.")
+        for region in self.regions or (None,):
+            for found in phonenumbers.PhoneNumberMatcher(text, region):
+                yield Span(found.start, found.end, "PHONE")
+
+
+def default(phone_regions: Sequence[str] = ("US",)) -> tuple[Recogniser, ...]:
+    """All recognisers of this file.
+
+    Args:
+        phone_regions: see `Phones`.
+
+    Raises:
+        InputError: the libraries that they use are not installed.
+    """
+    _library("stdnum.luhn")
+    return ibans, cards, emails, Phones(tuple(phone_regions))
+
+
+def _library(name: str) -> Any:
+    """A library of the extra `private`; only those who use recognisers need it."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InputError(
+            "Recognising private spans needs `pip install 'moaspec[private]'`; without it, mark "
+            "them and pass recognisers=()."
+        ) from error

@@ -1,0 +1,215 @@
+"""A `TargetService` on the network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
+from moaspec.errors import InputError, LinkError, MoaSpecError, RefusedError, WireError
+from moaspec.remote import target_pb2 as pb
+from moaspec.remote import wire
+from moaspec.remote.auth import Guard
+from moaspec.remote.grpc_transport import OPTIONS, SERVICE
+from moaspec.remote.service import TargetService
+from moaspec.remote.store import ForeignSessionError, NoRoomError
+
+STATUSES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (ForeignSessionError, grpc.StatusCode.PERMISSION_DENIED),
+    (NoRoomError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (WireError, grpc.StatusCode.INVALID_ARGUMENT),
+    (InputError, grpc.StatusCode.INVALID_ARGUMENT),
+    (RefusedError, grpc.StatusCode.FAILED_PRECONDITION),
+    (LinkError, grpc.StatusCode.UNAVAILABLE),
+    (MoaSpecError, grpc.StatusCode.INTERNAL),
+)
+"""What each of our errors is called in gRPC; the first that fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where and for whom a server is.
+
+    Attributes:
+        host: address to listen on.
+        port: 0 takes a free one.
+        credentials: for TLS; None listens without.
+        guard: whose connections are accepted.
+        max_connections: at the same time; more are told to come back.
+        sweep_s: between two looks for idle sessions.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    credentials: grpc.ServerCredentials | None = None
+    guard: Guard = field(default_factory=Guard)
+    max_connections: int = 256
+    sweep_s: float = 5.0
+
+
+class GrpcServer:
+    """Serves until `drain`; an async context manager.
+
+    Args:
+        service: answers.
+        options: see `ServerOptions`.
+
+    Raises:
+        InputError: on entering, where the address cannot be listened on.
+    """
+
+    def __init__(self, service: TargetService, options: ServerOptions | None = None) -> None:
+        self.service, self._options = service, options or ServerOptions()
+        self._server = grpc.aio.server(
+            options=[
+                *OPTIONS,
+                # Devices that send HTTP/2 pings besides our heartbeats are welcome.
+                ("grpc.http2.min_ping_interval_without_data_ms", 200),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.so_reuseport", 0),
+            ],
+            maximum_concurrent_rpcs=self._options.max_connections,
+        )
+        self._health = health.HealthServicer()
+        self._sweeping: asyncio.Task[None] | None = None
+        self.port = 0
+
+    async def __aenter__(self) -> GrpcServer:
+        """Listen."""
+        address = f"{self._options.host}:{self._options.port}"
+        credentials = self._options.credentials
+        try:
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise InputError(f"Cannot listen on {address}: is the port in use?") from error
+        self._add_services()
+        await self._server.start()
+        await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        self._sweeping = asyncio.create_task(self._sweep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop at once; `drain` first to let devices leave."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
+        await self._server.stop(0)
+        await self.service.stop()
+
+    async def drain(self, timeout_s: float = 10.0) -> None:
+        """Take no new work, let the running end, tell devices and load balancers."""
+        await self._health.enter_graceful_shutdown()
+        await self.service.drain(timeout_s)
+        await self._server.stop(timeout_s / 10)
+
+    def _add_services(self) -> None:
+        handlers: dict[str, Any] = {
+            "Describe": grpc.unary_unary_rpc_method_handler(
+                self._describe, response_serializer=pb.Description.SerializeToString
+            ),
+            "Converse": grpc.stream_stream_rpc_method_handler(self._converse),
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self._generate, response_serializer=pb.Generated.SerializeToString
+            ),
+        }
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, handlers),)
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.sweep_s)
+            self.service.sweep()
+
+    async def _describe(self, _: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        await self._owner(context)
+        return self.service.describe()
+
+    async def _converse(self, _: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        owner = await self._owner(context)
+        await context.send_initial_metadata(())
+        connection = _ServerConnection(context)
+        await _answered(context, lambda: self.service.converse(owner, connection))
+
+    async def _generate(
+        self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.Generated]:
+        owner = await self._owner(context)
+        try:
+            async for generated in self.service.generate(owner, wire.parse_generate(frame)):
+                yield generated
+        except MoaSpecError as error:
+            await context.abort(_status(error), str(error))
+
+    async def _owner(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        metadata = dict(context.invocation_metadata() or ())
+        scheme, _, token = str(metadata.get("authorization", "")).partition(" ")
+        names = context.auth_context().get("x509_common_name", ())
+        peer = next((name.decode(errors="replace") for name in names), None)
+        try:
+            return self._options.guard.owner(token if scheme == "Bearer" else None, peer)
+        except RefusedError as error:
+            self.service.observer.refused("credentials")
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+            raise
+
+
+async def _answered(
+    context: grpc.aio.ServicerContext[Any, Any], work: Callable[[], Awaitable[None]]
+) -> None:
+    """Serve, and end with the status that says how it ended."""
+    try:
+        await work()
+    except MoaSpecError as error:
+        await context.abort(_status(error), str(error))
+
+
+def _status(error: Exception) -> grpc.StatusCode:
+    return next(status for kind, status in STATUSES if isinstance(error, kind))
+
+
+class _ServerConnection:
+    """A gRPC stream as the service sees it."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+
+    async def send(self, frame: bytes) -> None:
+        with _broken():
+            await self._context.write(frame)
+
+    async def receive(self) -> bytes:
+        with _broken():
+            frame: Any = await self._context.read()
+        if frame is grpc.aio.EOF:
+            raise LinkError("The device ended the connection.")
+        return bytes(frame)
+
+    async def close(self) -> None:
+        """Ends with the call."""
+
+
+@contextlib.contextmanager
+def _broken() -> Any:
+    try:
+        yield
+    except (grpc.RpcError, grpc.aio.BaseError, grpc.aio.InternalError) as error:
+        raise LinkError("The device is gone.") from error
+    except asyncio.InvalidStateError as error:
+        raise LinkError("The connection was closed.") from error

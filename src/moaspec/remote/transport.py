@@ -1,0 +1,130 @@
+"""Connections that carry frames, each one serialised message of target.proto."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from moaspec.errors import LinkError, MoaSpecError
+
+T = TypeVar("T")
+
+QUEUED_FRAMES = 64
+"""Frames that an in-process connection holds in each direction before senders wait."""
+
+
+class Connection(Protocol):
+    """One stream of frames in both directions."""
+
+    async def send(self, frame: bytes) -> None:
+        """Hand a frame over; waits where the other side does not read.
+
+        Raises:
+            LinkError: it is broken.
+        """
+        ...
+
+    async def receive(self) -> bytes:
+        """The next frame.
+
+        Raises:
+            LinkError: it is broken or was closed, by either side.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End it; whoever waits on it gets `LinkError`."""
+        ...
+
+
+class Transport(Protocol):
+    """Makes connections to one server."""
+
+    async def connect(self) -> Connection:
+        """A new connection.
+
+        Raises:
+            LinkError: the server cannot be reached.
+            RefusedError: it does not accept these credentials.
+        """
+        ...
+
+
+class Converses(Protocol):
+    """A service that talks over connections; see `TargetService`."""
+
+    async def converse(self, owner: str, connection: Connection) -> None:
+        """Serve one connection until it ends."""
+        ...
+
+
+class InProcessTransport:
+    """Connections to a service in the same event loop.
+
+    Args:
+        service: answers.
+        owner: in whose name; a real server takes it from credentials.
+    """
+
+    def __init__(self, service: Converses, owner: str = "local") -> None:
+        self._service, self._owner = service, owner
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def connect(self) -> Connection:
+        """See `Transport`."""
+        near, far = pipe()
+        task = asyncio.create_task(self._serve(far))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return near
+
+    async def _serve(self, far: Connection) -> None:
+        with contextlib.suppress(MoaSpecError):  # the device was told
+            await self._service.converse(self._owner, far)
+        await far.close()
+
+
+class _End:
+    """One end of a pipe."""
+
+    def __init__(self, incoming: asyncio.Queue[bytes], outgoing: asyncio.Queue[bytes]) -> None:
+        self._incoming, self._outgoing = incoming, outgoing
+        self._closed = asyncio.Event()
+        self.other: _End | None = None
+
+    async def send(self, frame: bytes) -> None:
+        await self._or_closed(self._outgoing.put(frame))
+
+    async def receive(self) -> bytes:
+        if not self._incoming.empty():
+            return self._incoming.get_nowait()
+        return await self._or_closed(self._incoming.get())
+
+    async def close(self) -> None:
+        self._closed.set()
+        if self.other is not None:
+            self.other._closed.set()
+
+    async def _or_closed(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """Wait for a queue, but no longer than the pipe is open."""
+        task = asyncio.ensure_future(waiting)
+        closed = asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait((task, closed), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise LinkError("The connection was closed.")
+            return task.result()
+        finally:
+            task.cancel()
+            closed.cancel()
+
+
+def pipe() -> tuple[Connection, Connection]:
+    """Two ends: what one sends the other receives."""
+    there: asyncio.Queue[bytes] = asyncio.Queue(QUEUED_FRAMES)
+    back: asyncio.Queue[bytes] = asyncio.Queue(QUEUED_FRAMES)
+    near, far = _End(back, there), _End(there, back)
+    near.other, far.other = far, near
+    return near, far

@@ -1,0 +1,230 @@
+"""Between protobuf messages and our own objects, with a limit on everything that comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from moaspec.decode.sampling import SamplingParams
+from moaspec.decode.tree import DraftTree
+from moaspec.errors import InputError, WireError
+from moaspec.remote import target_pb2 as pb
+from moaspec.remote.codec import CodecName
+from moaspec.remote.ranges import Run
+
+M = TypeVar("M", bound=Message)
+
+SESSION_BYTES = 16
+"""Of a session's name: enough that nobody guesses one."""
+
+MAX_FRAME_BYTES = 4 << 20
+"""Largest message that either side reads."""
+
+MAX_DRAFTED = 256
+"""Most drafted tokens of one message."""
+
+MAX_RUNS = 4096
+"""Most runs of positions in one message."""
+
+MAX_GRAMMAR = 1 << 18
+"""Characters of a grammar; compiling takes the server's time."""
+
+CODEC_NUMBERS: dict[CodecName, pb.Codec] = {
+    "fp16": pb.CODEC_FP16,
+    "int8": pb.CODEC_INT8,
+    "int4": pb.CODEC_INT4,
+}
+CODEC_NAMES: dict[int, CodecName] = {int(number): name for name, number in CODEC_NUMBERS.items()}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a message may hold.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_tokens: longest text.
+    """
+
+    vocab_size: int
+    max_tokens: int
+
+
+def parse_client(frame: bytes) -> pb.ClientMessage:
+    """A device's message.
+
+    Raises:
+        WireError: no such message.
+    """
+    message = _parse(frame, pb.ClientMessage())
+    if len(message.session) != SESSION_BYTES or message.WhichOneof("kind") is None:
+        raise WireError(
+            f"A message names its session in {SESSION_BYTES} bytes and has one content; got "
+            f"{len(message.session)} bytes and {message.WhichOneof('kind')}."
+        )
+    return message
+
+
+def parse_server(frame: bytes) -> pb.ServerMessage:
+    """A server's message.
+
+    Raises:
+        WireError: no such message.
+    """
+    return _parse(frame, pb.ServerMessage())
+
+
+def parse_generate(frame: bytes) -> pb.GenerateRequest:
+    """A request for text.
+
+    Raises:
+        WireError: no such message.
+    """
+    return _parse(frame, pb.GenerateRequest())
+
+
+def _parse(frame: bytes, message: M) -> M:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WireError(f"A message of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}.")
+    try:
+        message.ParseFromString(frame)
+    except DecodeError as error:
+        raise WireError(f"Not a message of this protocol: {error}.") from error
+    return message
+
+
+def tokens_of(ids: Sequence[int], limits: Limits, *, least: int = 0, most: int) -> tuple[int, ...]:
+    """Token ids of a message.
+
+    Raises:
+        WireError: fewer or more than allowed, or ids outside the vocabulary.
+    """
+    if not least <= len(ids) <= most:
+        raise WireError(f"Expected {least} to {most} token ids, got {len(ids)}.")
+    outside = next((one for one in ids if one >= limits.vocab_size), None)
+    if outside is not None:
+        raise WireError(
+            f"Token id {outside} is outside the target's vocabulary (0..{limits.vocab_size - 1})."
+        )
+    return tuple(ids)
+
+
+def tree_of(draft: pb.Draft, limits: Limits) -> DraftTree:
+    """A message's drafts.
+
+    Raises:
+        WireError: too many, ids outside the vocabulary, or parents that make no tree.
+    """
+    tokens = tokens_of(draft.tokens, limits, most=MAX_DRAFTED)
+    if not draft.parents:
+        return chain(tokens)
+    parents = tuple(parent - 1 for parent in draft.parents)
+    fits = len(parents) == len(tokens)
+    if not fits or any(parent >= node for node, parent in enumerate(parents)):
+        raise WireError("Each drafted token needs a parent that comes before it, or the root.")
+    return DraftTree(tokens, parents)
+
+
+def chain(tokens: Sequence[int]) -> DraftTree:
+    """Tokens that follow one another."""
+    return DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+
+def draft_message(base: int, tree: DraftTree) -> pb.Draft:
+    """Drafts as they travel."""
+    plain = tree.parents == tuple(range(-1, len(tree.tokens) - 1))
+    parents = () if plain else [parent + 1 for parent in tree.parents]
+    return pb.Draft(base=base, tokens=tree.tokens, parents=parents)
+
+
+def runs_of(ranges: Sequence[pb.Range], limits: Limits) -> list[Run]:
+    """Runs of positions.
+
+    Raises:
+        WireError: too many, not ascending, or beyond the longest text.
+    """
+    if len(ranges) > MAX_RUNS:
+        raise WireError(f"At most {MAX_RUNS} runs of positions, got {len(ranges)}.")
+    runs = [(one.start, one.stop) for one in ranges]
+    ends = [0, *(end for run in runs for end in run)]
+    if ends != sorted(ends) or ends[-1] > limits.max_tokens:
+        raise WireError(f"Runs of positions must ascend up to {limits.max_tokens}.")
+    return runs
+
+
+def range_messages(runs: Iterable[Run]) -> list[pb.Range]:
+    """Runs as they travel; beyond `MAX_RUNS` the later ones are left out."""
+    return [pb.Range(start=start, stop=stop) for start, stop in list(runs)[:MAX_RUNS]]
+
+
+def sampling_message(sampling: SamplingParams) -> pb.Sampling:
+    """Settings as they travel.
+
+    Raises:
+        InputError: custom processors, which are code and cannot travel; a grammar can.
+    """
+    grammars = [getattr(one, "grammar", "") for one in sampling.processors]
+    if len(grammars) > 1 or "" in grammars:
+        raise InputError(
+            "logits_processors are functions, and cannot be sent to a server. Use logit_bias and "
+            "the penalties instead."
+        )
+    return pb.Sampling(
+        grammar=grammars[0] if grammars else "",
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        choice=sampling.choice,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        logprobs=sampling.logprobs,
+    )
+
+
+def sampling_of(message: pb.Sampling, limits: Limits) -> SamplingParams:
+    """Settings of a message.
+
+    Raises:
+        WireError: a value outside its range, or noise without a seed.
+    """
+    if any(token >= limits.vocab_size for token in message.logit_bias):
+        raise WireError(f"logit_bias names a token outside 0..{limits.vocab_size - 1}.")
+    try:
+        sampling = SamplingParams(
+            temperature=message.temperature,
+            top_k=message.top_k,
+            top_p=message.top_p,
+            min_p=message.min_p,
+            seed=message.seed if message.HasField("seed") else None,
+            choice=message.choice,
+            repetition_penalty=message.repetition_penalty,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            logit_bias=dict(message.logit_bias),
+            logprobs=message.logprobs,
+        )
+    except InputError as error:
+        raise WireError(str(error)) from error
+    if len(message.grammar) > MAX_GRAMMAR:
+        raise WireError(f"A grammar of {len(message.grammar)} characters; at most {MAX_GRAMMAR}.")
+    if sampling.samples and sampling.seed is None:
+        raise WireError("Sampling needs a seed; the device draws one where the user gives none.")
+    return sampling
+
+
+def codec_of(number: int) -> CodecName:
+    """A message's codec.
+
+    Raises:
+        WireError: none that is known.
+    """
+    if number not in CODEC_NAMES:
+        raise WireError(f"Unknown codec number {number}; known: {sorted(CODEC_NAMES)}.")
+    return CODEC_NAMES[number]

@@ -1,0 +1,1 @@
+"""HTTP endpoints that existing apps use, and the page."""

@@ -1,0 +1,137 @@
+"""The HTTP application: endpoints, page, and what stands before them."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Match
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import moaspec
+from moaspec.serve import about, chat, completions, failures, responses
+from moaspec.serve.desk import Desk, ServeSettings
+from moaspec.serve.guard import Guard
+from moaspec.serve.source import TextSource
+
+PAGE_HEADERS = (
+    (b"content-security-policy", b"default-src 'self'; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+"""The page needs nothing from elsewhere, so nothing from elsewhere may be loaded into it."""
+
+
+def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASGIApp:
+    """The application, for uvicorn or any other ASGI server.
+
+    Args:
+        source: decodes; started and closed with the application.
+        settings: see `ServeSettings`.
+    """
+    settings = settings or ServeSettings()
+    desk = Desk(source, settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await source.start()
+        try:
+            yield
+        finally:
+            await source.close()
+
+    app = FastAPI(
+        title="moaspec",
+        version=moaspec.__version__,
+        description="OpenAI-compatible endpoints over Mixture of Attentions speculative decoding.",
+        lifespan=lifespan,
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    failures.install(app)
+    routers = [part.router(desk) for part in (completions, chat, responses, about)]
+    for router in routers:
+        app.include_router(router)
+    app.mount("/", _Page(page_directory(), [one for router in routers for one in router.routes]))
+    _describe(app, keys=bool(settings.guarded.api_keys))
+    guarded: ASGIApp = Guard(app, settings.guarded)
+    if settings.cors_origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    return guarded
+
+
+def page_directory() -> Path:
+    """Where the page's files are."""
+    return Path(str(importlib.resources.files("moaspec"))) / "serve" / "page"
+
+
+class _Page:
+    """The page's static files: what no endpoint has answered.
+
+    Args:
+        directory: of the files.
+        endpoints: come first.
+    """
+
+    def __init__(self, directory: Path, endpoints: Sequence[BaseRoute]) -> None:
+        self._files = StaticFiles(directory=directory, html=True)
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._refuse_other_methods(scope)
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *PAGE_HEADERS]}
+            await send(message)
+
+        await self._files(scope, receive, with_headers)
+
+    def _refuse_other_methods(self, scope: Scope) -> None:
+        """Endpoints exist for other methods than theirs too; paths below /v1 are no files."""
+        asked = [route for route in self._endpoints if route.matches(scope)[0] is Match.PARTIAL]
+        methods = {name for route in asked for name in getattr(route, "methods", None) or ()}
+        if methods:
+            raise HTTPException(405, headers={"Allow": ", ".join(sorted(methods))})
+        if scope["path"].startswith("/v1/"):
+            raise HTTPException(404, f"There is no endpoint {scope['path'][:100]}.")
+
+
+def _describe(app: FastAPI, *, keys: bool) -> None:
+    """Make the OpenAPI document say what is true: 400 for bad requests, keys, streams."""
+    make = app.openapi
+
+    def describe() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = make()
+            for path, methods in document["paths"].items():
+                for operation in methods.values():
+                    operation["responses"].pop("422", None)
+                    if keys and path != "/health":
+                        operation["security"] = [{"key": []}]
+                    _allow_streams(operation)
+            if keys:
+                scheme = {"type": "http", "scheme": "bearer"}
+                document["components"]["securitySchemes"] = {"key": scheme}
+        return app.openapi_schema or {}
+
+    app.openapi = describe  # type: ignore[method-assign]  # FastAPI's own way to change it
+
+
+def _allow_streams(operation: dict[str, Any]) -> None:
+    """Endpoints that take `stream` may answer with events."""
+    if operation["operationId"].startswith("create_"):
+        content = operation["responses"]["200"]["content"]
+        content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -1,0 +1,171 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from moaspec.serve import failures
+from moaspec.serve.calls import Call
+from moaspec.serve.chat_schema import (
+    AnswerMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatRequest,
+    FunctionCall,
+    NamedChoice,
+    ToolCall,
+)
+from moaspec.serve.choice import Choice, Delta, extension_of, token_logprob, usage
+from moaspec.serve.desk import Desk, Order, created_now, fresh_id
+from moaspec.serve.failures import RequestError
+from moaspec.serve.forms import ANY_OBJECT, Form
+from moaspec.serve.runs import EventStream, Run, unless_left
+from moaspec.serve.schema import JSONSchemaFormat, ObjectFormat
+from moaspec.serve.source import Job, SourceFacts
+from moaspec.serve.text import Piece
+
+
+def router(desk: Desk) -> APIRouter:
+    """The endpoint."""
+    made = APIRouter(prefix="/v1", responses=failures.responses())
+
+    @made.post("/chat/completions", response_model=ChatCompletion, response_model_exclude_none=True)
+    async def create_chat_completion(asked: ChatRequest, request: Request) -> Any:
+        """Answer a conversation."""
+        desk.check_model(asked.model)
+        form = _form(asked)
+        jobs = await asyncio.to_thread(_jobs, desk, asked, request, form)
+        run = desk.run(jobs, "chat")
+        answer = _Answer(desk, asked, run, form)
+        if asked.stream:
+            timeout_s = desk.settings.send_timeout_s
+            return EventStream(run, answer.events(), send_timeout_s=timeout_s)
+        return await unless_left(request, run, answer.whole())
+
+    return made
+
+
+def _form(asked: ChatRequest) -> Form:
+    wanted, schema = asked.response_format, None
+    if isinstance(wanted, ObjectFormat):
+        schema = ANY_OBJECT
+    if isinstance(wanted, JSONSchemaFormat):
+        schema = wanted.json_schema.schema_
+    choice = asked.tool_choice
+    return Form(
+        tools=[one.tool() for one in asked.tools or ()],
+        choice=choice.function.name if isinstance(choice, NamedChoice) else choice,
+        parallel=asked.parallel_tool_calls is not False,
+        schema=schema,
+    )
+
+
+def _jobs(desk: Desk, asked: ChatRequest, request: Request, form: Form) -> list[Job]:
+    if asked.top_logprobs and not asked.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+    tools = () if form.choice == "none" else form.tools
+    extra = asked.chat_template_kwargs or {}
+    prompt = desk.prompts.ids(asked.conversation(), tools, **extra)
+    limits = (asked.max_completion_tokens, asked.max_tokens, desk.settings.default_max_tokens)
+    order = Order(
+        max_tokens=next(limit for limit in limits if limit is not None),
+        n=asked.n or 1,
+        logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        grammar=form.grammar(desk),
+    )
+    return desk.jobs(request, asked, [prompt], order)
+
+
+class _Answer:
+    """What is said of a run."""
+
+    def __init__(self, desk: Desk, asked: ChatRequest, run: Run, form: Form) -> None:
+        self._facts, self._asked, self._run = desk.facts, asked, run
+        self._choices = [
+            Choice(i, desk, job, tally, asked=asked.extension, reader=form.reader(desk))
+            for i, (job, tally) in enumerate(zip(run.jobs, run.tallies, strict=True))
+        ]
+        self._head: dict[str, Any] = {
+            "id": fresh_id("chatcmpl"),
+            "created": created_now(),
+            "model": asked.model,
+            "system_fingerprint": desk.facts.fingerprint,
+        }
+
+    async def whole(self) -> ChatCompletion:
+        """All at once."""
+        async for index, update in self._run.updates():
+            self._choices[index].take(update)
+        return ChatCompletion(
+            **self._head,
+            choices=[self._choice(choice) for choice in self._choices],
+            usage=self._usage(),
+            moaspec=extension_of(self._asked.moaspec, self._choices),
+        )
+
+    async def events(self) -> AsyncGenerator[dict[str, Any]]:
+        """Bodies of chunks."""
+        for choice in self._choices:
+            yield self._chunk(choice.index, {"role": "assistant", "content": ""})
+        async for index, update in self._run.updates():
+            delta = self._choices[index].take(update)
+            if delta.matters(logprobs=bool(self._asked.logprobs)):
+                yield self._delta_chunk(index, delta)
+            if delta.finish_reason is not None:
+                yield self._chunk(index, {}, delta.finish_reason)
+        if self._asked.stream_options and self._asked.stream_options.include_usage:
+            yield {**self._base(), "choices": [], "usage": self._usage().model_dump()}
+
+    def _delta_chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+        said: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.calls:
+            said["tool_calls"] = [
+                {"index": i, **_tool_call(call).model_dump()} for i, call in delta.calls
+            ]
+        chunk = self._chunk(index, said)
+        if self._asked.logprobs and delta.pieces:
+            chunk["choices"][0]["logprobs"] = logprobs_of(self._facts, delta.pieces)
+        if delta.moaspec is not None:
+            chunk["moaspec"] = delta.moaspec
+        return chunk
+
+    def _chunk(self, index: int, said: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        choice = {"index": index, "delta": said, "logprobs": None, "finish_reason": finish}
+        return {**self._base(), "choices": [choice]}
+
+    def _choice(self, choice: Choice) -> ChatChoice:
+        calls = [_tool_call(call) for call in choice.calls]
+        return ChatChoice(
+            index=choice.index,
+            message=AnswerMessage(
+                content=choice.text if choice.text or not calls else None, tool_calls=calls or None
+            ),
+            logprobs=logprobs_of(self._facts, choice.pieces) if self._asked.logprobs else None,
+            finish_reason=choice.finish_reason,
+        )
+
+    def _base(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk"}
+
+    def _usage(self) -> Any:
+        return usage(self._run.jobs, self._run.tallies, self._asked.n or 1)
+
+
+def _tool_call(call: Call) -> ToolCall:
+    return ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+
+
+def logprobs_of(facts: SourceFacts, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Log-probabilities as chats report them."""
+    content = [
+        {
+            **token_logprob(facts, piece.token_id, piece.logprob or 0.0),
+            "top_logprobs": [token_logprob(facts, *one) for one in piece.top_logprobs],
+        }
+        for piece in pieces
+    ]
+    return {"content": content, "refusal": None}

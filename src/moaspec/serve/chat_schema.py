@@ -1,0 +1,185 @@
+"""Bodies of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, StringConstraints
+
+from moaspec.serve.calls import Tool
+from moaspec.serve.schema import (
+    Given,
+    Name,
+    ResponseFormat,
+    Sampling,
+    StreamOptions,
+    Usage,
+)
+
+ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class TextPart(Given):
+    """A piece of a message's text. Images and sound are not understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+def joined(content: Content | None) -> str:
+    """A message's text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+class SystemMessage(Given):
+    """What the model is told before all else."""
+
+    role: Literal["system", "developer"]
+    content: Content
+
+
+class UserMessage(Given):
+    """What the user says."""
+
+    role: Literal["user"]
+    content: Content
+
+
+class FunctionCall(Given):
+    """A called function; arguments are JSON text."""
+
+    name: ToolName
+    arguments: str
+
+
+class ToolCall(Given):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class AssistantMessage(Given):
+    """What the model said, or called."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ToolMessage(Given):
+    """What a function gave."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+
+ChatMessage = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
+
+
+class Function(Given):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Given):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: Function
+
+    def tool(self) -> Tool:
+        """As the rest of the server knows it."""
+        function = self.function
+        return Tool(function.name, function.description or "", function.parameters or NO_PARAMETERS)
+
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class FunctionName(Given):
+    """Which function."""
+
+    name: ToolName
+
+
+class NamedChoice(Given):
+    """This function must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatRequest(Sampling):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[Name, bool | str] | None = None
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Messages as chat templates read them."""
+        return [_plain(message) for message in self.messages]
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": joined(message.content)}
+    if isinstance(message, AssistantMessage) and message.tool_calls:
+        plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    if isinstance(message, ToolMessage):
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+class AnswerMessage(BaseModel):
+    """What the model answered."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    moaspec: dict[str, Any] | None = None

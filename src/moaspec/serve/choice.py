@@ -1,0 +1,161 @@
+"""One text on its way to the client, and what is counted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moaspec.serve.calls import Call, CallReader
+from moaspec.serve.desk import Desk
+from moaspec.serve.extension import Reporter
+from moaspec.serve.schema import (
+    CompletionDetails,
+    Extension,
+    PromptDetails,
+    Speculation,
+    Usage,
+)
+from moaspec.serve.source import Job, SourceFacts, Update
+from moaspec.serve.tally import Tally
+from moaspec.serve.text import Piece, TextWriter
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+LEAST_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON does not have; the same as OpenAI's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What one update adds to a choice.
+
+    Attributes:
+        pieces: tokens, with their text.
+        text: what is said, without calls.
+        calls: number and call of those that are complete.
+        finish_reason: "stop", "length" or "tool_calls", at the end.
+        moaspec: the extension's object.
+    """
+
+    pieces: list[Piece]
+    text: str
+    calls: list[tuple[int, Call]]
+    finish_reason: FinishReason | None
+    moaspec: dict[str, Any] | None
+
+    def matters(self, *, logprobs: bool) -> bool:
+        """Whether there is anything that a client would want to hear."""
+        said = self.text or self.calls or self.finish_reason or self.moaspec
+        return bool(said or (logprobs and self.pieces))
+
+
+class Choice:
+    """One text on its way to the client.
+
+    Args:
+        index: of the choice.
+        desk: of the server.
+        job: what is decoded.
+        tally: of the job.
+        asked: of the extension.
+        reader: finds calls; None where there are no tools.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        desk: Desk,
+        job: Job,
+        tally: Tally,
+        *,
+        asked: Extension,
+        reader: CallReader | None = None,
+    ) -> None:
+        facts = desk.facts
+        self.index, self._source, self._tally, self._reader = index, desk.source, tally, reader
+        self._writer = TextWriter(
+            facts.tokenizer,
+            job.stop,
+            specials=reader is not None and desk.trigger_id is not None,
+            ends=facts.stop_token_ids,
+        )
+        self._reporter = Reporter(index, asked, facts)
+        self.pieces: list[Piece] = []
+        self.text = ""
+        self.calls: list[Call] = []
+        self.finish_reason: FinishReason | None = None
+
+    def take(self, update: Update) -> Delta:
+        """Take in an update; what it adds."""
+        pieces = self._writer.take(update)
+        text = "".join(piece.text for piece in pieces)
+        calls: list[Call] = []
+        ended = update.stop_reason is not None
+        if self._reader is not None:
+            text, calls = self._reader.feed(text, last=ended)
+        numbered = list(enumerate(calls, start=len(self.calls)))
+        self.pieces += pieces
+        self.text += text
+        self.calls += calls
+        if ended:
+            self.finish_reason = self._finish_reason(str(update.stop_reason))
+        link = self._source.link
+        return Delta(
+            pieces=pieces,
+            text=text,
+            calls=numbered,
+            finish_reason=self.finish_reason,
+            moaspec=self._reporter.chunk(update, pieces, self._tally, link),
+        )
+
+    def whole(self) -> dict[str, Any]:
+        """The extension of the finished text."""
+        return self._reporter.whole(self.pieces, self._tally)
+
+    def _finish_reason(self, stop_reason: str) -> FinishReason:
+        if stop_reason in ("max_new_tokens", "context"):
+            return "length"
+        return "tool_calls" if self.calls else "stop"
+
+
+def usage(jobs: Sequence[Job], tallies: Sequence[Tally], n: int) -> Usage:
+    """Of a whole request; a prompt counts once, however many choices it has."""
+    prompt = sum(len(job.prompt_ids) for job in jobs[::n])
+    written = sum(one.tokens for one in tallies)
+    accepted, drafted = sum(one.accepted for one in tallies), sum(one.drafted for one in tallies)
+    rounds, emitted = sum(one.rounds for one in tallies), sum(one.emitted for one in tallies)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=written,
+        total_tokens=prompt + written,
+        prompt_tokens_details=PromptDetails(cached_tokens=sum(one.reused for one in tallies[::n])),
+        completion_tokens_details=CompletionDetails(
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=max(drafted - accepted, 0),
+        ),
+        speculation=Speculation(
+            rounds=rounds,
+            tau=emitted / rounds if rounds else None,
+            drafted=drafted,
+            accepted=accepted,
+            copied=sum(one.copied for one in tallies),
+        ),
+    )
+
+
+def extension_of(asked: Extension | None, choices: Sequence[Choice]) -> dict[str, Any] | None:
+    """The extension of an answer that is no stream."""
+    return None if asked is None else {"choices": [choice.whole() for choice in choices]}
+
+
+def token_logprob(facts: SourceFacts, token_id: int, logprob: float) -> dict[str, Any]:
+    """One token's log-probability as chats report it."""
+    text = decoded_token(facts, token_id)
+    whole = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": whole}
+
+
+def decoded_token(facts: SourceFacts, token_id: int) -> str:
+    """A token's own text, special ones included."""
+    return str(facts.tokenizer.decode([token_id], skip_special_tokens=False))

@@ -1,0 +1,107 @@
+"""A small client of our own endpoints, for `moaspec chat --url`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from moaspec.errors import ServerError
+
+CONNECT_S, READ_S = 5.0, 300.0
+"""A server that is busy, or cut off, may be silent for minutes."""
+
+
+class ServedChat:
+    """Talks to `moaspec serve` or `moaspec edge`.
+
+    Args:
+        url: base URL, with or without its /v1.
+        key: API key, where the server wants one.
+
+    Attributes:
+        model: the server's.
+
+    Raises:
+        ServerError: nobody there, or something else than our server.
+    """
+
+    def __init__(self, url: str, key: str = "") -> None:
+        base = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(READ_S, connect=CONNECT_S)
+        self._http = httpx.Client(base_url=base, headers=headers, timeout=timeout)
+        try:
+            about = self._about()
+        except ServerError:
+            self.close()
+            raise
+        self.model, self.mode = str(about["model"]), str(about["mode"])
+
+    def stream(
+        self, messages: Sequence[Mapping[str, str]], *, provisional: bool, **settings: Any
+    ) -> Iterator[dict[str, Any]]:
+        """The chunks of an answer, with the extension of docs/serve.md.
+
+        Args:
+            messages: the conversation.
+            provisional: ask for text that may be taken back too.
+            **settings: fields of the request.
+
+        Raises:
+            ServerError: refused, failed or gone.
+        """
+        wanted = {"sources": True, "stats": True, "link": True, "provisional": provisional}
+        body = {
+            "model": self.model,
+            "messages": list(messages),
+            "stream": True,
+            "moaspec": wanted,
+            **{name: value for name, value in settings.items() if value is not None},
+        }
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                _check(answer)
+                yield from _events(answer)
+        except httpx.HTTPError as error:
+            raise ServerError(f"The connection to {self._http.base_url} broke: {error}.") from error
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._http.close()
+
+    def _about(self) -> dict[str, Any]:
+        try:
+            answer = self._http.get("/v1/moaspec")
+            _check(answer)
+            found: dict[str, Any] = answer.json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise ServerError(
+                f"No moaspec server answers at {self._http.base_url}: {error}. Is `moaspec serve` "
+                "running there?"
+            ) from error
+        return found
+
+
+def _check(answer: httpx.Response) -> None:
+    if answer.status_code == httpx.codes.OK:
+        return
+    text = answer.read().decode(errors="replace")
+    try:
+        text = json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        text = text[:200]
+    raise ServerError(f"The server answered {answer.status_code}: {text}")
+
+
+def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Events until [DONE]; one that tells of an error raises it."""
+    for line in answer.iter_lines():
+        if not line.startswith("data: {"):
+            continue
+        event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            raise ServerError(f"The server failed: {event['error']['message']}")
+        yield event

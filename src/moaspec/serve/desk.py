@@ -1,0 +1,149 @@
+"""What all endpoints share: the source, the settings, and how a request becomes jobs."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from fastapi import Request
+
+from moaspec.decode import SamplingParams
+from moaspec.serve.failures import RequestError
+from moaspec.serve.guard import Guarded
+from moaspec.serve.metrics import Metrics
+from moaspec.serve.prompts import ChatPrompt
+from moaspec.serve.runs import Run
+from moaspec.serve.schema import Sampling
+from moaspec.serve.source import Job, SourceFacts, TextSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """How the endpoints behave.
+
+    Attributes:
+        names: further names under which the model answers; "*" is any name.
+        default_max_tokens: of chats and responses that give no limit.
+        cors_origins: web pages of these origins may call the endpoints; "*": all.
+        guarded: see `Guarded`.
+        send_timeout_s: how long a client may leave its connection full before it is let go.
+        stored_responses: of /v1/responses that are kept for `previous_response_id`.
+    """
+
+    names: tuple[str, ...] = ()
+    default_max_tokens: int = 1024
+    cors_origins: tuple[str, ...] = ()
+    guarded: Guarded = field(default_factory=Guarded)
+    send_timeout_s: float = 60.0
+    stored_responses: int = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What endpoints ask for under names of their own.
+
+    Attributes:
+        max_tokens: at most so many.
+        n: choices per prompt.
+        logprobs: alternatives to report with log-probabilities; None: no log-probabilities.
+        grammar: that the text follows.
+    """
+
+    max_tokens: int
+    n: int = 1
+    logprobs: int | None = None
+    grammar: str | None = None
+
+
+class Desk:
+    """Turns requests into runs.
+
+    Args:
+        source: decodes.
+        settings: see `ServeSettings`.
+
+    Attributes:
+        trigger_id: the token that begins tool calls, where it is a special one.
+    """
+
+    def __init__(self, source: TextSource, settings: ServeSettings) -> None:
+        self.source, self.settings = source, settings
+        self.metrics = Metrics(source)
+        self.prompts = ChatPrompt(source.facts)
+        self.created = created_now()
+        trigger, tokenizer = self.prompts.form.trigger, source.facts.tokenizer
+        special = trigger in getattr(tokenizer, "all_special_tokens", ())
+        self.trigger_id = tokenizer.convert_tokens_to_ids(trigger) if special else None
+
+    @property
+    def facts(self) -> SourceFacts:
+        """Of the target."""
+        return self.source.facts
+
+    def check_model(self, name: str) -> None:
+        """Refuse names of models that are not here."""
+        names = (self.facts.name, *self.settings.names)
+        if name not in names and "*" not in names:
+            raise RequestError(
+                f"The model {name!r} does not exist here; this server has {self.facts.name!r}.",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    def jobs(
+        self, request: Request, asked: Sampling, prompts: Iterable[Sequence[int]], order: Order
+    ) -> list[Job]:
+        """A job for every choice of every prompt."""
+        sampling = self._sampling(asked, order).resolved()
+        return [
+            Job(
+                prompt_ids=tuple(prompt),
+                max_new_tokens=self._room(len(prompt), order.max_tokens),
+                stop=asked.stop_strings,
+                sampling=replace(sampling, choice=choice),
+                grammar=order.grammar,
+                speculation=asked.extension.speculation,
+                provisional=asked.extension.provisional,
+                tenant=request.state.tenant,
+            )
+            for prompt in prompts
+            for choice in range(order.n)
+        ]
+
+    def run(self, jobs: Sequence[Job], endpoint: str) -> Run:
+        """Begin to decode."""
+        return Run(self.source, jobs, endpoint=endpoint, metrics=self.metrics)
+
+    def _room(self, prompt_length: int, asked: int) -> int:
+        """At most what the context has left; prompts beyond it are refused elsewhere."""
+        return max(min(asked, self.facts.max_positions - prompt_length), 0)
+
+    def _sampling(self, asked: Sampling, order: Order) -> SamplingParams:
+        """OpenAI's defaults, and its seeds, which may be negative."""
+        penalty = asked.repetition_penalty
+        return SamplingParams(
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_k=max(asked.top_k or 0, 0),
+            min_p=asked.min_p or 0.0,
+            repetition_penalty=1.0 if penalty is None else penalty,
+            presence_penalty=asked.presence_penalty or 0.0,
+            frequency_penalty=asked.frequency_penalty or 0.0,
+            logit_bias={int(token): bias for token, bias in (asked.logit_bias or {}).items()},
+            seed=None if asked.seed is None else asked.seed % 2**64,
+            logprobs=order.logprobs is not None,
+            top_logprobs=order.logprobs or 0,
+        )
+
+
+def created_now() -> int:
+    """Seconds since 1970, as answers carry them."""
+    return int(time.time())
+
+
+def fresh_id(kind: str) -> str:
+    """An id that nobody can guess."""
+    return f"{kind}-{secrets.token_hex(12)}"

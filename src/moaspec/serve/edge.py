@@ -1,0 +1,366 @@
+"""Text from a device's sessions with a remote target.
+
+A session holds one text at a time, and its caches are kept between turns. So there is a pool of
+them, and a conversation goes on in the session that holds its beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, Unpack
+
+from moaspec.decode.api import RowOptions
+from moaspec.decode.engine import common_length
+from moaspec.decode.grammar import GrammarProcessor, Grammars
+from moaspec.decode.result import Event
+from moaspec.decode.row import check_bias, check_prompt
+from moaspec.decode.sampling import SamplingParams
+from moaspec.decode.tree import DraftTree
+from moaspec.errors import BusyError, InputError
+from moaspec.remote import Device, RemoteEvent, RemoteOptions, RemoteSession, Transport
+from moaspec.serve.source import (
+    Job,
+    LinkState,
+    Load,
+    Round,
+    SourceFacts,
+    TokenSource,
+    Update,
+    Updates,
+)
+
+CUT_POLL_S = 0.05
+"""How often a held-back text looks whether its emulated link is back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeLimits:
+    """How much a device takes on.
+
+    Attributes:
+        active: texts that are decoded at a time; each has a session.
+        waiting: texts that may wait for one; more are refused.
+    """
+
+    active: int = 8
+    waiting: int = 64
+
+
+class Cuttable(Protocol):
+    """An emulated link: while `cut` is True nothing passes."""
+
+    cut: bool
+
+
+class Alone(Protocol):
+    """The server decoding by itself; `moaspec.remote.RemoteText` is one."""
+
+    def stream(
+        self, prompt_ids: Sequence[int], *, speculate: bool = False, **options: Unpack[RowOptions]
+    ) -> AsyncIterator[Event]:
+        """Verified tokens as they come."""
+        ...
+
+
+@dataclass(eq=False)
+class _Seat:
+    """One session of the pool.
+
+    Attributes:
+        tenant, token_ids: whose text it holds, and which.
+        busy: whether it decodes.
+        used: number of its latest text; the least recently used is taken over first.
+    """
+
+    session: RemoteSession
+    tenant: str = ""
+    token_ids: Sequence[int] = ()
+    busy: bool = False
+    used: int = 0
+
+
+class EdgeSource:
+    """A `TextSource` whose target is on a server.
+
+    Args:
+        device: drafts.
+        transport: leads to the server.
+        name: how responses call the model.
+        options: of every session.
+        limits: see `EdgeLimits`.
+        faults: of an emulated link that the page may cut; None: the link is what it is.
+        alone: decodes what asks for no speculation; None: the device makes rounds without drafts.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        transport: Transport,
+        *,
+        name: str,
+        options: RemoteOptions | None = None,
+        limits: EdgeLimits | None = None,
+        faults: Cuttable | None = None,
+        alone: Alone | None = None,
+    ) -> None:
+        self._device, self._transport = device, transport
+        self._options = options or RemoteOptions()
+        self._limits, self._faults, self._alone = limits or EdgeLimits(), faults, alone
+        self._seats: list[_Seat] = []
+        self._accepted = self._active = self._count = 0
+        self._room: asyncio.Semaphore | None = None
+        self.facts = SourceFacts(
+            name=name,
+            mode="edge",
+            tokenizer=device.tokenizer,
+            vocab_size=device.vocab_size,
+            max_positions=device.max_positions,
+            stop_token_ids=device.stop_token_ids,
+            speculates=True,
+            grammars=Grammars(
+                device.tokenizer,
+                vocab_size=device.vocab_size,
+                stop_token_ids=device.stop_token_ids,
+            ),
+            fingerprint=f"fp_{(device.identity.tokenizer_hash or 'edge')[:12]}",
+        )
+
+    async def start(self) -> None:
+        """See `TextSource`."""
+        self._room = asyncio.Semaphore(self._limits.active)
+
+    async def close(self) -> None:
+        """See `TextSource`."""
+        for seat in self._seats:
+            await seat.session.close()
+        self._seats.clear()
+
+    def open(self, jobs: Sequence[Job]) -> list[Updates]:
+        """See `TextSource`."""
+        for job in jobs:
+            check_prompt(job.prompt_ids, self.facts.vocab_size, self.facts.max_positions)
+            check_bias(job.sampling, self.facts.vocab_size)
+            if job.sampling.top_logprobs:
+                raise InputError("At the edge there are no alternatives: top_logprobs must be 0.")
+            if job.sampling.logprobs and self._options.on_cut == "keep":
+                raise InputError("Kept text has no log-probabilities; logprobs must be off.")
+        if self._accepted + len(jobs) > self._limits.active + self._limits.waiting:
+            raise BusyError(
+                f"The device has {self._accepted} requests, and takes "
+                f"{self._limits.active + self._limits.waiting}. Try again later."
+            )
+        self._accepted += len(jobs)
+        return [_EdgeUpdates(self, job) for job in jobs]
+
+    @property
+    def load(self) -> Load:
+        """See `TextSource`."""
+        return Load(self._active, self._accepted - self._active)
+
+    @property
+    def link(self) -> LinkState | None:
+        """Of the session that was used last; bytes of all."""
+        stats = [seat.session.stats for seat in self._seats]
+        latest = max(self._seats, key=lambda seat: seat.used, default=None)
+        return LinkState(
+            state="up" if latest is None else _state(latest.session),
+            round_trip_s=None if latest is None else latest.session.stats.rtt_s,
+            bytes_sent=sum(one.bytes_up for one in stats),
+            bytes_received=sum(one.bytes_down for one in stats),
+            can_cut=self._faults is not None,
+        )
+
+    def cut(self, cut: bool) -> bool:
+        """See `TextSource`."""
+        if self._faults is not None:
+            self._faults.cut = cut
+        return self._faults is not None
+
+    async def decode(self, job: Job) -> AsyncGenerator[Update]:
+        """One text, from when there is a session for it."""
+        assert self._room is not None, "start() comes first"
+        async with self._room:
+            self._active += 1
+            plain = self._alone is not None and not job.speculation
+            updates = self._decode_alone(job) if plain else self._decode_here(job)
+            try:
+                async with contextlib.aclosing(updates):
+                    async for update in updates:
+                        yield update
+            finally:
+                self._active -= 1
+
+    async def _decode_here(self, job: Job) -> AsyncGenerator[Update]:
+        """Drafted here, verified there."""
+        seat, reader = self._take_seat(job), _Reader(job, keep=self._options.on_cut == "keep")
+        options = _row_options(job, self._ruled(job))
+        try:
+            events: Any = seat.session.stream(job.prompt_ids, **options)
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    yield reader.take(event, seat.session)
+        finally:
+            seat.busy = False
+            seat.token_ids = (*job.prompt_ids, *seat.session.result.token_ids)
+
+    async def _decode_alone(self, job: Job) -> AsyncGenerator[Update]:
+        """By the server, for comparison; what an emulated link holds back comes when it is back."""
+        assert self._alone is not None, "decode() has asked"
+        options = _row_options(job, self._ruled(job))
+        events: Any = self._alone.stream(job.prompt_ids, **options)
+        first = True
+        async with contextlib.aclosing(events):
+            async for event in events:
+                while self._faults is not None and self._faults.cut:
+                    await asyncio.sleep(CUT_POLL_S)
+                yield Update(
+                    token_ids=event.token_ids,
+                    sources=event.sources,
+                    round=None if first else Round(DraftTree(), (), len(event.token_ids)),
+                    stop_reason=event.stop_reason,
+                    seed=job.sampling.seed,
+                )
+                first = False
+
+    def leave(self) -> None:
+        """A job has ended, however it did."""
+        self._accepted -= 1
+
+    def _ruled(self, job: Job) -> tuple[GrammarProcessor, ...]:
+        """The grammar, which the server will keep to."""
+        if job.grammar is None:
+            return ()
+        return (self.facts.grammars.processor(job.grammar, len(job.prompt_ids)),)
+
+    def _take_seat(self, job: Job) -> _Seat:
+        """The free session that holds most of the prompt, else a new one, else the oldest."""
+        free = [seat for seat in self._seats if not seat.busy]
+        own = [seat for seat in free if seat.tenant == job.tenant]
+        best = max(own, key=lambda one: common_length(one.token_ids, job.prompt_ids), default=None)
+        if best is None or not common_length(best.token_ids, job.prompt_ids):
+            best = self._fresh(free)
+        self._count += 1
+        best.tenant, best.busy, best.used = job.tenant, True, self._count
+        return best
+
+    def _fresh(self, free: list[_Seat]) -> _Seat:
+        if len(self._seats) >= self._limits.active:
+            return min(free, key=lambda seat: seat.used)
+        seat = _Seat(RemoteSession(self._device, self._transport, self._options))
+        self._seats.append(seat)
+        return seat
+
+
+class _EdgeUpdates:
+    """What becomes of one job; decoding goes on whether or not somebody reads."""
+
+    def __init__(self, source: EdgeSource, job: Job) -> None:
+        self._source = source
+        self._told: asyncio.Queue[Update | Exception] = asyncio.Queue()
+        self._ended = False
+        self._task = asyncio.create_task(self._decode(job))
+
+    def __aiter__(self) -> _EdgeUpdates:
+        return self
+
+    async def __anext__(self) -> Update:
+        if self._ended:
+            raise StopAsyncIteration
+        news = await self._told.get()
+        self._ended = isinstance(news, Exception) or news.stop_reason is not None
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    async def aclose(self) -> None:
+        """See `Updates`."""
+        self._ended = True
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _decode(self, job: Job) -> None:
+        try:
+            async for update in self._source.decode(job):
+                self._told.put_nowait(update)
+        except Exception as error:  # noqa: BLE001 - whoever reads raises it
+            self._told.put_nowait(error)
+        finally:
+            self._source.leave()
+
+
+@dataclass
+class _Reader:
+    """Turns a session's events, which replace the end of a text, into updates, which add to it.
+
+    Attributes:
+        job: what is decoded.
+        keep: whether what was provisional becomes final without being verified.
+        token_ids, sources: the text as shown, provisional tokens included.
+        settled: how many of them will not change any more.
+    """
+
+    job: Job
+    keep: bool
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[TokenSource] = field(default_factory=list)
+    settled: int = 0
+
+    def take(self, event: RemoteEvent, session: RemoteSession) -> Update:
+        """What is new in this event."""
+        shown, first = len(self.token_ids), self.settled
+        self.token_ids[event.start :] = event.token_ids
+        self.sources[event.start :] = event.sources
+        if event.start <= first:
+            self.settled = max(first, event.start + len(event.token_ids) - event.num_provisional)
+        sources = self.sources[first : self.settled]
+        if self.keep:
+            kept = max(min(shown, self.settled) - first, 0)
+            sources[:kept] = ["device"] * kept
+        provisional = self.token_ids[self.settled :] if self.job.provisional else []
+        said = event.verified
+        return Update(
+            token_ids=tuple(self.token_ids[first : self.settled]),
+            sources=tuple(sources),
+            logprobs=() if said is None else said.logprobs[: self.settled - first],
+            round=_round(event) if first else None,
+            provisional=tuple(provisional),
+            stop_reason=event.stop_reason,
+            num_reused_tokens=session.result.num_reused_tokens,
+            seed=session.result.seed,
+        )
+
+
+def _round(event: RemoteEvent) -> Round | None:
+    said = event.verified
+    return None if said is None else Round(said.tree, said.accepted, len(said.token_ids))
+
+
+def _row_options(job: Job, processors: tuple[GrammarProcessor, ...]) -> RowOptions:
+    """A job as keyword arguments of a session."""
+    sampling: SamplingParams = job.sampling
+    return {
+        "max_new_tokens": job.max_new_tokens,
+        "stop": job.stop,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "choice": sampling.choice,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": sampling.logit_bias,
+        "logprobs": sampling.logprobs,
+        "logits_processors": processors,
+    }
+
+
+def _state(session: RemoteSession) -> Literal["up", "down", "syncing"]:
+    """The session's words in those of docs/serve.md."""
+    if session.stats.state == "up":
+        return "syncing" if session.provisional else "up"
+    return "down" if session.stats.state == "down" else "syncing"

@@ -1,0 +1,70 @@
+"""What a chat's answer must look like: free, JSON, calls; as a grammar, and as a reader of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moaspec.serve.calls import CallReader, Tool, call_grammar
+from moaspec.serve.desk import Desk
+from moaspec.serve.failures import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The form of an answer.
+
+    Attributes:
+        tools: that the model knows of.
+        choice: "none", "auto", "required", or the name of the tool to be called.
+        parallel: whether there may be several calls.
+        schema: JSON schema of the answer; None: any text.
+    """
+
+    tools: Sequence[Tool] = ()
+    choice: str | None = None
+    parallel: bool = True
+    schema: dict[str, Any] | None = field(default=None)
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Those that may be called in this answer."""
+        if self.choice == "none":
+            return []
+        if self.choice in (None, "auto", "required"):
+            return list(self.tools)
+        found = [tool for tool in self.tools if tool.name == self.choice]
+        if not found:
+            raise RequestError(f"There is no tool {self.choice!r}.", param="tool_choice")
+        return found
+
+    def grammar(self, desk: Desk) -> str | None:
+        """The grammar of all that; None for free text. May take seconds.
+
+        Raises:
+            InputError: a schema that cannot be used, or a choice without tools.
+        """
+        tools, forced = self.callable_tools, self.choice not in (None, "none", "auto")
+        if forced and not tools:
+            raise RequestError("tool_choice needs tools.", param="tool_choice")
+        grammars = desk.facts.grammars
+        if tools and (forced or (desk.prompts.form.trigger and self.schema is None)):
+            text = call_grammar(
+                desk.prompts.form,
+                tools,
+                forced=forced,
+                parallel=self.parallel,
+                trigger_id=desk.trigger_id,
+            )
+            return grammars.lark(text)
+        return None if self.schema is None else grammars.json_schema(self.schema)
+
+    def reader(self, desk: Desk) -> CallReader | None:
+        """Reads calls out of one text."""
+        names = [tool.name for tool in self.callable_tools]
+        return CallReader(desk.prompts.form, names) if names else None
+
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+"""The schema of `json_object`."""

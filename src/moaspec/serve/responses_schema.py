@@ -1,0 +1,229 @@
+"""Bodies of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from moaspec.serve.calls import Tool
+from moaspec.serve.chat_schema import NO_PARAMETERS, ToolName
+from moaspec.serve.schema import Given, Name, ObjectFormat, Sampling, TextFormat
+
+
+class InputText(Given):
+    """A piece of a message's text."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputMessage(Given):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText]
+
+
+class InputCall(Given):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: ToolName
+    arguments: str
+
+
+class InputCallOutput(Given):
+    """What a function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+
+
+InputItem = InputMessage | InputCall | InputCallOutput
+
+
+class ResponseTool(Given):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        """As the rest of the server knows it."""
+        return Tool(self.name, self.description or "", self.parameters or NO_PARAMETERS)
+
+
+class ResponseToolChoice(Given):
+    """This function must be called."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class ResponseSchemaFormat(Given):
+    """JSON after a schema."""
+
+    type: Literal["json_schema"]
+    name: Name
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseText(Given):
+    """The form of the text."""
+
+    format: (
+        Annotated[TextFormat | ObjectFormat | ResponseSchemaFormat, Field(discriminator="type")]
+        | None
+    ) = None
+
+
+class ResponseRequest(Sampling):
+    """Body of /v1/responses."""
+
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=0)] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    text: ResponseText | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as chat templates read it."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        messages: list[dict[str, Any]] = []
+        for item in self.input:
+            _append(messages, item)
+        return messages
+
+
+def _append(messages: list[dict[str, Any]], item: InputItem) -> None:
+    """One more item; calls in a row belong to one message."""
+    if isinstance(item, InputMessage):
+        role = "system" if item.role == "developer" else item.role
+        messages.append({"role": role, "content": _joined(item.content)})
+    elif isinstance(item, InputCallOutput):
+        output = _joined(item.output)
+        messages.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
+    else:
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call_json(item))
+
+
+def call_json(item: InputCall) -> dict[str, Any]:
+    """A call as chat templates read it."""
+    function = {"name": item.name, "arguments": item.arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def _joined(content: str | list[InputText]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content)
+
+
+class OutputText(BaseModel):
+    """Said text."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class OutputMessage(BaseModel):
+    """A message of the answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class OutputCall(BaseModel):
+    """A call of the answer."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputDetails(BaseModel):
+    """Of the input's tokens."""
+
+    cached_tokens: int
+
+
+class OutputDetails(BaseModel):
+    """Of the output's tokens."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    """Tokens of one response."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+    speculation: dict[str, Any]
+
+
+class IncompleteDetails(BaseModel):
+    """Why it ended early."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(BaseModel):
+    """Answer of /v1/responses."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    model: str
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: str | None = None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    moaspec: dict[str, Any] | None = None
+
+
+class Deleted(BaseModel):
+    """Answer of DELETE."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True

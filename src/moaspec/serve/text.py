@@ -1,0 +1,125 @@
+"""From tokens to text that may be shown: pieces, held back where a stop string may have begun."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from moaspec.decode.result import Alternatives
+from moaspec.serve.source import TokenSource, Update
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token and the text that it adds.
+
+    Attributes:
+        text: see `docs/serve.md`; pieces joined are the text.
+        token_id: which token.
+        source: who proposed it.
+        logprob, top_logprobs: where asked for.
+    """
+
+    text: str
+    token_id: int
+    source: TokenSource
+    logprob: float | None = None
+    top_logprobs: Alternatives = ()
+
+
+class TextWriter:
+    """Turns the updates of one text into pieces.
+
+    A stop string is no part of the text. So what may be its beginning is held back until it is
+    known not to be.
+
+    Args:
+        tokenizer: the target's.
+        stop: stop strings.
+        specials: whether special tokens are part of the text; those that end it never are.
+        ends: these.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        specials: bool = False,
+        ends: Collection[int] = (),
+    ) -> None:
+        self._backend, self._stop, self._ends = tokenizer.backend_tokenizer, tuple(stop), ends
+        self._stream = DecodeStream(skip_special_tokens=not specials)
+        self._held: list[Piece] = []
+        self._tokenizer, self._silent = tokenizer, list[int]()  # tokens without text as yet
+
+    def take(self, update: Update) -> list[Piece]:
+        """Pieces that are certain now."""
+        self._held += self._pieces(update)
+        if update.stop_reason is not None and self._silent and self._held:
+            self._flush()
+        if update.stop_reason == "stop_string":
+            self._cut()
+        elif update.stop_reason is None:
+            return self._release(len(self._text) - begun(self._text, self._stop))
+        return self._release(len(self._text))
+
+    @property
+    def _text(self) -> str:
+        return "".join(piece.text for piece in self._held)
+
+    def _pieces(self, update: Update) -> list[Piece]:
+        pieces = []
+        for i, (token, source) in enumerate(zip(update.token_ids, update.sources, strict=True)):
+            text = "" if token in self._ends else self._step(token)
+            logprob = update.logprobs[i] if update.logprobs else None
+            top = update.top_logprobs[i] if update.top_logprobs else ()
+            pieces.append(Piece(text, token, source, logprob, top))
+        return pieces
+
+    def _step(self, token: int) -> str:
+        text = self._stream.step(self._backend, token) or ""
+        self._silent = [] if text else [*self._silent, token]
+        return text
+
+    def _flush(self) -> None:
+        """A text that ends within a character says so, as tokenizers do."""
+        text = decoded(self._tokenizer, self._silent)
+        self._held[-1] = replace(self._held[-1], text=self._held[-1].text + text)
+
+    def _cut(self) -> None:
+        """Take the stop string, and what follows it, out of the text."""
+        text = self._text
+        ends = [place for place in map(text.find, self._stop) if place >= 0]
+        left = min(ends, default=len(text))
+        for i, piece in enumerate(self._held):
+            self._held[i] = replace(piece, text=piece.text[:left])
+            left -= len(self._held[i].text)
+
+    def _release(self, length: int) -> list[Piece]:
+        """Let pieces go that lie within the first `length` characters."""
+        count = 0
+        for piece in self._held:
+            length -= len(piece.text)
+            if length < 0:
+                break
+            count += 1
+        done, self._held = self._held[:count], self._held[count:]
+        return done
+
+
+def begun(text: str, stop: Sequence[str]) -> int:
+    """Characters at the end of a text with which a stop string may begin."""
+    longest = max(map(len, stop), default=1) - 1
+    for start in range(max(len(text) - longest, 0), len(text)):
+        if any(one.startswith(text[start:]) for one in stop):
+            return len(text) - start
+    return 0
+
+
+def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Text of tokens by themselves; a part of a character shows as a replacement character."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -1,0 +1,47 @@
+"""What breaks under a run that is not the run's fault: the device, the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from safetensors import SafetensorError
+from torch.distributed import DistError
+
+from moaspec.errors import TrainingError
+
+
+@contextmanager
+def explained(what: str, intact: Callable[[], str]) -> Iterator[None]:
+    """Turn failures of device, disk and other processes into errors that say how to go on.
+
+    Args:
+        what: where in the run this is.
+        intact: says what is safe, asked when something failed.
+
+    Raises:
+        TrainingError: something failed.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"Out of memory {what}: {_first_line(error)}. {intact()} Run the same command again "
+            "with smaller batches, or fewer of their tokens at once."
+        ) from error
+    except (torch.AcceleratorError, DistError) as error:
+        raise TrainingError(
+            f"The device, or another process, failed {what}: {_first_line(error)}. {intact()} Run "
+            "the same command again when it is back, or elsewhere with the same files."
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"A file could not be read or written {what}: {_first_line(error)}. {intact()} Make "
+            "room and run the same command again."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """The message without the advice and stack that follow in CUDA's."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

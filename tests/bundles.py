@@ -1,0 +1,49 @@
+"""Tiny targets and drafters on disk, and bundles of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tiny
+from moaspec.model import MoADrafter, save_drafter
+from moaspec.remote.bundle import export_bundle
+from moaspec.target import Target, load_target
+from moaspec.train import DrafterSizes
+from moaspec.train.config import drafter_config
+
+DRAFT_IDS = torch.arange(0, tiny.VOCAB, 2)
+
+
+def save_target(directory: Path, family: str = "llama", **changes: Any) -> Target:
+    """A tiny target on disk, with one word per id, as it is read back from there.
+
+    Some families' tokenizers have tokens of their own, which transformers adds when it loads them.
+    """
+    target = tiny.fresh_target(family, tokenizer=tiny.tokenizer(), **changes)
+    target.model.save_pretrained(directory)
+    assert target.tokenizer is not None
+    target.tokenizer.save_pretrained(directory)
+    return load_target(directory)
+
+
+def save_bundle(
+    directory: Path,
+    family: str = "llama",
+    *,
+    int8: bool = False,
+    trimmed: bool = False,
+    num_target_layers: tuple[int, ...] = (0,),
+    **changes: Any,
+) -> Path:
+    """A bundle in `directory / "bundle"`, beside the target and the drafter that it is made of."""
+    target = save_target(directory / "target", family, **changes)
+    ids = DRAFT_IDS if trimmed else None
+    torch.manual_seed(1)
+    config = drafter_config(target, DrafterSizes(), num_target_layers)
+    drafter = MoADrafter(config, ids)
+    save_drafter(drafter, directory / "drafter")
+    export_bundle(directory / "target", directory / "drafter", directory / "bundle", int8=int8)
+    return directory / "bundle"

@@ -1,0 +1,81 @@
+"""`moaspec chat --url` against a real server."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import serving
+from moaspec.cli.chat_url import TAKEN_BACK, ServedTalk, _Printer
+from moaspec.cli.main import run
+from moaspec.decode import RowOptions
+from moaspec.errors import ServerError
+from serving import Served
+
+SETTINGS: RowOptions = {"max_new_tokens": 12, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving.serving(serving.source()) as running:
+        yield running
+
+
+def say(talk: ServedTalk, patch: pytest.MonkeyPatch, *lines: str) -> None:
+    patch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    while talk.turn():
+        pass
+    talk.close()
+
+
+def test_answers_are_the_servers(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = ServedTalk(served.api, {**SETTINGS})
+    say(talk, monkeypatch, "hello", "/stats", "/reset", "/stats")
+    captured = capsys.readouterr()
+    assert serving.own_text("hello", 12).split()[0] in captured.out
+    assert "last answer: 12 tokens" in captured.out
+    assert "tau" in captured.out
+    assert "Nothing has been answered" in captured.err
+    assert talk.messages == []
+
+
+def test_refusals_are_said(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = ServedTalk(served.url, {**SETTINGS})
+    say(talk, monkeypatch, "x" * serving.CONTEXT)
+    assert "The server answered 400" in capsys.readouterr().err
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ServerError, match="No moaspec server answers"):
+        ServedTalk("http://127.0.0.1:1", {**SETTINGS})
+    monkeypatch.setattr(sys, "argv", ["moaspec", "chat", "--url", "http://127.0.0.1:1"])
+    with pytest.raises(SystemExit) as left:
+        run()
+    assert left.value.code == 1
+    assert "moaspec serve" in capsys.readouterr().err
+
+
+def test_what_is_taken_back_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    def piece(text: str, was: str | None = None) -> dict[str, str]:
+        return {"text": text, "source": "target", **({"was": was} if was else {})}
+
+    printer = _Printer()
+    for said in (
+        {"provisional": [piece("a"), piece("b")]},
+        {"provisional": [piece("a"), piece("b"), piece("c")]},
+        {
+            "pieces": [piece("a", "provisional"), piece("X", "corrected")],
+            "provisional": [],
+            "correction": {"confirmed": 1, "removed": 2, "text": "bc"},
+        },
+        {"pieces": [piece("Y")]},
+    ):
+        printer.show({"choices": [], "moaspec": said})
+    assert capsys.readouterr().out == f"abc{TAKEN_BACK}XY"

@@ -1,0 +1,210 @@
+"""Sessions through a shaped transport: slow, lossy, doubled, overtaken, cut."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import moaspec
+import tiny
+from moaspec.errors import InputError, LinkError
+from moaspec.remote import (
+    InProcessTransport,
+    LinkOptions,
+    LocalDevice,
+    RemoteOptions,
+    RemoteSession,
+    TargetService,
+)
+from moaspec.remote.emulation import Faults, Link, ShapedTransport
+from moaspec.remote.transport import Connection, pipe
+
+PROMPT = tiny.PROMPTS[1]
+QUICK = LinkOptions(heartbeat_s=0.05, dead_after_s=0.12, backoff_s=0.02, max_backoff_s=0.1)
+
+
+def expected() -> list[int]:
+    return moaspec.generate(tiny.target(), PROMPT, max_new_tokens=tiny.NEW_TOKENS).token_ids
+
+
+def shaped(link: Link, faults: Faults | None = None) -> tuple[RemoteSession, ShapedTransport]:
+    target, drafter = tiny.target(), tiny.agreeing_drafter("llama")
+    transport = ShapedTransport(InProcessTransport(TargetService(target, drafter)), link, faults)
+    options = RemoteOptions(draft=moaspec.Chain(3), link=QUICK)
+    return RemoteSession(LocalDevice(target, drafter), transport, options), transport
+
+
+@pytest.mark.parametrize(
+    ("link", "faults"),
+    [
+        (Link(name="slow", delay_s=0.01, bits_per_s=2e6), Faults()),
+        (Link(name="wild", delay_s=0.005, jitter_s=0.01, jitter="reorder"), Faults(seed=1)),
+        (Link(name="lossy", loss=0.1), Faults(duplicate=0.2, reorder=0.2, seed=2)),
+    ],
+    ids=lambda one: getattr(one, "name", ""),
+)
+def test_the_text_is_the_same(link: Link, faults: Faults) -> None:
+    async def run() -> list[int]:
+        session, transport = shaped(link, faults)
+        result = await session.generate(PROMPT, max_new_tokens=tiny.NEW_TOKENS)
+        await session.close()
+        assert transport.traffic.bytes_up > 0
+        assert transport.traffic.bytes_down > transport.traffic.bytes_up
+        return result.token_ids
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == expected()
+
+
+def test_a_cut_in_the_middle() -> None:
+    async def run() -> tuple[list[int], int]:
+        session, transport = shaped(Link(name="x", delay_s=0.002))
+        text: list[int] = []
+        async for event in session.stream(PROMPT, max_new_tokens=tiny.NEW_TOKENS):
+            text[event.start :] = event.token_ids
+            if len(text) > 5 and not session.stats.cuts:
+                transport.faults.cut = True
+            if session.stats.provisional > 3:
+                transport.faults.cut = False
+        await session.close()
+        return text, session.stats.cuts
+
+    text, cuts = asyncio.run(asyncio.wait_for(run(), 60))
+    assert text == expected()
+    assert cuts >= 1
+
+
+# The transport by itself
+
+
+class Echo:
+    """A server that sends back what it gets."""
+
+    async def connect(self) -> Connection:
+        near, far = pipe()
+        self.task = asyncio.create_task(self._answer(far))
+        return near
+
+    async def _answer(self, far: Connection) -> None:
+        try:
+            while True:
+                await far.send(await far.receive())
+        except LinkError:
+            pass
+
+
+def exchanged(link: Link, faults: Faults, wait_s: float = 0.2) -> list[bytes]:
+    """What comes back of 20 messages within a while."""
+
+    async def run() -> list[bytes]:
+        connection = await ShapedTransport(Echo(), link, faults).connect()
+        for number in range(20):
+            await connection.send(bytes([number]))
+        found: list[bytes] = []
+        try:
+            async with asyncio.timeout(wait_s):
+                while True:
+                    found.append(await connection.receive())
+        except TimeoutError:
+            await connection.close()
+        return found
+
+    return asyncio.run(run())
+
+
+SENT = [bytes([number]) for number in range(20)]
+
+
+def test_a_clean_link_keeps_order() -> None:
+    assert exchanged(Link(name="x", delay_s=0.001), Faults()) == SENT
+
+
+def test_messages_are_doubled() -> None:
+    found = exchanged(Link(name="x"), Faults(duplicate=1.0))
+    assert sorted(found) == sorted(SENT * 4)  # twice there and twice back
+
+
+def test_messages_overtake_one_another() -> None:
+    found = exchanged(Link(name="x"), Faults(reorder=0.3, held_s=0.02))
+    assert found != SENT
+    assert sorted(found) == SENT
+
+
+def test_messages_are_lost() -> None:
+    found = exchanged(Link(name="x", loss=0.4), Faults())
+    assert 0 < len(found) < 20
+
+
+def test_a_cut_link_says_nothing() -> None:
+    async def run() -> None:
+        transport = ShapedTransport(Echo(), Link(name="x"))
+        connection = await transport.connect()
+        transport.faults.cut = True
+        await connection.send(b"lost")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(connection.receive(), 0.05)
+        with pytest.raises(LinkError):
+            await transport.connect()
+        transport.faults.cut = False
+        await connection.send(b"there")
+        assert await connection.receive() == b"there"
+        await transport.reset()
+        with pytest.raises(LinkError):
+            await connection.receive()
+        with pytest.raises(LinkError):
+            await connection.send(b"")
+
+    asyncio.run(run())
+
+
+def test_faults_that_cannot_be() -> None:
+    with pytest.raises(InputError):
+        Faults(duplicate=2.0)
+
+
+# Namespaces
+
+
+def test_a_link_between_namespaces(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    from moaspec.remote.emulation.namespaces import EmulatedLink, missing
+
+    if (reason := missing()) is not None:
+        pytest.skip(f"links cannot be emulated here: {reason}")
+    before = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    echo, ask = tmp_path / "echo.py", tmp_path / "ask.py"
+    echo.write_text(
+        "import socket\ns = socket.create_server(('10.77.0.2', 5000))\nprint(flush=True)\n"
+        "while True:\n c, _ = s.accept()\n while d := c.recv(99):\n  c.sendall(d)\n"
+    )
+    ask.write_text(
+        "import socket, sys, time\nc = socket.create_connection((sys.argv[1], 5000), 1)\n"
+        "c.settimeout(0.5)\nstarted = time.monotonic()\nc.sendall(b'x')\nc.recv(1)\n"
+        "print(time.monotonic() - started)\n"
+    )
+    with EmulatedLink(Link(name="x", delay_s=0.05)) as link:
+        asking = link.command("client", [sys.executable, str(ask), link.address])
+        server = subprocess.Popen(
+            link.command("server", [sys.executable, str(echo)]), stdout=subprocess.PIPE
+        )
+        assert server.stdout is not None
+        server.stdout.readline()
+        took = subprocess.run(asking, capture_output=True, text=True, check=True)
+        # Twice 50 ms; a busy machine adds to it, nothing takes from it.
+        assert float(took.stdout) >= 0.1
+        link.cut()
+        assert subprocess.run(asking, capture_output=True).returncode != 0
+        link.mend()
+        link.shape(Link(name="y"))
+        assert subprocess.run(asking, capture_output=True).returncode == 0
+        stats = link.stats()
+        server.kill()
+        server.wait()
+        server.stdout.close()
+    assert min(stats["packets"]) > 3
+    assert max(stats["lost"]) > 0
+    after = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert after == before

@@ -1,0 +1,163 @@
+"""The text over any link, codec and N is the local plain text."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import product
+from typing import Any
+
+import pytest
+
+import moaspec
+import tiny
+from links import Faults, FaultyTransport, Restartable
+from moaspec.decode import Chain, Tree
+from moaspec.remote import (
+    LinkOptions,
+    LocalDevice,
+    PassOptions,
+    RemoteOptions,
+    RemoteSession,
+    ServiceOptions,
+    TargetService,
+)
+from moaspec.remote.codec import CODECS
+
+QUICK = LinkOptions(
+    heartbeat_s=0.1,
+    dead_after_s=0.3,
+    backoff_s=0.01,
+    max_backoff_s=0.05,
+    connect_s=0.2,
+    retry_s=0.05,
+)
+"""Tests should not wait half a second for what was lost."""
+LINKS = {
+    "clean": Faults(),
+    "messy": Faults(loss=0.08, twice=0.15, delay_s=0.004),
+    "three cuts": Faults(twice=0.1, delay_s=0.002, cut_after=(8, 13, 17)),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.3},
+}
+SHAPES = (Chain(4), "auto", Tree(3, 2, 6))
+SMALL_STRETCHES = ServiceOptions(passes=PassOptions(prefill_tokens=5))
+
+
+def service(family: str = "llama") -> TargetService:
+    return TargetService(tiny.target(family), tiny.agreeing_drafter(family), SMALL_STRETCHES)
+
+
+async def read(session: RemoteSession, prompt: Any, **options: Any) -> list[int]:
+    """The text as a reader of events has it."""
+    text: list[int] = []
+    async for event in session.stream(prompt, **options):
+        assert event.start <= len(text), "no event may leave a hole"
+        text[event.start :] = event.token_ids
+    return text
+
+
+def plain(family: str, prompt: Any, **options: Any) -> list[int]:
+    return moaspec.generate(tiny.target(family), prompt, **options).token_ids
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("num_target_layers", [0, 1, 3])
+def test_every_link_and_codec(link: str, num_target_layers: int) -> None:
+    """Random and well-trained drafters alike; each case another shape and prompt."""
+
+    async def run() -> None:
+        cases = product(CODECS, SETTINGS)
+        for number, (codec, setting) in enumerate(cases):
+            drafter = tiny.agreeing_drafter("llama") if number % 2 else tiny.random_drafter(target)
+            await check(codec, SETTINGS[setting], drafter, number)
+
+    async def check(codec: Any, options: dict[str, Any], drafter: Any, number: int) -> None:
+        server = Restartable(lambda: TargetService(target, drafter, SMALL_STRETCHES))
+        transport = FaultyTransport(server.transport, LINKS[link], seed=number)
+        remote = RemoteOptions(
+            codec=codec,
+            num_target_layers=num_target_layers,
+            draft=SHAPES[number % len(SHAPES)],
+            link=QUICK,
+        )
+        session = RemoteSession(LocalDevice(target, drafter), transport, remote)
+        prompt = tiny.PROMPTS[number % len(tiny.PROMPTS)]
+        options = options | {"max_new_tokens": tiny.NEW_TOKENS}
+        got: list[int] = []
+        async for event in session.stream(prompt, **options):
+            if len(got) < 10 <= event.start + len(event.token_ids) and link == "three cuts":
+                await server.restart()
+            got[event.start :] = event.token_ids
+        assert got == plain("llama", prompt, **options)
+        assert session.result.token_ids == got
+        await session.close()
+        await server.service.stop()
+
+    target = tiny.target()
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma3_text"])
+def test_families_with_other_keys(family: str) -> None:
+    """LongRoPE's switch is crossed within the text; windows slide over activations of N > 0."""
+
+    async def run() -> None:
+        server = service(family)
+        device = LocalDevice(tiny.target(family), tiny.agreeing_drafter(family))
+        options = RemoteOptions(num_target_layers=1, draft=Chain(3), link=QUICK)
+        session = RemoteSession(device, Restartable(lambda: server).transport(), options)
+        for prompt in tiny.PROMPTS[:3]:
+            got = await read(session, prompt, max_new_tokens=tiny.NEW_TOKENS)
+            assert got == plain(family, prompt, max_new_tokens=tiny.NEW_TOKENS)
+        await session.close()
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def test_turns_reuse_what_they_share() -> None:
+    async def run() -> None:
+        server = service()
+        device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
+        session = RemoteSession(
+            device, Restartable(lambda: server).transport(), RemoteOptions(link=QUICK)
+        )
+        text = list(tiny.PROMPTS[2])
+        for _ in range(2):
+            got = await read(session, text, max_new_tokens=8)
+            assert got == plain("llama", text, max_new_tokens=8)
+            text += [*got, 17]
+        edited = [*text[:5], 60, *text[6:]]
+        got = await read(session, edited, max_new_tokens=8, temperature=1.0, seed=1)
+        assert got == plain("llama", edited, max_new_tokens=8, temperature=1.0, seed=1)
+        assert session.result.num_reused_tokens == 5
+        await session.close()
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def test_log_probabilities_and_stops_cross_the_wire() -> None:
+    async def run() -> None:
+        target = tiny.fresh_target(tokenizer=tiny.tokenizer())
+        drafter = tiny.random_drafter(target)
+        server = TargetService(target, drafter)
+        session = RemoteSession(
+            LocalDevice(target, drafter), Restartable(lambda: server).transport()
+        )
+        prompt = tiny.PROMPTS[0]
+        whole = moaspec.generate(target, prompt, max_new_tokens=12, logprobs=True)
+        await session.generate(prompt, max_new_tokens=12, logprobs=True)
+        # float32 sums in another order; see tiny.TOLERANCE.
+        assert session.result.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+        stop = f"w{whole.token_ids[5]}"
+        expected = moaspec.generate(target, prompt, max_new_tokens=12, stop=stop)
+        await session.generate(prompt, max_new_tokens=12, stop=stop)
+        assert session.result.token_ids == expected.token_ids
+        assert session.result.stop_string == stop
+        await session.close()
+        await server.stop()
+
+    asyncio.run(run())

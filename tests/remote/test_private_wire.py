@@ -1,0 +1,134 @@
+"""Every byte that leaves the device is captured, and no private text is in it in any form."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import moaspec
+import tiny
+from moaspec.remote import (
+    InProcessTransport,
+    LinkOptions,
+    LocalDevice,
+    RemoteOptions,
+    RemoteSession,
+    TargetService,
+)
+from moaspec.remote.emulation import Link, ShapedTransport
+from moaspec.remote.emulation.shaped import Traffic
+from moaspec.remote.private import Vault
+
+SECRETS = ("ada.lovelace@example.org", "+49 30 901820", "4111 1111 1111 1111", "Schroedinger")
+TEXT = (
+    "Mail ada.lovelace@example.org, call +49 30 901820, charge 4111 1111 1111 1111; "
+    "the cat is <private>Schroedinger</private>."
+)
+
+
+def byte_tokenizer() -> Any:
+    """One token per byte, so that every text has ids and every id a text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def forms(secret: str, ids: list[int]) -> Iterator[bytes]:
+    """The ways in which a text could be on the wire; a hash counts as one."""
+    raw = secret.encode()
+    digits = "".join(one for one in secret if one.isalnum()).encode()
+    for data in (raw, raw.lower(), raw[::-1], digits, secret.encode("utf-16-le")):
+        yield data
+        # Base64 of the middle of a longer text depends on where it begins.
+        for shift in range(3):
+            coded = base64.b64encode(b"." * shift + data)
+            yield coded[4 if shift else 0 : len(coded) // 4 * 4 - 4]
+        yield data.hex().encode()
+        yield urllib.parse.quote(data).encode()
+    yield bytes(ids)
+    for width in (2, 4, 8):
+        for order in ("little", "big"):
+            yield b"".join(one.to_bytes(width, order) for one in ids)
+    yield b"".join(_varint(one) for one in ids)
+    yield " ".join(map(str, ids)).encode()
+    packed = b"".join(one.to_bytes(4, "little") for one in ids)
+    for data in (raw, packed, str(ids).encode()):
+        for name in ("md5", "sha1", "sha256", "sha512", "blake2b"):
+            digest = hashlib.new(name, data)
+            yield digest.digest()[:8]
+            yield digest.hexdigest()[:16].encode()
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number % 128 + 128)
+        number //= 128
+    return bytes([*found, number])
+
+
+def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
+    """What leaves the device while this is answered, cut and return included; and the answer."""
+    tokenizer = byte_tokenizer()
+    target = tiny.fresh_target(tokenizer=tokenizer, vocab_size=256)
+    drafter = tiny.random_drafter(target)
+    traffic = Traffic(keep=True)
+
+    async def run() -> str:
+        service = TargetService(target, drafter)
+        link = Link(name="x", delay_s=0.001)
+        transport = ShapedTransport(InProcessTransport(service), link, traffic=traffic)
+        quick = LinkOptions(heartbeat_s=0.05, dead_after_s=0.12, backoff_s=0.02)
+        options = RemoteOptions(draft=moaspec.Chain(2), link=quick)
+        session = RemoteSession(LocalDevice(target, drafter), transport, options)
+        sent = text if vault is None else vault.hide(text)
+        ids = tokenizer(sent)["input_ids"]
+        async for _ in session.stream(ids, max_new_tokens=16, temperature=0.8, seed=1):
+            transport.faults.cut = session.stats.cuts == 0
+        # The next turn: the whole conversation again, what the user sees of it included.
+        shown = sent + tokenizer.decode(session.result.token_ids)
+        shown = text + " " + (shown if vault is None else vault.restore(shown))
+        again = shown if vault is None else vault.hide(shown)
+        await session.generate(tokenizer(again)["input_ids"], max_new_tokens=4)
+        await session.close()
+        assert session.stats.cuts
+        return shown
+
+    shown = asyncio.run(asyncio.wait_for(run(), 60))
+    return b"\n".join(traffic.up), shown, tokenizer
+
+
+def test_nothing_private_leaves_the_device() -> None:
+    sent, shown, tokenizer = captured(TEXT, Vault())
+    assert len(sent) > 500
+    for secret in SECRETS:
+        assert secret in shown  # restored for the user
+        for form in forms(secret, tokenizer(secret)["input_ids"]):
+            assert form not in sent
+
+
+def test_the_search_finds_what_is_not_hidden() -> None:
+    """Without a vault the same search does find the text: as token ids."""
+    plain = TEXT.replace("<private>", "").replace("</private>", "")
+    sent, _, tokenizer = captured(plain, None)
+    for secret in SECRETS:
+        ids = tokenizer(secret)["input_ids"]
+        assert any(form in sent for form in forms(secret, ids))
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_placeholders_do_not_depend_on_what_they_hide(secret: str) -> None:
+    """Not even a hash: other private text of the same kind has the same placeholder."""
+    other = {"ada.lovelace@example.org": "bob@example.net", "Schroedinger": "Heisenberg"}
+    other |= {"+49 30 901820": "+49 30 901821", "4111 1111 1111 1111": "5500 0000 0000 0004"}
+    assert Vault().hide(TEXT) == Vault().hide(TEXT.replace(secret, other[secret]))

@@ -1,0 +1,254 @@
+"""Bodies, keys, paths and connections that nobody should send: right status, living server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+import serving
+from moaspec.serve.desk import ServeSettings
+from moaspec.serve.guard import Guarded
+from serving import MODEL, Served, say
+
+KEY = "a-secret-key"
+LARGEST = 100_000
+CHAT = "/v1/chat/completions"
+GOOD: dict[str, Any] = {"model": MODEL, "messages": say("hello"), "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Served]:
+    guarded = Guarded(
+        api_keys=(KEY,),
+        max_body_bytes=LARGEST,
+        body_timeout_s=0.5,
+        hosts=("127.0.0.1",),
+    )
+    settings = ServeSettings(guarded=guarded, send_timeout_s=1.0, cors_origins=("http://app",))
+    with serving.serving(serving.source(active=4, waiting=2), settings) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def http(strict: Served) -> Iterator[httpx.Client]:
+    with strict.http(headers={"Authorization": f"Bearer {KEY}"}) as client:
+        yield client
+        alive = client.post(CHAT, json=GOOD)  # whatever happened before
+        assert alive.status_code == 200, alive.text
+
+
+def error(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of an answer in OpenAI's shape."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body: dict[str, Any] = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer wrong", "Basic x", "Bearer \u00e9", f"Bearer {KEY}x"]
+)
+def test_wrong_keys(strict: Served, header: str) -> None:
+    wrong = {b"Authorization": header.encode()}
+    with strict.http() as client:
+        for path in ("/v1/models", CHAT, "/v1", "/v1/", "/v1/none", "/metrics", "/v1/../v1/models"):
+            answer = client.get(path, headers=wrong)
+            assert error(answer, 401)["code"] == "invalid_api_key"
+            assert KEY not in answer.text
+        assert client.get("/health", headers=wrong).status_code == 200
+        assert client.get("/", headers=wrong).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"model": NaN}',
+        b"[" * 50_000,
+        json.dumps({**GOOD, "temperature": float("nan")}).encode(),
+        json.dumps({**GOOD, "temperature": float("inf")}).encode(),
+        json.dumps({**GOOD, "max_tokens": -1}).encode(),
+        json.dumps({**GOOD, "seed": 10**30}).encode(),
+        json.dumps({**GOOD, "messages": []}).encode(),
+        json.dumps({**GOOD, "messages": [{"role": "user"}]}).encode(),
+        json.dumps({**GOOD, "messages": [{"role": "king", "content": "x"}]}).encode(),
+        json.dumps({**GOOD, "stop": [""]}).encode(),
+        json.dumps({**GOOD, "stop": ["x"] * 99}).encode(),
+        json.dumps({**GOOD, "n": 0}).encode(),
+        json.dumps({**GOOD, "logit_bias": {"-1": 1}}).encode(),
+        json.dumps({**GOOD, "logit_bias": {"99999": 1}}).encode(),
+        json.dumps({**GOOD, "top_logprobs": 2}).encode(),
+        json.dumps({**GOOD, "tool_choice": "required"}).encode(),
+        json.dumps({**GOOD, "messages": say("x" * 5000)}).encode(),
+        json.dumps({**GOOD, "messages": say("\ud800")}).encode(),
+    ],
+)
+def test_bad_bodies(http: httpx.Client, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    error(http.post(CHAT, content=body, headers=headers), 400)
+
+
+def test_huge_limits_are_cut_to_the_context(http: httpx.Client) -> None:
+    answer = http.post(CHAT, json={**GOOD, "max_tokens": 10**30, "stop": ["e", "a", "o", "x"]})
+    assert answer.status_code == 200
+
+
+def test_other_kinds_of_bodies(http: httpx.Client) -> None:
+    error(http.post(CHAT, data={"model": MODEL}), 400)
+    error(http.post(CHAT, content=json.dumps(GOOD), headers={"Content-Type": "text/plain"}), 400)
+
+
+def test_oversized_bodies(http: httpx.Client) -> None:
+    assert "100000" in error(http.post(CHAT, content=b"x" * (LARGEST + 1)), 413)["message"]
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(LARGEST // 1000 + 2):
+            yield b"x" * 1000
+
+    error(http.post(CHAT, content=pieces()), 413)
+
+
+def raw(served: Served, text: bytes) -> bytes:
+    """Send bytes and read until the server closes or has answered."""
+    port = int(served.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(text)
+        return connection.recv(65536)
+
+
+def head(path: str, *more: str, host: str = "127.0.0.1") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", f"Authorization: Bearer {KEY}", *more]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def test_bodies_that_never_come(strict: Served) -> None:
+    answer = raw(strict, head(CHAT, "Content-Type: application/json", "Content-Length: 50") + b"{")
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\x00\x01\x02\r\n\r\n",
+        head(CHAT, "Content-Length: -5"),
+        head(CHAT, "Content-Length: 1", "Transfer-Encoding: chunked") + b"zz\r\n",
+        head("/" + "a" * 70_000),
+    ],
+)
+def test_broken_requests(strict: Served, text: bytes) -> None:
+    assert raw(strict, text).split(b" ")[1][:1] == b"4"
+
+
+def test_foreign_hosts(strict: Served) -> None:
+    assert raw(strict, head(CHAT, host="evil.example:80")).startswith(b"HTTP/1.1 400")
+    assert not raw(strict, head("/v1/models", host="127.0.0.1:99")).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../app.py",
+        "/..%2fapp.py",
+        "/%2e%2e/app.py",
+        "/....//app.py",
+        "/..%5capp.py",
+        "//etc/passwd",
+        "/%00",
+        "/page/../../app.py",
+        "/index.html%00.js",
+        "/nothing",
+    ],
+)
+def test_path_tricks(strict: Served, path: str) -> None:
+    request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()
+    answer = raw(strict, request)
+    assert answer.split(b" ")[1] in (b"404", b"400")
+    assert b"import" not in answer
+    assert b"root:" not in answer
+
+
+def test_unknown_paths_and_methods(http: httpx.Client) -> None:
+    error(http.post("/v1/embeddings", json={}), 404)
+    answer = http.get(CHAT)
+    error(answer, 405)
+    assert answer.headers["allow"] == "POST"
+    error(http.post("/v1/moaspec/link", json={"cut": True}), 404)
+
+
+def test_foreign_origins(http: httpx.Client) -> None:
+    ask = {"Access-Control-Request-Method": "POST"}
+    allowed = http.options(CHAT, headers={"Origin": "http://app", **ask})
+    assert allowed.headers["access-control-allow-origin"] == "http://app"
+    refused = http.options(CHAT, headers={"Origin": "http://evil", **ask})
+    assert "access-control-allow-origin" not in refused.headers
+
+
+def wait_until_idle(served: Served) -> None:
+    for _ in range(2000):
+        if served.source.load.active + served.source.load.waiting == 0:
+            return
+        time.sleep(0.05)
+    raise AssertionError("requests are still there")
+
+
+def test_dropped_connections(strict: Served) -> None:
+    for stream in (False, True):
+        body = json.dumps({**GOOD, "max_tokens": 1900, "stream": stream}).encode()
+        length = f"Content-Length: {len(body)}"
+        port = int(strict.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(head(CHAT, "Content-Type: application/json", length) + body)
+            while not strict.source.load.active:
+                time.sleep(0.01)
+        wait_until_idle(strict)
+
+
+def test_too_many_requests(strict: Served, http: httpx.Client) -> None:
+    answer = http.post(CHAT, json={**GOOD, "n": 7})
+    assert error(answer, 429)["type"] == "rate_limit_error"
+    assert answer.headers["retry-after"] == "1"
+    wait_until_idle(strict)
+
+
+def test_slow_readers_hold_nobody_up(strict: Served, http: httpx.Client) -> None:
+    everything = dict.fromkeys(("sources", "tree", "stats"), True)
+    body = json.dumps(
+        {**GOOD, "max_tokens": 600, "stream": True, "n": 2, "moaspec": everything}
+    ).encode()
+    port = int(strict.url.rpartition(":")[2])
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.connect(("127.0.0.1", port))
+        length = f"Content-Length: {len(body)}"
+        connection.sendall(head(CHAT, "Content-Type: application/json", length) + body)
+        while not strict.source.load.active:
+            time.sleep(0.01)
+        assert http.post(CHAT, json=GOOD).status_code == 200
+        wait_until_idle(strict)
+
+
+def test_metrics_have_no_text(http: httpx.Client) -> None:
+    secret = "Ottokar"
+    http.post(CHAT, json={**GOOD, "messages": say(secret), "user": secret})
+    text = http.get("/metrics").text
+    assert 'moaspec_requests_total{endpoint="chat",outcome="done"}' in text
+    assert "moaspec_active_texts 0.0" in text
+    assert secret not in text
+
+
+def test_page_may_load_nothing_from_elsewhere(http: httpx.Client) -> None:
+    answer = http.get("/")
+    assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+    assert answer.headers["content-type"].startswith("text/html")

@@ -1,0 +1,258 @@
+"""The official client, unchanged: what it asks for is what it gets."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+import moaspec
+import serving
+from serving import LONGEST, MODEL, Served, own_text, say
+
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
+
+
+def chat(client: OpenAI, text: str = "hello", **options: Any) -> Any:
+    options = {"max_completion_tokens": LONGEST, "temperature": 0, **options}
+    messages: Any = say(text)
+    return client.chat.completions.create(model=MODEL, messages=messages, **options)
+
+
+def streamed(client: OpenAI, text: str = "hello", **options: Any) -> list[str]:
+    """Texts of all choices, from a stream."""
+    texts = [""] * options.get("n", 1)
+    for chunk in chat(client, text, stream=True, **options):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    return texts
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "moaspec"
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED, {**SAMPLED, "top_p": 0.7}])
+def test_answers_are_the_targets_own(client: OpenAI, options: dict[str, Any]) -> None:
+    answer = chat(client, **options)
+    assert answer.choices[0].message.content == own_text("hello", **options)
+    assert answer.choices[0].message.role == "assistant"
+    assert streamed(client, **options) == [own_text("hello", **options)]
+
+
+def test_usage_counts_tokens_and_speculation(client: OpenAI) -> None:
+    usage = chat(client, "usage").usage
+    assert usage.completion_tokens == LONGEST
+    assert usage.total_tokens == usage.prompt_tokens + LONGEST
+    speculation = usage.speculation
+    assert speculation["drafted"] > 0
+    emitted = speculation["tau"] * speculation["rounds"]
+    assert emitted == pytest.approx(LONGEST - 1)
+    chunks = list(chat(client, "usage", stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == LONGEST
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0  # the row of the first answer
+
+
+def test_nothing_of_the_extension_without_asking(client: OpenAI) -> None:
+    assert not any(hasattr(chunk, "moaspec") for chunk in chat(client, stream=True))
+    assert not hasattr(chat(client), "moaspec")
+
+
+def test_choices_have_noise_of_their_own(client: OpenAI) -> None:
+    answer = chat(client, n=2, **SAMPLED)
+    texts = [choice.message.content for choice in answer.choices]
+    assert texts[0] == own_text("hello", **SAMPLED)
+    assert texts[0] != texts[1]
+    assert streamed(client, n=2, **SAMPLED) == texts
+
+
+def test_stop_strings_end_the_text_and_are_no_part_of_it(client: OpenAI) -> None:
+    whole = own_text("hello", **SAMPLED)
+    stop = whole[5:8]
+    answer = chat(client, stop=["never said", stop], **SAMPLED)
+    assert answer.choices[0].message.content == whole[: whole.find(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    assert streamed(client, stop=stop, **SAMPLED) == [whole[: whole.find(stop)]]
+
+
+def test_log_probabilities(client: OpenAI) -> None:
+    answer = chat(client, logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == LONGEST
+    for token in content:
+        assert len(token.top_logprobs) == 3
+        # Greedy: the chosen token is the most probable one.
+        assert token.top_logprobs[0].token == token.token
+        assert token.top_logprobs[0].logprob == token.logprob
+    chunks = list(chat(client, logprobs=True, stream=True))
+    tokens = [one for c in chunks for i in c.choices if i.logprobs for one in i.logprobs.content]
+    assert [one.token for one in tokens] == [one.token for one in content]
+
+
+def test_completions(client: OpenAI) -> None:
+    prompts = ["one", "two"]
+    answer = client.completions.create(
+        model=MODEL, prompt=prompts, max_tokens=LONGEST, n=2, logprobs=2, **SAMPLED
+    )
+    target, tokens = serving.target(), serving.tokenizer()
+    ids = [tokens(prompt)["input_ids"] for prompt in prompts]
+    results: Any = moaspec.generate(target, ids, max_new_tokens=LONGEST, num_choices=2, **SAMPLED)
+    expected = [
+        tokens.decode([t for t in one.token_ids if t != serving.END])
+        for of in results
+        for one in of
+    ]
+    assert [choice.text for choice in answer.choices] == expected
+    logprobs: Any = answer.choices[0].logprobs
+    assert logprobs.token_logprobs == pytest.approx(
+        results[0][0].logprobs or logprobs.token_logprobs
+    )
+    assert len(logprobs.top_logprobs[0]) == 2
+    assert logprobs.text_offset[0] == 0
+    by_id = client.completions.create(
+        model=MODEL, prompt=ids[0], max_tokens=LONGEST, echo=True, **SAMPLED
+    )
+    assert by_id.choices[0].text == "one" + expected[0]
+
+
+def test_completions_stream(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "one", "temperature": 0}
+    whole = client.completions.create(**asked)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 16  # OpenAI's default
+    chunks = list(client.completions.create(stream=True, **asked))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_penalties_and_extras_reach_the_law(client: OpenAI) -> None:
+    extras: dict[str, Any] = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.3}
+    bias = {"97": -100.0}
+    answer = chat(client, frequency_penalty=1.5, logit_bias=bias, extra_body=extras, **SAMPLED)
+    expected = own_text(
+        "hello", frequency_penalty=1.5, logit_bias={97: -100.0}, **extras, **SAMPLED
+    )
+    assert answer.choices[0].message.content == expected
+
+
+def test_negative_seeds_are_seeds(client: OpenAI) -> None:
+    answer = chat(client, temperature=0.9, seed=-1)
+    expected = own_text("hello", temperature=0.9, seed=2**64 - 1)
+    assert answer.choices[0].message.content == expected
+
+
+def test_leaving_a_stream_frees_the_row(client: OpenAI, served: Served) -> None:
+    stream = chat(client, stream=True, max_completion_tokens=1500)
+    next(iter(stream))
+    assert served.source.load.active == 1
+    stream.close()
+    for _ in range(2000):
+        if served.source.load.active == 0:
+            break
+        time.sleep(0.05)
+    assert served.source.load.active == 0
+
+
+def test_errors_are_openais(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        chat(client, temperature=9)
+    assert bad.value.param == "temperature"
+    assert bad.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError) as long:
+        chat(client, "x" * serving.CONTEXT)
+    assert long.value.code == "context_length_exceeded"
+    schema = {"name": "bad", "schema": {"type": "no such type"}}
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        chat(client, response_format={"type": "json_schema", "json_schema": schema})
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", "dog"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "name": {"type": "string", "maxLength": 8, "pattern": "^[a-z]*$"},
+    },
+    "required": ["kind", "age", "name"],
+    "additionalProperties": False,
+}
+
+
+def test_json_schema(client: OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}
+    answer = chat(client, response_format=form, max_completion_tokens=100, **SAMPLED)
+    value = json.loads(answer.choices[0].message.content)
+    assert value["kind"] in ("cat", "dog")
+    assert 0 <= value["age"] <= 99
+    assert answer.choices[0].finish_reason == "stop"
+    text = "".join(streamed(client, response_format=form, max_completion_tokens=100, **SAMPLED))
+    assert text == answer.choices[0].message.content
+
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Answers something.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"$ref": "#/$defs/city"}},
+                "required": ["city"],
+                "additionalProperties": False,
+                "$defs": {"city": {"enum": ["Rome", "Oslo"]}},
+            },
+        },
+    }
+    for name in ("weather", "time")
+]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"weather", "time"}),
+        ({"type": "function", "function": {"name": "time"}}, {"time"}),
+    ],
+)
+def test_forced_tool_calls(client: OpenAI, choice: Any, names: set[str]) -> None:
+    asked = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    answer = chat(client, max_completion_tokens=200, **asked, **SAMPLED)
+    (call,) = answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert call.function.name in names
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert answer.choices[0].message.content is None
+    chunks = list(chat(client, max_completion_tokens=200, stream=True, **asked, **SAMPLED))
+    calls = [one for c in chunks for i in c.choices for one in i.delta.tool_calls or ()]
+    assert [one.function.arguments for one in calls] == [call.function.arguments]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_results_of_tools_are_part_of_the_conversation(client: OpenAI) -> None:
+    function = {"name": "time", "arguments": '{"city": "Rome"}'}
+    messages: Any = [
+        *say("what time is it?"),
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=messages, tools=TOOLS, tool_choice="none", max_tokens=4
+    )
+    usage = answer.usage
+    assert usage is not None
+    prompt = len(serving.tokenizer()("".join(str(one["content"]) for one in messages))["input_ids"])
+    assert usage.prompt_tokens > prompt

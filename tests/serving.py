@@ -1,0 +1,145 @@
+"""A tiny target that reads and writes bytes, and real servers of it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+from openai import OpenAI
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import moaspec
+import tiny
+from moaspec.decode import Chain, Shaping
+from moaspec.serve.app import create_app
+from moaspec.serve.desk import ServeSettings
+from moaspec.serve.local import LocalSource
+from moaspec.serve.running import config
+from moaspec.serve.source import TextSource
+from moaspec.serve.worker import Limits
+from moaspec.target import Target
+
+MODEL = "tiny"
+START, END = 256, 257
+VOCAB = 264
+CONTEXT = 2048
+LONGEST = 24
+"""Tokens of most texts here."""
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|start|>' + message.role + '\n' + message.content + '<|end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+
+
+def tokenizer(template: str = CHATML) -> Any:
+    """One token a byte, and two special ones."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({one: i for i, one in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(one, special=True, normalized=False) for one in ("<|start|>", "<|end|>")]
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    made.chat_template = template
+    return made
+
+
+@functools.cache
+def target(template: str = CHATML) -> Target:
+    """A target of bytes; nobody changes it."""
+    return tiny.fresh_target(
+        tokenizer=tokenizer(template),
+        vocab_size=VOCAB,
+        max_position_embeddings=CONTEXT,
+        eos_token_id=END,
+    )
+
+
+def source(*, drafter: bool = True, template: str = CHATML, **limits: Any) -> LocalSource:
+    """An engine whose drafter disagrees with its target."""
+    of = target(template)
+    return LocalSource(
+        of,
+        tiny.random_drafter(of) if drafter else None,
+        name=MODEL,
+        shaping=Shaping(Chain(2), free_branches=True),
+        limits=Limits(**limits),
+    )
+
+
+@dataclass
+class Served:
+    """A server that runs in a thread of its own."""
+
+    url: str
+    source: TextSource
+    clients: list[OpenAI] = field(default_factory=list)
+
+    @property
+    def api(self) -> str:
+        """Base URL for clients of OpenAI's."""
+        return f"{self.url}/v1"
+
+    def openai(self, key: str = "none") -> OpenAI:
+        """The official client, unchanged."""
+        client = OpenAI(base_url=self.api, api_key=key, max_retries=0, timeout=300)
+        self.clients.append(client)
+        return client
+
+    def http(self, **options: Any) -> httpx.Client:
+        """A plain client."""
+        return httpx.Client(base_url=self.url, timeout=300, **options)
+
+
+@contextmanager
+def serving(of: TextSource, settings: ServeSettings | None = None) -> Iterator[Served]:
+    """A real server on a free port."""
+    server = uvicorn.Server(config(create_app(of, settings), host="127.0.0.1", port=0))
+    started = threading.Event()
+
+    async def run() -> None:
+        task = asyncio.create_task(server.serve())
+        while not server.started and not task.done():
+            await asyncio.sleep(0.01)
+        started.set()
+        await task
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    started.wait()
+    port = server.servers[0].sockets[0].getsockname()[1]
+    served = Served(f"http://127.0.0.1:{port}", of)
+    try:
+        yield served
+    finally:
+        for client in served.clients:
+            client.close()
+        server.should_exit = True
+        thread.join()
+
+
+def say(text: str) -> list[dict[str, str]]:
+    """A conversation of one question."""
+    return [{"role": "user", "content": text}]
+
+
+def own_text(text: str, max_new_tokens: int = LONGEST, **options: Any) -> str:
+    """What the target writes after a question, alone and without drafts."""
+    of = target()
+    tokens: Any = of.tokenizer
+    prompt = tokens.apply_chat_template(say(text), add_generation_prompt=True)["input_ids"]
+    result = moaspec.generate(of, prompt, max_new_tokens=max_new_tokens, **options)
+    ids = [token for token in result.token_ids if token != END]
+    return str(tokens.decode(ids, skip_special_tokens=True))
