@@ -174,7 +174,7 @@ def main() -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     target = load(args)
-    known = texts(target, args.clients, args.new_tokens)
+    known = texts(target, min(args.clients, 8), args.new_tokens)
     alone_s = args.one_by_one_seconds or args.seconds / 5
     one_by_one = asyncio.run(measure(target, known, args, max_rows=1, seconds=alone_s))
     batched = asyncio.run(measure(target, known, args, max_rows=64, seconds=args.seconds))

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -27,6 +28,23 @@ from moaspec.model.drafter import ExitAdapter
 from moaspec.target import Target
 from moaspec.target.packing import can_pack
 from moaspec.train.config import DrafterSizes, drafter_config
+
+
+def test_the_same_text_may_be_drafted_for_twice() -> None:
+    target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
+    drafting = MoADrafting(drafter, target)
+    (features,) = drafting.encode(*_verified(target, tiny.PROMPTS[1][:-1]))
+    drafting.observe(0, features)
+    row = RowText(0, tiny.PROMPTS[1])
+    first, second = (drafting.propose([row], Chain(3)) for _ in range(2))
+    assert first == second
+
+
+def _verified(target: Target, tokens: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
+    """Keys and values of a text, its positions and its length."""
+    ids_1T = torch.tensor([list(tokens)])
+    read = target.encode(ids_1T, torch.ones_like(ids_1T))
+    return read.kv_BTLK, torch.arange(len(tokens))[None], [len(tokens)]
 
 
 def training_log_q(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import hashlib
 import json
@@ -201,12 +202,16 @@ def test_draining_ends_work_and_refuses_more(service: TargetService) -> None:
             async def read() -> None:
                 async for event in remote.stream(PROMPT, max_new_tokens=NEW):
                     got[event.start :] = event.token_ids
-                    if len(got) == 5:
+                    if len(got) >= 5 and not service.draining:
                         await server.drain(2.0)
 
-            with pytest.raises(LinkError):
+            # Whether the text is done before the server is gone is a matter of time.
+            with contextlib.suppress(LinkError):
                 await read()
+            assert len(got) >= 5
             assert got == list(tiny.own_texts("llama")[1])[: len(got)]
+            with pytest.raises(LinkError):
+                await remote.generate([1, 2, 3], max_new_tokens=2)
             await remote.close()
             with pytest.raises(LinkError):
                 await transport.describe()

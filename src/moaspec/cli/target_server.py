@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +58,7 @@ def target_server(
     _check(host, tls_certificate, tls_key, client_ca)
     # Imported here, because gRPC is not needed by any other command.
     from moaspec.remote import (
+        GrpcServer,
         Guard,
         ServerOptions,
         ServiceOptions,
@@ -88,7 +90,8 @@ def target_server(
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
     where = ServerOptions(host=host, port=port, credentials=secure, guard=guard)
-    asyncio.run(_serve(service, where, drain_s))
+    # Made inside the loop, to which gRPC ties a server when it is made.
+    asyncio.run(_serve(lambda: GrpcServer(service, where), host, drain_s))
 
 
 def _check(host: str, certificate: Path | None, key: Path | None, client_ca: Path | None) -> None:
@@ -124,17 +127,14 @@ def _print_traces() -> None:
     trace.set_tracer_provider(provider)
 
 
-async def _serve(service: Any, where: Any, drain_s: float) -> None:
-    from moaspec.remote import GrpcServer
-
-    server = GrpcServer(service, where)  # here, because gRPC ties it to the running loop
+async def _serve(make: Callable[[], Any], host: str, drain_s: float) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(NotImplementedError):  # not on Windows
             loop.add_signal_handler(number, stop.set)
-    async with server:
-        console.out.print(json.dumps({"address": f"{where.host}:{server.port}"}), markup=False)
+    async with make() as server:
+        console.out.print(json.dumps({"address": f"{host}:{server.port}"}), markup=False)
         await stop.wait()
         console.err.print("Draining", style="dim")
         await server.drain(drain_s)

@@ -188,9 +188,15 @@ class Level(ABC):
         return x_BWE
 
     def read_root(self) -> Tensor:
-        """Read all text that was not read yet; log q after the root, (B, 1, V)."""
+        """Read all text that was not read yet; log q after the root, (B, 1, V).
+
+        A root is read again where the same text is drafted for twice.
+        """
         drafting = self.drafting
-        starts = [drafting.read.get(row, 0) for row in self.indices]
+        starts = [
+            min(drafting.read.get(row, 0), root)
+            for row, root in zip(self.indices, self.roots, strict=True)
+        ]
         fresh = [
             list(row.token_ids[start + drafting.lag :])
             for row, start in zip(self.rows, starts, strict=True)

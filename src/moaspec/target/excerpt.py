@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
+from moaspec.target.lean import make_lean
 from moaspec.target.model import Target
 from moaspec.target.packing import PackedLinear, can_pack, pack_like, pack_linears
 from moaspec.target.quantised import Int8Embedding, Int8Linear, quantise
@@ -114,13 +115,14 @@ class TargetExcerpt(Target):
 
     def pack(self) -> bool:
         """See `Target.pack`; weights in eight bits stay as they are."""
-        if not can_pack(self.dtype, self.device):
-            return False
-        pack_linears(self.model, keep=(self._lm_head,))
-        if isinstance(self._lm_head, nn.Linear):
-            self._fast_head = pack_like(self._lm_head)
-        self.packed = True
-        return True
+        self.packed = can_pack(self.dtype, self.device)
+        if self.packed:
+            pack_linears(self.model, keep=(self._lm_head,))
+            if isinstance(self._lm_head, nn.Linear):
+                self._fast_head = pack_like(self._lm_head)
+        make_lean(layer for layer in self._base.layers if not isinstance(layer, _Absent))
+        self.lean = True
+        return self.packed
 
     def draft_head(self, token_ids: Tensor | None) -> nn.Module:
         """The head for the tokens that can be drafted.

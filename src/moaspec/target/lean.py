@@ -11,7 +11,7 @@ R rotated dims, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -170,9 +170,9 @@ class LeanLayer:
         return self._down(self._act(gate) * up)
 
 
-def make_lean(model: Any) -> None:
-    """Let every decoder layer of a model compute as `LeanLayer` does, where it is asked to."""
-    for layer in model.layers:
+def make_lean(layers: Iterable[Any]) -> None:
+    """Let decoder layers compute as `LeanLayer` does, where they are asked to."""
+    for layer in layers:
         layer.forward = LeanLayer(layer)
 
 

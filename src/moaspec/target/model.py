@@ -165,7 +165,7 @@ class Target:
         if self.packed:
             pack_linears(self.model, keep=(self._lm_head,))
             self._fast_head = pack_like(self._lm_head)
-        make_lean(self._base)
+        make_lean(self._base.layers)
         self.lean = True
         return self.packed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from moaspec.remote import (
     RemoteText,
     Transport,
 )
+from moaspec.remote.emulation.pacer import COHERENT_S
 
 PINGS = 30
 
@@ -118,12 +120,16 @@ def _add_text(found: Measured, text: list[int], started: float, arrived: list[fl
 async def round_trip_s(address: str) -> float:
     """Mean seconds of a small question over an idle connection: gRPC's health check.
 
-    A mean, not a median: a round waits for the slow packets too.
+    A mean, not a median: a round waits for the slow packets too. The questions are far enough apart
+    for coherent delays to have changed between them.
     """
     async with grpc.aio.insecure_channel(address) as channel:
         ask: Any = health_pb2_grpc.HealthStub(channel)
         await ask.Check(health_pb2.HealthCheckRequest())
-        started = time.perf_counter()
+        seconds = 0.0
         for _ in range(PINGS):
+            await asyncio.sleep(COHERENT_S)
+            started = time.perf_counter()
             await ask.Check(health_pb2.HealthCheckRequest())
-        return (time.perf_counter() - started) / PINGS
+            seconds += time.perf_counter() - started
+        return seconds / PINGS
