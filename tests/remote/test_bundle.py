@@ -22,6 +22,7 @@ from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.tree import DraftTree
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError, MoaSpecError
+from moaspec.model import MoADrafter, save_drafter
 from moaspec.model.baselines import KINDS, Baseline, save_baseline
 from moaspec.model.weights import read_tensors
 from moaspec.remote.bundle import export_bundle, is_bundle, load_device
@@ -30,7 +31,7 @@ from moaspec.target import Target, load_target
 from moaspec.target.quantised import Int8Linear, quantise
 from moaspec.target.registry import ALIASES, packaged_gguf
 from moaspec.train import TrainConfig
-from moaspec.train.config import stack_config
+from moaspec.train.config import DrafterSizes, drafter_config, stack_config
 
 SHAPE = Tree(depth=4, breadth=3, total_tokens=12)
 PROMPT = tiny.PROMPTS[1]
@@ -120,6 +121,14 @@ def test_a_head_that_needs_hidden_states_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="activations that a server does not send"):
         export_bundle(tmp_path / "target", tmp_path / "drafter", tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_drafter_without_cross_attention_is_refused(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    sizes = drafter_config(target, DrafterSizes(without=("ca",)))
+    save_drafter(MoADrafter(sizes), tmp_path / "drafter")
+    with pytest.raises(InputError, match="without cross-attention"):
+        export_bundle(tmp_path / "target", tmp_path / "drafter", tmp_path / "bundle")
 
 
 # The target stays where it is

@@ -225,7 +225,7 @@ def test_too_many_requests(strict: Served, http: httpx.Client) -> None:
 def test_slow_readers_hold_nobody_up(strict: Served, http: httpx.Client) -> None:
     everything = dict.fromkeys(("sources", "tree", "stats"), True)
     body = json.dumps(
-        {**GOOD, "max_tokens": 600, "stream": True, "n": 2, "moaspec": everything}
+        {**GOOD, "max_tokens": 250, "stream": True, "n": 2, "moaspec": everything}
     ).encode()
     port = int(strict.url.rpartition(":")[2])
     with socket.socket() as connection:

@@ -76,6 +76,12 @@ def test_drafters_that_reuse_target_layers() -> None:
     check_drafter(MoADrafter(drafter_config(tiny.target(), DrafterSizes(), (0, 1))))
 
 
+def test_drafters_without_cross_attention() -> None:
+    sizes = drafter_config(tiny.target(), DrafterSizes(without=("ca",)))
+    with pytest.raises(MismatchError, match="without cross-attention"):
+        check_drafter(MoADrafter(sizes))
+
+
 def test_drafters_of_long_rope_targets() -> None:
     with pytest.raises(MismatchError, match="LongRoPE"):
         check_drafter(tiny.random_drafter(tiny.target("phi3")))

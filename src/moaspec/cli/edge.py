@@ -19,6 +19,7 @@ from moaspec.cli.serve import (
     Origins,
     Port,
     serve_settings,
+    warn_if_open,
 )
 from moaspec.decode import bundled_drafters, load_drafter
 from moaspec.errors import InputError
@@ -106,6 +107,7 @@ def edge(
         faults=faults,
         alone=RemoteText(transport, device.stop_token_ids),
     )
+    warn_if_open(host, settings)
     url = page_url(host, port)
     console.err.print(f"{model} at {server}: page at {url}, API at {url}v1.", markup=False)
     run(source, settings, host=host, port=port, browse=browse)

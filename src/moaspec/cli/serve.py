@@ -80,6 +80,7 @@ def serve(
         shaping=shaping_for(target, module, tree=tree, free_branches=free_branches.setting),
         limits=Limits(active=max_active, waiting=max_waiting, cache_bytes=int(cache_gib * 2**30)),
     )
+    warn_if_open(host, settings)
     url = page_url(host, port)
     console.err.print(f"{model}: page at {url}, API at {url}v1. Ctrl-C ends.", markup=False)
     run(source, settings, host=host, port=port, browse=browse)
@@ -111,6 +112,16 @@ def serve_settings(
         cors_origins=tuple(cors_origin or ()),
         guarded=Guarded(api_keys=_keys(api_key_file), max_body_bytes=max_body_bytes),
     )
+
+
+def warn_if_open(host: str, settings: ServeSettings) -> None:
+    """Say so where others can connect and no key is asked for."""
+    from moaspec.serve.running import LOOPBACK
+
+    if host not in LOOPBACK and not settings.guarded.api_keys:
+        console.err.print(
+            f"Whoever can reach {host} may use this server: give --api-key-file.", style="yellow"
+        )
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:

@@ -187,6 +187,11 @@ def export_bundle(
             f"The drafter {drafter} needs activations that a server does not send; use a "
             "Mixture-of-Attentions drafter or an independent one."
         )
+    if "ca" in getattr(module.config, "without", ()):
+        raise InputError(
+            f"The drafter {drafter} was trained without cross-attention (an ablation): it reads "
+            "aggregates, and a server sends cross-attention's keys and values."
+        )
     num_layers = _num_layers(module, num_target_layers, whole.num_layers)
     info = BundleInfo(
         kind="moa" if isinstance(module, MoADrafter) else module.kind,

@@ -21,6 +21,13 @@ from moaspec.serve.desk import Desk, ServeSettings
 from moaspec.serve.guard import Guard
 from moaspec.serve.source import TextSource
 
+EVENT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+"""One server-sent event, for the OpenAPI document."""
+
 PAGE_HEADERS = (
     (b"content-security-policy", b"default-src 'self'; frame-ancestors 'none'"),
     (b"x-content-type-options", b"nosniff"),
@@ -134,4 +141,4 @@ def _allow_streams(operation: dict[str, Any]) -> None:
     """Endpoints that take `stream` may answer with events."""
     if operation["operationId"].startswith("create_"):
         content = operation["responses"]["200"]["content"]
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT}

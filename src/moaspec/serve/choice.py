@@ -45,8 +45,8 @@ class Delta:
     moaspec: dict[str, Any] | None
 
     def matters(self, *, logprobs: bool) -> bool:
-        """Whether there is anything that a client would want to hear."""
-        said = self.text or self.calls or self.finish_reason or self.moaspec
+        """Whether there is anything that a client would want to hear, beside the end."""
+        said = self.text or self.calls or self.moaspec
         return bool(said or (logprobs and self.pieces))
 
 

@@ -106,7 +106,8 @@ class _Answer:
             choice = self._choices[index]
             start = len(choice.text)
             delta = choice.take(update)
-            if delta.matters(logprobs=self._asked.logprobs is not None):
+            wanted = delta.matters(logprobs=self._asked.logprobs is not None)
+            if wanted or delta.finish_reason is not None:
                 yield self._chunk(index, delta.text, delta, start)
         if self._asked.stream_options and self._asked.stream_options.include_usage:
             yield {**self._base(), "choices": [], "usage": self._usage().model_dump()}

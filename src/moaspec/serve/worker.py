@@ -6,6 +6,7 @@ what happened through the `tell` of their ticket, which must neither block nor r
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -203,7 +204,7 @@ class EngineWorker:
                 self._high = (0, 0)
 
     def _join(self, ticket: Ticket) -> None:
-        job = ticket.job
+        job, after = ticket.job, self._beginning(ticket.job)
         try:
             ticket.handle = self._engine.add(
                 job.prompt_ids,
@@ -214,9 +215,11 @@ class EngineWorker:
                 shape=self._shaping.policy() if job.speculation else FixedShape(None),
                 free_branches=self._shaping.branches() if job.speculation else None,
                 keep=True,
-                after=self._beginning(job),
+                after=after,
             )
         except InputError as error:
+            if after is not None:
+                self._engine.forget(after)
             self._end(ticket, error)
             return
         ticket.result = self._engine.result(ticket.handle)
@@ -276,8 +279,11 @@ class EngineWorker:
     def _leave(self, ticket: Ticket) -> None:
         """Out of the engine, unfinished, with nothing kept."""
         assert ticket.handle is not None, "only rows that joined can leave"
-        self._engine.abort(ticket.handle)
-        self._engine.forget(ticket.handle)
+        # After a step that failed, some rows may have ended already.
+        with contextlib.suppress(InputError):
+            self._engine.abort(ticket.handle)
+        with contextlib.suppress(InputError):
+            self._engine.forget(ticket.handle)
 
     def _end(self, ticket: Ticket, last: Update | Exception) -> None:
         self._release(ticket)

@@ -90,6 +90,11 @@ def check_drafter(drafter: MoADrafter) -> None:
             f"{', '.join(map(str, config.num_target_layers))}), which is not implemented inside "
             "vLLM. Train one with num_target_layers=[0]."
         )
+    if "ca" in config.without:
+        raise MismatchError(
+            "This drafter was trained without cross-attention (an ablation), which is what vLLM's "
+            "cache holds for it. Train one with sizes.without=[]."
+        )
     if config.rope_parameters.get("rope_type") == "longrope":
         raise MismatchError(
             "This drafter's target has LongRoPE: all of a text's keys change when it outgrows "

@@ -1,0 +1,73 @@
+"""What fails in one step ends the requests that were in it, and nothing else."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import serving
+from moaspec.decode import SamplingParams
+from moaspec.errors import BusyError
+from moaspec.serve.source import Job, Update
+from moaspec.serve.worker import EngineWorker, Ticket
+
+
+@pytest.fixture
+def worker() -> Any:
+    source = serving.source(active=2, waiting=1)
+    made = source._worker
+    made.start()
+    yield made
+    made.stop()
+
+
+def ticket(**sampling: Any) -> tuple[Ticket, queue.Queue[Update | Exception]]:
+    told: queue.Queue[Update | Exception] = queue.Queue()
+    settings = SamplingParams(**sampling)
+    job = Job(prompt_ids=(1, 2, 3), max_new_tokens=4, sampling=settings)
+    return Ticket(job, told.put), told
+
+
+def last(told: queue.Queue[Update | Exception]) -> Update | Exception:
+    """What ends a ticket."""
+    while True:
+        news = told.get(timeout=300)
+        if isinstance(news, Exception) or news.stop_reason is not None:
+            return news
+
+
+def broken(_: Any, __: Tensor) -> Tensor:
+    raise RuntimeError("broken")
+
+
+def test_a_failing_step_ends_its_requests_only(worker: EngineWorker) -> None:
+    bad, bad_told = ticket(processors=(broken,))
+    good, good_told = ticket()
+    worker.submit([bad, good])
+    assert isinstance(last(bad_told), RuntimeError)
+    last(good_told)
+    again, told = ticket()
+    worker.submit([again])
+    ended = last(told)
+    assert isinstance(ended, Update)
+    assert ended.stop_reason == "max_new_tokens"
+    assert worker.load.active == worker.load.waiting == 0
+
+
+def test_all_or_none(worker: EngineWorker) -> None:
+    with pytest.raises(BusyError):
+        worker.submit([ticket()[0] for _ in range(4)])
+    assert worker.load.waiting == 0
+
+
+def test_what_is_unfinished_hears_of_the_end() -> None:
+    source = serving.source(active=1)
+    source._worker.start()
+    tickets = [ticket() for _ in range(3)]
+    source._worker.submit([one for one, _ in tickets])
+    source._worker.stop()
+    ends = [last(told) for _, told in tickets]
+    assert all(isinstance(one, BusyError) or one.stop_reason for one in ends)  # type: ignore[union-attr]
