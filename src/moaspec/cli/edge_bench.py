@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +25,7 @@ COLUMNS = (
     *("passes", "up B", "down B", "first ms", "text"),
 )
 WIDTH = 110
+TERMINATED = 128 + signal.SIGTERM
 
 
 def edge_bench(
@@ -78,6 +81,8 @@ def edge_bench(
     if name is None:
         raise InputError(f"No drafter is bundled for {model}; name one with --drafter.")
     console.quiet_libraries()
+    # Leave through the context managers, which end processes and remove namespaces.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with tempfile.TemporaryDirectory() as scratch:
         layers = tuple(int(one) for one in _list(num_target_layers))
         bundles = {"moa": str(Path(scratch) / "bundle")}

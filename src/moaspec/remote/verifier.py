@@ -21,6 +21,9 @@ from moaspec.remote.ahead import AheadDrafter
 from moaspec.remote.events import LinkStats, RoundTrip, now
 from moaspec.remote.link import Link
 
+LOOK_S = 0.25
+"""A waiting request looks at its link at least so often."""
+
 FETCH_AFTER = 2
 """Activations that are missing so many `retry_s` after the latest came are asked for again."""
 
@@ -128,7 +131,8 @@ class RemoteVerifier:
             self._fetch()
             more = self._meanwhile(pending)
             # Answers that have come are read before anything more is drafted.
-            await self._wait(pending, 0.0 if more else max(0.01, pending.due_s - now()))
+            left_s = pending.due_s - now() if self.link.state == "up" else LOOK_S
+            await self._wait(pending, 0.0 if more else max(0.01, left_s))
         return pending.answer.result()
 
     async def _wait(self, pending: Pending, timeout_s: float) -> None:
@@ -139,7 +143,7 @@ class RemoteVerifier:
         # In pieces, because the link may turn up, or silent, without waking anybody.
         await asyncio.wait(
             (pending.answer, woken),
-            timeout=min(timeout_s, 0.25),
+            timeout=min(timeout_s, LOOK_S),
             return_when=asyncio.FIRST_COMPLETED,
         )
         woken.cancel()
