@@ -83,7 +83,7 @@ def edge(
     from moaspec.remote import Credentials, GrpcTransport, RemoteOptions, RemoteText
     from moaspec.remote.client import OnCut
     from moaspec.remote.codec import CodecName
-    from moaspec.remote.links import Faults, ShapedTransport, link_named
+    from moaspec.remote.emulation import Faults, ShapedTransport, link_named
     from moaspec.serve.edge import EdgeLimits, EdgeSource
     from moaspec.serve.running import page_url
     from moaspec.serve.running import serve as run
