@@ -183,13 +183,20 @@ def taught_drafter(
     of: Target, texts: Sequence[Sequence[int]], num_target_layers: int = 0
 ) -> MoADrafter:
     """A drafter that has learned these continuations of PROMPTS by heart."""
-    drafter = random_drafter(of).train().requires_grad_(requires_grad=True)
     examples = [Example(p, tuple(t)) for p, t in zip(PROMPTS, texts, strict=True)]
+    return trained_drafter(of, examples, steps=100, num_target_layers=num_target_layers)
+
+
+def trained_drafter(
+    of: Target, examples: Sequence[Example], *, steps: int, num_target_layers: int = 0
+) -> MoADrafter:
+    """A drafter that has seen these examples so many times."""
+    drafter = random_drafter(of).train().requires_grad_(requires_grad=True)
     batch = collate(examples, range(len(examples)))
     labels_BT = batch.input_ids_BT.roll(-1, dims=1)
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
-    for _ in range(100):
+    for _ in range(steps):
         blocks = random_blocks(batch, shortest=3, longest=7, generator=generator)
         logits_BTV = drafter.block_logits(
             of,

@@ -32,8 +32,10 @@ PAGE_HEADERS = (
     (b"content-security-policy", b"default-src 'self'; frame-ancestors 'none'"),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
 )
-"""The page needs nothing from elsewhere, so nothing from elsewhere may be loaded into it."""
+"""The page needs nothing from elsewhere, so nothing from elsewhere may be loaded into it. Browsers
+ask whether a file has changed, so that an update never mixes old scripts with new ones."""
 
 
 def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASGIApp:

@@ -171,6 +171,7 @@ class EdgeSource:
             bytes_sent=sum(one.bytes_up for one in stats),
             bytes_received=sum(one.bytes_down for one in stats),
             can_cut=self._faults is not None,
+            cut=self._faults is not None and self._faults.cut,
         )
 
     def cut(self, cut: bool) -> bool:

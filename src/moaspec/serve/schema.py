@@ -226,6 +226,7 @@ class Link(BaseModel):
     bytes_sent: int
     bytes_received: int
     can_cut: bool
+    cut: bool
 
 
 class About(BaseModel):

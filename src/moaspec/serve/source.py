@@ -94,6 +94,7 @@ class LinkState:
         round_trip_s: last measured; None when unknown.
         bytes_sent, bytes_received: since the start.
         can_cut: whether it is an emulated link that may be cut.
+        cut: whether it has been.
     """
 
     state: Literal["up", "down", "syncing"]
@@ -101,6 +102,7 @@ class LinkState:
     bytes_sent: int = 0
     bytes_received: int = 0
     can_cut: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,41 @@
+// Server-sent events, as far as OpenAI's API uses them: one JSON value or [DONE] each.
+
+/** Split text that may end within an event: whole events' data, and what is left. */
+export function split(text) {
+  const blocks = text.replaceAll("\r\n", "\n").split("\n\n");
+  const rest = blocks.pop();
+  return { events: blocks.map(dataOf).filter((data) => data !== ""), rest };
+}
+
+function dataOf(block) {
+  const lines = block.split("\n").filter((line) => line.startsWith("data:"));
+  return lines.map((line) => line.slice(5).trimStart()).join("\n");
+}
+
+/** The JSON values of a stream of bytes. Throws where it ends without [DONE]. */
+export async function* read(stream) {
+  let left = "";
+  for await (const text of texts(stream)) {
+    const { events, rest } = split(left + text);
+    left = rest;
+    for (const data of events) {
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+  throw new Error("The stream ended early.");
+}
+
+// Not every browser can iterate over a stream.
+async function* texts(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      yield value;
+    }
+  } finally {
+    await reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,115 @@
+// The panel: speed, tau, the tree of a pass, the link.
+
+import { draw, sentence } from "./tree.js";
+
+const STATES = {
+  up: "connected",
+  down: "cut: this device writes alone",
+  syncing: "back: checking what was written alone",
+};
+
+const $ = (id) => document.getElementById(id);
+
+/** Bytes for people. */
+export function bytes(number) {
+  const units = ["B", "kB", "MB", "GB"];
+  const power = Math.min(Math.floor(Math.log10(Math.max(number, 1)) / 3), units.length - 1);
+  return `${(number / 1000 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
+}
+
+export class Panel {
+  #rounds = [];
+  #link = null;
+  #stats = null;
+  #following = true;
+  #planned = false;
+
+  /** `cut` is called with true or false when the switch is used. */
+  constructor(cut) {
+    $("round").addEventListener("input", (event) => {
+      this.#following = Number(event.target.value) === this.#rounds.length;
+      this.#drawRound();
+    });
+    $("cut").addEventListener("click", () => cut($("cut").getAttribute("aria-checked") === "true"));
+  }
+
+  /** Before an answer. */
+  clear() {
+    this.#rounds = [];
+    this.#following = true;
+    this.#stats = null;
+  }
+
+  /** What a chunk says of its round, speed and link. */
+  take(said) {
+    if (said.round) this.#rounds.push({ ...said.round, pieces: said.pieces });
+    this.#stats = said.stats ?? this.#stats;
+    if (said.link) this.link(said.link);
+    this.#plan();
+  }
+
+  /** The link, from a chunk or from the server itself; a chunk does not say all. */
+  link(link) {
+    if (!link) return;
+    this.#link = { ...this.#link, ...link };
+    this.#plan();
+  }
+
+  /** The link's state as last heard. */
+  get state() {
+    return this.#link?.state;
+  }
+
+  // Chunks may come faster than the screen is drawn.
+  #plan() {
+    if (this.#planned) return;
+    this.#planned = true;
+    requestAnimationFrame(() => {
+      this.#planned = false;
+      this.#drawStats();
+      this.#drawLink();
+      if (this.#following) this.#drawRound();
+    });
+  }
+
+  #drawStats() {
+    const stats = this.#stats;
+    const brief = [];
+    if (stats?.tau) brief.push(`tau ${stats.tau.toFixed(2)}`);
+    if (stats?.tokens_per_second) brief.push(`${stats.tokens_per_second.toFixed(1)} tokens/s`);
+    if (this.#link) brief.push(`link ${this.#link.state}`);
+    $("brief").textContent = brief.join(" · ");
+    if (!stats) return;
+    $("speed").textContent = stats.tokens_per_second?.toFixed(1) ?? "–";
+    $("tau").textContent = stats.tau?.toFixed(2) ?? "–";
+    $("tokens").textContent = stats.tokens;
+    $("rounds").textContent = stats.rounds;
+    $("accepted").textContent = `${stats.accepted} of ${stats.drafted}`;
+    $("copied").textContent = stats.copied;
+  }
+
+  #drawLink() {
+    const link = this.#link;
+    if (!link) return;
+    $("link-state").textContent = STATES[link.state];
+    $("link-state").dataset.state = link.state;
+    $("round-trip").textContent =
+      link.round_trip_s == null ? "–" : `${Math.round(link.round_trip_s * 1000)} ms`;
+    $("sent").textContent = bytes(link.bytes_sent);
+    $("received").textContent = bytes(link.bytes_received);
+    $("cut").hidden = !link.can_cut;
+    $("cut").setAttribute("aria-checked", String(!link.cut));
+  }
+
+  #drawRound() {
+    const slider = $("round");
+    slider.disabled = this.#rounds.length < 2;
+    slider.max = Math.max(this.#rounds.length, 1);
+    if (this.#following) slider.value = this.#rounds.length;
+    const round = this.#rounds[Number(slider.value) - 1];
+    if (!round) return;
+    $("round-said").textContent = sentence(round);
+    slider.setAttribute("aria-valuetext", sentence(round));
+    draw($("tree"), round);
+  }
+}

@@ -1,0 +1,98 @@
+// The tree of drafts that one pass checked: where its nodes go (pure), and drawing it.
+
+const COLUMN = 84;
+const ROW = 34;
+const NODE = { width: 70, height: 24 };
+const SVG = "http://www.w3.org/2000/svg";
+
+/** A token's text on one short line, white space visible. */
+export function label(text, longest = 8) {
+  const shown = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣");
+  const letters = [...shown];
+  const short = letters.length > longest ? [...letters.slice(0, longest - 1), "…"] : letters;
+  return short.join("") || "∅";
+}
+
+/**
+ * Depth and row of each node: every leaf has a row of its own, parents stand beside their first
+ * child, and what was accepted is the top row.
+ */
+export function layout(nodes) {
+  const children = new Map([[-1, []]]);
+  nodes.forEach((_, index) => children.set(index, []));
+  nodes.forEach((node, index) => children.get(node.parent).push(index));
+  for (const some of children.values()) {
+    some.sort((a, b) => nodes[b].accepted - nodes[a].accepted || a - b);
+  }
+  const places = [];
+  let rows = 0;
+  const place = (index, depth) => {
+    places[index] = { depth, row: rows };
+    children.get(index).forEach((child) => place(child, depth + 1));
+    if (children.get(index).length === 0) rows += 1;
+  };
+  children.get(-1).forEach((child) => place(child, 1));
+  return { places, rows: Math.max(rows, 1), depth: Math.max(0, ...places.map((one) => one.depth)) };
+}
+
+/** A round with the target's own token added where it continues the accepted path. */
+export function withOwn(round, pieces = []) {
+  const last = pieces.at(-1);
+  const nodes = [...round.nodes];
+  if (last?.source === "target") {
+    const parent = nodes.findLastIndex((node) => node.accepted);
+    nodes.push({ text: last.text, parent, source: "target", accepted: true });
+  }
+  return nodes;
+}
+
+/** One round in a sentence. */
+export function sentence(round) {
+  const drafted = round.nodes.length;
+  if (drafted === 0) return `Pass ${round.number}: no drafts, 1 token.`;
+  const accepted = round.nodes.filter((node) => node.accepted).length;
+  const tokens = `${round.emitted} token${round.emitted === 1 ? "" : "s"}`;
+  return `Pass ${round.number}: ${drafted} drafted, ${accepted} accepted, ${tokens} written.`;
+}
+
+/** Draw a round into an element. */
+export function draw(into, round) {
+  const nodes = withOwn(round, round.pieces);
+  const { places, rows, depth } = layout(nodes);
+  const width = depth * COLUMN + 24;
+  const svg = make("svg", {
+    width, height: rows * ROW, viewBox: `0 0 ${width} ${rows * ROW}`,
+    role: "img", "aria-label": sentence(round),
+  });
+  nodes.forEach((node, index) => svg.append(edge(places[node.parent], places[index], node)));
+  svg.append(make("circle", { cx: 8, cy: ROW / 2, r: 5, class: "root" }));
+  nodes.forEach((node, index) => svg.append(box(places[index], node)));
+  into.replaceChildren(svg);
+}
+
+function edge(from, to, node) {
+  const [x0, y0] = from ? [left(from) + NODE.width, middle(from)] : [8, ROW / 2];
+  const [x1, y1] = [left(to), middle(to)];
+  const bend = (x0 + x1) / 2;
+  return make("path", { d: `M${x0} ${y0}C${bend} ${y0} ${bend} ${y1} ${x1} ${y1}`, class: kind(node) });
+}
+
+function box(place, node) {
+  const group = make("g", { class: kind(node) });
+  const [x, y] = [left(place), middle(place) - NODE.height / 2];
+  group.append(make("rect", { x, y, rx: 6, ...NODE }));
+  const text = make("text", { x: x + NODE.width / 2, y: middle(place) + 4 });
+  text.textContent = (node.accepted && node.source !== "target" ? "✓" : "") + label(node.text);
+  group.append(text);
+  return group;
+}
+
+const left = (place) => 24 + (place.depth - 1) * COLUMN;
+const middle = (place) => (place.row + 0.5) * ROW;
+const kind = (node) => `${node.source} ${node.accepted ? "accepted" : "refused"}`;
+
+function make(name, attributes) {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
+}
