@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = (
@@ -83,9 +83,13 @@ def visit(
     context = browser.new_context(**asked, has_touch=size == PHONE)
     context.set_default_timeout(TIMEOUT_MS)
     visited = Visit(context.new_page())
-    note = visited.complaints.append
-    visited.page.on("console", lambda said: said.type in ("error", "warning") and note(said.text))
-    visited.page.on("pageerror", lambda error: note(str(error)))
+
+    def note(said: ConsoleMessage) -> None:
+        if said.type in ("error", "warning"):
+            visited.complaints.append(said.text)
+
+    visited.page.on("console", note)
+    visited.page.on("pageerror", lambda error: visited.complaints.append(str(error)))
     try:
         visited.page.goto(url)
         yield visited

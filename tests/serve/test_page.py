@@ -147,7 +147,9 @@ def test_through_a_cut(browser: Browser, edge: Served, pictures: Path) -> None:
         assert visited.text(".answer .text") == ANSWER
         assert "taken back" in visited.text(".correction")
         assert visited.text(".correction del")
-        assert any("provisional" in line for line in visited.page.locator("#spoken p").all())
+        assert any(
+            "provisional" in line for line in visited.page.locator("#spoken p").all_text_contents()
+        )
         visited.page.screenshot(path=pictures / "edge-restored.png")
         assert not violations(visited)
         assert not visited.complaints
@@ -155,9 +157,7 @@ def test_through_a_cut(browser: Browser, edge: Served, pictures: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", ["desktop", "phone"])
-def test_looks(
-    browser: Browser, edge: Served, pictures: Path, *, size: str, scheme: str
-) -> None:
+def test_looks(browser: Browser, edge: Served, pictures: Path, *, size: str, scheme: str) -> None:
     """Pictures for people, and everything that axe-core can tell."""
     shape = PHONE if size == "phone" else None
     with browsing.visit(browser, edge.url, size=shape, scheme=scheme) as visited:
@@ -209,26 +209,28 @@ def test_theme_button_is_remembered(browser: Browser, local: Served) -> None:
 
 def test_errors_in_words(browser: Browser) -> None:
     settings = ServeSettings(guarded=Guarded(api_keys=("right",)))
-    with serving.serving(local_source(), settings) as served:
-        with browsing.visit(browser, served.url) as visited:
-            page = visited.page
-            visited.shows("!document.querySelector('#key-form').hidden")
-            assert "wants an API key" in visited.text("#trouble")
-            assert not violations(visited)
-            page.fill("#key", "right")
-            page.keyboard.press("Enter")
-            visited.shows("document.querySelector('#key-form').hidden")
-            assert not visited.text("#trouble")
-            page.fill("#max-tokens", "0")
-            page.route("**/v1/chat/completions", lambda route: route.abort())
-            ask(visited)
-            visited.shows("!document.querySelector('#trouble').hidden")
-            assert "cannot be reached" in visited.text("#trouble")
-            assert page.input_value("#message") == QUESTION
-            page.unroute("**/v1/chat/completions")
-            page.fill("#temperature", "9")
-            ask(visited)
-            visited.shows("document.querySelector('#trouble').textContent.includes('temperature')")
+    with (
+        serving.serving(local_source(), settings) as served,
+        browsing.visit(browser, served.url) as visited,
+    ):
+        page = visited.page
+        visited.shows("!document.querySelector('#key-form').hidden")
+        assert "wants an API key" in visited.text("#trouble")
+        assert not violations(visited)
+        page.fill("#key", "right")
+        page.keyboard.press("Enter")
+        visited.shows("document.querySelector('#key-form').hidden")
+        assert not visited.text("#trouble")
+        page.fill("#max-tokens", "0")
+        page.route("**/v1/chat/completions", lambda route: route.abort())
+        ask(visited)
+        visited.shows("!document.querySelector('#trouble').hidden")
+        assert "cannot be reached" in visited.text("#trouble")
+        assert page.input_value("#message") == QUESTION
+        page.unroute("**/v1/chat/completions")
+        page.fill("#temperature", "9")
+        ask(visited)
+        visited.shows("document.querySelector('#trouble').textContent.includes('temperature')")
 
 
 def test_streams_are_read_whatever_their_pieces(browser: Browser, local: Served) -> None:
