@@ -23,6 +23,7 @@ from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError, UnknownModelError
 from moaspec.model import MoADrafter, load_checkpoint
 from moaspec.model.baselines import is_baseline, load_baseline
+from moaspec.model.weights import is_directory
 from moaspec.target import Target
 
 
@@ -67,7 +68,7 @@ def find_drafter(name: str | Path) -> Path:
         UnknownModelError: nothing of that name.
     """
     directory = bundled_drafters().get(str(name), Path(name))
-    return directory if directory.is_dir() else _from_hub(str(name))
+    return directory if is_directory(directory) else _from_hub(str(name))
 
 
 def _from_hub(name: str) -> Path:
