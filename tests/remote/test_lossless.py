@@ -35,7 +35,7 @@ QUICK = LinkOptions(
 LINKS = {
     "clean": Faults(),
     "messy": Faults(loss=0.08, twice=0.15, delay_s=0.004),
-    "all at once": Faults(loss=0.04, twice=0.1, delay_s=0.003, cut_after=(8, 13, 17)),
+    "all at once": Faults(loss=0.04, twice=0.1, delay_s=0.003, cut_after=(4, 6, 8)),
 }
 """Delays differ from message to message, so that later ones overtake earlier ones."""
 SETTINGS: dict[str, dict[str, Any]] = {
