@@ -157,20 +157,22 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _show_cuts(report: dict[str, Any]) -> None:
-    columns = ("link", "noticed", "next token", "back", "alone", "kept", "agreement", "text")
-    table = Table(*columns)
+    times = ("noticed_s", "next_s", "back_s", "back_limit_s")
+    columns = ("link", "noticed", "next token", "back", "at most", "tokens/s before", "after")
+    table = Table(*columns, "alone", "kept", "agreement", "text")
     for name, cuts in report["links"].items():
         for one in cuts:
             table.add_row(
                 name,
-                *(_seconds(one[key]) for key in ("noticed_s", "next_s", "back_s")),
+                *(_number(one[key], "{:.3f} s") for key in times),
+                *(_number(one[key], "{:.1f}") for key in ("before_per_s", "after_per_s")),
                 str(len(one["alone"])),
                 str(one["kept"]),
-                "" if one["agreement"] is None else f"{one['agreement']:.2f}",
+                _number(one["agreement"], "{:.2f}"),
                 "same" if one["same_text"] else "differs",
             )
-    console.out.print(table)
+    Console(width=max(WIDTH, console.out.width), highlight=False).print(table)
 
 
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f} s"
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
