@@ -25,8 +25,8 @@ from moaspec.remote import (
 )
 
 QUICK = LinkOptions(
-    heartbeat_s=0.05,
-    dead_after_s=0.15,
+    heartbeat_s=0.1,
+    dead_after_s=0.3,
     backoff_s=0.01,
     max_backoff_s=0.05,
     connect_s=0.2,

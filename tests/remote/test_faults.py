@@ -205,8 +205,11 @@ def test_a_server_that_stops_tells_devices() -> None:
         at = Restartable(service)
         transport = FaultyTransport(at.transport)
         remote = session(transport)
-        await remote.generate(PROMPT, max_new_tokens=3)
-        await at.service.drain(1.0)
+        async for _ in remote.stream(PROMPT, max_new_tokens=NEW):
+            if not at.service.draining:
+                await at.service.drain(1.0)
+        # What had begun came to its end.
+        assert remote.result.token_ids == list(tiny.own_texts("llama")[1])
         while transport.connections < 2:
             await asyncio.sleep(0.01)
         await at.restart()

@@ -173,7 +173,7 @@ class TargetService:
         sending = asyncio.create_task(stream.run())
         reading = asyncio.create_task(self._read(owner, stream))
         try:
-            waited = (reading, stream.ended, sending)
+            waited: tuple[asyncio.Future[Any], ...] = (reading, stream.ended, sending)
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if stream.ended.done() and not reading.done():
                 raise stream.ended.result()
@@ -237,7 +237,9 @@ class TargetService:
         opening = self.terms.opening(message)
         if session is not None and message.turn < session.turn:
             return
-        if self.draining:
+        # What has begun is brought to its end, also for a device that came back meanwhile.
+        begun = session is not None and message.turn == session.turn
+        if self.draining and not begun:
             self._say(stream, message, _problem(pb.Problem.DRAINING, "The server is stopping."))
             return
         if session is None:
