@@ -21,7 +21,7 @@ from moaspec.evaluate import read_prompts
 
 COLUMNS = (
     "",
-    *("speed", "tokens/s", "ms/token", "formula", "off", "x plain"),
+    *("speed", "tokens/s", "ms/token", "formula", "off", "pays", "x plain"),
     *("passes", "up B", "down B", "first ms", "text"),
 )
 WIDTH = 110
@@ -67,8 +67,8 @@ def edge_bench(
 
     Server and device are processes of their own, in network namespaces with a relay between them
     that delays, loses and limits real packets. Beside each measurement stands what the formula of
-    docs/edge-bench.md predicts. `speed` is the server's over the device's; passes and bytes are per
-    token.
+    docs/edge-bench.md predicts, and whether the case pays beside plain streaming by it. `speed` is
+    the server's over the device's; passes and bytes are per token.
 
     Example: moaspec edge-bench --links lan,4g --num-target-layers 0,1 --out edge.json
     """
@@ -147,6 +147,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{1e3 * row['per_token_s']:.1f}",
         f"{1e3 * row['predicted_s']:.1f}",
         f"{100 * row['off']:+.0f}%",
+        "yes" if row["pays"] else "no",
         f"{row['over_plain']:.2f}",
         f"{measured['passes_per_token']:.2f}",
         f"{measured['bytes_up_per_token']:.0f}",
