@@ -57,7 +57,7 @@ def main() -> None:
             f"--max-examples={arguments.max_examples}",
             f"--seed={arguments.seed}",
             f"--request-timeout={arguments.timeout}",
-            "--workers=2",
+            "--workers=1",
             "--no-color",
         ]
         done = subprocess.run(command, check=False)  # noqa: S603 - the user's own command

@@ -82,6 +82,10 @@ class _Seat:
     used: int = 0
 
 
+def _last_used(seat: _Seat) -> int:
+    return seat.used
+
+
 class EdgeSource:
     """A `TextSource` whose target is on a server.
 
@@ -110,6 +114,7 @@ class EdgeSource:
         self._options = options or RemoteOptions()
         self._limits, self._faults, self._alone = limits or EdgeLimits(), faults, alone
         self._seats: list[_Seat] = []
+        self._gone = (0, 0)  # bytes of sessions that ended
         self._accepted = self._active = self._count = 0
         self._room: asyncio.Semaphore | None = None
         self.facts = SourceFacts(
@@ -134,9 +139,8 @@ class EdgeSource:
 
     async def close(self) -> None:
         """See `TextSource`."""
-        for seat in self._seats:
-            await seat.session.close()
-        self._seats.clear()
+        for seat in tuple(self._seats):
+            await self._clear(seat)
 
     def open(self, jobs: Sequence[Job]) -> list[Updates]:
         """See `TextSource`."""
@@ -168,8 +172,8 @@ class EdgeSource:
         return LinkState(
             state="up" if latest is None else _state(latest.session),
             round_trip_s=None if latest is None else latest.session.stats.rtt_s,
-            bytes_sent=sum(one.bytes_up for one in stats),
-            bytes_received=sum(one.bytes_down for one in stats),
+            bytes_sent=self._gone[0] + sum(one.bytes_up for one in stats),
+            bytes_received=self._gone[1] + sum(one.bytes_down for one in stats),
             can_cut=self._faults is not None,
             cut=self._faults is not None and self._faults.cut,
         )
@@ -196,13 +200,19 @@ class EdgeSource:
 
     async def _decode_here(self, job: Job) -> AsyncGenerator[Update]:
         """Drafted here, verified there."""
-        seat, reader = self._take_seat(job), _Reader(job, keep=self._options.on_cut == "keep")
         options = _row_options(job, self._ruled(job))
+        reader = _Reader(job, keep=self._options.on_cut == "keep")
+        seat, ends = self._take_seat(job)
         try:
+            if ends is not None:
+                await self._clear(ends)
             events: Any = seat.session.stream(job.prompt_ids, **options)
             async with contextlib.aclosing(events):
                 async for event in events:
                     yield reader.take(event, seat.session)
+        except Exception:
+            await self._clear(seat)  # a session that was refused stays refused
+            raise
         finally:
             seat.busy = False
             seat.token_ids = (*job.prompt_ids, *seat.session.result.token_ids)
@@ -236,23 +246,34 @@ class EdgeSource:
             return ()
         return (self.facts.grammars.processor(job.grammar, len(job.prompt_ids)),)
 
-    def _take_seat(self, job: Job) -> _Seat:
-        """The free session that holds most of the prompt, else a new one, else the oldest."""
+    def _take_seat(self, job: Job) -> tuple[_Seat, _Seat | None]:
+        """A session for the job, and another tenant's that must end for it.
+
+        It is the tenant's free one that holds most of the prompt, else a new one while there is
+        room, else the tenant's oldest, else a new one in the place of the oldest of all.
+        """
         free = [seat for seat in self._seats if not seat.busy]
         own = [seat for seat in free if seat.tenant == job.tenant]
         best = max(own, key=lambda one: common_length(one.token_ids, job.prompt_ids), default=None)
+        full, ends = len(self._seats) >= self._limits.active, None
         if best is None or not common_length(best.token_ids, job.prompt_ids):
-            best = self._fresh(free)
+            best = min(own, key=_last_used) if own and full else self._new_seat()
+            ends = min(free, key=_last_used) if full and not own else None
         self._count += 1
         best.tenant, best.busy, best.used = job.tenant, True, self._count
-        return best
+        return best, ends
 
-    def _fresh(self, free: list[_Seat]) -> _Seat:
-        if len(self._seats) >= self._limits.active:
-            return min(free, key=lambda seat: seat.used)
+    def _new_seat(self) -> _Seat:
         seat = _Seat(RemoteSession(self._device, self._transport, self._options))
         self._seats.append(seat)
         return seat
+
+    async def _clear(self, seat: _Seat) -> None:
+        """End a session, and forget what it holds."""
+        self._seats.remove(seat)
+        await seat.session.close()
+        stats = seat.session.stats
+        self._gone = (self._gone[0] + stats.bytes_up, self._gone[1] + stats.bytes_down)
 
 
 class _EdgeUpdates:
@@ -263,6 +284,7 @@ class _EdgeUpdates:
         self._told: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self._ended = False
         self._task = asyncio.create_task(self._decode(job))
+        self._task.add_done_callback(lambda _: source.leave())  # even if it never began
 
     def __aiter__(self) -> _EdgeUpdates:
         return self
@@ -288,8 +310,6 @@ class _EdgeUpdates:
                 self._told.put_nowait(update)
         except Exception as error:  # noqa: BLE001 - whoever reads raises it
             self._told.put_nowait(error)
-        finally:
-            self._source.leave()
 
 
 @dataclass
