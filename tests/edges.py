@@ -19,6 +19,7 @@ from moaspec.remote import (
     TargetService,
 )
 from moaspec.serve.edge import EdgeLimits, EdgeSource
+from moaspec.target import Target
 
 PATIENT = LinkOptions(heartbeat_s=1.0, dead_after_s=30.0, backoff_s=0.05, max_backoff_s=0.1)
 """A busy machine must not look like a dead link; cuts here are noticed at once."""
@@ -67,8 +68,8 @@ class _CutConnection:
 class Edge:
     """A served edge whose link can be cut."""
 
-    def __init__(self, *, active: int = 8, **options: Any) -> None:
-        target = serving.target()
+    def __init__(self, target: Target | None = None, *, active: int = 8, **options: Any) -> None:
+        target = target or serving.target()
         drafter = tiny.random_drafter(target)
         self.link = CutTransport(InProcessTransport(TargetService(target, drafter)))
         self.source = EdgeSource(

@@ -144,7 +144,8 @@ def test_alternatives_of_completions(served: Served) -> None:
     for token, chosen, top in zip(
         logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
     ):
-        assert len(top) == 2
+        # Bytes that are parts of characters share one text.
+        assert len(top) == (1 if set(top) == {"\ufffd"} else 2)
         assert max(top.values()) == top[token] == chosen
 
 

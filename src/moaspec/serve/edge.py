@@ -115,7 +115,8 @@ class EdgeSource:
         self._limits, self._faults, self._alone = limits or EdgeLimits(), faults, alone
         self._seats: list[_Seat] = []
         self._gone = (0, 0)  # bytes of sessions that ended
-        self._accepted = self._active = self._count = 0
+        self._jobs: set[_EdgeUpdates] = set()
+        self._active = self._count = 0
         self._room: asyncio.Semaphore | None = None
         self.facts = SourceFacts(
             name=name,
@@ -139,6 +140,8 @@ class EdgeSource:
 
     async def close(self) -> None:
         """See `TextSource`."""
+        for job in tuple(self._jobs):
+            await job.refuse(BusyError("The server is shutting down."))
         for seat in tuple(self._seats):
             await self._clear(seat)
 
@@ -151,18 +154,19 @@ class EdgeSource:
                 raise InputError("At the edge there are no alternatives: top_logprobs must be 0.")
             if job.sampling.logprobs and self._options.on_cut == "keep":
                 raise InputError("Kept text has no log-probabilities; logprobs must be off.")
-        if self._accepted + len(jobs) > self._limits.active + self._limits.waiting:
+        most = self._limits.active + self._limits.waiting
+        if len(self._jobs) + len(jobs) > most:
             raise BusyError(
-                f"The device has {self._accepted} requests, and takes "
-                f"{self._limits.active + self._limits.waiting}. Try again later."
+                f"The device has {len(self._jobs)} requests, and takes {most}. Try again later."
             )
-        self._accepted += len(jobs)
-        return [_EdgeUpdates(self, job) for job in jobs]
+        opened = [_EdgeUpdates(self, job) for job in jobs]
+        self._jobs.update(opened)
+        return list[Updates](opened)
 
     @property
     def load(self) -> Load:
         """See `TextSource`."""
-        return Load(self._active, self._accepted - self._active)
+        return Load(self._active, len(self._jobs) - self._active)
 
     @property
     def link(self) -> LinkState | None:
@@ -236,9 +240,9 @@ class EdgeSource:
                 )
                 first = False
 
-    def leave(self) -> None:
+    def leave(self, job: _EdgeUpdates) -> None:
         """A job has ended, however it did."""
-        self._accepted -= 1
+        self._jobs.discard(job)
 
     def _ruled(self, job: Job) -> tuple[GrammarProcessor, ...]:
         """The grammar, which the server will keep to."""
@@ -284,7 +288,7 @@ class _EdgeUpdates:
         self._told: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self._ended = False
         self._task = asyncio.create_task(self._decode(job))
-        self._task.add_done_callback(lambda _: source.leave())  # even if it never began
+        self._task.add_done_callback(lambda _: source.leave(self))  # even if it never began
 
     def __aiter__(self) -> _EdgeUpdates:
         return self
@@ -301,6 +305,14 @@ class _EdgeUpdates:
     async def aclose(self) -> None:
         """See `Updates`."""
         self._ended = True
+        await self._end()
+
+    async def refuse(self, error: BusyError) -> None:
+        """End it; whoever reads hears why."""
+        self._told.put_nowait(error)
+        await self._end()
+
+    async def _end(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import signal
+import socket
 import threading
 import webbrowser
 from dataclasses import replace
@@ -21,11 +25,17 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 CONNECTIONS = 1024
 """More are refused, so that idle ones cannot use up the process's files."""
 
+GRACE_S = 5.0
+"""Answers that are under way when the server is told to end may take so much longer."""
+
+FAREWELL_S = 5.0
+"""For the clients of those that take longer to hear of it."""
+
 
 def serve(
     source: TextSource, settings: ServeSettings, *, host: str, port: int, browse: bool = False
 ) -> None:
-    """Serve until interrupted.
+    """Serve until interrupted or terminated; see `Server` for how that ends.
 
     Args:
         source: decodes.
@@ -40,15 +50,45 @@ def serve(
     """
     if host in LOOPBACK and not settings.guarded.hosts:
         settings = replace(settings, guarded=replace(settings.guarded, hosts=LOOPBACK_HOSTS))
-    server = uvicorn.Server(config(create_app(source, settings), host=host, port=port))
+    server = Server(config(create_app(source, settings), host=host, port=port), source)
     if browse:
         threading.Timer(1.0, webbrowser.open, [page_url(host, port)]).start()
+    # Uvicorn repeats the signal that ended it; both are a proper end.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        server.run()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run()
     except SystemExit as error:
         raise InputError(
             f"Cannot listen on {host}:{port}; another program may. Choose another --port."
         ) from error
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server, which lets answers end before it ends itself.
+
+    Args:
+        settings: of uvicorn.
+        source: decodes; closed when the time is up, so that whoever still listens hears why.
+        grace_s: how long answers that are under way may take.
+    """
+
+    def __init__(
+        self, settings: uvicorn.Config, source: TextSource, grace_s: float = GRACE_S
+    ) -> None:
+        settings.timeout_graceful_shutdown = round(grace_s + FAREWELL_S)
+        super().__init__(settings)
+        self._source, self._grace_s = source, grace_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        ending = asyncio.create_task(self._end())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end(self) -> None:
+        await asyncio.sleep(self._grace_s)
+        await self._source.close()
 
 
 def config(app: Any, **options: Any) -> uvicorn.Config:
@@ -59,7 +99,6 @@ def config(app: Any, **options: Any) -> uvicorn.Config:
         server_header=False,
         limit_concurrency=CONNECTIONS,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=5,
         **options,
     )
 
