@@ -2,8 +2,8 @@
 
 Serves a tiny random model, as `moaspec serve` does or with --edge as `moaspec edge` does, and lets
 schemathesis (which is not one of our dependencies: it brings many) make requests from the document,
-good and bad ones. The last line is JSON; exit code 1 says that a check failed, a request took longer
-than --timeout, the server died, or a text was still being decoded when all was over.
+good and bad ones. The last line is JSON; exit code 1 says that a check failed, a request took
+longer than --timeout, the server died, or a text was still being decoded when all was over.
 
     pip install schemathesis
     python benchmarks/fuzz_http.py --max-examples 50

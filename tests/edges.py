@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +13,14 @@ import tiny
 from moaspec.errors import LinkError, RefusedError
 from moaspec.remote import (
     Connection,
+    GrpcServer,
+    GrpcTransport,
     InProcessTransport,
     LinkOptions,
     LocalDevice,
     RemoteOptions,
+    RemoteText,
+    ServerOptions,
     TargetService,
 )
 from moaspec.serve.edge import EdgeLimits, EdgeSource
@@ -101,3 +106,36 @@ class Edge:
             over.set()
             mending.join()
         assert self.link.cut_after is None, "the link was never cut"
+
+
+@contextmanager
+def over_grpc() -> Iterator[EdgeSource]:
+    """What `moaspec edge` makes of a `moaspec target-server`."""
+    target = serving.target()
+    drafter = tiny.random_drafter(target)
+    found: list[int] = []
+    ready, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        where = ServerOptions(host="127.0.0.1", port=0)
+        async with GrpcServer(TargetService(target, drafter), where) as server:
+            found.append(server.port)
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    ready.wait()
+    transport = GrpcTransport(f"127.0.0.1:{found[0]}")
+    try:
+        yield EdgeSource(
+            LocalDevice(target, drafter),
+            transport,
+            name=serving.MODEL,
+            options=RemoteOptions(link=PATIENT),
+            alone=RemoteText(transport, target.stop_token_ids),
+        )
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+import edges
 import serving
 from edges import Edge
 from moaspec.serve.desk import ServeSettings
@@ -96,6 +97,24 @@ def test_kept_text_says_so() -> None:
     assert own_text("cut", LONG, temperature=0.9, seed=3).startswith(
         "".join(before[: [p["source"] for p in pieces].index("device")]).rstrip("\ufffd")
     )
+
+
+def test_plain_decoding_is_the_servers_own() -> None:
+    plain = {"extra_body": {"moaspec": {"speculation": False}}}
+    sampled: dict[str, Any] = {"temperature": 0.9, "seed": 5}
+    with edges.over_grpc() as source, serving.serving(source) as served:
+        drafted = ask(served, **sampled)
+        alone = ask(served, n=2, stop="never said", **sampled, **plain)
+        measured = ask(served, logprobs=True, **sampled, **plain)
+    for answer in (drafted, alone, measured):
+        assert answer.choices[0].message.content == own_text("hello", **sampled)
+    assert alone.choices[1].message.content != alone.choices[0].message.content
+    # The server alone tells no log-probabilities, so who asks for them has drafts all the same.
+    assert all(token.logprob < 0 for token in measured.choices[0].logprobs.content)
+    for answer, drafts in ((drafted, True), (alone, False), (measured, True)):
+        speculation = answer.usage.speculation
+        assert bool(speculation["drafted"]) is drafts
+    assert alone.usage.speculation["tau"] == 1.0
 
 
 def test_a_refusal_ends_one_request_only() -> None:

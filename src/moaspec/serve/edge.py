@@ -9,25 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Unpack
+from dataclasses import dataclass
+from typing import Any, Protocol, Unpack
 
 from moaspec.decode.api import RowOptions
 from moaspec.decode.engine import common_length
 from moaspec.decode.grammar import GrammarProcessor, Grammars
 from moaspec.decode.result import Event
 from moaspec.decode.row import check_bias, check_prompt
-from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import BusyError, InputError
-from moaspec.remote import Device, RemoteEvent, RemoteOptions, RemoteSession, Transport
+from moaspec.remote import Device, RemoteOptions, RemoteSession, Transport
+from moaspec.serve.edge_reader import Reader, link_state, row_options
 from moaspec.serve.source import (
     Job,
     LinkState,
     Load,
     Round,
     SourceFacts,
-    TokenSource,
     Update,
     Updates,
 )
@@ -96,7 +95,8 @@ class EdgeSource:
         options: of every session.
         limits: see `EdgeLimits`.
         faults: of an emulated link that the page may cut; None: the link is what it is.
-        alone: decodes what asks for no speculation; None: the device makes rounds without drafts.
+        alone: decodes what asks for no speculation, and for no log-probabilities, which it has
+            not; None: the device drafts for all, which changes no text.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class EdgeSource:
         stats = [seat.session.stats for seat in self._seats]
         latest = max(self._seats, key=lambda seat: seat.used, default=None)
         return LinkState(
-            state="up" if latest is None else _state(latest.session),
+            state="up" if latest is None else link_state(latest.session),
             round_trip_s=None if latest is None else latest.session.stats.rtt_s,
             bytes_sent=self._gone[0] + sum(one.bytes_up for one in stats),
             bytes_received=self._gone[1] + sum(one.bytes_down for one in stats),
@@ -193,8 +193,8 @@ class EdgeSource:
         assert self._room is not None, "start() comes first"
         async with self._room:
             self._active += 1
-            plain = self._alone is not None and not job.speculation
-            updates = self._decode_alone(job) if plain else self._decode_here(job)
+            drafted = job.speculation or job.sampling.logprobs or self._alone is None
+            updates = self._decode_here(job) if drafted else self._decode_alone(job)
             try:
                 async with contextlib.aclosing(updates):
                     async for update in updates:
@@ -204,8 +204,8 @@ class EdgeSource:
 
     async def _decode_here(self, job: Job) -> AsyncGenerator[Update]:
         """Drafted here, verified there."""
-        options = _row_options(job, self._ruled(job))
-        reader = _Reader(job, keep=self._options.on_cut == "keep")
+        options = row_options(job, self._ruled(job))
+        reader = Reader(job, keep=self._options.on_cut == "keep")
         seat, ends = self._take_seat(job)
         try:
             if ends is not None:
@@ -224,7 +224,7 @@ class EdgeSource:
     async def _decode_alone(self, job: Job) -> AsyncGenerator[Update]:
         """By the server, for comparison; what an emulated link holds back comes when it is back."""
         assert self._alone is not None, "decode() has asked"
-        options = _row_options(job, self._ruled(job))
+        options = row_options(job, self._ruled(job))
         events: Any = self._alone.stream(job.prompt_ids, **options)
         first = True
         async with contextlib.aclosing(events):
@@ -322,78 +322,3 @@ class _EdgeUpdates:
                 self._told.put_nowait(update)
         except Exception as error:  # noqa: BLE001 - whoever reads raises it
             self._told.put_nowait(error)
-
-
-@dataclass
-class _Reader:
-    """Turns a session's events, which replace the end of a text, into updates, which add to it.
-
-    Attributes:
-        job: what is decoded.
-        keep: whether what was provisional becomes final without being verified.
-        token_ids, sources: the text as shown, provisional tokens included.
-        settled: how many of them will not change any more.
-    """
-
-    job: Job
-    keep: bool
-    token_ids: list[int] = field(default_factory=list)
-    sources: list[TokenSource] = field(default_factory=list)
-    settled: int = 0
-
-    def take(self, event: RemoteEvent, session: RemoteSession) -> Update:
-        """What is new in this event."""
-        shown, first = len(self.token_ids), self.settled
-        self.token_ids[event.start :] = event.token_ids
-        self.sources[event.start :] = event.sources
-        if event.start <= first:
-            self.settled = max(first, event.start + len(event.token_ids) - event.num_provisional)
-        sources = self.sources[first : self.settled]
-        if self.keep:
-            kept = max(min(shown, self.settled) - first, 0)
-            sources[:kept] = ["device"] * kept
-        provisional = self.token_ids[self.settled :] if self.job.provisional else []
-        said = event.verified
-        return Update(
-            token_ids=tuple(self.token_ids[first : self.settled]),
-            sources=tuple(sources),
-            logprobs=() if said is None else said.logprobs[: self.settled - first],
-            round=_round(event) if first else None,
-            provisional=tuple(provisional),
-            stop_reason=event.stop_reason,
-            num_reused_tokens=session.result.num_reused_tokens,
-            seed=session.result.seed,
-        )
-
-
-def _round(event: RemoteEvent) -> Round | None:
-    said = event.verified
-    return None if said is None else Round(said.tree, said.accepted, len(said.token_ids))
-
-
-def _row_options(job: Job, processors: tuple[GrammarProcessor, ...]) -> RowOptions:
-    """A job as keyword arguments of a session."""
-    sampling: SamplingParams = job.sampling
-    return {
-        "max_new_tokens": job.max_new_tokens,
-        "stop": job.stop,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
-        "choice": sampling.choice,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": sampling.logit_bias,
-        "logprobs": sampling.logprobs,
-        "logits_processors": processors,
-    }
-
-
-def _state(session: RemoteSession) -> Literal["up", "down", "syncing"]:
-    """The session's words in those of docs/serve.md."""
-    if session.stats.state == "up":
-        return "syncing" if session.provisional else "up"
-    return "down" if session.stats.state == "down" else "syncing"
