@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moaspec.errors import InputError
 from moaspec.serve.app import create_app
@@ -24,6 +25,9 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 CONNECTIONS = 1024
 """More are refused, so that idle ones cannot use up the process's files."""
+
+HEAD_S = 30.0
+"""A request's first line and headers must arrive within so long."""
 
 GRACE_S = 5.0
 """Answers that are under way when the server is told to end may take so much longer."""
@@ -64,6 +68,43 @@ def serve(
         ) from error
 
 
+class HeadDeadline(H11Protocol):
+    """Uvicorn's protocol, which closes connections on which no whole request arrives.
+
+    Such connections would count among `CONNECTIONS` for ever.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """The clock runs from the connection's, or a head's, first byte to the head's last."""
+        awaited = self.cycle is None or self.cycle.response_complete
+        if not awaited:
+            self._stop()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
+
+    def _stop(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
 class Server(uvicorn.Server):
     """Uvicorn's server, which lets answers end before it ends itself.
 
@@ -95,6 +136,7 @@ def config(app: Any, **options: Any) -> uvicorn.Config:
     """Uvicorn's settings, the same for users and tests."""
     return uvicorn.Config(
         app,
+        http=HeadDeadline,
         log_level="warning",
         server_header=False,
         limit_concurrency=CONNECTIONS,
