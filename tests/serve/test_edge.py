@@ -145,4 +145,5 @@ def test_link_can_be_cut_over_http(edge: Edge, served_edge: Served) -> None:
         assert edge.link.cut
         link = http.post("/v1/moaspec/link", json={"cut": False}).json()
         assert link["can_cut"]
+        assert "moaspec_link_bytes_sent" in http.get("/metrics").text
         assert not edge.link.cut
