@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moaspec.errors import InputError, MoaSpecError, UnknownModelError
+from moaspec.model.weights import is_directory
 from moaspec.target.families import require_supported
 from moaspec.target.model import Target
 
@@ -155,7 +158,7 @@ def find_weights(name: str) -> str:
     """
     alias = ALIASES.get(name)
     if alias is None:
-        if "/" not in name and not Path(name).is_dir():
+        if not is_directory(Path(name)) and not _could_be_hub_id(name):
             # Asking the hub for a misspelt alias would take it half a minute to say no.
             raise UnknownModelError(
                 f"Unknown target {name!r}: not an alias ({', '.join(ALIASES)}) and not a "
@@ -164,6 +167,14 @@ def find_weights(name: str) -> str:
         return name
     gguf = packaged_gguf(alias)
     return alias.hub_id if gguf is None else str(_dequantised(name, gguf))
+
+
+def _could_be_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
 
 
 def packaged_gguf(alias: Alias) -> Path | None:
