@@ -22,7 +22,7 @@ from moaspec.remote.emulation import Faults, Link, ShapedTransport
 from moaspec.remote.transport import Connection, pipe
 
 PROMPT = tiny.PROMPTS[1]
-QUICK = LinkOptions(heartbeat_s=0.05, dead_after_s=0.12, backoff_s=0.02, max_backoff_s=0.1)
+QUICK = LinkOptions(heartbeat_s=0.1, dead_after_s=0.3, backoff_s=0.02, max_backoff_s=0.1)
 
 
 def expected() -> list[int]:
