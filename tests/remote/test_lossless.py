@@ -93,7 +93,8 @@ def test_every_link_and_codec(link: str, num_target_layers: int) -> None:
             got[event.start :] = event.token_ids
         assert got == plain("llama", prompt, **options)
         assert session.result.token_ids == got
-        assert transport.connections > len(LINKS[link].cut_after)
+        # A drafter that agrees may be done with the text before all cuts.
+        assert number % 2 or transport.connections > len(LINKS[link].cut_after)
         await session.close()
         await server.service.stop()
 

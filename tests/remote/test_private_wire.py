@@ -114,7 +114,7 @@ def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
         assert session.stats.cuts
         return shown
 
-    shown = asyncio.run(asyncio.wait_for(run(), 120))
+    shown = asyncio.run(run())
     sent = b"\n".join(traffic.up)
     assert len(proxy.up) > len(sent)
     return sent + b"\n" + bytes(proxy.up), shown, tokenizer

@@ -95,11 +95,14 @@ def target_server(
 
 
 def _check(host: str, certificate: Path | None, key: Path | None, client_ca: Path | None) -> None:
+    # Imported here for the same reason.
+    from moaspec.remote.auth import LOCAL_HOSTS
+
     if (certificate is None) != (key is None):
         raise InputError("--tls-certificate and --tls-key come together.")
     if client_ca is not None and certificate is None:
         raise InputError("--client-ca needs --tls-certificate and --tls-key.")
-    if certificate is None and host not in ("127.0.0.1", "localhost", "::1"):
+    if certificate is None and host not in LOCAL_HOSTS:
         raise InputError(
             f"Listening on {host} without TLS would send texts and tokens in the clear. Give "
             "--tls-certificate and --tls-key, or listen on 127.0.0.1."

@@ -60,7 +60,8 @@ class Attachments:
         stream = self._streams.get(session.name)
         if stream is not None:
             verdict = session.answer(base, activations)
-            self._send(stream, session, pb.ServerMessage(verdict=verdict))
+            message = pb.ServerMessage(session=session.name, turn=session.turn, verdict=verdict)
+            stream.answer(message)
         elif session.records is not None and activations is not None:
             stop = activations.start + activations.count
             session.records.sent.discard(activations.start, stop)
@@ -70,9 +71,6 @@ class Attachments:
         stream = self._streams.get(session.name)
         if stream is not None:
             problem = pb.Problem(kind=kind, message=message)
-            self._send(stream, session, pb.ServerMessage(problem=problem))
-
-    @staticmethod
-    def _send(stream: Stream, session: ServerSession, message: pb.ServerMessage) -> None:
-        message.session, message.turn = session.name, session.turn
-        stream.answer(message)
+            # Who is refused is so for good, also where the turn that was asked for never began.
+            turn = 0 if kind == pb.Problem.REFUSED else session.turn
+            stream.answer(pb.ServerMessage(session=session.name, turn=turn, problem=problem))

@@ -227,13 +227,13 @@ class RemoteVerifier:
     def receive(self, message: pb.ServerMessage) -> None:
         """A message of the server; those of earlier turns mean nothing any more.
 
-        A problem of no turn is one of the connection.
+        A problem of no turn is one of the connection or of the whole session.
 
         Raises:
             WireError: what no server may say.
         """
-        of_connection = message.HasField("problem") and not message.turn
-        if message.turn != self.turn and not of_connection:
+        of_no_turn = message.HasField("problem") and not message.turn
+        if message.turn != self.turn and not of_no_turn:
             return
         if message.HasField("verdict"):
             self._verdict(message.verdict)
