@@ -24,7 +24,6 @@ from edges import Edge
 from moaspec.serve.source import TextSource
 from serving import LONGEST, MODEL, Served, own_text, say
 
-
 Ask = Callable[[Served, int], Any]
 
 
