@@ -132,7 +132,7 @@ def over_grpc() -> Iterator[EdgeSource]:
             LocalDevice(target, drafter),
             transport,
             name=serving.MODEL,
-            options=RemoteOptions(link=PATIENT),
+            options=RemoteOptions(link=PATIENT, draft="chain:2"),
             alone=RemoteText(transport, target.stop_token_ids),
         )
     finally:

@@ -16,7 +16,10 @@ from serving import LONGEST, MODEL, Served, own_text
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "maximum": 9}},
+    "properties": {
+        "kind": {"enum": ["cat", "dog"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
     "required": ["kind", "age"],
     "additionalProperties": False,
 }
@@ -88,7 +91,7 @@ def test_schemas_tools_and_errors(llm: Llm) -> None:
     for how in ((), ("--no-stream",)):
         value = json.loads(llm.says(*asked, *how))
         assert value["kind"] in ("cat", "dog")
-        assert value["age"] <= 9
+        assert 0 <= value["age"] <= 9
     llm.says("what time is it?", "--functions", TOOL, *SAMPLED)
     refused = llm("x" * 5000)
     assert refused.returncode == 1

@@ -9,30 +9,43 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai import OpenAI
 
 import serving
 from commands import text_target
 from edges import Edge
 from moaspec.serve.source import TextSource
-from serving import LONGEST, MODEL, own_text, say
+from serving import LONGEST, MODEL, Served, own_text, say
+
+Ask = Callable[[Served, int], Any]
 
 
-def ask(served: serving.Served, max_tokens: int) -> Any:
-    messages: Any = say("hello")
-    return served.openai().chat.completions.create(
-        model=MODEL, messages=messages, max_tokens=max_tokens, temperature=0, stream=True
-    )
+@pytest.fixture
+def ask() -> Iterator[Ask]:
+    """Streams whose client outlives the server."""
+    clients: list[OpenAI] = []
+
+    def stream(served: Served, max_tokens: int) -> Any:
+        clients.append(OpenAI(base_url=served.api, api_key="none", max_retries=0, timeout=300))
+        messages: Any = say("hello")
+        return clients[-1].chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=max_tokens, temperature=0, stream=True
+        )
+
+    yield stream
+    for client in clients:
+        client.close()
 
 
 @pytest.mark.parametrize("make", [serving.source, lambda: Edge().source])
-def test_who_still_listens_hears_why(make: Callable[[], TextSource]) -> None:
+def test_who_still_listens_hears_why(ask: Ask, make: Callable[[], TextSource]) -> None:
     source = make()
     with serving.serving(source, grace_s=0.2) as served:
         stream = ask(served, 1900)
@@ -54,7 +67,7 @@ def test_who_still_listens_hears_why(make: Callable[[], TextSource]) -> None:
     assert ended == ["The server is shutting down."]
 
 
-def test_answers_that_are_under_way_may_end() -> None:
+def test_answers_that_are_under_way_may_end(ask: Ask) -> None:
     with serving.serving(serving.source(), grace_s=60) as served:
         stream = ask(served, LONGEST)
         chunks = [next(stream)]
