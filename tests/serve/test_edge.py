@@ -100,7 +100,7 @@ def test_kept_text_says_so() -> None:
 
 
 def test_plain_decoding_is_the_servers_own() -> None:
-    plain = {"extra_body": {"moaspec": {"speculation": False}}}
+    plain: dict[str, Any] = {"extra_body": {"moaspec": {"speculation": False}}}
     sampled: dict[str, Any] = {"temperature": 0.9, "seed": 5}
     with edges.over_grpc() as source, serving.serving(source) as served:
         drafted = ask(served, **sampled)

@@ -41,7 +41,7 @@ class Llm:
 
     def __init__(self, directory: Path, served: Served) -> None:
         self._command, self._directory = command(), directory
-        known = {"model_id": "moaspec", "model_name": MODEL, "api_base": served.api}
+        known: dict[str, Any] = {"model_id": "moaspec", "model_name": MODEL, "api_base": served.api}
         known |= {"supports_tools": True, "supports_schema": True}
         # JSON is YAML.
         (directory / "extra-openai-models.yaml").write_text(json.dumps([known]))
