@@ -116,7 +116,7 @@ def edge_bench(
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if as_json:
-        console.out.print(json.dumps(report), markup=False)
+        console.out.print(json.dumps(report))
     elif cut is None:
         _show(report)
     else:

@@ -75,7 +75,7 @@ def target_server(
     console.quiet_libraries()
     if traces:
         _print_traces()
-    with console.err.status(f"Loading {model}"):
+    with console.status(f"Loading {model}"):
         target = load_target(model, dtype=dtype)
         name = drafter or (model if model in bundled_drafters() else None)
         module = None if name is None else load_drafter(name, target=target)
@@ -137,7 +137,7 @@ async def _serve(make: Callable[[], Any], host: str, drain_s: float) -> None:
         with contextlib.suppress(NotImplementedError):  # not on Windows
             loop.add_signal_handler(number, stop.set)
     async with make() as server:
-        console.out.print(json.dumps({"address": f"{host}:{server.port}"}), markup=False)
+        console.out.print(json.dumps({"address": f"{host}:{server.port}"}))
         await stop.wait()
         console.err.print("Draining", style="dim")
         await server.drain(drain_s)
