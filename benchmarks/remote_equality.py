@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 11},
 }
-FAULTS = Faults(loss=0.03, twice=0.1, delay_s=0.02, cut_after=(12, 16, 20))
+FAULTS = Faults(loss=0.03, twice=0.1, delay_s=0.02, cut_after=(6, 8, 10))
 LINK = LinkOptions(backoff_s=0.05, retry_s=0.25)
 
 
