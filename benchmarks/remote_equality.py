@@ -72,8 +72,8 @@ async def remote_text(
     remote: RemoteOptions,
     seed: int,
     options: dict[str, Any],
-) -> tuple[list[int], RemoteSession]:
-    """The text as a reader of events has it."""
+) -> tuple[list[int], RemoteSession, int]:
+    """The text as a reader of events has it, and the number of connections that it took."""
     server = Restartable(lambda: TargetService(target, drafter))
     transport = FaultyTransport(server.transport, FAULTS, seed=seed)
     session = RemoteSession(LocalDevice(target, drafter), transport, remote)
@@ -87,7 +87,7 @@ async def remote_text(
             await server.restart()
     await session.close()
     await server.service.stop()
-    return text, session
+    return text, session, transport.connections
 
 
 def judge(
@@ -123,15 +123,15 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         options = {**chosen, "max_new_tokens": args.new_tokens}
         expected = moaspec.generate(target, prompt, stop_token_ids=(), **options).token_ids
         remote = RemoteOptions(codec=codec, num_target_layers=layers, draft="chain:4", link=LINK)
-        got, session = await remote_text(
+        got, session, connections = await remote_text(
             target, drafter, prompt, remote=remote, seed=number, options=options
         )
         outcome = judge(target, prompt, expected, got, options)
         outcomes[outcome] += 1
         stats = session.stats
-        totals.update(tokens=len(got), cuts=stats.cuts, reopened=stats.reopened)
+        totals.update(tokens=len(got), connections=connections, reopened=stats.reopened)
         totals.update(provisional=stats.provisional, corrected=stats.corrected)
-        print(f"{setting:8} {codec} N={layers} {outcome}; {stats.cuts} cuts", flush=True)
+        print(f"{setting:8} {codec} N={layers} {outcome}; {connections} connections", flush=True)
     return {"outcomes": dict(outcomes), **totals}
 
 
