@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,13 @@ from moaspec.target import Target
 
 PATIENT = LinkOptions(heartbeat_s=1.0, dead_after_s=30.0, backoff_s=0.05, max_backoff_s=0.1)
 """A busy machine must not look like a dead link; cuts here are noticed at once."""
+
+
+WRITTEN_ALONE = 4
+"""Tokens after which a cut link is mended; a clock would tell little on a busy machine."""
+
+PATIENCE_S = 60.0
+"""After which it is mended all the same."""
 
 
 class CutTransport:
@@ -87,14 +95,15 @@ class Edge:
         )
 
     @contextmanager
-    def cut_for_a_while(self, *, after: int = 12, seconds: float = 1.0) -> Iterator[None]:
-        """Cut the link after so many frames from the server, and mend it somewhat later."""
-        over = threading.Event()
+    def cut_for_a_while(self, *, after: int = 12) -> Iterator[None]:
+        """Cut the link after so many frames from the server, until the device has written on."""
+        over, before = threading.Event(), self._written_alone
 
         def mend() -> None:
-            while not self.link.cut and not over.wait(0.02):
-                pass
-            over.wait(seconds)
+            deadline = time.monotonic() + PATIENCE_S
+            while self._written_alone < before + WRITTEN_ALONE and time.monotonic() < deadline:
+                if over.wait(0.02):
+                    break
             self.link.cut = False
 
         self.link.cut_after = after
@@ -106,6 +115,11 @@ class Edge:
             over.set()
             mending.join()
         assert self.link.cut_after is None, "the link was never cut"
+
+    @property
+    def _written_alone(self) -> int:
+        """Tokens that devices have written without a link."""
+        return sum(seat.session.stats.provisional for seat in self.source._seats)
 
 
 @contextmanager
