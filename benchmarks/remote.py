@@ -38,6 +38,7 @@ from moaspec.remote import (
     StoreOptions,
     TargetService,
 )
+from moaspec.remote.shared import PassCounts
 
 
 @dataclass
@@ -120,51 +121,88 @@ async def measure(
     passes = PassOptions(max_rows=max_rows)
     limits = StoreOptions(max_sessions=args.clients, max_sessions_per_owner=args.clients)
     service = TargetService(target, None, ServiceOptions(passes=passes, sessions=limits))
-    process = psutil.Process()
     clients = [Client(known) for _ in range(args.clients)]
-    memory: list[int] = []
-    # One process plays all clients and the server, so a silent second is no dead link.
-    link = LinkOptions(dead_after_s=10.0, connect_s=10.0, retry_s=5.0)
-    options = RemoteOptions(draft=Chain(args.draft), draft_ahead=False, link=link)
     async with GrpcServer(service, ServerOptions(port=0)) as server:
-        address = f"127.0.0.1:{server.port}"
-        until_s = time.monotonic() + seconds
-        running = []
-        sessions = []
-        for number, client in enumerate(clients):
-            replay = Replay([[*p, *t] for p, t in known], agreement=args.agreement, seed=number)
-            sessions.append(
-                RemoteSession(LocalDevice(target, replay), GrpcTransport(address), options)
-            )
-            running.append(asyncio.create_task(client.run(sessions[-1], until_s, number)))
-        while not all(task.done() for task in running):
-            await asyncio.sleep(min(1.0, seconds / 10))
-            memory.append(process.memory_info().rss)
-        await asyncio.gather(*running)
-        for session in sessions:
-            await session.close()
-    counts = service.shared.counts
-    verdicts = sorted(s for client in clients for s in client.verdict_s)
-    tokens = [client.tokens for client in clients]
-    half = memory[len(memory) // 2 :] or memory
+        sessions = [
+            session(target, known, args, number, f"127.0.0.1:{server.port}")
+            for number in range(args.clients)
+        ]
+        memory = await decode(clients, sessions, seconds)
+        for one in sessions:
+            await one.close()
     return {
         "max_rows": max_rows,
         "seconds": seconds,
+        **of_clients(clients, seconds),
+        **of_passes(service.shared.counts, clients),
+        "rss_mib": of_memory(memory),
+    }
+
+
+def session(
+    target: moaspec.Target,
+    known: list[tuple[list[int], list[int]]],
+    args: argparse.Namespace,
+    number: int,
+    address: str,
+) -> RemoteSession:
+    """One client's."""
+    # One process plays all clients and the server, so a silent second is no dead link.
+    link = LinkOptions(dead_after_s=10.0, connect_s=10.0, retry_s=5.0)
+    options = RemoteOptions(draft=Chain(args.draft), draft_ahead=False, link=link)
+    replay = Replay([[*p, *t] for p, t in known], agreement=args.agreement, seed=number)
+    return RemoteSession(LocalDevice(target, replay), GrpcTransport(address), options)
+
+
+async def decode(
+    clients: Sequence[Client], sessions: Sequence[RemoteSession], seconds: float
+) -> list[int]:
+    """Let all clients decode; returns the process's memory as it was meanwhile, in bytes."""
+    until_s, process = time.monotonic() + seconds, psutil.Process()
+    running = [
+        asyncio.create_task(client.run(one, until_s, number))
+        for number, (client, one) in enumerate(zip(clients, sessions, strict=True))
+    ]
+    memory: list[int] = []
+    while not all(task.done() for task in running):
+        await asyncio.sleep(min(1.0, seconds / 10))
+        memory.append(process.memory_info().rss)
+    await asyncio.gather(*running)
+    return memory
+
+
+def of_clients(clients: Sequence[Client], seconds: float) -> dict[str, Any]:
+    """Tokens, and what a verdict took."""
+    tokens = [client.tokens for client in clients]
+    verdicts = sorted(s for client in clients for s in client.verdict_s)
+    return {
         "tokens_per_s": sum(tokens) / seconds,
         "tokens_by_client": {"least": min(tokens), "most": max(tokens)},
         "turns": sum(client.turns for client in clients),
-        "rows_per_pass": counts.rows / max(1, counts.passes),
-        "tokens_per_pass": sum(tokens) / max(1, counts.passes),
-        "pass_ms": 1e3 * counts.seconds / max(1, counts.passes),
         "verdict_ms": {
             "p50": 1e3 * verdicts[len(verdicts) // 2],
             "p99": 1e3 * verdicts[int(len(verdicts) * 0.99)],
         },
-        "rss_mib": {
-            "half": half[0] / 2**20,
-            "end": half[-1] / 2**20,
-            "median": statistics.median(memory) / 2**20,
-        },
+    }
+
+
+def of_passes(counts: PassCounts, clients: Sequence[Client]) -> dict[str, float]:
+    """What shared them."""
+    passes = max(1, counts.passes)
+    return {
+        "rows_per_pass": counts.rows / passes,
+        "tokens_per_pass": sum(client.tokens for client in clients) / passes,
+        "pass_ms": 1e3 * counts.seconds / passes,
+    }
+
+
+def of_memory(memory: Sequence[int]) -> dict[str, float]:
+    """MiB in the middle and at the end: texts of the second half must leave nothing behind."""
+    half = memory[len(memory) // 2 :]
+    return {
+        "half": half[0] / 2**20,
+        "end": half[-1] / 2**20,
+        "median": statistics.median(memory) / 2**20,
     }
 
 

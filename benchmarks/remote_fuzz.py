@@ -1,8 +1,9 @@
-"""Hostile frames against a server in this process: at least 100,000, and an honest client beside.
+"""Hostile frames: at least 100,000 against a server, and as many against a device's parser.
 
 Noise, mutations, truncations, replays, lies about lengths, and messages for other people's
-sessions. The honest client's texts must stay those of plain decoding, no error but this package's
-own may come up, and memory must return to where it was. The last line is JSON.
+sessions. An honest client decodes beside the attack; its texts must stay those of plain decoding,
+no error but this package's own may come up, and memory must return to where it was. Then frames and
+records of activations as a hostile server would send them. The last line is JSON.
 
     python benchmarks/remote_fuzz.py --frames 100000
 """
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import gc
 import json
+import random
 import sys
 import time
 from collections import Counter
@@ -32,7 +34,11 @@ from moaspec.remote import (
     RemoteSession,
     TargetService,
     fingerprint,
+    wire,
 )
+from moaspec.remote import target_pb2 as pb
+from moaspec.remote.codec import CODECS
+from moaspec.remote.layout import Layout
 from moaspec.remote.transport import Connection, pipe
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -73,6 +79,34 @@ async def read_all(connection: Connection) -> None:
         return
 
 
+def against_the_device(frames: int, seed: int) -> Counter[str]:
+    """Messages and activations of a hostile server: a message, numbers, or an error of ours."""
+    chance, ends = random.Random(seed), Counter[str]()  # noqa: S311 - nothing secret
+    target = tiny.target()
+    layouts = [
+        Layout.of(tiny.agreeing_drafter("llama").config, codec, layers, target.head_dim)
+        for codec in CODECS
+        for layers in (0, 2)
+    ]
+    like = torch.empty(0)
+    for _ in range(frames):
+        layout, count = chance.choice(layouts), chance.randrange(4)
+        wrong = chance.choice((0, 0, 0, 1, -1, 7, -count * layout.token_bytes))
+        data = chance.randbytes(max(0, count * layout.token_bytes + wrong))
+        told = pb.Activations(start=chance.getrandbits(32), count=count, data=data)
+        frame = bytearray(pb.ServerMessage(session=bytes(16), activations=told).SerializeToString())
+        for _ in range(chance.randrange(3)):
+            frame[chance.randrange(len(frame))] = chance.randrange(256)
+        try:
+            message = wire.parse_server(bytes(frame)).activations
+            parts = layout.decode(message.data, message.count, like)
+            assert all(bool(part.isfinite().all()) for part in parts if part is not None)
+            ends["read"] += 1
+        except MoaSpecError as error:
+            ends[type(error).__name__] += 1
+    return ends
+
+
 async def run(args: argparse.Namespace) -> dict[str, object]:
     """The attack, and an honest client beside it."""
     target, drafter = tiny.target(), tiny.agreeing_drafter("llama")
@@ -103,6 +137,7 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
         "seconds": time.monotonic() - started,
         "connections": sum(ends.values()),
         "ended_by": dict(ends),
+        "against_the_device": dict(against_the_device(args.frames, args.seed)),
         "honest_texts": texts,
         "rss_growth_mib": (psutil.Process().memory_info().rss - before) / 2**20,
         "cache_bytes_left": service.verifier.cache.num_bytes,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import uvicorn
 from openai import OpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -22,7 +21,7 @@ from moaspec.decode import Chain, Shaping
 from moaspec.serve.app import create_app
 from moaspec.serve.desk import ServeSettings
 from moaspec.serve.local import LocalSource
-from moaspec.serve.running import config
+from moaspec.serve.running import Server, config
 from moaspec.serve.source import TextSource
 from moaspec.serve.worker import Limits
 from moaspec.target import Target
@@ -104,9 +103,11 @@ class Served:
 
 
 @contextmanager
-def serving(of: TextSource, settings: ServeSettings | None = None) -> Iterator[Served]:
+def serving(
+    of: TextSource, settings: ServeSettings | None = None, *, grace_s: float = 5.0
+) -> Iterator[Served]:
     """A real server on a free port."""
-    server = uvicorn.Server(config(create_app(of, settings), host="127.0.0.1", port=0))
+    server = Server(config(create_app(of, settings), host="127.0.0.1", port=0), of, grace_s)
     started = threading.Event()
 
     async def run() -> None:

@@ -2,7 +2,8 @@
 
 MoaSpecError
 ├── InputError               what the caller passed is wrong (command line: exit code 2)
-│   ├── PromptError          empty, too long, or token ids outside the vocabulary
+│   ├── PromptError          empty, or token ids outside the vocabulary
+│   │   └── ContextError     too long for the target
 │   ├── ShapeError           impossible tree or chain sizes, tensors of the wrong shape
 │   └── UnknownModelError    no alias, directory or hub model of that name can be used
 ├── CheckpointError          a drafter checkpoint cannot be used (command line: exit code 2)
@@ -32,6 +33,10 @@ class InputError(MoaSpecError, ValueError):
 
 class PromptError(InputError):
     """The prompt is empty, too long for the target, or has ids outside its vocabulary."""
+
+
+class ContextError(PromptError):
+    """The prompt leaves no room in the target's context."""
 
 
 class ShapeError(InputError):

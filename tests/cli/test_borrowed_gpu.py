@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import chats
+import moaspec
 import tiny
 from commands import text_target
 
@@ -59,7 +60,8 @@ def test_blocks_until_it_is_done(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in log] == list(range(1, STEPS + 1))
     (state,) = (tmp_path / "run" / "state").iterdir()
     assert max(path.stat().st_size for path in state.glob("*.safetensors")) < 60_000
-    assert (tmp_path / "run" / "drafter" / "model.safetensors").exists()
+    trained = moaspec.load_target(str(tmp_path / "model"))
+    moaspec.load_drafter(tmp_path / "run" / "drafter", target=trained)
     assert run(arguments, tmp_path) == 0
 
 

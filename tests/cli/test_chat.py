@@ -112,6 +112,22 @@ def test_bad_commands_are_said_and_survived(
     assert message in capsys.readouterr().err
 
 
+def test_exit_with_words_behind_it(talk: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert say(talk, monkeypatch, "/exit now", "w5") == 0
+
+
+def test_a_line_that_is_no_text(
+    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(talk, monkeypatch, "w5 \udcff", "w7")
+    assert "UTF-8" in capsys.readouterr().err
+    assert [message["content"] for message in talk.messages[::2]] == ["w7"]
+    stdin = io.TextIOWrapper(io.BytesIO(b"w5\xff\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(InputError, match="UTF-8"):
+        talk.turn()
+
+
 def test_a_conversation_that_is_too_long(
     talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,3 +194,14 @@ def test_the_command_reads_a_pipe(
         run()
     assert not caught.value.code
     assert capsys.readouterr().out.strip() == answer(command, ids("w2 w5 w9 w3"))
+
+
+def test_numbers_are_checked_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("moaspec.cli.chat.load_target", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("sys.argv", ["moaspec", "chat", "--max-new-tokens", "-1"])
+    with pytest.raises(SystemExit) as caught:
+        run()
+    assert caught.value.code == 2
+    assert "--max-new-tokens" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import serving
+from edges import Edge
 from moaspec.cli.chat_url import TAKEN_BACK, ServedTalk, _Printer
 from moaspec.cli.main import run
 from moaspec.decode import RowOptions
@@ -18,9 +19,10 @@ from serving import Served
 SETTINGS: RowOptions = {"max_new_tokens": 12, "temperature": 0.0}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving.serving(serving.source()) as running:
+@pytest.fixture(scope="module", params=["serve", "edge"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    source = serving.source() if request.param == "serve" else Edge().source
+    with serving.serving(source) as running:
         yield running
 
 

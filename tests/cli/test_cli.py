@@ -14,10 +14,14 @@ from typer.testing import CliRunner
 
 import tiny
 from commands import Cli, text_target
+from moaspec.cli import console
 from moaspec.cli.main import app, run
 from moaspec.decode import Engine, Event, stored_costs
 from moaspec.errors import ShapeError, TrainingError
-from moaspec.model import save_drafter
+from moaspec.model import LayerConfig, save_drafter
+from moaspec.model.baselines import save_baseline
+from moaspec.model.eagle import EagleDrafter
+from moaspec.model.stack import StackConfig
 from moaspec.target import Target
 
 PROMPT = "w5 w9 w2"
@@ -138,6 +142,38 @@ def test_info_of_a_published_checkpoint(checkpoint: Path, cli: Cli) -> None:
     assert (facts["format"], facts["target"]) == ("published", "not recorded")
 
 
+def test_info_of_a_baseline(cli: Cli, tmp_path: Path) -> None:
+    layer = LayerConfig(
+        hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=8, intermediate_size=56
+    )
+    rope = {"rope_theta": 10000.0}
+    config = StackConfig(layer=layer, rope_parameters=rope, target=tiny.target().identity)
+    save_baseline(EagleDrafter(config), tmp_path)
+    facts = json.loads(cli("info", str(tmp_path), "--json").out)
+    assert facts["format"] == "baseline (eagle)"
+    assert facts["target"]["num_layers"] == 3
+
+
+@pytest.mark.parametrize("form", ["ours", "published"])
+def test_info_of_what_is_not_all_of_a_drafter(form: str, checkpoint: Path, cli: Cli) -> None:
+    if form == "published":
+        (checkpoint / "config.json").write_text(json.dumps(tiny.target().config.to_dict()))
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["Ekv2E.weight"], tensors["Ekv2E.bias"]
+    save_file(tensors, checkpoint / "model.safetensors")
+    output = cli("info", str(checkpoint))
+    assert output.code == 2
+    assert "Tensors are missing in the checkpoint: Ekv2E" in output.err
+    assert cli("checkpoint", "push", str(checkpoint), "someone/drafter").code == 2
+
+
+def test_info_of_a_target(cli: Cli, tmp_path: Path) -> None:
+    tiny.model().save_pretrained(tmp_path)
+    output = cli("info", str(tmp_path))
+    assert output.code == 2
+    assert "Unexpected tensor" in output.err
+
+
 def test_info_of_nothing(tmp_path: Path, cli: Cli) -> None:
     output = cli("info", str(tmp_path / "nowhere"))
     assert output.code == 2
@@ -249,7 +285,8 @@ def test_ctrl_c_while_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None
         (("--tree", "bush"), "draft shape"),
         (("--tree", "tree:3,2,1"), "depth 3"),
         (("--threads", "0"), "--threads"),
-        (("--max-new-tokens", "-1"), "max_new_tokens"),
+        (("--threads", "1000000"), "--threads"),
+        (("--max-new-tokens", "-1"), "--max-new-tokens"),
         (("--temperature", "-1"), "temperature"),
         (("--num-choices", "0"), "--num-choices"),
         (("--stop", ""), "stop"),
@@ -262,6 +299,58 @@ def test_bad_input_is_one_line(options: tuple[str, ...], message: str, cli: Cli)
     assert message in " ".join(output.err.split())
     assert output.err.startswith("Error: ")
     assert "Traceback" not in output.err
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "b/" * 300, "[/x]", "[/x]/y", __file__])
+@pytest.mark.parametrize("command", ["target", "drafter", "info"])
+def test_names_that_are_none(command: str, name: str, cli: Cli, tmp_path: Path) -> None:
+    """Some are too long for a path, some look like what a console would take for its markup."""
+    tiny.model().save_pretrained(tmp_path)
+    options = {
+        "target": ("generate", PROMPT, "--model", name),
+        "drafter": ("generate", PROMPT, "--model", str(tmp_path), "--drafter", name),
+        "info": ("info", name),
+    }
+    output = cli(*options[command])
+    assert output.code == 2
+    assert name in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_a_directory_that_looks_like_markup(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_drafter(tiny.random_drafter(tiny.target()), tmp_path / "[x" / "]")
+    monkeypatch.chdir(tmp_path)
+    output = cli("info", "[x/]")
+    assert output.code == 0
+    assert "[x/]" in output.out
+
+
+def test_what_is_printed_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    console.out.print("[bold]:fire:[/bold] [/]")
+    assert capsys.readouterr().out == "[bold]:fire:[/bold] [/]\n"
+
+
+def test_what_cannot_be_written_has_no_traceback(
+    cli: Cli, loaded: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "file" / "cache"))
+    output = cli("calibrate")
+    assert loaded.tokenizer is not None
+    assert output.code == 1
+    assert "Not a directory" in output.err
+    assert "Traceback" not in output.err
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("options", [(), ("--raw",)])
+def test_a_prompt_that_is_no_text(options: tuple[str, ...], cli: Cli) -> None:
+    """What Python makes of arguments that are not UTF-8."""
+    output = cli("generate", "w5 \udcff", *options)
+    assert output.code == 2
+    assert "UTF-8" in output.err
 
 
 @pytest.mark.usefixtures("loaded")
@@ -338,6 +427,13 @@ def test_demo(cli: Cli) -> None:
     assert output.code == 0
     for words in ("green", "hf", "plain", "moa", "tokens/s"):
         assert words in output.words
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_demo_of_nothing(number: str, cli: Cli) -> None:
+    output = cli("demo", "--max-new-tokens", number)
+    assert (output.code, output.out) == (2, "")
 
 
 # train

@@ -48,20 +48,21 @@ def test_a_server_from_start_to_sigterm(tmp_path: Path) -> None:
     assert target.tokenizer is not None
     target.tokenizer.save_pretrained(tmp_path)
     arguments = ["target-server", "--model", str(tmp_path), "--port", "0", "--threads", "1"]
-    server = subprocess.Popen(
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    with subprocess.Popen(
         [sys.executable, "-m", "moaspec", *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
-    )
-    try:
-        assert server.stdout is not None
-        address = json.loads(server.stdout.readline())["address"]
-        asyncio.run(_read(moaspec.load_target(str(tmp_path)), address))
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
-    finally:
-        server.kill()
+        env=environment,
+    ) as server:
+        try:
+            assert server.stdout is not None
+            address = json.loads(server.stdout.readline())["address"]
+            asyncio.run(_read(moaspec.load_target(str(tmp_path)), address))
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(30) == 0
+        finally:
+            server.kill()
 
 
 async def _read(target: moaspec.Target, address: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
 import torch
@@ -150,7 +151,9 @@ def test_load_drafter_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    "error", [LocalEntryNotFoundError("no cache"), OSError("no network")], ids=["cache", "network"]
+    "error",
+    [LocalEntryNotFoundError("no cache"), OSError("no network"), httpx.ProxyError("no proxy")],
+    ids=["cache", "network", "proxy"],
 )
 def test_load_drafter_that_nobody_has(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: Any, **__: Any) -> str:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MaxTimeCriteria,
@@ -101,6 +103,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "first_row": {"stopping_criteria": StoppingCriteriaList([FirstRow()])},
     "no_time": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(0.0)])},
     "several": {"num_return_sequences": 1, "return_dict_in_generate": True},
+    "configuration": {
+        "generation_config": GenerationConfig(
+            eos_token_id=[EOS, 12], pad_token_id=PAD, min_new_tokens=5, repetition_penalty=1.2
+        )
+    },
+    "suppressed": {
+        "suppress_tokens": [12, 3],
+        "begin_suppress_tokens": [20],
+        "sequence_bias": [[[9], 2.0], [[3, 4], -5.0]],
+        "exponential_decay_length_penalty": (4, 1.5),
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    },
 }
 
 
@@ -268,6 +283,12 @@ def test_a_row_at_the_contexts_end_is_padded() -> None:
         model.generate(**padded(), **options)
 
 
+def filled_cache() -> DynamicCache:
+    cache = DynamicCache()
+    tiny.target().model(input_ids=torch.tensor([[5, 9]]), past_key_values=cache)
+    return cache
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, "beam"),
     "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
@@ -277,6 +298,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "assistant": ({"assistant_model": tiny.target("llama").model}, "assistant_model"),
     "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted"),
     "guidance": ({"guidance_scale": 1.5}, "FreeGuidance"),
+    "embeddings": ({"inputs_embeds": torch.zeros(1, 3, 48)}, "inputs_embeds"),
+    "filled_cache": ({"past_key_values": filled_cache()}, "filled cache"),
 }
 
 

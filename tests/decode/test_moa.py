@@ -408,7 +408,8 @@ def ops_of_a_draft(shape: Tree, rows: int = 1) -> Counter[str]:
 def test_operations_do_not_grow_with_nodes_or_rows() -> None:
     small = ops_of_a_draft(Tree(3, 2, 4)).total()
     assert ops_of_a_draft(Tree(3, 2, 10)).total() == small
-    assert ops_of_a_draft(Tree(3, 8, 60)).total() == small
+    # Up to four nodes fold query heads, a few operations that pay; more nodes never need more.
+    assert ops_of_a_draft(Tree(3, 8, 60)).total() <= small
     # Writing several rows' slots takes an index where one row needs none.
     assert ops_of_a_draft(Tree(3, 2, 4), rows=4).total() <= 1.1 * small
 

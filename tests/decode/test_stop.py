@@ -102,6 +102,15 @@ def test_none_is_no_stop_string() -> None:
     assert moaspec.generate(tiny.target(), PROMPT, stop=None, max_new_tokens=2).stop_string is None
 
 
+def test_iterators_are_read_for_every_row() -> None:
+    """Whatever is iterable may be given, also what can be iterated over only once."""
+    options: dict[str, Any] = {"num_choices": 2, "max_new_tokens": 8}
+    by_string = moaspec.generate(TARGET, PROMPT, stop=iter([word(OWN[3])]), **options)
+    by_token = moaspec.generate(TARGET, PROMPT, stop_token_ids=iter([OWN[3]]), **options)
+    for result in (*by_string, *by_token):  # type: ignore[misc]  # lists, with several choices
+        assert tuple(result.token_ids) == OWN[:4]
+
+
 def test_a_target_without_tokenizer() -> None:
     with pytest.raises(InputError, match="stop_token_ids"):
         moaspec.generate(tiny.target(), PROMPT, stop="x")

@@ -192,6 +192,13 @@ def _limited(row: Any, tokens: list[int]) -> tuple[list[int], Any]:
     return kept, "max_new_tokens" if len(kept) == row.remaining else None
 
 
+def test_a_text_that_ends_with_the_context() -> None:
+    target = tiny.fresh_target(max_position_embeddings=len(PROMPTS[1]) + 3)
+    findings = checked(target=target, drafter=None, prompts=PROMPTS[1:], max_new_tokens=NEW)
+    assert not faults(findings)
+    assert {finding.num_tokens for finding in findings} == {3}
+
+
 def test_a_tie_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tokens with one head row: a method that takes the other one is not wrong."""
     prompt, own = tiny.PROMPTS[0], tiny.own_texts("llama")[0]

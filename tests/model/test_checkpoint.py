@@ -400,6 +400,14 @@ def test_weights_of_eight_bits(dtype: torch.dtype, tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_weights_that_are_whole_numbers(tmp_path: Path) -> None:
+    """Of a checkpoint that was quantised elsewhere; its scales are not known here."""
+    name = "Ekv2E.weight"
+    edit_tensors(saved(tmp_path), lambda t: t.update({name: t[name].to(torch.int8)}))
+    with pytest.raises(CorruptCheckpointError, match=r"holds torch\.int8"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("heads", [0, -3, "x", None, 2.5])
 def test_impossible_heads_of_a_published_checkpoint(heads: Any, tmp_path: Path) -> None:
     target, drafter = nine_heads()

@@ -25,8 +25,8 @@ from moaspec.remote import (
 )
 
 QUICK = LinkOptions(
-    heartbeat_s=0.05,
-    dead_after_s=0.15,
+    heartbeat_s=0.1,
+    dead_after_s=0.3,
     backoff_s=0.01,
     max_backoff_s=0.05,
     connect_s=0.2,
@@ -180,6 +180,29 @@ def test_wait_shows_verified_tokens_only() -> None:
         await healing
         assert cut.text == list(tiny.own_texts("llama")[1])
         assert cut.session.stats.provisional == 0
+        await cut.end()
+
+    asyncio.run(run())
+
+
+def test_an_end_that_the_target_does_not_see_is_none() -> None:
+    """The device thinks that the text has ended, is told otherwise, and is cut off again."""
+    text = list(tiny.own_texts("llama")[1])
+    stop = next(token for token in range(tiny.VOCAB) if token not in text)
+
+    async def run() -> None:
+        known = [[*PROMPT, *text[:9], stop], [*PROMPT, *text]]
+        cut = Cut(tiny.ReplayDrafting(known))
+        got: list[int] = []
+        cuts = 0
+        async for event in cut.session.stream(PROMPT, max_new_tokens=NEW, stop_token_ids=(stop,)):
+            got[event.start :] = event.token_ids
+            if not event.num_provisional and len(got) >= (5, 12, NEW + 1)[cuts]:
+                cut.transport.hole, cuts = True, cuts + 1
+            elif event.num_provisional and (stop in got or cuts == 2):
+                cut.transport.hole = False
+        assert got == text
+        assert cuts == 2
         await cut.end()
 
     asyncio.run(run())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -39,37 +41,88 @@ def test_noise_is_a_message_or_an_error(frame: bytes) -> None:
             continue
 
 
-@given(st.binary(max_size=200), st.integers(0, 2**31))
-@settings(max_examples=20, deadline=None)
-def test_a_lying_server_ends_the_session_with_an_error(data: bytes, number: int) -> None:
-    """Verdicts and activations of wrong lengths: no wrong text, no hang."""
+class Liar:
+    """A server that answers whatever opens a session with these messages."""
 
-    async def lie(connection: Connection) -> None:
+    def __init__(self, *answers: Callable[[pb.Open], pb.ServerMessage]) -> None:
+        self._answers = answers
+
+    async def converse(self, _: str, connection: Connection) -> None:
         message = wire.parse_client(await connection.receive())
         while not message.HasField("open"):
             message = wire.parse_client(await connection.receive())
-        base = len(message.open.token_ids)
-        lies = pb.Activations(start=number % (base + 2), count=number % 3, data=data)
-        answer = pb.ServerMessage(session=message.session, turn=message.turn, activations=lies)
-        await connection.send(answer.SerializeToString())
-        # Whatever became of that: a token that does not exist.
-        answer.verdict.CopyFrom(pb.Verdict(base=base, tokens=[tiny.VOCAB + number % 1000]))
-        await connection.send(answer.SerializeToString())
-        await asyncio.sleep(1)
+        for make in self._answers:
+            answer = make(message.open)
+            answer.session, answer.turn = answer.session or message.session, message.turn
+            await connection.send(answer.SerializeToString())
+        await asyncio.sleep(3600)
 
-    class Liar:
-        async def converse(self, _: str, connection: Connection) -> None:
-            await lie(connection)
+
+def lied_to(*answers: Callable[[pb.Open], pb.ServerMessage], **options: Any) -> None:
+    """A session with a liar ends with an error of ours, and without text."""
 
     async def run() -> None:
         device = LocalDevice(tiny.target(), tiny.random_drafter(tiny.target()))
-        session = RemoteSession(device, InProcessTransport(Liar()))
+        session = RemoteSession(device, InProcessTransport(Liar(*answers)))
         with pytest.raises(MoaSpecError):
-            await session.generate(tiny.PROMPTS[0], max_new_tokens=5)
+            await session.generate(tiny.PROMPTS[0], max_new_tokens=5, **options)
         assert session.result.token_ids == []
         await session.close()
 
     asyncio.run(run())
+
+
+def unknown_token(number: int = 0) -> Callable[[pb.Open], pb.ServerMessage]:
+    return lambda asked: said(asked, tokens=[tiny.VOCAB + number])
+
+
+def said(asked: pb.Open, *, past: int = 0, **verdict: Any) -> pb.ServerMessage:
+    base = len(asked.token_ids) + past
+    return pb.ServerMessage(verdict=pb.Verdict(base=base, **verdict))
+
+
+@given(st.binary(max_size=200), st.integers(0, 2**31))
+@settings(max_examples=20, deadline=None)
+def test_activations_of_wrong_lengths(data: bytes, number: int) -> None:
+    """They are refused, or of no use; either way what follows them is read as it should be."""
+
+    def lies(asked: pb.Open) -> pb.ServerMessage:
+        start = number % (len(asked.token_ids) + 2)
+        return pb.ServerMessage(
+            activations=pb.Activations(start=start, count=number % 3, data=data)
+        )
+
+    lied_to(lies, unknown_token(number % 1000))
+
+
+LIES: dict[str, Callable[[pb.Open], pb.ServerMessage]] = {
+    "a text that is not ours": lambda asked: said(asked, past=1, tokens=[1]),
+    "a base without end": lambda asked: said(asked, past=2**31, tokens=[1]),
+    "a text without end": lambda asked: said(asked, tokens=[1] * 5000),
+    "a token that is none": unknown_token(),
+    "log-probabilities that nobody asked for": lambda asked: said(
+        asked, tokens=[1], logprobs=[-0.5]
+    ),
+    "another session": lambda asked: pb.ServerMessage(
+        session=bytes(16), verdict=said(asked, tokens=[1]).verdict
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lying_server_ends_the_session(lie: str) -> None:
+    lied_to(LIES[lie])
+
+
+def test_log_probabilities_that_are_missing() -> None:
+    lied_to(lambda asked: said(asked, tokens=[1]), logprobs=True)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e300])
+def test_times_that_cannot_be(seconds: float) -> None:
+    """A server that is busy for ever, or for no number of seconds, is not waited for so long."""
+    busy = pb.Problem(kind=pb.Problem.BUSY, retry_s=seconds)
+    lied_to(lambda _: pb.ServerMessage(problem=busy), unknown_token())
 
 
 def test_hostile_frames_change_nothing_for_others() -> None:

@@ -35,8 +35,9 @@ QUICK = LinkOptions(
 LINKS = {
     "clean": Faults(),
     "messy": Faults(loss=0.08, twice=0.15, delay_s=0.004),
-    "three cuts": Faults(twice=0.1, delay_s=0.002, cut_after=(8, 13, 17)),
+    "all at once": Faults(loss=0.04, twice=0.1, delay_s=0.003, cut_after=(4, 6, 8)),
 }
+"""Delays differ from message to message, so that later ones overtake earlier ones."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.3},
@@ -87,11 +88,13 @@ def test_every_link_and_codec(link: str, num_target_layers: int) -> None:
         options = options | {"max_new_tokens": tiny.NEW_TOKENS}
         got: list[int] = []
         async for event in session.stream(prompt, **options):
-            if len(got) < 10 <= event.start + len(event.token_ids) and link == "three cuts":
+            if len(got) < 10 <= event.start + len(event.token_ids) and link == "all at once":
                 await server.restart()
             got[event.start :] = event.token_ids
         assert got == plain("llama", prompt, **options)
         assert session.result.token_ids == got
+        # A drafter that agrees may be done with the text before all cuts.
+        assert number % 2 or transport.connections > len(LINKS[link].cut_after)
         await session.close()
         await server.service.stop()
 

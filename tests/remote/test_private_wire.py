@@ -1,12 +1,17 @@
-"""Every byte that leaves the device is captured, and no private text is in it in any form."""
+"""Every byte that leaves the device is captured, and no private text is in it in any form.
+
+A proxy on the way writes down what TCP carries, gRPC's own frames and headers included. As these
+divide messages, the messages themselves are searched too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -16,11 +21,13 @@ from transformers import PreTrainedTokenizerFast
 import moaspec
 import tiny
 from moaspec.remote import (
-    InProcessTransport,
+    GrpcServer,
+    GrpcTransport,
     LinkOptions,
     LocalDevice,
     RemoteOptions,
     RemoteSession,
+    ServerOptions,
     TargetService,
 )
 from moaspec.remote.emulation import Link, ShapedTransport
@@ -82,13 +89,16 @@ def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
     tokenizer = byte_tokenizer()
     target = tiny.fresh_target(tokenizer=tokenizer, vocab_size=256)
     drafter = tiny.random_drafter(target)
-    traffic = Traffic(keep=True)
+    traffic, proxy = Traffic(keep=True), Proxy()
 
     async def run() -> str:
         service = TargetService(target, drafter)
-        link = Link(name="x", delay_s=0.001)
-        transport = ShapedTransport(InProcessTransport(service), link, traffic=traffic)
-        quick = LinkOptions(heartbeat_s=0.05, dead_after_s=0.12, backoff_s=0.02)
+        async with GrpcServer(service, ServerOptions(port=0)) as server, proxy.to(server.port):
+            return await converse(GrpcTransport(f"127.0.0.1:{proxy.port}"))
+
+    async def converse(inner: GrpcTransport) -> str:
+        transport = ShapedTransport(inner, Link(name="x", delay_s=0.001), traffic=traffic)
+        quick = LinkOptions(heartbeat_s=0.1, dead_after_s=0.5, backoff_s=0.02, connect_s=10.0)
         options = RemoteOptions(draft=moaspec.Chain(2), link=quick)
         session = RemoteSession(LocalDevice(target, drafter), transport, options)
         sent = text if vault is None else vault.hide(text)
@@ -104,8 +114,40 @@ def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
         assert session.stats.cuts
         return shown
 
-    shown = asyncio.run(asyncio.wait_for(run(), 60))
-    return b"\n".join(traffic.up), shown, tokenizer
+    shown = asyncio.run(run())
+    sent = b"\n".join(traffic.up)
+    assert len(proxy.up) > len(sent)
+    return sent + b"\n" + bytes(proxy.up), shown, tokenizer
+
+
+class Proxy:
+    """Carries TCP connections to a port of this machine.
+
+    Attributes:
+        up: every byte of the clients.
+    """
+
+    def __init__(self) -> None:
+        self.up, self.port = bytearray(), 0
+
+    @contextlib.asynccontextmanager
+    async def to(self, port: int) -> AsyncIterator[None]:
+        async def carry(reader: Any, writer: Any, copy: bytearray) -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(65536):
+                    copy += data
+                    writer.write(data)
+            writer.close()
+
+        async def accept(reader: Any, writer: Any) -> None:
+            there = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(
+                carry(reader, there[1], self.up), carry(there[0], writer, bytearray())
+            )
+
+        async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+            self.port = server.sockets[0].getsockname()[1]
+            yield
 
 
 def test_nothing_private_leaves_the_device() -> None:

@@ -273,6 +273,9 @@ def test_credentials_that_cannot_be(tmp_path: Path) -> None:
         Credentials(certificate=tmp_path, key=tmp_path)
     with pytest.raises(InputError, match="Cannot read"):
         Credentials(ca=tmp_path / "none").channel()
+    with pytest.raises(InputError, match="in the clear"):
+        GrpcTransport("server:50051", Credentials(token="secret"))
+    assert GrpcTransport("[::1]:50051", Credentials(token="secret")).address
     (tmp_path / "tokens").write_text("[]")
     with pytest.raises(InputError, match="must hold"):
         Guard.read(tmp_path / "tokens")

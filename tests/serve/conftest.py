@@ -1,4 +1,4 @@
-"""One server for all tests that do not change it."""
+"""One server of each kind for all tests that do not change it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from openai import OpenAI
 
 import serving
+from edges import Edge
 from serving import Served
 
 
@@ -17,6 +18,25 @@ def served() -> Iterator[Served]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def edge() -> Edge:
+    return Edge()
+
+
+@pytest.fixture(scope="session")
+def served_edge(edge: Edge) -> Iterator[Served]:
+    with serving.serving(edge.source) as running:
+        yield running
+
+
+@pytest.fixture(params=["serve", "edge"])
+def endpoint(request: pytest.FixtureRequest) -> Served:
+    """What `moaspec serve` and `moaspec edge` serve: clients must not notice which."""
+    kinds = {"serve": "served", "edge": "served_edge"}
+    found: Served = request.getfixturevalue(kinds[request.param])
+    return found
+
+
 @pytest.fixture
-def client(served: Served) -> OpenAI:
-    return served.openai()
+def client(endpoint: Served) -> OpenAI:
+    return endpoint.openai()

@@ -40,6 +40,9 @@ def read(form: CallForm, text: str, size: int) -> tuple[str, list[dict[str, Any]
         (HERMES, '<tool_call>{"name": "x"}', '<tool_call>{"name": "x"}', 0),
         (LLAMA, LLAMA_CALL, "", 1),
         (LLAMA, f"{LLAMA_CALL};{LLAMA_CALL}", "", 2),
+        (LLAMA, f"{LLAMA_CALL}\n{LLAMA_CALL}\n", "", 2),
+        (LLAMA, f"{LLAMA_CALL}\n{LLAMA_CALL[:-5]}", f"\n{LLAMA_CALL[:-5]}", 1),  # at the limit
+        (LLAMA, f"Look: {LLAMA_CALL}", f"Look: {LLAMA_CALL}", 0),
         (LLAMA, "plain { text", "plain { text", 0),
         (LLAMA, '{"other": 1}', '{"other": 1}', 0),
         (MISTRAL, f"[TOOL_CALLS][{CALL}, {CALL}]", "", 2),
@@ -49,6 +52,37 @@ def read(form: CallForm, text: str, size: int) -> tuple[str, list[dict[str, Any]
 )
 def test_reading(form: CallForm, text: str, said: str, calls: int, size: int) -> None:
     assert read(form, text, size) == (said, [{"city": "Rome"}] * calls)
+
+
+def test_text_in_arguments_may_have_marks_of_calls() -> None:
+    text = '{"name": "time", "parameters": {"city": "Rome; or {Oslo}"}}'
+    assert read(LLAMA, text, 5) == ("", [{"city": "Rome; or {Oslo}"}])
+
+
+FORMS = {
+    "llama": '{{ tools | tojson }} {"name": ..., "parameters": ...} {{ messages }}',
+    "mistral": "{{ tools | tojson }} [TOOL_CALLS] {{ messages }}",
+}
+
+
+@pytest.mark.parametrize("template", FORMS.values(), ids=FORMS)
+def test_forced_calls_in_the_templates_form(template: str) -> None:
+    parameters = {"enum": [{"city": "Rome"}, {"city": "a; b"}]}
+    tool: Any = {"type": "function", "function": {"name": "time", "parameters": parameters}}
+    messages: Any = say("time?")
+    with serving.serving(serving.source(template=template)) as served:
+        answer = served.openai().chat.completions.create(
+            model=serving.MODEL,
+            messages=messages,
+            tools=[tool],
+            tool_choice="required",
+            max_tokens=150,
+            seed=3,
+        )
+    calls: Any = answer.choices[0].message.tool_calls
+    assert calls
+    for call in calls:
+        assert json.loads(call.function.arguments) in parameters["enum"]
 
 
 def test_forms_are_found_in_templates() -> None:

@@ -2,118 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 
+import edges
 import serving
-import tiny
-from moaspec.errors import LinkError
-from moaspec.remote import (
-    Connection,
-    InProcessTransport,
-    LinkOptions,
-    LocalDevice,
-    RemoteOptions,
-    TargetService,
-)
-from moaspec.serve.edge import EdgeSource
-from moaspec.serve.source import Load
+from edges import Edge
+from moaspec.serve.desk import ServeSettings
+from moaspec.serve.guard import Guarded
 from serving import LONGEST, MODEL, Served, own_text, say
 
 LONG = 60
-PATIENT = LinkOptions(heartbeat_s=1.0, dead_after_s=30.0, backoff_s=0.05, max_backoff_s=0.1)
-"""A busy machine must not look like a dead link; cuts here are noticed at once."""
 
 
-class CutTransport:
-    """A transport that is cut after some frames of verdicts, until somebody mends it."""
-
-    def __init__(self, inner: InProcessTransport) -> None:
-        self._inner, self.cut = inner, False
-        self.cut_after: int | None = None
-
-    async def connect(self) -> Connection:
-        if self.cut:
-            raise LinkError("cut")
-        return _CutConnection(await self._inner.connect(), self)
-
-
-class _CutConnection:
-    def __init__(self, inner: Connection, through: CutTransport) -> None:
-        self._inner, self._through = inner, through
-
-    async def send(self, frame: bytes) -> None:
-        if self._through.cut:
-            raise LinkError("cut")
-        await self._inner.send(frame)
-
-    async def receive(self) -> bytes:
-        frame, through = await self._inner.receive(), self._through
-        if through.cut_after is not None:
-            through.cut_after -= 1
-            if through.cut_after < 0:
-                through.cut, through.cut_after = True, None
-        if through.cut:
-            raise LinkError("cut")
-        return frame
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-
-class Edge:
-    """A served edge whose link can be cut."""
-
-    def __init__(self, **options: Any) -> None:
-        target = serving.target()
-        drafter = tiny.random_drafter(target)
-        self.link = CutTransport(InProcessTransport(TargetService(target, drafter)))
-        self.source = EdgeSource(
-            LocalDevice(target, drafter),
-            self.link,
-            name=MODEL,
-            options=RemoteOptions(link=PATIENT, draft="chain:2", **options),
-            faults=self.link,
-        )
-
-
-@pytest.fixture(scope="module")
-def edge() -> Edge:
-    return Edge()
-
-
-@pytest.fixture(scope="module")
-def served_edge(edge: Edge) -> Iterator[Served]:
-    with serving.serving(edge.source) as running:
-        yield running
-
-
-def ask(served: Served, text: str = "hello", **options: Any) -> Any:
+def ask(served: Served, text: str = "hello", *, key: str = "none", **options: Any) -> Any:
     options = {"max_tokens": LONGEST, "temperature": 0, **options}
-    client = served.openai()
+    client = served.openai(key)
     messages: Any = say(text)
     return client.chat.completions.create(model=MODEL, messages=messages, **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}])
-def test_answers_are_the_targets_own(served_edge: Served, options: dict[str, Any]) -> None:
-    answer = ask(served_edge, n=2, **options)
-    assert answer.choices[0].message.content == own_text("hello", **options)
-    chunks = list(ask(served_edge, stream=True, **options))
-    text = "".join(one.delta.content or "" for chunk in chunks for one in chunk.choices)
-    assert text == own_text("hello", **options)
-
-
-def test_stop_strings(served_edge: Served) -> None:
-    whole = own_text("hello", temperature=0.9, seed=5)
-    answer = ask(served_edge, stop=whole[5:8], temperature=0.9, seed=5)
-    assert answer.choices[0].message.content == whole[: whole.find(whole[5:8])]
-    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_turns_go_on_in_the_session_that_holds_them(served_edge: Served) -> None:
@@ -130,19 +39,14 @@ def read_through_a_cut(edge: Edge, served: Served, **extension: Any) -> list[dic
         "temperature": 0.9,
         "seed": 3,
         "stream": True,
-        **({"moaspec": extension} if extension else {}),
+        "moaspec": extension,
     }
-
-    def mend() -> None:
-        edge.link.cut = False
-
-    edge.link.cut_after = 12
-    timer = threading.Timer(1.5, mend)
-    timer.start()
-    with served.http() as http, http.stream("POST", "/v1/chat/completions", json=body) as answer:
+    with (
+        edge.cut_for_a_while(),
+        served.http() as http,
+        http.stream("POST", "/v1/chat/completions", json=body) as answer,
+    ):
         lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
-    timer.join()
-    assert edge.link.cut_after is None, "the link was never cut"
     return [json.loads(line) for line in lines]
 
 
@@ -151,12 +55,19 @@ def content(chunks: list[dict[str, Any]]) -> str:
     return "".join(deltas)
 
 
+@pytest.mark.parametrize("stream", [True, False])
 def test_an_unmodified_client_gets_plain_text_through_a_cut(
-    edge: Edge, served_edge: Served
+    edge: Edge, served_edge: Served, *, stream: bool
 ) -> None:
-    chunks = read_through_a_cut(edge, served_edge)
-    assert content(chunks) == own_text("cut", LONG, temperature=0.9, seed=3)
-    assert not any("moaspec" in chunk for chunk in chunks)
+    asked: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_tokens": LONG}
+    with edge.cut_for_a_while():
+        answer = ask(served_edge, "cut", stream=stream, **asked)
+        chunks = list(answer) if stream else [answer]
+    assert not any(hasattr(chunk, "moaspec") for chunk in chunks)
+    said = [one.delta if stream else one.message for chunk in chunks for one in chunk.choices]
+    assert "".join(one.content or "" for one in said) == own_text(
+        "cut", LONG, temperature=0.9, seed=3
+    )
 
 
 def test_who_asks_sees_what_is_provisional_and_what_is_taken_back(
@@ -188,16 +99,43 @@ def test_kept_text_says_so() -> None:
     )
 
 
-def test_json_schema_and_forced_calls(served_edge: Served) -> None:
-    schema: Any = {"name": "it", "schema": {"enum": [{"a": "rome"}, {"a": "oslo"}]}}
-    form = {"type": "json_schema", "json_schema": schema}
-    asked: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_tokens": 200}
-    answer = ask(served_edge, response_format=form, **asked)
-    assert json.loads(answer.choices[0].message.content) in schema["schema"]["enum"]
-    tool: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
-    tool["function"]["parameters"] |= {"properties": {}, "additionalProperties": False}
-    called = ask(served_edge, tools=[tool], tool_choice="required", **asked)
-    assert called.choices[0].message.tool_calls[0].function.name == "now"
+def test_plain_decoding_is_the_servers_own() -> None:
+    plain: dict[str, Any] = {"extra_body": {"moaspec": {"speculation": False}}}
+    sampled: dict[str, Any] = {"temperature": 0.9, "seed": 5}
+    with edges.over_grpc() as source, serving.serving(source) as served:
+        drafted = ask(served, **sampled)
+        alone = ask(served, n=2, stop="never said", **sampled, **plain)
+        measured = ask(served, logprobs=True, **sampled, **plain)
+    for answer in (drafted, alone, measured):
+        assert answer.choices[0].message.content == own_text("hello", **sampled)
+    assert alone.choices[1].message.content != alone.choices[0].message.content
+    # The server alone tells no log-probabilities, so who asks for them has drafts all the same.
+    assert all(token.logprob < 0 for token in measured.choices[0].logprobs.content)
+    for answer, drafts in ((drafted, True), (alone, False), (measured, True)):
+        speculation = answer.usage.speculation
+        assert bool(speculation["drafted"]) is drafts
+    assert alone.usage.speculation["tau"] == 1.0
+
+
+def test_a_refusal_ends_one_request_only() -> None:
+    edge = Edge()
+    edge.link.refuse_next = True
+    with serving.serving(edge.source) as served:
+        with pytest.raises(openai.InternalServerError, match="full"):
+            ask(served)
+        assert ask(served).choices[0].message.content == own_text("hello")
+
+
+def test_nothing_is_shared_between_keys() -> None:
+    edge = Edge(active=1)
+    settings = ServeSettings(guarded=Guarded(api_keys=("one", "two")))
+    with serving.serving(edge.source, settings) as served:
+        cached = []
+        for key in ("one", "two", "two"):
+            usage = ask(served, key=key).usage
+            cached.append(usage.prompt_tokens_details.cached_tokens)
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 0
 
 
 def test_link_can_be_cut_over_http(edge: Edge, served_edge: Served) -> None:
@@ -207,16 +145,5 @@ def test_link_can_be_cut_over_http(edge: Edge, served_edge: Served) -> None:
         assert edge.link.cut
         link = http.post("/v1/moaspec/link", json={"cut": False}).json()
         assert link["can_cut"]
+        assert "moaspec_link_bytes_sent" in http.get("/metrics").text
         assert not edge.link.cut
-
-
-def test_leaving_frees_the_session(served_edge: Served) -> None:
-    stream = ask(served_edge, stream=True, max_tokens=1500)
-    next(iter(stream))
-    assert served_edge.source.load != Load()
-    stream.close()
-    for _ in range(2000):
-        if served_edge.source.load == Load():
-            break
-        asyncio.run(asyncio.sleep(0.02))
-    assert served_edge.source.load == Load()

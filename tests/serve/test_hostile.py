@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 import serving
+from moaspec.serve import running
 from moaspec.serve.desk import ServeSettings
 from moaspec.serve.guard import Guarded
 from serving import MODEL, Served, say
@@ -131,6 +132,31 @@ def raw(served: Served, text: bytes) -> bytes:
 def head(path: str, *more: str, host: str = "127.0.0.1") -> bytes:
     lines = [f"POST {path} HTTP/1.1", f"Host: {host}", f"Authorization: Bearer {KEY}", *more]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+@pytest.mark.parametrize("text", [b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"])
+def test_heads_that_never_come(
+    strict: Served, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    monkeypatch.setattr(running, "HEAD_S", 0.3)
+    assert raw(strict, text) == b""
+
+
+def test_heads_that_never_come_after_an_answer(
+    strict: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "HEAD_S", 0.3)
+    whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    port = int(strict.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        for _ in range(2):
+            connection.sendall(whole)
+            answer = b""
+            while not answer.endswith(b'"ok"}'):
+                answer += connection.recv(65536)
+            time.sleep(0.5)  # an idle connection may stay
+        connection.sendall(whole[:9])
+        assert connection.recv(65536) == b""
 
 
 def test_bodies_that_never_come(strict: Served) -> None:

@@ -1,4 +1,4 @@
-"""The official client, unchanged: what it asks for is what it gets."""
+"""The official client, unchanged, with either endpoint: what it asks for is what it gets."""
 
 from __future__ import annotations
 
@@ -83,7 +83,21 @@ def test_stop_strings_end_the_text_and_are_no_part_of_it(client: OpenAI) -> None
 
 
 def test_log_probabilities(client: OpenAI) -> None:
-    answer = chat(client, logprobs=True, top_logprobs=3)
+    answer = chat(client, logprobs=True)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == LONGEST
+    assert all(token.logprob <= 0 for token in content)
+    chunks = list(chat(client, logprobs=True, stream=True))
+    tokens = [one for c in chunks for i in c.choices if i.logprobs for one in i.logprobs.content]
+    # Passes over other numbers of tokens round differently in their last bits.
+    assert [one.logprob for one in tokens] == pytest.approx(
+        [one.logprob for one in content], abs=1e-4
+    )
+    assert [one.token for one in tokens] == [one.token for one in content]
+
+
+def test_alternatives(served: Served) -> None:
+    answer = chat(served.openai(), logprobs=True, top_logprobs=3)
     content = answer.choices[0].logprobs.content
     assert len(content) == LONGEST
     for token in content:
@@ -91,15 +105,17 @@ def test_log_probabilities(client: OpenAI) -> None:
         # Greedy: the chosen token is the most probable one.
         assert token.top_logprobs[0].token == token.token
         assert token.top_logprobs[0].logprob == token.logprob
-    chunks = list(chat(client, logprobs=True, stream=True))
-    tokens = [one for c in chunks for i in c.choices if i.logprobs for one in i.logprobs.content]
-    assert [one.token for one in tokens] == [one.token for one in content]
+
+
+def test_there_are_no_alternatives_at_the_edge(served_edge: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        chat(served_edge.openai(), logprobs=True, top_logprobs=3)
 
 
 def test_completions(client: OpenAI) -> None:
     prompts = ["one", "two"]
     answer = client.completions.create(
-        model=MODEL, prompt=prompts, max_tokens=LONGEST, n=2, logprobs=2, **SAMPLED
+        model=MODEL, prompt=prompts, max_tokens=LONGEST, n=2, logprobs=0, **SAMPLED
     )
     target, tokens = serving.target(), serving.tokenizer()
     ids = [tokens(prompt)["input_ids"] for prompt in prompts]
@@ -111,15 +127,26 @@ def test_completions(client: OpenAI) -> None:
     ]
     assert [choice.text for choice in answer.choices] == expected
     logprobs: Any = answer.choices[0].logprobs
-    assert logprobs.token_logprobs == pytest.approx(
-        results[0][0].logprobs or logprobs.token_logprobs
-    )
-    assert len(logprobs.top_logprobs[0]) == 2
+    assert len(logprobs.token_logprobs) == len(logprobs.tokens) == len(results[0][0].token_ids)
+    assert logprobs.top_logprobs is None
     assert logprobs.text_offset[0] == 0
     by_id = client.completions.create(
         model=MODEL, prompt=ids[0], max_tokens=LONGEST, echo=True, **SAMPLED
     )
     assert by_id.choices[0].text == "one" + expected[0]
+
+
+def test_alternatives_of_completions(served: Served) -> None:
+    answer = served.openai().completions.create(
+        model=MODEL, prompt="one", temperature=0, max_tokens=4, logprobs=2
+    )
+    logprobs: Any = answer.choices[0].logprobs
+    for token, chosen, top in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        # Bytes that are parts of characters share one text.
+        assert len(top) == (1 if set(top) == {"\ufffd"} else 2)
+        assert max(top.values()) == top[token] == chosen
 
 
 def test_completions_stream(client: OpenAI) -> None:
@@ -148,16 +175,16 @@ def test_negative_seeds_are_seeds(client: OpenAI) -> None:
     assert answer.choices[0].message.content == expected
 
 
-def test_leaving_a_stream_frees_the_row(client: OpenAI, served: Served) -> None:
+def test_leaving_a_stream_frees_its_place(client: OpenAI, endpoint: Served) -> None:
     stream = chat(client, stream=True, max_completion_tokens=1500)
     next(iter(stream))
-    assert served.source.load != Load()  # active, or about to be
+    assert endpoint.source.load != Load()  # active, or about to be
     stream.close()
     for _ in range(2000):
-        if served.source.load == Load():
+        if endpoint.source.load == Load():
             break
         time.sleep(0.05)
-    assert served.source.load == Load()
+    assert endpoint.source.load == Load()
 
 
 def test_errors_are_openais(client: OpenAI) -> None:

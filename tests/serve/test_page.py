@@ -60,7 +60,7 @@ def local(browser: Browser) -> Iterator[Served]:  # noqa: ARG001 - skips without
 @pytest.fixture(scope="module")
 def edge(browser: Browser) -> Iterator[Served]:  # noqa: ARG001 - skips without one
     target, drafter, faults = storyteller.target(), storyteller.drafter(), Faults()
-    quick = LinkOptions(heartbeat_s=0.1, dead_after_s=0.4, backoff_s=0.05, max_backoff_s=0.1)
+    quick = LinkOptions(heartbeat_s=0.1, dead_after_s=1.0, backoff_s=0.05, max_backoff_s=0.1)
     source = EdgeSource(
         LocalDevice(target, drafter),
         ShapedTransport(InProcessTransport(TargetService(target, drafter)), LINK, faults),
@@ -98,7 +98,7 @@ def test_tokens_stream_coloured_by_source(browser: Browser, local: Served) -> No
         assert visited.count(".answer .target") > 3
         colours = {
             visited.page.eval_on_selector(
-                f".answer .{kind}",
+                f".answer .{kind} .ink",
                 "one => getComputedStyle(one).color + getComputedStyle(one).textDecorationLine",
             )
             for kind in ("draft", "target")
@@ -145,8 +145,9 @@ def test_through_a_cut(browser: Browser, edge: Served, pictures: Path) -> None:
         visited.shows("document.querySelectorAll('.token.corrected').length > 0")
         visited.shows(DONE)
         assert visited.text(".answer .text") == ANSWER
-        assert "taken back" in visited.text(".correction")
-        assert visited.text(".correction del")
+        # On a busy machine the link may seem dead once more.
+        assert "taken back" in visited.text(".correction >> nth=0")
+        assert visited.text(".correction del >> nth=0")
         assert any(
             "provisional" in line for line in visited.page.locator("#spoken p").all_text_contents()
         )
@@ -164,6 +165,7 @@ def test_looks(browser: Browser, edge: Served, pictures: Path, *, size: str, sch
         visited.shows("document.querySelector('#where').textContent !== ''")
         visited.page.screenshot(path=pictures / f"empty-{size}-{scheme}.png")
         assert not violations(visited)
+        visited.page.eval_on_selector("#max-tokens", "one => { one.value = 72; }")
         ask(visited)
         visited.shows(DONE)
         visited.page.screenshot(path=pictures / f"answer-{size}-{scheme}.png")

@@ -188,6 +188,22 @@ def test_a_family_that_is_not_covered() -> None:
         Target(model, None, name="x")
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -203,11 +219,18 @@ def test_a_family_that_is_not_covered() -> None:
         ("phi3", {"sliding_window": 4, "rope_parameters": {"rope_type": "default"}}),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 50.0}}),
         ("olmo2", {"attention_bias": True, "num_key_value_heads": 6}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+        ("qwen3", {"attention_bias": True, "num_key_value_heads": 1}),
+        ("gemma3_text", {"attention_bias": True}),
+        ("mistral", {"rope_parameters": YARN}),
     ],
     ids=str,
 )
-def test_settings_beside_the_usual_ones(family: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_settings_beside_the_usual_ones(packed: bool, family: str, changes: dict[str, Any]) -> None:
     target = tiny.fresh_target(family, **changes)
+    if packed:
+        target.pack()
     kv, hidden, _ = transformers_pass(target, IDS[0].tolist())
     result = target.encode(IDS[:1], MASK[:1])
     assert_close(result.kv_BTLK[0], kv, **tiny.TOLERANCE)

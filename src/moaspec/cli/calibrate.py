@@ -39,7 +39,7 @@ def calibrate(
     """
     console.set_threads(threads)
     console.quiet_libraries()
-    with console.err.status(f"Loading {model}"):
+    with console.status(f"Loading {model}"):
         target = load_target(model, dtype=dtype, device=device)
         module = choose_drafter(drafter, model, target)
     if module is not None and not isinstance(module, MoADrafter):
@@ -49,7 +49,7 @@ def calibrate(
         )
     costs = console.measure(target, module, num_target_layers=num_target_layers)
     if as_json:
-        console.out.print(json.dumps(asdict(costs)), markup=False)
+        console.out.print(json.dumps(asdict(costs)))
         return
     _show(costs, PRIOR if module is None else module.config.acceptance or PRIOR)
 

@@ -50,7 +50,7 @@ def chat(
     if url is not None:
         _hold(ServedTalk(url, settings, system))
         return
-    with console.err.status(f"Loading {model}"):
+    with console.status(f"Loading {model}"):
         target = load_target(model, dtype=dtype)
         module = choose_drafter(drafter, model, target) if speculation else None
     talk = Conversation(Session(target, module), settings, system)

@@ -53,7 +53,7 @@ def check(
     prompts = read_prompts(suite, limit=limit)
     console.set_threads(threads)
     console.quiet_libraries()
-    with console.err.status(f"Loading {model}"):
+    with console.status(f"Loading {model}"):
         target = load_target(model, dtype=dtype)
         plan = Check(
             target,
@@ -66,7 +66,7 @@ def check(
         )
     findings = _run(plan)
     if as_json:
-        console.out.print(json.dumps(_as_json(target, findings)), markup=False)
+        console.out.print(json.dumps(_as_json(target, findings)))
     else:
         _show(target, findings)
     if any(finding.verdict == "fault" for finding in findings):
@@ -114,7 +114,7 @@ def _show(target: Target, findings: Sequence[Finding]) -> None:
     limit = NEAR_TIE[target.dtype]
     for finding in findings:
         if finding.verdict != "identical":
-            console.out.print(_line(finding), markup=False)
+            console.out.print(_line(finding))
     if all(finding.verdict != "fault" for finding in findings):
         console.out.print(
             f"Right: every token is the target's choice, within rounding ({limit:g} logits).",

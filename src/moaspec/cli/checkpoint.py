@@ -14,8 +14,8 @@ from moaspec.cli.options import MODEL
 from moaspec.decode.api import find_drafter
 from moaspec.errors import HubError, InputError
 from moaspec.model import load_checkpoint, save_drafter, save_published
+from moaspec.model.baselines import read_whole
 from moaspec.model.published import recorded
-from moaspec.model.weights import read_config, read_tensors
 from moaspec.target import load_target
 
 app = typer.Typer(
@@ -47,7 +47,7 @@ def convert(
     if Path(source).resolve() == out.resolve():
         raise InputError(f"{out} is the source itself; name another directory.")
     console.quiet_libraries()
-    with console.err.status(f"Loading {model}"):
+    with console.status(f"Loading {model}"):
         target = load_target(model, dtype="float32", packed=False)
         drafter = load_checkpoint(find_drafter(source), target.identity, target.config)
     if to == "moaspec":
@@ -77,10 +77,10 @@ def export_device(
     from moaspec.remote.bundle import export_bundle
 
     console.quiet_libraries()
-    with console.err.status(f"Loading {target}"):
+    with console.status(f"Loading {target}"):
         export_bundle(target, drafter, out, int8=int8, num_target_layers=num_target_layers)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    console.out.print(f"Written to {out}: {size / 1e6:.1f} MB", markup=False)
+    console.out.print(f"Written to {out}: {size / 1e6:.1f} MB")
 
 
 @app.command("push")
@@ -94,12 +94,11 @@ def push(
 
     Example: moaspec checkpoint push runs/smollm2-135m/drafter me/my-drafter
     """
-    read_config(checkpoint)
-    read_tensors(checkpoint)
+    read_whole(checkpoint)
     hub = HfApi()
     try:
         hub.create_repo(repository, private=private, exist_ok=True)
-        with console.err.status(f"Uploading to {repository}"):
+        with console.status(f"Uploading to {repository}"):
             commit = hub.upload_folder(
                 repo_id=repository,
                 folder_path=checkpoint,

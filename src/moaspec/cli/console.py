@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 from tokenizers.decoders import DecodeStream
 from transformers.utils import logging
@@ -21,10 +22,14 @@ from moaspec.model import MoADrafter
 from moaspec.target import Target
 
 DEBUG: ContextVar[bool] = ContextVar("debug", default=False)
+MOST_THREADS = 1024
+"""Torch ends without a word when it is asked for far more threads than it can start."""
+
 STYLES: dict[Source, str] = {"draft": "bold green", "target": "", "copy": "bold cyan"}
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+# Texts, names and paths are shown as they are: no [markup], no :emoji: in them.
+out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def nowhere() -> Console:
@@ -37,6 +42,11 @@ def error(message: str) -> None:
     err.print(Text("Error: ", style="bold red") + Text(message))
 
 
+def status(message: str) -> Status:
+    """A line that shows what is being done, until it is done."""
+    return err.status(Text(message))
+
+
 def quiet_libraries() -> None:
     """Loading is shown by our own status line; transformers' bars would tear the text."""
     logging.set_verbosity_error()
@@ -47,12 +57,12 @@ def set_threads(threads: int | None) -> None:
     """Use that many CPU threads for torch.
 
     Raises:
-        InputError: fewer than one.
+        InputError: fewer than one, or more than any machine has.
     """
     if threads is None:
         return
-    if threads < 1:
-        raise InputError(f"--threads must be at least 1, got {threads}.")
+    if not 1 <= threads <= MOST_THREADS:
+        raise InputError(f"--threads must be within 1..{MOST_THREADS}, got {threads}.")
     torch.set_num_threads(threads)
 
 
@@ -131,6 +141,7 @@ def message_ids(
     if tokenizer is None:
         raise InputError(f"The target {target.name} has no tokenizer, so it cannot read text.")
     if raw or not tokenizer.chat_template:
+        _require_text(messages)
         return list(tokenizer("\n".join(one["content"] for one in messages))["input_ids"])
     return conversation_ids(target, messages)
 
@@ -147,6 +158,7 @@ def conversation_ids(target: Target, messages: Sequence[Mapping[str, str]]) -> l
             f"The target {target.name} has no chat template, so it holds no conversation; use "
             "`moaspec generate`."
         )
+    _require_text(messages)
     try:
         encoded = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_dict=True
@@ -156,3 +168,12 @@ def conversation_ids(target: Target, messages: Sequence[Mapping[str, str]]) -> l
             f"The chat template of {target.name} refuses this conversation: {error}."
         ) from error
     return list(encoded["input_ids"])
+
+
+def _require_text(messages: Sequence[Mapping[str, str]]) -> None:
+    """Refuse what the terminal or a pipe gave that is no text, which no tokenizer takes."""
+    try:
+        for message in messages:
+            message["content"].encode()
+    except UnicodeEncodeError as error:
+        raise InputError("The prompt is not valid UTF-8 text.") from error

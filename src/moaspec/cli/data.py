@@ -185,7 +185,7 @@ def stats_command(
     facts = statistics(examples, target.identity, always=target.stop_token_ids)
     if as_json:
         row = {**dataclasses.asdict(facts), "cache_bytes": facts.cache_bytes}
-        console.out.print(json.dumps(row), markup=False)
+        console.out.print(json.dumps(row))
     else:
         _show(facts)
     _tell(skipped)
@@ -223,7 +223,7 @@ def overlap_command(
     )
     if as_json:
         rows = [dataclasses.asdict(finding) for finding in found]
-        console.out.print(json.dumps({"size": size, "overlaps": rows}), markup=False)
+        console.out.print(json.dumps({"size": size, "overlaps": rows}))
     else:
         for finding in found[:SHOWN_FINDINGS]:
             console.out.print(f"{finding.where} and {finding.against}: {finding.words}")
@@ -246,7 +246,7 @@ class _Skipped:
     def __call__(self, error: DataError) -> None:
         self.count += 1
         if self.count <= 3:
-            console.err.print(f"Skipped: {error}", style="yellow", markup=False)
+            console.err.print(f"Skipped: {error}", style="yellow")
 
 
 class _Bar:
@@ -309,7 +309,7 @@ def _stoppable(journal: Journal) -> Iterator[None]:
 def _load(model: str, dtype: str, device: str, threads: int | None) -> Target:
     console.set_threads(threads)
     console.quiet_libraries()
-    with console.err.status(f"Loading {model}"):
+    with console.status(f"Loading {model}"):
         return load_target(model, dtype=dtype, device=device)
 
 

@@ -109,7 +109,7 @@ def edge(
     )
     warn_if_open(host, settings)
     url = page_url(host, port)
-    console.err.print(f"{model} at {server}: page at {url}, API at {url}v1.", markup=False)
+    console.err.print(f"{model} at {server}: page at {url}, API at {url}v1.")
     run(source, settings, host=host, port=port, browse=browse)
 
 

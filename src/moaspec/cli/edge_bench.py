@@ -21,7 +21,7 @@ from moaspec.evaluate import read_prompts
 
 COLUMNS = (
     "",
-    *("speed", "tokens/s", "ms/token", "formula", "off", "x plain"),
+    *("speed", "tokens/s", "ms/token", "formula", "off", "pays", "x plain"),
     *("passes", "up B", "down B", "first ms", "text"),
 )
 WIDTH = 110
@@ -67,8 +67,8 @@ def edge_bench(
 
     Server and device are processes of their own, in network namespaces with a relay between them
     that delays, loses and limits real packets. Beside each measurement stands what the formula of
-    docs/edge-bench.md predicts. `speed` is the server's over the device's; passes and bytes are per
-    token.
+    docs/edge-bench.md predicts, and whether the case pays beside plain streaming by it. `speed` is
+    the server's over the device's; passes and bytes are per token.
 
     Example: moaspec edge-bench --links lan,4g --num-target-layers 0,1 --out edge.json
     """
@@ -116,7 +116,7 @@ def edge_bench(
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if as_json:
-        console.out.print(json.dumps(report), markup=False)
+        console.out.print(json.dumps(report))
     elif cut is None:
         _show(report)
     else:
@@ -147,6 +147,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{1e3 * row['per_token_s']:.1f}",
         f"{1e3 * row['predicted_s']:.1f}",
         f"{100 * row['off']:+.0f}%",
+        "yes" if row["pays"] else "no",
         f"{row['over_plain']:.2f}",
         f"{measured['passes_per_token']:.2f}",
         f"{measured['bytes_up_per_token']:.0f}",
@@ -157,20 +158,22 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _show_cuts(report: dict[str, Any]) -> None:
-    columns = ("link", "noticed", "next token", "back", "alone", "kept", "agreement", "text")
-    table = Table(*columns)
+    times = ("noticed_s", "next_s", "back_s", "back_limit_s")
+    columns = ("link", "noticed", "next token", "back", "at most", "tokens/s before", "after")
+    table = Table(*columns, "alone", "kept", "agreement", "text")
     for name, cuts in report["links"].items():
         for one in cuts:
             table.add_row(
                 name,
-                *(_seconds(one[key]) for key in ("noticed_s", "next_s", "back_s")),
+                *(_number(one[key], "{:.3f} s") for key in times),
+                *(_number(one[key], "{:.1f}") for key in ("before_per_s", "after_per_s")),
                 str(len(one["alone"])),
                 str(one["kept"]),
-                "" if one["agreement"] is None else f"{one['agreement']:.2f}",
+                _number(one["agreement"], "{:.2f}"),
                 "same" if one["same_text"] else "differs",
             )
-    console.out.print(table)
+    Console(width=max(WIDTH, console.out.width), highlight=False).print(table)
 
 
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f} s"
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

@@ -113,7 +113,7 @@ def evaluate(
     console.quiet_libraries()
     sources = Sources(model, drafter, read_checkpoints(checkpoint or []), dtype, device)
     timed, untimed = _names(methods), _names(tau_only)
-    with console.err.status(f"Loading {model}"):
+    with console.status(f"Loading {model}"):
         loaded = load_methods([*timed, *untimed], sources)
     if cost:
         _report_costs(loaded, out, as_json=as_json)
@@ -173,7 +173,7 @@ def page(
     for path in markdown or ():
         write_markdown(directory, path)
         written.append(path)
-    console.out.print(f"Written: {', '.join(map(str, written))}", markup=False)
+    console.out.print(f"Written: {', '.join(map(str, written))}")
 
 
 def _put_out(
@@ -184,7 +184,7 @@ def _put_out(
         path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         _write_page(path.parent)
     if as_json:
-        console.out.print(json.dumps(facts), markup=False)
+        console.out.print(json.dumps(facts))
     else:
         show_it()
 
@@ -196,7 +196,7 @@ def _write_page(directory: Path) -> None:
     try:
         write_page(directory)
     except InputError as error:
-        console.err.print(f"No {PAGE}: {error}", style="yellow", markup=False)
+        console.err.print(f"No {PAGE}: {error}", style="yellow")
 
 
 def _report_costs(methods: Sequence[Method], out: Path | None, *, as_json: bool) -> None:
@@ -251,15 +251,16 @@ def demo(
 
     Example: moaspec demo
     """
+    settings = Settings(max_new_tokens=max_new_tokens)
     console.set_threads(threads)
     console.quiet_libraries()
-    with console.err.status(f"Loading {MODEL} (the first time its weights are unpacked, 30 s)"):
+    with console.status(f"Loading {MODEL} (the first time its weights are unpacked, 30 s)"):
         methods = load_methods(_names(DEFAULT_METHODS), Sources(MODEL, dtype=dtype))
     prompts = read_prompts("bundled", limit=3)
-    console.out.print(f"[bold]{prompts[0].turns[0]}[/]")
-    console.out.print("[dim]green: drafted and accepted; plain: the target's own choice[/]\n")
+    console.out.print(prompts[0].turns[0], style="bold")
+    console.out.print("green: drafted and accepted; plain: the target's own choice\n", style="dim")
     _stream_one(methods[-1], prompts[0], max_new_tokens)
-    report = _measured(methods, prompts, Settings(max_new_tokens=max_new_tokens))
+    report = _measured(methods, prompts, settings)
     show(report)
     if not report.lossless:
         raise typer.Exit(1)

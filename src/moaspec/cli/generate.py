@@ -57,7 +57,7 @@ def generate(
         raise InputError(f"--num-choices must be at least 1, got {num_choices}.")
     console.set_threads(threads)
     console.quiet_libraries()
-    with console.err.status(f"Loading {model}"):
+    with console.status(f"Loading {model}"):
         target = load_target(model, dtype=dtype)
         module = choose_drafter(drafter, model, target) if speculation else None
     prompt_ids = console.chat_ids(target, prompt, raw=raw)
@@ -68,9 +68,7 @@ def generate(
     interrupted = console.show_events(engine.run(), printer)
     if as_json:
         facts = [summary(target, prompt_ids, result) for result in results]
-        console.out.print(
-            json.dumps(facts[0] if num_choices == 1 else {"choices": facts}), markup=False
-        )
+        console.out.print(json.dumps(facts[0] if num_choices == 1 else {"choices": facts}))
     else:
         _show(target, results, printer)
     if interrupted:
@@ -88,7 +86,7 @@ def _show(
         else:
             console.err.print(f"choice {number}", style="bold")
             text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
-            console.out.print(text, markup=False)
+            console.out.print(text)
         console.err.print(describe(result), style="dim")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,8 +14,10 @@ from rich.table import Table
 from moaspec.cli import console
 from moaspec.decode import bundled_drafters
 from moaspec.errors import UnknownModelError
-from moaspec.model.checkpoint import DRAFT_TOKENS
-from moaspec.model.weights import read_config, read_tensors
+from moaspec.model.baselines import SECTION as BASELINE
+from moaspec.model.baselines import read_whole
+from moaspec.model.checkpoint import DRAFT_TOKENS, SECTION
+from moaspec.model.weights import is_directory, read_config, read_tensors
 
 
 def info(
@@ -26,14 +29,14 @@ def info(
     Example: moaspec info smollm2-135m
     """
     directory = bundled_drafters().get(checkpoint, Path(checkpoint))
-    if not directory.is_dir():
+    if not is_directory(directory):
         raise UnknownModelError(
             f"No checkpoint {checkpoint!r}: not a directory, and not bundled "
             f"({', '.join(bundled_drafters()) or 'none'})."
         )
     facts = describe_bundle(directory) if _is_bundle(directory) else describe(directory)
     if as_json:
-        console.out.print(json.dumps(facts), markup=False)
+        console.out.print(json.dumps(facts))
         return
     table = Table("", str(directory))
     for key, value in facts.items():
@@ -43,11 +46,11 @@ def info(
 
 def describe(directory: Path) -> dict[str, Any]:
     """Facts of a checkpoint, its weights read and checked."""
-    config, tensors = read_config(directory), read_tensors(directory)
+    config, tensors = read_whole(directory)
     draft_tokens = tensors.pop(DRAFT_TOKENS, None)
-    ours = config.get("moaspec", {})
+    ours = config.get(SECTION) or config.get(BASELINE) or {}
     return {
-        "format": "moaspec" if ours else "published",
+        "format": _format(config),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "dtype": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
         "bytes": sum(file.stat().st_size for file in directory.glob("*.safetensors")),
@@ -56,6 +59,12 @@ def describe(directory: Path) -> dict[str, Any]:
         "target": ours.get("target") or "not recorded",
         "training": config.get("training", {}),
     }
+
+
+def _format(config: Mapping[str, Any]) -> str:
+    if BASELINE in config:
+        return f"baseline ({config[BASELINE]['kind']})"
+    return "moaspec" if SECTION in config else "published"
 
 
 def _is_bundle(directory: Path) -> bool:

@@ -80,3 +80,8 @@ def run() -> None:
             raise
         console.error(str(error))
         sys.exit(1 if isinstance(error, FAILURES) else 2)
+    except OSError as error:  # a full disk, a directory that may not be written to
+        if console.DEBUG.get():
+            raise
+        console.error(f"{error}.")
+        sys.exit(1)

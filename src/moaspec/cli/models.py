@@ -32,9 +32,7 @@ def models(
         for name, alias in ALIASES.items()
     ]
     if as_json:
-        console.out.print(
-            json.dumps({"models": rows, "families": SUPPORTED_FAMILIES}), markup=False
-        )
+        console.out.print(json.dumps({"models": rows, "families": SUPPORTED_FAMILIES}))
         return
     table = Table("alias", "weights from", "hub id", "drafter")
     for row in rows:

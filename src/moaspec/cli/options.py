@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from moaspec.decode import RowOptions, parse_shape, sampling_params
+from moaspec.decode.integers import as_integer
 from moaspec.decode.shaping import FreeBranches as Setting
 
 MODEL = "smollm2-135m"
@@ -66,6 +67,7 @@ def row_options(given: Mapping[str, Any]) -> RowOptions:
     """
     settings = {name: given[name] for name in RowOptions.__annotations__ if name in given}
     settings["free_branches"] = given["free_branches"].setting
+    as_integer("--max-new-tokens", given["max_new_tokens"])
     parse_shape(given["tree"])
     sampling_params(cast(RowOptions, settings))
     return cast(RowOptions, settings)

@@ -202,7 +202,7 @@ def _report(session: RemoteSession, show: _Show, *, as_json: bool, hidden: int) 
         "private_spans": hidden,
     }
     if as_json:
-        console.out.print(json.dumps(facts), markup=False)
+        console.out.print(json.dumps(facts))
         return
     console.out.print()
     line = f"{len(result.token_ids)} tokens in {result.num_rounds} rounds"

@@ -71,7 +71,7 @@ def serve(
 
     console.set_threads(threads)
     console.quiet_libraries()
-    with console.err.status(f"Loading {model}"):
+    with console.status(f"Loading {model}"):
         target = load_target(model, dtype=dtype)
         module = choose_drafter(drafter, model, target) if speculation else None
     source = LocalSource(
@@ -82,7 +82,7 @@ def serve(
     )
     warn_if_open(host, settings)
     url = page_url(host, port)
-    console.err.print(f"{model}: page at {url}, API at {url}v1. Ctrl-C ends.", markup=False)
+    console.err.print(f"{model}: page at {url}, API at {url}v1. Ctrl-C ends.")
     run(source, settings, host=host, port=port, browse=browse)
 
 

@@ -182,9 +182,9 @@ def show_comparison(found: Comparison) -> None:
     headings = ("method", "prompts", "tau", "change of tau (95%)", "speed ratio (95%)")
     console.out.print(_grid(headings, rows))
     for key, (old, new) in found.differs.items():
-        console.out.print(f"Speeds are not compared: {key} was {old} and is {new}.", markup=False)
+        console.out.print(f"Speeds are not compared: {key} was {old} and is {new}.")
     for name in found.lossy:
-        console.out.print(f"{name} is lossy: its speed is not shown.", markup=False)
+        console.out.print(f"{name} is lossy: its speed is not shown.")
 
 
 def _grid(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -30,11 +30,11 @@ class Talk(ABC):
         self.settings, self.system = settings, system
         self.messages: list[dict[str, str]] = []
         self._commands = {
-            "/stats": lambda _: console.out.print(self.stats(), markup=False),
+            "/stats": lambda _: console.out.print(self.stats()),
             "/seed": self._seed,
             "/system": self._system,
             "/reset": self._reset,
-            "/help": lambda _: console.out.print(HELP, markup=False),
+            "/help": lambda _: console.out.print(HELP),
         }
 
     @abstractmethod
@@ -65,7 +65,9 @@ class Talk(ABC):
         except KeyboardInterrupt:
             console.err.print("\nCtrl-D or /exit leaves.", style="dim")
             return True
-        if line == "/exit":
+        except UnicodeDecodeError as error:
+            raise InputError(f"Standard input is not valid UTF-8 text: {error}.") from error
+        if line.partition(" ")[0] == "/exit":
             return False
         try:
             self._do(line)

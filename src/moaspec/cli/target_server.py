@@ -75,7 +75,7 @@ def target_server(
     console.quiet_libraries()
     if traces:
         _print_traces()
-    with console.err.status(f"Loading {model}"):
+    with console.status(f"Loading {model}"):
         target = load_target(model, dtype=dtype)
         name = drafter or (model if model in bundled_drafters() else None)
         module = None if name is None else load_drafter(name, target=target)
@@ -95,11 +95,14 @@ def target_server(
 
 
 def _check(host: str, certificate: Path | None, key: Path | None, client_ca: Path | None) -> None:
+    # Imported here for the same reason.
+    from moaspec.remote.auth import LOCAL_HOSTS
+
     if (certificate is None) != (key is None):
         raise InputError("--tls-certificate and --tls-key come together.")
     if client_ca is not None and certificate is None:
         raise InputError("--client-ca needs --tls-certificate and --tls-key.")
-    if certificate is None and host not in ("127.0.0.1", "localhost", "::1"):
+    if certificate is None and host not in LOCAL_HOSTS:
         raise InputError(
             f"Listening on {host} without TLS would send texts and tokens in the clear. Give "
             "--tls-certificate and --tls-key, or listen on 127.0.0.1."
@@ -134,7 +137,7 @@ async def _serve(make: Callable[[], Any], host: str, drain_s: float) -> None:
         with contextlib.suppress(NotImplementedError):  # not on Windows
             loop.add_signal_handler(number, stop.set)
     async with make() as server:
-        console.out.print(json.dumps({"address": f"{host}:{server.port}"}), markup=False)
+        console.out.print(json.dumps({"address": f"{host}:{server.port}"}))
         await stop.wait()
         console.err.print("Draining", style="dim")
         await server.drain(drain_s)

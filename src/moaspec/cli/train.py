@@ -34,7 +34,7 @@ def train(
     console.quiet_libraries()
     accelerator = new_accelerator(settings)
     out = console.out if accelerator.is_main_process else console.nowhere()
-    with console.err.status(f"Loading {settings.target}"):
+    with console.status(f"Loading {settings.target}"):
         target = load_target(
             settings.target,
             dtype=settings.target_dtype,

@@ -43,7 +43,7 @@ def vllm_config(
         num_speculative_tokens=num_speculative_tokens,
     )
     text = json.dumps(serving.engine_arguments) if as_json else shlex.join(serving.command)
-    console.out.print(text, markup=False)
+    console.out.print(text)
 
 
 def _recorded_target(drafter: str) -> str:

@@ -13,16 +13,19 @@ from moaspec.decode.baselines import baseline_drafting
 from moaspec.decode.calibrate import stored_costs
 from moaspec.decode.cost import PRIOR
 from moaspec.decode.engine import Engine
+from moaspec.decode.integers import as_token_ids
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import DRAFTER_METHODS, Drafter
 from moaspec.decode.result import Event, GenerationResult
 from moaspec.decode.sampling import LogitsProcessor, SamplingParams
 from moaspec.decode.shaping import FreeBranches, Shaping
+from moaspec.decode.stop import stop_strings
 from moaspec.decode.tree import Tree
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError, UnknownModelError
 from moaspec.model import MoADrafter, load_checkpoint
 from moaspec.model.baselines import is_baseline, load_baseline
+from moaspec.model.weights import is_directory
 from moaspec.target import Target
 
 
@@ -67,17 +70,17 @@ def find_drafter(name: str | Path) -> Path:
         UnknownModelError: nothing of that name.
     """
     directory = bundled_drafters().get(str(name), Path(name))
-    return directory if directory.is_dir() else _from_hub(str(name))
+    return directory if is_directory(directory) else _from_hub(str(name))
 
 
 def _from_hub(name: str) -> Path:
     # Imported here: only hub users pay for it.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    # The hub's client passes on whatever its HTTP library raises, which changes with versions.
+    except Exception as error:
         bundled = ", ".join(bundled_drafters()) or "none"
         raise UnknownModelError(
             f"No drafter {name!r}: not bundled ({bundled}), no directory, and the hub cannot be "
@@ -321,8 +324,11 @@ def row_settings(target: Target, options: RowOptions) -> dict[str, Any]:
     stops = options.get("stop_token_ids")
     return {
         "max_new_tokens": options.get("max_new_tokens", 64),
-        "stop_token_ids": target.stop_token_ids if stops is None else stops,
-        "stop": options.get("stop", ()),
+        # Sets and tuples: every row reads them, and an iterator could be read once only.
+        "stop_token_ids": (
+            target.stop_token_ids if stops is None else as_token_ids("stop_token_ids", stops)
+        ),
+        "stop": stop_strings(options.get("stop")),
         "sampling": sampling_params(options),
     }
 

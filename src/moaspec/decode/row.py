@@ -13,7 +13,7 @@ from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.shaping import ShapePolicy
 from moaspec.decode.stop import StopStrings
 from moaspec.decode.tree import DraftTree, Tree, merged
-from moaspec.errors import InputError, PromptError
+from moaspec.errors import ContextError, InputError, PromptError
 
 COPY_NGRAMS = (4, 3, 2)
 """Lengths of what free branches look for, longest first: a single token says too little."""
@@ -105,7 +105,7 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int)
     if not prompt_ids:
         raise PromptError("The prompt is empty; give at least one token.")
     if len(prompt_ids) >= max_positions:
-        raise PromptError(
+        raise ContextError(
             f"The prompt has {len(prompt_ids)} tokens; the target's context of {max_positions} "
             "leaves no room to generate. Shorten the prompt."
         )

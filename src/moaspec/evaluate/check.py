@@ -163,7 +163,11 @@ class Check:
     def _transformers(self) -> list[list[int]]:
         """What its own `generate` writes, greedily."""
         hf = TransformersMethod("hf", self.stock or self.target)
-        return [hf.run(prompt, self.max_new_tokens).token_ids for prompt in self.prompts]
+        return [hf.run(prompt, self._full(prompt)).token_ids for prompt in self.prompts]
+
+    def _full(self, prompt: Sequence[int]) -> int:
+        """Tokens of a text that nothing stops early; transformers would go on past the context."""
+        return min(self.max_new_tokens, self.target.max_positions - len(prompt))
 
     def _ways(self, known: Sequence[Sequence[int]]) -> list[_Way]:
         """All ways of decoding; replay drafts from the texts that plain decoding wrote."""
@@ -276,7 +280,7 @@ class Check:
         stops = self.target.stop_token_ids
         if any(token in stops for token in token_ids[:-1]):
             return "it goes on after a stop token"
-        full = min(self.max_new_tokens, self.target.max_positions - len(prompt))
+        full = self._full(prompt)
         if len(token_ids) > full:
             return f"it has {len(token_ids)} tokens instead of at most {full}"
         if len(token_ids) < full and not (token_ids and token_ids[-1] in stops):

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from moaspec.errors import CorruptCheckpointError, MismatchError, ShapeError
-from moaspec.model.checkpoint import DRAFT_TOKENS
+from moaspec.errors import MismatchError
+from moaspec.model.checkpoint import DRAFT_TOKENS, check_whole, consistent
 from moaspec.model.config import LayerConfig, TargetIdentity
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.independent import IndependentDrafter
@@ -62,12 +63,27 @@ def is_baseline(directory: str | Path) -> bool:
     return SECTION in read_config(directory)
 
 
-def load_baseline(directory: str | Path, target: TargetIdentity) -> Baseline:
+def read_whole(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`config.json` and tensors of a drafter of any kind, if they are all of one.
+
+    Raises:
+        CheckpointError: none there.
+        CorruptCheckpointError: unreadable, incomplete, or no drafter.
+    """
+    config, tensors = read_config(directory), read_tensors(directory)
+    if SECTION in config:
+        load_baseline(directory)
+    else:
+        check_whole(directory, config, tensors)
+    return config, tensors
+
+
+def load_baseline(directory: str | Path, target: TargetIdentity | None = None) -> Baseline:
     """Load a baseline drafter in evaluation mode, weights in the stored dtype.
 
     Args:
         directory: the checkpoint.
-        target: identity of the target that it will draft for.
+        target: identity of the target that it will draft for; None does not compare it.
 
     Raises:
         CheckpointError: none there.
@@ -76,20 +92,16 @@ def load_baseline(directory: str | Path, target: TargetIdentity) -> Baseline:
     """
     tensors = read_tensors(directory)
     draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
-    try:
+    with consistent(directory):
         values = dict(read_config(directory)[SECTION])
         kind = values.pop("kind")
         values["layer"] = LayerConfig(**values["layer"])
         recorded = TargetIdentity(**values["target"])
         drafter = KINDS[kind](StackConfig(**values | {"target": recorded}), draft_token_ids)
-        drafter.to(next(iter(tensors.values())).dtype)
+        drafter.to(tensors[min(tensors)].dtype)
         state = {_renamed(name, kind, 0, 1): tensor for name, tensor in tensors.items()}
         drafter.load_state_dict(state)
-    except (KeyError, TypeError, ShapeError, RuntimeError, StopIteration) as error:
-        raise CorruptCheckpointError(
-            f"The checkpoint at {directory} is incomplete or inconsistent: {error}"
-        ) from error
-    if recorded != target:
+    if target not in (None, recorded):
         raise MismatchError(
             f"The drafter at {directory} was made for another target: {recorded}, not {target}."
         )

@@ -12,7 +12,8 @@ Sizes always come from the tensors; `config.json` adds only what tensors cannot 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from moaspec.model.weights import (
 
 DRAFT_TOKENS = "draft_token_ids"
 FORMAT_VERSION = 1
+SECTION = "moaspec"
+"""Of `config.json`, where a checkpoint of ours says what it is."""
 
 _RENAMED = (
     # (published prefix, module path); the first that matches wins.
@@ -54,6 +57,15 @@ _RENAMED = (
     ("exits.", "exits."),
 )
 _SHARED_NORM = "encoder.memory_norm."
+_INCONSISTENCIES = (
+    CorruptCheckpointError,
+    LookupError,
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    RuntimeError,
+)
+"""How impossible sizes and settings show themselves when modules are built from them."""
 
 
 def to_module_name(published: str) -> str:
@@ -99,7 +111,7 @@ def save_drafter(
     config = {
         "model_type": "moa_spec",
         "architectures": ["MoADrafter"],
-        "moaspec": section,
+        SECTION: section,
         "training": dict(training or {}),
     }
     write_weights(directory, tensors, shard_bytes)
@@ -132,18 +144,51 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
     """
     config_json, tensors = read_config(directory), read_tensors(directory)
     draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
-    try:
+    with consistent(directory):
         config = _config_of(config_json, tensors, target, context)
         check_target(config, draft_token_ids, target, where=f"drafter at {directory}")
         _check_shapes(config, tensors)
         drafter = MoADrafter(config, draft_token_ids)
         _fill(drafter, tensors)
-    # Impossible sizes and settings show themselves in many ways when modules are built from them.
-    except (LookupError, ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+    return drafter.eval().requires_grad_(requires_grad=False)
+
+
+@contextmanager
+def consistent(directory: str | Path) -> Iterator[None]:
+    """Whatever does not fit together in a checkpoint, as one error that says where it is.
+
+    Raises:
+        CorruptCheckpointError: tensors are missing or odd, sizes or settings impossible.
+    """
+    try:
+        yield
+    except _INCONSISTENCIES as error:
         raise CorruptCheckpointError(
             f"The checkpoint at {directory} is incomplete or inconsistent: {error}"
         ) from error
-    return drafter.eval().requires_grad_(requires_grad=False)
+
+
+def check_whole(
+    directory: str | Path, config_json: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Refuse what is not all of a drafter, as far as that can be told without its target.
+
+    A published checkpoint's sizes take its target to be known; of those only the names are checked.
+
+    Raises:
+        CheckpointError: another format version.
+        CorruptCheckpointError: tensors are missing, too many or of other sizes.
+    """
+    weights = {name: tensor for name, tensor in tensors.items() if name != DRAFT_TOKENS}
+    with consistent(directory):
+        if SECTION in config_json:
+            _check_shapes(_recorded_config(config_json), weights)
+            return
+        known = {to_module_name(name) for name in weights}
+        missing = [ours for _, ours in _RENAMED[:-1] if not any(n.startswith(ours) for n in known)]
+        if missing:
+            names = ", ".join(to_published_name(f"{one}*") for one in missing)
+            raise CorruptCheckpointError(f"Tensors are missing in the checkpoint: {names}.")
 
 
 def check_target(
@@ -206,16 +251,22 @@ def _config_of(
     target: TargetIdentity,
     context: Any,
 ) -> DrafterConfig:
-    if "moaspec" in config_json:
-        if not isinstance(config_json["moaspec"], Mapping):
-            raise CorruptCheckpointError(f"The moaspec section of {CONFIG_FILE} must be an object.")
-        version = config_json["moaspec"].get("format_version")
-        if version != FORMAT_VERSION:
-            raise CheckpointError(
-                f"Checkpoint format {version} is not {FORMAT_VERSION}; upgrade moaspec."
-            )
-        return config_from_json(config_json["moaspec"])
+    if SECTION in config_json:
+        return _recorded_config(config_json)
     return infer_config(config_json, tensors, target, context)
+
+
+def _recorded_config(config_json: Mapping[str, Any]) -> DrafterConfig:
+    """What a checkpoint of ours says of itself."""
+    section = config_json[SECTION]
+    if not isinstance(section, Mapping):
+        raise CorruptCheckpointError(f"The {SECTION} section of {CONFIG_FILE} must be an object.")
+    version = section.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"Checkpoint format {version} is not {FORMAT_VERSION}; upgrade moaspec."
+        )
+    return config_from_json(section)
 
 
 def infer_config(
@@ -312,6 +363,11 @@ def _check_shapes(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
             raise CorruptCheckpointError(
                 f"Tensor {to_published_name(name)!r} has shape {tuple(state[name].shape)}, and "
                 f"the drafter's sizes ask for {tuple(parameter.shape)}."
+            )
+        if not state[name].is_floating_point():
+            raise CorruptCheckpointError(
+                f"Tensor {to_published_name(name)!r} holds {state[name].dtype}, not weights. "
+                "Convert the checkpoint."
             )
 
 

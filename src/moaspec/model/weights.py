@@ -54,6 +54,14 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     scratch.replace(path)
 
 
+def is_directory(path: Path) -> bool:
+    """Whether it is one; what is too long for a path is none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def read_config(directory: str | Path) -> dict[str, Any]:
     """The checkpoint's `config.json`.
 

@@ -14,6 +14,9 @@ import grpc
 
 from moaspec.errors import InputError, RefusedError
 
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+"""What goes there leaves no machine, and needs no TLS."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
@@ -38,6 +41,22 @@ class Credentials:
             raise InputError("A certificate comes with its key; got only one of the two.")
         if self.certificate is not None and self.ca is None:
             raise InputError("A device's certificate needs TLS: say which ca the server's is of.")
+
+    def check(self, address: str) -> None:
+        """Refuse to show a token to everybody on the way.
+
+        Args:
+            address: host:port of the server.
+
+        Raises:
+            InputError: a token without TLS for a server that is not on this machine.
+        """
+        host = address.rpartition(":")[0].strip("[]")
+        if self.token is not None and self.ca is None and host not in LOCAL_HOSTS:
+            raise InputError(
+                f"A token for {address} would travel in the clear. Connect with TLS: name the "
+                "server's ca, or 'system'."
+            )
 
     def channel(self) -> grpc.ChannelCredentials | None:
         """For gRPC; None without TLS.

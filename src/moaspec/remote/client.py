@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from moaspec.decode.api import RowOptions, check_options, row_settings, token_ids
-from moaspec.decode.engine import Engine
+from moaspec.decode.engine import Engine, common_length
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import Request
 from moaspec.decode.result import Event, GenerationResult, Source
@@ -259,7 +260,8 @@ class RemoteSession:
 
     def _wait_s(self) -> float | None:
         """What a verdict takes: the median of the latest, in case one met a hiccup."""
-        latest = [one.received_s - one.sent_s for one in list(self.stats.rounds)[-9:]]
+        rounds = itertools.islice(reversed(self.stats.rounds), 9)
+        latest = [one.received_s - one.sent_s for one in rounds]
         return sorted(latest)[len(latest) // 2] if latest else self.stats.rtt_s
 
     async def _decode(self) -> None:
@@ -282,10 +284,12 @@ class RemoteSession:
         """What a round brought, and what is left of the provisional tokens behind it."""
         start = len(self._result.token_ids) - len(event.token_ids)
         guessed, tokens = self._shown[start:], list(event.token_ids)
-        same = sum(1 for _ in _agreeing(guessed, tokens))
+        same = common_length(guessed, tokens)
         rest = guessed[len(tokens) :] if same == len(tokens) and event.stop_reason is None else []
         self._shown[start:] = [*tokens, *rest]
         self._provisional = rest
+        # An end that the target does not see is none; the next cut may write on.
+        self._ended_alone = self._ended_alone and bool(rest)
         if self.stats.first_token_s is None and tokens:
             self.stats.first_token_s = now() - self._started_s
         corrected = len(guessed) - same - len(rest)
@@ -391,9 +395,3 @@ class RemoteSession:
         if self._memory is not None and activations.count:
             parts = self._memory.take(activations.start, activations.data, activations.count)
             self._ahead.place(activations.start, parts)
-
-
-def _agreeing(a: Sequence[int], b: Sequence[int]) -> Sequence[int]:
-    """What two texts have in common at their beginning."""
-    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    return a[: min(len(a), len(b)) if length is None else length]

@@ -89,7 +89,7 @@ class Codec:
         return encoders[self.name](bounded)
 
     def decode(self, data: bytes, count: int) -> Floats:
-        """What `encode` was given, as far as the codec keeps it: (T, V, D) finite float32.
+        """What `encode` was given, as far as the codec keeps it: (T, V, D) float32 within fp16.
 
         Args:
             data: records, one after another.
@@ -105,9 +105,10 @@ class Codec:
             )
         records = np.frombuffer(data, np.uint8).reshape(count, self.token_bytes)
         decoders = {"fp16": self._from_fp16, "int8": self._from_int8, "int4": self._from_int4}
-        # A hostile record may hold scales that are not finite.
-        values = np.nan_to_num(decoders[self.name](records), posinf=LARGEST, neginf=-LARGEST)
-        return values.reshape(count, self.vectors, self.width)
+        # A hostile record may hold scales that are not finite, or are too large.
+        with np.errstate(invalid="ignore"):
+            values = np.nan_to_num(decoders[self.name](records))
+        return values.clip(-LARGEST, LARGEST).reshape(count, self.vectors, self.width)
 
     def _from_fp16(self, records: Bytes) -> Floats:
         return _halves(records).astype(np.float32)

@@ -49,10 +49,14 @@ class GrpcTransport:
     Args:
         address: host:port.
         credentials: what this device shows.
+
+    Raises:
+        InputError: a token that would travel in the clear.
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self.address, self._credentials = address, credentials or Credentials()
+        self._credentials.check(address)
 
     async def connect(self) -> GrpcConnection:
         """See `Transport`."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moaspec.errors import WireError
 from moaspec.model.config import DrafterConfig
 from moaspec.remote.codec import Bytes, Codec, CodecName, Floats
 
@@ -71,12 +72,13 @@ class Layout:
         """
         if self.layers is None:
             return *_halves(self.memory.decode(data, count), like), None
-        # A wrong length is noticed by either codec.
-        records = np.frombuffer(data, np.uint8)
+        if len(data) != count * self.token_bytes:
+            raise WireError(
+                f"{count} tokens are {count * self.token_bytes} bytes here, got {len(data)}."
+            )
         size = self.memory.token_bytes
-        table = records[: count * self.token_bytes].reshape(-1, self.token_bytes)
-        extra = records[count * self.token_bytes :].tobytes()
-        memory = self.memory.decode(table[:, :size].tobytes() + extra, count)
+        table = np.frombuffer(data, np.uint8).reshape(count, self.token_bytes)
+        memory = self.memory.decode(table[:, :size].tobytes(), count)
         layers_TVD = self.layers.decode(table[:, size:].tobytes(), count)
         flat = torch.from_numpy(layers_TVD).to(like).transpose(0, 1)
         return *_halves(memory, like), flat.unflatten(0, (2, self.num_layers, -1))

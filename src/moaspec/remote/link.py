@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moaspec.errors import LinkError, MoaSpecError, RefusedError
+from moaspec.errors import LinkError, MoaSpecError, RefusedError, WireError
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote import wire
 from moaspec.remote.events import LinkState, LinkStats, now
@@ -202,6 +202,8 @@ class Link:
             self.stats.messages_down += 1
             self.stats.bytes_down += len(frame)
             message = wire.parse_server(frame)
+            if message.session not in (self._session, b""):
+                raise WireError("The server speaks of a session that is not this one.")
             if self.stats.state != "up":
                 self.stats.reconnects += self.stats.state == "down"
                 self.stats.up_s = now()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,8 @@ class ServerOptions:
         credentials: for TLS; None listens without.
         guard: whose connections are accepted.
         max_connections: at the same time; more are told to come back.
+        connection_s: a connection lasts so long at most, whatever its device wants; so credentials
+            are looked at again.
         sweep_s: between two looks for idle sessions.
     """
 
@@ -52,6 +54,7 @@ class ServerOptions:
     credentials: grpc.ServerCredentials | None = None
     guard: Guard = field(default_factory=Guard)
     max_connections: int = 256
+    connection_s: float = 3600.0
     sweep_s: float = 5.0
 
 
@@ -139,23 +142,43 @@ class GrpcServer:
 
     async def _describe(self, _: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         await self._owner(context)
-        return self.service.describe()
+        return self.service.terms.describe()
 
     async def _converse(self, _: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         owner = await self._owner(context)
         await context.send_initial_metadata(())
         connection = _ServerConnection(context)
-        await _answered(context, lambda: self.service.converse(owner, connection))
+        try:
+            async with self._in_time():
+                await self.service.converse(owner, connection)
+        except MoaSpecError as error:
+            await context.abort(_status(error), str(error))
 
     async def _generate(
         self, frame: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.Generated]:
         owner = await self._owner(context)
         try:
-            async for generated in self.service.generate(owner, wire.parse_generate(frame)):
-                yield generated
+            request = wire.parse_generate(frame)
+            async with self._in_time(), aclosing(self.service.generate(owner, request)) as texts:
+                async for generated in texts:
+                    yield generated
         except MoaSpecError as error:
             await context.abort(_status(error), str(error))
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """End what has lasted too long.
+
+        Raises:
+            LinkError: it did.
+        """
+        try:
+            async with asyncio.timeout(self._options.connection_s):
+                yield
+        except TimeoutError as error:
+            most = self._options.connection_s
+            raise LinkError(f"A connection lasts at most {most:g} s; connect again.") from error
 
     async def _owner(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
         metadata = dict(context.invocation_metadata() or ())
@@ -168,16 +191,6 @@ class GrpcServer:
             self.service.observer.refused("credentials")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
             raise
-
-
-async def _answered(
-    context: grpc.aio.ServicerContext[Any, Any], work: Callable[[], Awaitable[None]]
-) -> None:
-    """Serve, and end with the status that says how it ended."""
-    try:
-        await work()
-    except MoaSpecError as error:
-        await context.abort(_status(error), str(error))
 
 
 def _status(error: Exception) -> grpc.StatusCode:
@@ -205,7 +218,7 @@ class _ServerConnection:
         """Ends with the call."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def _broken() -> Any:
     try:
         yield

@@ -19,14 +19,15 @@ from moaspec.remote.records import Asked, Records
 from moaspec.remote.shared import SharedVerifier
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Opening:
-    """A turn as a device asks for it, checked."""
+    """A turn as a device asks for it, checked; its grammar is still to be compiled."""
 
     turn: int
     token_ids: tuple[int, ...]
     prompt_length: int
     sampling: SamplingParams
+    grammar: str
     asked: Asked | None
 
 
@@ -79,14 +80,19 @@ class ServerSession:
         ids = opening.token_ids
         return opening.turn == self.turn and tuple(self.token_ids[: len(ids)]) == ids
 
-    def begin(self, opening: Opening) -> None:
-        """Take over a turn's text: what it shares with the old one stays where it is."""
+    def begin(self, opening: Opening, sampling: SamplingParams) -> None:
+        """Take over a turn's text: what it shares with the old one stays where it is.
+
+        Args:
+            opening: the turn.
+            sampling: its settings, with the grammar as a logits processor.
+        """
         ids = list(opening.token_ids)
         same_keys = regime(self.base, self.switches) == regime(len(ids), self.switches)
         common = common_length(self.token_ids, ids[:-1])
         self.base = min(common, self.base) if same_keys else 0
         self.turn, self.token_ids, self._opened = opening.turn, ids, len(ids)
-        self.prompt_length, self.sampling = opening.prompt_length, opening.sampling
+        self.prompt_length, self.sampling = opening.prompt_length, sampling
         self.logprobs = []
         self._adopt(opening.asked)
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moaspec.decode.engine import run_now
 from moaspec.decode.protocols import Request, Verdict, Verifier
@@ -37,7 +37,6 @@ class PassOptions:
 class _Job:
     request: Request
     answer: asyncio.Future[tuple[Verdict, float]]
-    asked_s: float = field(default_factory=time.monotonic)
 
     @property
     def prefill(self) -> int:
@@ -53,7 +52,6 @@ class PassCounts:
     rows: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    waited: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
 
 
 class SharedVerifier:
@@ -165,7 +163,6 @@ class SharedVerifier:
     async def _decide_together(self, jobs: list[_Job]) -> None:
         self._running = {job.request.row for job in jobs}
         started = time.monotonic()
-        self.counts.waited.extend(started - job.asked_s for job in jobs)
         answers: list[Verdict | Exception]
         try:
             answers = await self._pass([job.request for job in jobs])

@@ -23,6 +23,9 @@ class Stream:
         connection: to the device.
         send_timeout_s: how long the device may take to read one message.
         on_sent: told the size of every message that went out.
+
+    Attributes:
+        ended: why this stream is of no use any more, as soon as it is not.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class Stream:
         self.connection = connection
         self.session: ServerSession | None = None
         self.name: bytes | None = None
-        self.broken: LinkError | None = None
+        self.ended: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
         self._timeout_s, self._on_sent = send_timeout_s, on_sent
         self._waiting: deque[bytes] = deque()
         self._wake = asyncio.Event()
@@ -53,7 +56,8 @@ class Stream:
 
     def stop(self, reason: LinkError) -> None:
         """End this stream; what waits is dropped."""
-        self.broken = self.broken or reason
+        if not self.ended.done():
+            self.ended.set_result(reason)
         self._waiting.clear()
         self._idle.set()
         self._wake.set()
@@ -65,12 +69,12 @@ class Stream:
                 await self._idle.wait()
 
     async def run(self) -> None:
-        """Send until stopped.
+        """Send until cancelled.
 
         Raises:
             LinkError: the connection broke, or the device does not read.
         """
-        while self.broken is None:
+        while True:
             frame = self._next()
             if frame is None:
                 self._idle.set()
@@ -78,7 +82,6 @@ class Stream:
                 self._wake.clear()
                 continue
             await self._send(frame)
-        raise self.broken
 
     def _next(self) -> bytes | None:
         if self._waiting:

@@ -24,6 +24,9 @@ from moaspec.remote.link import Link
 LOOK_S = 0.25
 """A waiting request looks at its link at least so often."""
 
+MOST_S = 30.0
+"""Longest time that a server is believed to need, or to want to be left alone."""
+
 FETCH_AFTER = 2
 """Activations that are missing so many `retry_s` after the latest came are asked for again."""
 
@@ -160,7 +163,8 @@ class RemoteVerifier:
 
     def connected(self) -> None:
         """A new connection: say who is there, and ask again what was not answered."""
-        if self._committed is not None:
+        opens = self._pending is not None and self._pending.opening
+        if self._committed is not None and not opens:
             held = wire.range_messages(self._ahead.held.runs())
             resume = pb.Resume(base=len(self._committed), held=held)
             self.link.send(pb.ClientMessage(turn=self.turn, resume=resume))
@@ -223,10 +227,13 @@ class RemoteVerifier:
     def receive(self, message: pb.ServerMessage) -> None:
         """A message of the server; those of earlier turns mean nothing any more.
 
+        A problem of no turn is one of the connection or of the whole session.
+
         Raises:
             WireError: what no server may say.
         """
-        if message.turn != self.turn:
+        of_no_turn = message.HasField("problem") and not message.turn
+        if message.turn != self.turn and not of_no_turn:
             return
         if message.HasField("verdict"):
             self._verdict(message.verdict)
@@ -240,22 +247,31 @@ class RemoteVerifier:
         if pending is not None and not pending.answer.done():
             text = [*self.text, *pending.kept]
             skip = len(text) - verdict.base
-            if 0 <= skip < len(verdict.tokens):
+            if skip < 0:
+                raise WireError(
+                    f"The server speaks of {verdict.base} tokens; here are {len(text)}."
+                )
+            if skip < len(verdict.tokens):
                 if list(verdict.tokens[:skip]) != text[verdict.base :]:
                     self._reopen(pending)
                     return
-                self._check(len(text), verdict.tokens[skip:])
+                self._check(pending, verdict)
                 self._committed = [*text, *verdict.tokens[skip:]]
                 self._resolve(pending, verdict.tokens[skip:], verdict.logprobs[skip:])
                 self._note(pending, verdict)
         if verdict.HasField("activations"):
             self._activations(verdict.activations)
 
-    def _check(self, length: int, tokens: Sequence[int]) -> None:
-        if length + len(tokens) > self._max_positions:
+    def _check(self, pending: Pending, verdict: pb.Verdict) -> None:
+        if verdict.base + len(verdict.tokens) > self._max_positions:
             raise WireError(f"The server sent a text beyond {self._max_positions} tokens.")
-        if any(token >= self._vocab_size for token in tokens):
+        if any(token >= self._vocab_size for token in verdict.tokens):
             raise WireError(f"The server sent a token outside 0..{self._vocab_size - 1}.")
+        asked = len(verdict.tokens) if pending.request.sampling.logprobs else 0
+        if len(verdict.logprobs) != asked:
+            raise WireError(
+                f"The server sent {len(verdict.logprobs)} log-probabilities where {asked} were due."
+            )
 
     def _resolve(self, pending: Pending, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Hand the engine its verdict, in terms of a tree that has these tokens."""
@@ -274,7 +290,7 @@ class RemoteVerifier:
         accepted = len(pending.answer.result().accepted) - len(pending.kept)
         ready = len(self._ahead.ready())
         self.stats.rounds.append(
-            RoundTrip(pending.first_s, now(), verdict.pass_s, drafted, accepted, ready)
+            RoundTrip(pending.first_s, now(), _seconds(verdict.pass_s), drafted, accepted, ready)
         )
 
     def _activations(self, activations: pb.Activations) -> None:
@@ -299,12 +315,17 @@ class RemoteVerifier:
         elif problem.kind == pb.Problem.DRAINING:
             self.link.renew()
         elif problem.kind == pb.Problem.BUSY and pending is not None:
-            pending.due_s = now() + min(max(problem.retry_s, 0.01), 30.0)
+            pending.due_s = now() + max(_seconds(problem.retry_s), 0.01)
         elif problem.kind == pb.Problem.LOST:
             self._committed = None
             if pending is not None and not pending.answer.done():
                 self._reopen(pending)
         self.wake()
+
+
+def _seconds(told: float) -> float:
+    """What a server says of time, within reason; it may say infinity, or that it is no number."""
+    return told if 0.0 <= told <= MOST_S else MOST_S
 
 
 def _tree_with(path: list[int], trees: Sequence[DraftTree]) -> tuple[DraftTree, list[int]]:

@@ -36,6 +36,8 @@ class CallForm:
 
 HERMES = CallForm("<tool_call>", "\n", "\n</tool_call>")
 LLAMA = CallForm("", arguments="parameters")
+BETWEEN = " \n;"
+"""What may stand between its calls."""
 MISTRAL = CallForm("[TOOL_CALLS]", "[", "]", listed=True)
 
 
@@ -125,7 +127,7 @@ class CallReader:
     def __init__(self, form: CallForm, names: Sequence[str]) -> None:
         self._form, self._names = form, frozenset(names)
         self._buffer = ""
-        self._calling = False
+        self._calling = self._talking = False
         self.calls: list[Call] = []
 
     def feed(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
@@ -145,16 +147,28 @@ class CallReader:
         return said, self.calls[known:]
 
     def _bare(self, last: bool) -> str:
-        """Calls are all of the text, or none of it."""
-        maybe = self._buffer.lstrip()[:1] in ("", "{")
-        if maybe and not last:
-            return ""
-        parts = self._buffer.split(";")
-        calls = [self._call(part) for part in parts] if maybe else [None]
-        if None not in calls:
-            self.calls += [call for call in calls if call is not None]
-            self._buffer = ""
-        return self._take(len(self._buffer))
+        """What does not begin with a call has none."""
+        if not self._talking and self._buffer.lstrip()[:1] in ("", "{"):
+            if not last:
+                return ""
+            self._take_bare_calls()
+        self._talking = True
+        said = self._take(len(self._buffer))
+        return said if said.strip(BETWEEN) or not self.calls else ""
+
+    def _take_bare_calls(self) -> None:
+        """Calls one after another, as far as they are whole."""
+        while True:
+            start = len(self._buffer) - len(self._buffer.lstrip(BETWEEN))
+            try:
+                value, end = json.JSONDecoder().raw_decode(self._buffer, start)
+            except (ValueError, RecursionError):
+                return
+            call = self._call(value)
+            if call is None:
+                return
+            self.calls.append(call)
+            self._take(end)
 
     def _next(self, last: bool) -> str | None:
         """What is said in the next stretch; None when the buffer holds nothing certain."""

@@ -155,10 +155,11 @@ def logprobs_of(facts: SourceFacts, pieces: Sequence[Piece], start: int) -> dict
     for piece in pieces:
         offsets.append(start)
         start += len(piece.text)
+    # Parts of characters share one text, whose best value is the one that is kept.
     tops = [
         {
             decoded_token(facts, token): max(value, LEAST_LOGPROB)
-            for token, value in one.top_logprobs
+            for token, value in reversed(one.top_logprobs)
         }
         for one in pieces
     ]

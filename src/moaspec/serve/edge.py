@@ -9,25 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Unpack
+from dataclasses import dataclass
+from typing import Any, Protocol, Unpack
 
 from moaspec.decode.api import RowOptions
 from moaspec.decode.engine import common_length
 from moaspec.decode.grammar import GrammarProcessor, Grammars
 from moaspec.decode.result import Event
 from moaspec.decode.row import check_bias, check_prompt
-from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import BusyError, InputError
-from moaspec.remote import Device, RemoteEvent, RemoteOptions, RemoteSession, Transport
+from moaspec.remote import Device, RemoteOptions, RemoteSession, Transport
+from moaspec.serve.edge_reader import Reader, link_state, row_options
 from moaspec.serve.source import (
     Job,
     LinkState,
     Load,
     Round,
     SourceFacts,
-    TokenSource,
     Update,
     Updates,
 )
@@ -82,6 +81,10 @@ class _Seat:
     used: int = 0
 
 
+def _last_used(seat: _Seat) -> int:
+    return seat.used
+
+
 class EdgeSource:
     """A `TextSource` whose target is on a server.
 
@@ -92,7 +95,8 @@ class EdgeSource:
         options: of every session.
         limits: see `EdgeLimits`.
         faults: of an emulated link that the page may cut; None: the link is what it is.
-        alone: decodes what asks for no speculation; None: the device makes rounds without drafts.
+        alone: decodes what asks for no speculation, and for no log-probabilities, which it has
+            not; None: the device drafts for all, which changes no text.
     """
 
     def __init__(
@@ -110,7 +114,9 @@ class EdgeSource:
         self._options = options or RemoteOptions()
         self._limits, self._faults, self._alone = limits or EdgeLimits(), faults, alone
         self._seats: list[_Seat] = []
-        self._accepted = self._active = self._count = 0
+        self._gone = (0, 0)  # bytes of sessions that ended
+        self._jobs: set[_EdgeUpdates] = set()
+        self._active = self._count = 0
         self._room: asyncio.Semaphore | None = None
         self.facts = SourceFacts(
             name=name,
@@ -134,9 +140,10 @@ class EdgeSource:
 
     async def close(self) -> None:
         """See `TextSource`."""
-        for seat in self._seats:
-            await seat.session.close()
-        self._seats.clear()
+        for job in tuple(self._jobs):
+            await job.refuse(BusyError("The server is shutting down."))
+        for seat in tuple(self._seats):
+            await self._clear(seat)
 
     def open(self, jobs: Sequence[Job]) -> list[Updates]:
         """See `TextSource`."""
@@ -147,18 +154,19 @@ class EdgeSource:
                 raise InputError("At the edge there are no alternatives: top_logprobs must be 0.")
             if job.sampling.logprobs and self._options.on_cut == "keep":
                 raise InputError("Kept text has no log-probabilities; logprobs must be off.")
-        if self._accepted + len(jobs) > self._limits.active + self._limits.waiting:
+        most = self._limits.active + self._limits.waiting
+        if len(self._jobs) + len(jobs) > most:
             raise BusyError(
-                f"The device has {self._accepted} requests, and takes "
-                f"{self._limits.active + self._limits.waiting}. Try again later."
+                f"The device has {len(self._jobs)} requests, and takes {most}. Try again later."
             )
-        self._accepted += len(jobs)
-        return [_EdgeUpdates(self, job) for job in jobs]
+        opened = [_EdgeUpdates(self, job) for job in jobs]
+        self._jobs.update(opened)
+        return list[Updates](opened)
 
     @property
     def load(self) -> Load:
         """See `TextSource`."""
-        return Load(self._active, self._accepted - self._active)
+        return Load(self._active, len(self._jobs) - self._active)
 
     @property
     def link(self) -> LinkState | None:
@@ -166,10 +174,10 @@ class EdgeSource:
         stats = [seat.session.stats for seat in self._seats]
         latest = max(self._seats, key=lambda seat: seat.used, default=None)
         return LinkState(
-            state="up" if latest is None else _state(latest.session),
+            state="up" if latest is None else link_state(latest.session),
             round_trip_s=None if latest is None else latest.session.stats.rtt_s,
-            bytes_sent=sum(one.bytes_up for one in stats),
-            bytes_received=sum(one.bytes_down for one in stats),
+            bytes_sent=self._gone[0] + sum(one.bytes_up for one in stats),
+            bytes_received=self._gone[1] + sum(one.bytes_down for one in stats),
             can_cut=self._faults is not None,
             cut=self._faults is not None and self._faults.cut,
         )
@@ -185,8 +193,8 @@ class EdgeSource:
         assert self._room is not None, "start() comes first"
         async with self._room:
             self._active += 1
-            plain = self._alone is not None and not job.speculation
-            updates = self._decode_alone(job) if plain else self._decode_here(job)
+            drafted = job.speculation or job.sampling.logprobs or self._alone is None
+            updates = self._decode_here(job) if drafted else self._decode_alone(job)
             try:
                 async with contextlib.aclosing(updates):
                     async for update in updates:
@@ -196,13 +204,19 @@ class EdgeSource:
 
     async def _decode_here(self, job: Job) -> AsyncGenerator[Update]:
         """Drafted here, verified there."""
-        seat, reader = self._take_seat(job), _Reader(job, keep=self._options.on_cut == "keep")
-        options = _row_options(job, self._ruled(job))
+        options = row_options(job, self._ruled(job))
+        reader = Reader(job, keep=self._options.on_cut == "keep")
+        seat, ends = self._take_seat(job)
         try:
+            if ends is not None:
+                await self._clear(ends)
             events: Any = seat.session.stream(job.prompt_ids, **options)
             async with contextlib.aclosing(events):
                 async for event in events:
                     yield reader.take(event, seat.session)
+        except Exception:
+            await self._clear(seat)  # a session that was refused stays refused
+            raise
         finally:
             seat.busy = False
             seat.token_ids = (*job.prompt_ids, *seat.session.result.token_ids)
@@ -210,7 +224,7 @@ class EdgeSource:
     async def _decode_alone(self, job: Job) -> AsyncGenerator[Update]:
         """By the server, for comparison; what an emulated link holds back comes when it is back."""
         assert self._alone is not None, "decode() has asked"
-        options = _row_options(job, self._ruled(job))
+        options = row_options(job, self._ruled(job))
         events: Any = self._alone.stream(job.prompt_ids, **options)
         first = True
         async with contextlib.aclosing(events):
@@ -226,9 +240,9 @@ class EdgeSource:
                 )
                 first = False
 
-    def leave(self) -> None:
+    def leave(self, job: _EdgeUpdates) -> None:
         """A job has ended, however it did."""
-        self._accepted -= 1
+        self._jobs.discard(job)
 
     def _ruled(self, job: Job) -> tuple[GrammarProcessor, ...]:
         """The grammar, which the server will keep to."""
@@ -236,23 +250,34 @@ class EdgeSource:
             return ()
         return (self.facts.grammars.processor(job.grammar, len(job.prompt_ids)),)
 
-    def _take_seat(self, job: Job) -> _Seat:
-        """The free session that holds most of the prompt, else a new one, else the oldest."""
+    def _take_seat(self, job: Job) -> tuple[_Seat, _Seat | None]:
+        """A session for the job, and another tenant's that must end for it.
+
+        It is the tenant's free one that holds most of the prompt, else a new one while there is
+        room, else the tenant's oldest, else a new one in the place of the oldest of all.
+        """
         free = [seat for seat in self._seats if not seat.busy]
         own = [seat for seat in free if seat.tenant == job.tenant]
         best = max(own, key=lambda one: common_length(one.token_ids, job.prompt_ids), default=None)
+        full, ends = len(self._seats) >= self._limits.active, None
         if best is None or not common_length(best.token_ids, job.prompt_ids):
-            best = self._fresh(free)
+            best = min(own, key=_last_used) if own and full else self._new_seat()
+            ends = min(free, key=_last_used) if full and not own else None
         self._count += 1
         best.tenant, best.busy, best.used = job.tenant, True, self._count
-        return best
+        return best, ends
 
-    def _fresh(self, free: list[_Seat]) -> _Seat:
-        if len(self._seats) >= self._limits.active:
-            return min(free, key=lambda seat: seat.used)
+    def _new_seat(self) -> _Seat:
         seat = _Seat(RemoteSession(self._device, self._transport, self._options))
         self._seats.append(seat)
         return seat
+
+    async def _clear(self, seat: _Seat) -> None:
+        """End a session, and forget what it holds."""
+        self._seats.remove(seat)
+        await seat.session.close()
+        stats = seat.session.stats
+        self._gone = (self._gone[0] + stats.bytes_up, self._gone[1] + stats.bytes_down)
 
 
 class _EdgeUpdates:
@@ -263,6 +288,7 @@ class _EdgeUpdates:
         self._told: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self._ended = False
         self._task = asyncio.create_task(self._decode(job))
+        self._task.add_done_callback(lambda _: source.leave(self))  # even if it never began
 
     def __aiter__(self) -> _EdgeUpdates:
         return self
@@ -279,6 +305,14 @@ class _EdgeUpdates:
     async def aclose(self) -> None:
         """See `Updates`."""
         self._ended = True
+        await self._end()
+
+    async def refuse(self, error: BusyError) -> None:
+        """End it; whoever reads hears why."""
+        self._told.put_nowait(error)
+        await self._end()
+
+    async def _end(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -288,80 +322,3 @@ class _EdgeUpdates:
                 self._told.put_nowait(update)
         except Exception as error:  # noqa: BLE001 - whoever reads raises it
             self._told.put_nowait(error)
-        finally:
-            self._source.leave()
-
-
-@dataclass
-class _Reader:
-    """Turns a session's events, which replace the end of a text, into updates, which add to it.
-
-    Attributes:
-        job: what is decoded.
-        keep: whether what was provisional becomes final without being verified.
-        token_ids, sources: the text as shown, provisional tokens included.
-        settled: how many of them will not change any more.
-    """
-
-    job: Job
-    keep: bool
-    token_ids: list[int] = field(default_factory=list)
-    sources: list[TokenSource] = field(default_factory=list)
-    settled: int = 0
-
-    def take(self, event: RemoteEvent, session: RemoteSession) -> Update:
-        """What is new in this event."""
-        shown, first = len(self.token_ids), self.settled
-        self.token_ids[event.start :] = event.token_ids
-        self.sources[event.start :] = event.sources
-        if event.start <= first:
-            self.settled = max(first, event.start + len(event.token_ids) - event.num_provisional)
-        sources = self.sources[first : self.settled]
-        if self.keep:
-            kept = max(min(shown, self.settled) - first, 0)
-            sources[:kept] = ["device"] * kept
-        provisional = self.token_ids[self.settled :] if self.job.provisional else []
-        said = event.verified
-        return Update(
-            token_ids=tuple(self.token_ids[first : self.settled]),
-            sources=tuple(sources),
-            logprobs=() if said is None else said.logprobs[: self.settled - first],
-            round=_round(event) if first else None,
-            provisional=tuple(provisional),
-            stop_reason=event.stop_reason,
-            num_reused_tokens=session.result.num_reused_tokens,
-            seed=session.result.seed,
-        )
-
-
-def _round(event: RemoteEvent) -> Round | None:
-    said = event.verified
-    return None if said is None else Round(said.tree, said.accepted, len(said.token_ids))
-
-
-def _row_options(job: Job, processors: tuple[GrammarProcessor, ...]) -> RowOptions:
-    """A job as keyword arguments of a session."""
-    sampling: SamplingParams = job.sampling
-    return {
-        "max_new_tokens": job.max_new_tokens,
-        "stop": job.stop,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
-        "choice": sampling.choice,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": sampling.logit_bias,
-        "logprobs": sampling.logprobs,
-        "logits_processors": processors,
-    }
-
-
-def _state(session: RemoteSession) -> Literal["up", "down", "syncing"]:
-    """The session's words in those of docs/serve.md."""
-    if session.stats.state == "up":
-        return "syncing" if session.provisional else "up"
-    return "down" if session.stats.state == "down" else "syncing"

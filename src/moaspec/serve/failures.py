@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from moaspec.errors import BusyError, InputError, MoaSpecError, PromptError
+from moaspec.errors import BusyError, ContextError, InputError, MoaSpecError
 from moaspec.serve.schema import ErrorResponse
 
 LOG = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ def answer_to(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body. What went wrong inside is logged, not told."""
     if isinstance(error, RequestError):
         return error.status, body(error.status, str(error), param=error.param, code=error.code)
-    if isinstance(error, PromptError):
-        return 400, body(400, str(error), param="messages", code="context_length_exceeded")
+    if isinstance(error, ContextError):
+        return 400, body(400, str(error), code="context_length_exceeded")
     if isinstance(error, InputError):
         return 400, body(400, str(error))
     if isinstance(error, BusyError):

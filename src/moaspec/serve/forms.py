@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from moaspec.serve.calls import CallReader, Tool, call_grammar
@@ -25,7 +25,7 @@ class Form:
     tools: Sequence[Tool] = ()
     choice: str | None = None
     parallel: bool = True
-    schema: dict[str, Any] | None = field(default=None)
+    schema: dict[str, Any] | None = None
 
     @property
     def callable_tools(self) -> list[Tool]:

@@ -18,9 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moaspec.serve import failures
 
-OPEN_PATHS = ("/health", "/openapi.json")
-"""Answered without a key; so are the page's files, which hold no secret."""
-
 CLOSED = ("/v1", "/metrics")
 """What a key protects: these paths and all below them."""
 

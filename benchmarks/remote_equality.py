@@ -1,0 +1,149 @@
+"""Is the text over a bad link the local text? Real prompts, a real model, everything at once.
+
+Each text crosses a link that loses, doubles, delays and reorders messages, is cut three times, and
+leads to a server that is killed and started anew in the middle of the text. Codec and N change from
+prompt to prompt, and every prompt is decoded greedily and sampled. A text that is not the local
+plain one, token for token, must differ at a near-tie first (`moaspec.evaluate.equality`), or the
+run fails. The last line is JSON.
+
+    python benchmarks/remote_equality.py --prompts 20
+    python benchmarks/remote_equality.py --prompts 5 --tiny      # random weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moaspec
+from moaspec.decode import SamplingParams
+from moaspec.evaluate import read_prompts
+from moaspec.evaluate.edge.worker import prompt_ids
+from moaspec.evaluate.equality import NEAR_TIE, first_difference, gaps
+from moaspec.model import MoADrafter
+from moaspec.remote import LinkOptions, LocalDevice, RemoteOptions, RemoteSession, TargetService
+from moaspec.remote.codec import CODECS
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import tiny
+from links import Faults, FaultyTransport, Restartable
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 11},
+}
+FAULTS = Faults(loss=0.03, twice=0.1, delay_s=0.02, cut_after=(12, 16, 20))
+LINK = LinkOptions(backoff_s=0.05, retry_s=0.25)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--tiny", action="store_true")
+    return parser.parse_args()
+
+
+def load(args: argparse.Namespace) -> tuple[moaspec.Target, MoADrafter, list[list[int]]]:
+    """Target, drafter and prompts."""
+    if args.tiny:
+        return tiny.target(), tiny.agreeing_drafter("llama"), [list(one) for one in tiny.PROMPTS]
+    target = moaspec.load_target("smollm2-135m", dtype="float32")
+    drafter = moaspec.load_drafter("smollm2-135m", target=target)
+    turns = [one.turns[0] for one in read_prompts("bundled", limit=args.prompts)]
+    return target, drafter, [prompt_ids(target.tokenizer, one) for one in turns]
+
+
+async def remote_text(
+    target: moaspec.Target,
+    drafter: MoADrafter,
+    prompt: list[int],
+    *,
+    remote: RemoteOptions,
+    seed: int,
+    options: dict[str, Any],
+) -> tuple[list[int], RemoteSession]:
+    """The text as a reader of events has it."""
+    server = Restartable(lambda: TargetService(target, drafter))
+    transport = FaultyTransport(server.transport, FAULTS, seed=seed)
+    session = RemoteSession(LocalDevice(target, drafter), transport, remote)
+    text: list[int] = []
+    restart_at = options["max_new_tokens"] // 2
+    async for event in session.stream(prompt, stop_token_ids=(), **options):
+        assert event.start <= len(text), "an event left a hole"
+        before = len(text)
+        text[event.start :] = event.token_ids
+        if before < restart_at <= len(text):
+            await server.restart()
+    await session.close()
+    await server.service.stop()
+    return text, session
+
+
+def judge(
+    target: moaspec.Target,
+    prompt: list[int],
+    expected: list[int],
+    got: list[int],
+    options: dict[str, Any],
+) -> str:
+    """`identical`, `near_tie` or `different`."""
+    position = first_difference(expected, got)
+    if position is None:
+        return "identical"
+    if len(got) != len(expected):
+        return "different"
+    names = ("temperature", "top_p", "seed")
+    sampling = SamplingParams(**{name: options[name] for name in names if name in options})
+    parted = [*expected[:position], got[position]]
+    gap = gaps(target, prompt, parted, sampling, since=position)[0]
+    return "near_tie" if gap <= NEAR_TIE[target.dtype] else "different"
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All prompts and settings."""
+    target, drafter, prompts = load(args)
+    shapes = cycle(product(CODECS, (0, 1, 3)))
+    outcomes: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for number, (prompt, (setting, chosen)) in enumerate(
+        product(prompts[: args.prompts], SETTINGS.items())
+    ):
+        codec, layers = next(shapes)
+        options = {**chosen, "max_new_tokens": args.new_tokens}
+        expected = moaspec.generate(target, prompt, stop_token_ids=(), **options).token_ids
+        remote = RemoteOptions(codec=codec, num_target_layers=layers, draft="chain:4", link=LINK)
+        got, session = await remote_text(
+            target, drafter, prompt, remote=remote, seed=number, options=options
+        )
+        outcome = judge(target, prompt, expected, got, options)
+        outcomes[outcome] += 1
+        stats = session.stats
+        totals.update(tokens=len(got), cuts=stats.cuts, reopened=stats.reopened)
+        totals.update(provisional=stats.provisional, corrected=stats.corrected)
+        print(f"{setting:8} {codec} N={layers} {outcome}; {stats.cuts} cuts", flush=True)
+    return {"outcomes": dict(outcomes), **totals}
+
+
+def main() -> None:
+    """Compare, and fail where a text is another one."""
+    args = parse()
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    found = asyncio.run(run(args))
+    print(json.dumps({**found, "seconds": time.monotonic() - started, "torch": torch.__version__}))
+    sys.exit(1 if found["outcomes"].get("different") else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Which connection each session's answers go out on."""
+
+from __future__ import annotations
+
+from moaspec.errors import LinkError
+from moaspec.remote import target_pb2 as pb
+from moaspec.remote.sessions import ServerSession
+from moaspec.remote.store import SessionStore
+from moaspec.remote.stream import Stream
+
+
+class Attachments:
+    """One stream at most for each session, and one session for each stream.
+
+    Args:
+        sessions: told who is connected; those are never evicted.
+    """
+
+    def __init__(self, sessions: SessionStore) -> None:
+        self._sessions = sessions
+        self._streams: dict[bytes, Stream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def streams(self) -> list[Stream]:
+        """All that are attached."""
+        return list(self._streams.values())
+
+    def attach(self, stream: Stream, session: ServerSession) -> None:
+        """From now on this session's answers go out here, and nowhere else."""
+        old = self._streams.get(session.name)
+        if old is stream and stream.session is session:
+            return
+        if old is not None and old is not stream:
+            old.session = None
+            old.stop(LinkError("The device came back on another connection."))
+        stream.session = session
+        self._streams[session.name] = stream
+        self._sessions.attached.add(session.name)
+
+    def detach(self, stream: Stream) -> None:
+        """A connection has ended."""
+        session = stream.session
+        if session is not None and self._streams.get(session.name) is stream:
+            del self._streams[session.name]
+            self._sessions.attached.discard(session.name)
+
+    def more(self, session: ServerSession) -> None:
+        """There may be new activations."""
+        stream = self._streams.get(session.name)
+        if stream is not None:
+            stream.more()
+
+    def answer(
+        self, session: ServerSession, base: int, activations: pb.Activations | None = None
+    ) -> None:
+        """Say what is committed past `base`; activations that nobody gets were not sent."""
+        stream = self._streams.get(session.name)
+        if stream is not None:
+            verdict = session.answer(base, activations)
+            message = pb.ServerMessage(session=session.name, turn=session.turn, verdict=verdict)
+            stream.answer(message)
+        elif session.records is not None and activations is not None:
+            stop = activations.start + activations.count
+            session.records.sent.discard(activations.start, stop)
+
+    def problem(self, session: ServerSession, kind: pb.Problem.Kind, message: str) -> None:
+        """Say what is wrong with a session."""
+        stream = self._streams.get(session.name)
+        if stream is not None:
+            problem = pb.Problem(kind=kind, message=message)
+            # Who is refused is so for good, also where the turn that was asked for never began.
+            turn = 0 if kind == pb.Problem.REFUSED else session.turn
+            stream.answer(pb.ServerMessage(session=session.name, turn=turn, problem=problem))

@@ -1,0 +1,328 @@
+"""Devices, networks and clocks that fail: the others go on, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+import pytest
+
+import tiny
+from links import FaultyTransport, Restartable
+from moaspec.decode import Chain
+from moaspec.errors import InputError, LinkError, RefusedError
+from moaspec.remote import (
+    Credentials,
+    GrpcServer,
+    GrpcTransport,
+    Guard,
+    InProcessTransport,
+    LinkOptions,
+    LocalDevice,
+    RemoteOptions,
+    RemoteSession,
+    ServerOptions,
+    ServiceOptions,
+    StoreOptions,
+    TargetService,
+    Transport,
+    identity,
+    wire,
+)
+from moaspec.remote import target_pb2 as pb
+from moaspec.remote.grpc_transport import SERVICE
+from moaspec.remote.store import NoRoomError
+from moaspec.remote.transport import Connection, pipe
+
+PROMPT = tiny.PROMPTS[1]
+NEW = tiny.NEW_TOKENS
+NAME = bytes(16)
+PATIENT = LinkOptions(dead_after_s=30.0, connect_s=30.0)
+"""None of these tests is about a slow machine."""
+
+
+def service(**options: Any) -> TargetService:
+    return TargetService(tiny.target(), tiny.agreeing_drafter("llama"), ServiceOptions(**options))
+
+
+def session(transport: Transport, **options: Any) -> RemoteSession:
+    device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
+    return RemoteSession(device, transport, RemoteOptions(link=PATIENT, draft=Chain(2), **options))
+
+
+def opening(token_ids: list[int], grammar: str = "") -> bytes:
+    """The first frame of a device that wants no activations."""
+    asked = pb.Open(
+        protocol=identity.PROTOCOL,
+        law=identity.LAW,
+        target=identity.to_message(tiny.target().identity),
+        sampling=pb.Sampling(top_p=1.0, repetition_penalty=1.0, grammar=grammar),
+        token_ids=token_ids,
+        prompt_length=len(token_ids),
+    )
+    return pb.ClientMessage(session=NAME, turn=1, open=asked).SerializeToString()
+
+
+HEARTBEAT = pb.ClientMessage(session=NAME, heartbeat=pb.Heartbeat(number=1)).SerializeToString()
+
+
+async def told(connection: Connection) -> pb.ServerMessage:
+    return wire.parse_server(await connection.receive())
+
+
+def beside(
+    attack: Callable[[TargetService, Connection, Connection], Awaitable[None]], **options: Any
+) -> None:
+    """Attack a service over a pipe, with an honest session beside it; then nothing is left."""
+
+    async def run() -> None:
+        at = service(sessions=StoreOptions(idle_s=0.0), **options)
+        honest = session(InProcessTransport(at, "alice"))
+        attacking = asyncio.create_task(attacked(at))
+        result = await honest.generate(PROMPT, max_new_tokens=NEW)
+        assert result.token_ids == list(tiny.own_texts("llama")[1])
+        await attacking
+        await honest.close()
+        while len(at.sessions):
+            at.sweep()
+            await asyncio.sleep(0.01)
+        assert at.verifier.cache.num_bytes == 0
+        assert at.shared.num_rows == 0
+        await at.stop()
+
+    async def attacked(at: TargetService) -> None:
+        near, far = pipe()
+        await attack(at, near, far)
+        await near.close()
+
+    asyncio.run(run())
+
+
+def test_a_flood_is_refused() -> None:
+    async def flood(at: TargetService, near: Connection, far: Connection) -> None:
+        async def send() -> None:
+            with contextlib.suppress(LinkError):
+                while True:
+                    await near.send(HEARTBEAT)
+                    await near.receive()
+
+        sending = asyncio.create_task(send())
+        with pytest.raises(RefusedError, match="20 messages a second"):
+            await at.converse("mallory", far)
+        await near.close()
+        await sending
+
+    # A pass of the honest session must not look like a flood: it sends three messages per round.
+    beside_flood = {"max_messages_per_s": 20.0, "burst_s": 20.0}
+    beside(flood, **beside_flood)
+
+
+def test_a_device_that_never_reads_is_given_up() -> None:
+    async def deaf(at: TargetService, near: Connection, far: Connection) -> None:
+        async def send() -> None:
+            await near.send(opening([1, 2, 3]))
+            with contextlib.suppress(LinkError):
+                while True:
+                    await near.send(HEARTBEAT)
+
+        sending = asyncio.create_task(send())
+        with pytest.raises(LinkError, match="does not read"):
+            await at.converse("mallory", far)
+        await near.close()
+        await sending
+
+    beside(deaf, max_messages_per_s=1e6)
+
+
+def test_a_device_that_reads_nothing_for_long_is_given_up() -> None:
+    class Full:
+        """A connection whose other side has stopped reading."""
+
+        async def send(self, _: bytes) -> None:
+            await asyncio.sleep(3600)
+
+        async def receive(self) -> bytes:
+            return HEARTBEAT if self.asks() else await asyncio.sleep(3600, b"")
+
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def asks(self) -> bool:
+            self.asked += 1
+            return self.asked == 1
+
+        async def close(self) -> None: ...
+
+    async def run() -> None:
+        at = service(send_timeout_s=0.05)
+        with pytest.raises(LinkError, match=r"read nothing for 0\.05 s"):
+            await at.converse("mallory", Full())
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_a_half_open_connection_is_closed() -> None:
+    """The device is gone, and nobody said so."""
+
+    async def vanish(at: TargetService, near: Connection, far: Connection) -> None:
+        await near.send(opening([1, 2, 3]))
+        with pytest.raises(LinkError, match="said nothing for 1 s"):
+            await at.converse("mallory", far)
+
+    beside(vanish, silent_s=1.0)
+
+
+def test_connections_of_one_owner_are_limited() -> None:
+    async def run() -> None:
+        at = service(sessions=StoreOptions(max_sessions_per_owner=1))
+        ends = [pipe() for _ in range(2)]
+        serving = [asyncio.create_task(at.converse("mallory", far)) for _, far in ends]
+        await asyncio.sleep(0)
+        with pytest.raises(NoRoomError, match="2 connections"):
+            await at.converse("mallory", pipe()[1])
+        for near, _ in ends:
+            await near.close()
+        await asyncio.gather(*serving, return_exceptions=True)
+        remote = session(InProcessTransport(at, "mallory"))
+        assert len((await remote.generate(PROMPT, max_new_tokens=3)).token_ids) == 3
+        await remote.close()
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_stops_tells_devices() -> None:
+    """They connect again, which behind a balancer leads to another server."""
+
+    async def run() -> None:
+        at = Restartable(service)
+        transport = FaultyTransport(at.transport)
+        remote = session(transport)
+        async for _ in remote.stream(PROMPT, max_new_tokens=NEW):
+            if not at.service.draining:
+                await at.service.drain(1.0)
+        # What had begun came to its end.
+        assert remote.result.token_ids == list(tiny.own_texts("llama")[1])
+        while transport.connections < 2:
+            await asyncio.sleep(0.01)
+        await at.restart()
+        result = await remote.generate(PROMPT, max_new_tokens=NEW)
+        assert result.token_ids == list(tiny.own_texts("llama")[1])
+        await remote.close()
+        await at.service.stop()
+
+    asyncio.run(run())
+
+
+def test_clocks_may_jump(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of day is used for nothing but the expiry of tokens."""
+    real, year_s = time.time, 3e7
+    jumps = iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: real() + year_s * (next(jumps) % 3 - 1))
+
+    async def run() -> None:
+        async with GrpcServer(service(), ServerOptions(port=0)) as server:
+            remote = session(GrpcTransport(f"127.0.0.1:{server.port}"))
+            result = await remote.generate(PROMPT, max_new_tokens=NEW)
+            assert result.token_ids == list(tiny.own_texts("llama")[1])
+            assert remote.stats.cuts == 0
+            await remote.close()
+
+    asyncio.run(run())
+
+
+def test_a_device_that_stood_still_does_not_blame_the_link() -> None:
+    async def run() -> None:
+        at = service()
+        device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
+        options = RemoteOptions(draft=Chain(2), link=LinkOptions(dead_after_s=3.0))
+        remote = RemoteSession(device, InProcessTransport(at), options)
+        stood_still = False
+        async for _ in remote.stream(PROMPT, max_new_tokens=NEW):
+            if not stood_still:
+                time.sleep(3.5)  # the whole process stands still
+                stood_still = True
+        assert remote.result.token_ids == list(tiny.own_texts("llama")[1])
+        assert remote.stats.cuts == 0
+        await remote.close()
+        await at.stop()
+
+    asyncio.run(run())
+
+
+def test_a_token_that_expires_ends_with_its_connection() -> None:
+    async def turns_without_end(remote: RemoteSession) -> None:
+        while True:
+            await remote.generate(PROMPT, max_new_tokens=NEW)
+
+    async def run() -> None:
+        until: dict[str, float] = {}
+        guard = Guard({hashlib.sha256(b"secret").hexdigest(): "alice"}, until)
+        options = ServerOptions(port=0, guard=guard, connection_s=1.0)
+        async with GrpcServer(service(), options) as server:
+            address = f"127.0.0.1:{server.port}"
+            remote = session(GrpcTransport(address, Credentials(token="secret")), on_cut="wait")
+            await remote.generate(PROMPT, max_new_tokens=3)
+            until["alice"] = 0.0
+            with pytest.raises(RefusedError, match="expired"):
+                await turns_without_end(remote)
+            await remote.close()
+
+    asyncio.run(run())
+
+
+def test_an_oversized_message_ends_its_connection() -> None:
+    """It is never read whole; a session beside it goes on."""
+
+    async def run() -> None:
+        at = service()
+        async with GrpcServer(at, ServerOptions(port=0)) as server:
+            address = f"127.0.0.1:{server.port}"
+            honest = session(GrpcTransport(address))
+            await honest.generate(PROMPT, max_new_tokens=3)
+            async with grpc.aio.insecure_channel(address) as channel:
+                call: Any = channel.stream_stream(f"/{SERVICE}/Converse")()
+                await call.write(bytes(wire.MAX_FRAME_BYTES + 1))
+                assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            result = await honest.generate(PROMPT, max_new_tokens=NEW)
+            assert result.token_ids == list(tiny.own_texts("llama")[1])
+            await honest.close()
+
+    asyncio.run(run())
+
+
+def test_a_grammar_is_compiled_beside_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take seconds, and links count as dead after less than one."""
+    compile_now = threading.Event()
+
+    class Slow:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def processor(self, *_: Any) -> None:
+            compile_now.wait(60)
+            raise InputError("The grammar cannot be used.")
+
+    monkeypatch.setattr("moaspec.decode.grammar.Grammars", Slow)
+
+    async def run() -> None:
+        at = service()
+        near, far = pipe()
+        serving = asyncio.create_task(at.converse("alice", far))
+        await near.send(opening([1, 2, 3], grammar="start: /x/"))
+        await near.send(HEARTBEAT)
+        assert (await told(near)).HasField("heartbeat")
+        compile_now.set()
+        assert "grammar" in (await told(near)).problem.message
+        await near.close()
+        await asyncio.gather(serving, return_exceptions=True)
+        assert not len(at.sessions)
+        await at.stop()
+
+    asyncio.run(run())
