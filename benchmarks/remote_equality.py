@@ -41,7 +41,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 11},
 }
-FAULTS = Faults(loss=0.03, twice=0.1, delay_s=0.02, cut_after=(12, 16, 20))
+FAULTS = Faults(loss=0.03, twice=0.1, delay_s=0.02)
+CUT_S = 1.5
+"""A device notices after 0.9 s and writes alone for the rest."""
 LINK = LinkOptions(backoff_s=0.05, retry_s=0.25)
 
 
@@ -64,6 +66,16 @@ def load(args: argparse.Namespace) -> tuple[moaspec.Target, MoADrafter, list[lis
     return target, drafter, [prompt_ids(target.tokenizer, one) for one in turns]
 
 
+def cut(transport: FaultyTransport) -> None:
+    """Nothing passes for a while, and nobody is told."""
+
+    def mend() -> None:
+        transport.hole = False
+
+    transport.hole = True
+    asyncio.get_running_loop().call_later(CUT_S, mend)
+
+
 async def remote_text(
     target: moaspec.Target,
     drafter: MoADrafter,
@@ -78,13 +90,15 @@ async def remote_text(
     transport = FaultyTransport(server.transport, FAULTS, seed=seed)
     session = RemoteSession(LocalDevice(target, drafter), transport, remote)
     text: list[int] = []
-    restart_at = options["max_new_tokens"] // 2
+    most = options["max_new_tokens"]
+    cuts = [most // 4, most // 2, 3 * most // 4]
     async for event in session.stream(prompt, stop_token_ids=(), **options):
         assert event.start <= len(text), "an event left a hole"
-        before = len(text)
         text[event.start :] = event.token_ids
-        if before < restart_at <= len(text):
-            await server.restart()
+        if cuts and len(text) - event.num_provisional >= cuts[0]:
+            cut(transport)
+            if cuts.pop(0) == most // 2:
+                await server.restart()
     await session.close()
     await server.service.stop()
     return text, session
@@ -122,7 +136,14 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         codec, layers = next(shapes)
         options = {**chosen, "max_new_tokens": args.new_tokens}
         expected = moaspec.generate(target, prompt, stop_token_ids=(), **options).token_ids
-        remote = RemoteOptions(codec=codec, num_target_layers=layers, draft="chain:4", link=LINK)
+        remote = RemoteOptions(
+            codec=codec,
+            num_target_layers=layers,
+            draft="chain:2",
+            link=LINK,
+            # Few, so that what is written during one cut does not reach the next one.
+            max_provisional=4,
+        )
         got, session = await remote_text(
             target, drafter, prompt, remote=remote, seed=number, options=options
         )

@@ -4,6 +4,10 @@ In float32. Requests join and leave at concurrency 1, 8 and 32, prompts are read
 a prefix, and the cache is so small that requests are preempted. The trained drafter and one of
 random weights; tau of the trained one beside that of moaspec's own chain for the same prompts.
 
+`tau` is from vLLM's counters, which take a last draft whole though the text ends within it;
+`tokens_per_round` counts what was kept, as moaspec does. A request that is preempted starts anew
+with a step that has no draft, so compare where there are no preemptions.
+
     python benchmarks/vllm_equality.py --suite spec_bench.jsonl
 """
 
@@ -22,7 +26,6 @@ from moaspec import Chain, Target
 from moaspec.evaluate import compare
 from moaspec.model import MoADrafter, save_drafter
 
-CONCURRENCY = (32, 8, 1)
 LONGEST_PROMPT = 320
 CROWDED: dict[str, Any] = {
     "dtype": "float32",
@@ -40,24 +43,26 @@ def main() -> None:
     """Print one line per drafter and concurrency, then one line of JSON."""
     options = parser(__doc__)
     options.add_argument("--max-new-tokens", type=int, default=64, help="Of the longest answers.")
+    options.add_argument("--drafters", nargs="*", default=["trained", "random"])
+    options.add_argument("--concurrency", nargs="+", type=int, default=[32, 8, 1])
     args = options.parse_args()
     target = moaspec.load_target(args.model)
     drafter = moaspec.load_drafter(args.drafter, target=target)
     prompts = prompt_ids(args.model, args.suite, args.limit, longest=LONGEST_PROMPT)
     # Answers of different lengths, so that requests leave one by one.
     lengths = [args.max_new_tokens * (4 + index % 5) // 8 for index in range(len(prompts))]
-    with engine(**speculative(args, "plain"), **CROWDED) as llm:
-        plain = Requests(prompts, lengths)
-        serve(llm, plain, 8)
-    rows = []
+    plain, rows = Requests(prompts, lengths), []
+    if args.drafters:
+        with engine(**speculative(args, "plain"), **CROWDED) as llm:
+            serve(llm, plain, 8)
     with tempfile.TemporaryDirectory() as scratch:
         random = Path(scratch) / "random"
         torch.manual_seed(0)
         save_drafter(MoADrafter(drafter.config, drafter.draft_token_ids), random)
-        for name in (args.drafter, str(random)):
-            with engine(**speculative(args, "moa", name), **CROWDED) as llm:
-                kind = "random" if name == str(random) else "trained"
-                rows += [_row(llm, kind, plain, target, each) for each in CONCURRENCY]
+        names = {"trained": args.drafter, "random": str(random)}
+        for kind in args.drafters:
+            with engine(**speculative(args, "moa", names[kind]), **CROWDED) as llm:
+                rows += [_row(llm, kind, plain, target, each) for each in args.concurrency]
     own = _own_tau(target, drafter, plain, args.draft_tokens)
     print(f"moaspec's own chain: tau {own:.4f}")
     facts = {"benchmark": "vllm_equality", "prompts": len(prompts), "own_tau": own, "rows": rows}
@@ -79,6 +84,8 @@ def _row(llm: Any, kind: str, plain: Requests, target: Target, concurrency: int)
         "near_tie": verdicts.count("near_tie"),
         "different": verdicts.count("different"),
         "tau": 1 + accepted / drafts,
+        # A text's first token comes from reading its prompt.
+        "tokens_per_round": (sum(plain.lengths) - len(plain.lengths)) / drafts,
         **{name: grown[name] for name in WATCHED},
     }
     print(row, flush=True)
@@ -93,7 +100,7 @@ def _verdicts(target: Target, plain: Requests, got: Requests) -> list[str]:
 
 
 def _own_tau(target: Target, drafter: MoADrafter, plain: Requests, draft_tokens: int) -> float:
-    """Tokens per round over all prompts; vLLM's last rounds may count tokens past a text's end."""
+    """Tokens per round over all prompts."""
     rounds = tokens = 0
     for index, prompt in enumerate(plain.prompts):
         result = moaspec.generate(

@@ -102,13 +102,17 @@ def test_none_is_no_stop_string() -> None:
     assert moaspec.generate(tiny.target(), PROMPT, stop=None, max_new_tokens=2).stop_string is None
 
 
-def test_iterators_are_read_for_every_row() -> None:
+@pytest.mark.parametrize(("name", "value"), [("stop", word(OWN[3])), ("stop_token_ids", OWN[3])])
+def test_iterators_are_read_for_every_row(name: str, value: Any) -> None:
     """Whatever is iterable may be given, also what can be iterated over only once."""
-    options: dict[str, Any] = {"num_choices": 2, "max_new_tokens": 8}
-    by_string = moaspec.generate(TARGET, PROMPT, stop=iter([word(OWN[3])]), **options)
-    by_token = moaspec.generate(TARGET, PROMPT, stop_token_ids=iter([OWN[3]]), **options)
-    for result in (*by_string, *by_token):  # type: ignore[misc]  # lists, with several choices
-        assert tuple(result.token_ids) == OWN[:4]
+    lists: dict[str, Any] = {name: [value]}
+    expected = moaspec.generate(TARGET, PROMPT, max_new_tokens=8, **lists)
+    assert expected.stop_reason in ("stop_string", "stop_token")
+    iterators: dict[str, Any] = {name: iter([value])}
+    (results,) = moaspec.decode.choices(
+        TARGET, [PROMPT], max_new_tokens=8, num_choices=2, **iterators
+    )
+    assert [result.token_ids for result in results] == [expected.token_ids] * 2
 
 
 def test_a_target_without_tokenizer() -> None:

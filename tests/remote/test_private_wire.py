@@ -129,25 +129,33 @@ class Proxy:
 
     def __init__(self) -> None:
         self.up, self.port = bytearray(), 0
+        self._ends: list[Any] = []
+        self._carrying: set[asyncio.Task[Any] | None] = set()
 
     @contextlib.asynccontextmanager
     async def to(self, port: int) -> AsyncIterator[None]:
-        async def carry(reader: Any, writer: Any, copy: bytearray) -> None:
-            with contextlib.suppress(ConnectionError):
-                while data := await reader.read(65536):
-                    copy += data
-                    writer.write(data)
-            writer.close()
-
         async def accept(reader: Any, writer: Any) -> None:
-            there = await asyncio.open_connection("127.0.0.1", port)
+            self._carrying.add(asyncio.current_task())
+            back, there = await asyncio.open_connection("127.0.0.1", port)
+            self._ends += [writer, there]
             await asyncio.gather(
-                carry(reader, there[1], self.up), carry(there[0], writer, bytearray())
+                self._carry(reader, there, self.up), self._carry(back, writer, bytearray())
             )
 
         async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
             self.port = server.sockets[0].getsockname()[1]
             yield
+            for end in self._ends:
+                end.close()
+            await asyncio.gather(*(task for task in self._carrying if task is not None))
+
+    @staticmethod
+    async def _carry(reader: Any, writer: Any, copy: bytearray) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                copy += data
+                writer.write(data)
+        writer.close()
 
 
 def test_nothing_private_leaves_the_device() -> None:

@@ -19,7 +19,7 @@ class Connection(Protocol):
     """One stream of frames in both directions."""
 
     async def send(self, frame: bytes) -> None:
-        """Hand a frame over; waits where the other side does not read.
+        """Hand a frame over; waits where the other side does not read. One at a time.
 
         Raises:
             LinkError: it is broken.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import secrets
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -89,7 +90,8 @@ def verifies_sampled_drafts(device: Any) -> bool:
     import torch
     from vllm.v1.sample import rejection_sampler
 
-    asked = torch.tensor([0.40625, 1.71875], device=device)
+    # New numbers each time: unfilled memory may well hold those of an earlier look.
+    asked = torch.tensor([secrets.randbelow(1 << 20) + 0.5 for _ in range(2)], device=device)
     counts = torch.tensor([1, 3], dtype=torch.int32, device=device)
     got = rejection_sampler.expand_batch_to_tokens(asked, counts, 3)
     return bool(torch.equal(got, asked[[0, 1, 1]]))

@@ -11,11 +11,14 @@ import moaspec
 import tiny
 from moaspec.errors import InputError, LinkError
 from moaspec.remote import (
+    GrpcServer,
+    GrpcTransport,
     InProcessTransport,
     LinkOptions,
     LocalDevice,
     RemoteOptions,
     RemoteSession,
+    ServerOptions,
     TargetService,
 )
 from moaspec.remote.emulation import Faults, Link, ShapedTransport
@@ -73,6 +76,25 @@ def test_a_cut_in_the_middle() -> None:
     text, cuts = asyncio.run(run())
     assert text == expected()
     assert cuts >= 1
+
+
+def test_a_real_connection_gets_one_message_at_a_time() -> None:
+    """A stream of gRPC breaks where two are written at once, as a device's first two were."""
+
+    async def run() -> None:
+        service = TargetService(tiny.target(), tiny.agreeing_drafter("llama"))
+        async with GrpcServer(service, ServerOptions(port=0)) as server:
+            inner = GrpcTransport(f"127.0.0.1:{server.port}")
+            transport = ShapedTransport(inner, Link(name="x"))
+            patient = RemoteOptions(link=LinkOptions(dead_after_s=60.0, connect_s=60.0))
+            device = LocalDevice(tiny.target(), tiny.agreeing_drafter("llama"))
+            session = RemoteSession(device, transport, patient)
+            result = await session.generate(PROMPT, max_new_tokens=tiny.NEW_TOKENS)
+            assert result.token_ids == expected()
+            assert session.stats.cuts == 0
+            await session.close()
+
+    asyncio.run(run())
 
 
 # The transport by itself

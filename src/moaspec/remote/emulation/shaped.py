@@ -130,6 +130,7 @@ class _Shaped:
         self._up, self._down = through.pacer(seed), through.pacer(seed + 1)
         self._random = random.Random(seed)  # noqa: S311 - an emulation, nothing secret
         self._tasks: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.Lock()
         self._closed = False
         self._start(self._read())
 
@@ -137,7 +138,12 @@ class _Shaped:
         if self._closed:
             raise LinkError("The connection was closed.")
         self._through.traffic.note(frame, upward=True)
-        self._carry(frame, self._up, self._inner.send)
+        self._carry(frame, self._up, self._hand_over)
+
+    async def _hand_over(self, frame: bytes) -> None:
+        # Messages arrive when they do, but a connection takes one at a time.
+        async with self._sending:
+            await self._inner.send(frame)
 
     async def receive(self) -> bytes:
         if self._closed and self._arrived.empty():
