@@ -23,7 +23,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["kind", "age"],
     "additionalProperties": False,
 }
-TOOL = "def noon(): 'What time it is.'\n    return '12:00'"
+TOOL = "def noon():\n    'What time it is.'\n    return '12:00'"
 SAMPLED = ("-o", "temperature", "0.9", "-o", "seed", "5")
 
 
