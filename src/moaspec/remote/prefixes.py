@@ -85,7 +85,8 @@ class PrefixStore:
         """
         try:
             for start, path in self._blocks(token_ids, regime):
-                if not path.exists():
+                # A damaged block is no block: `load` may never have come so far.
+                if self._read(path) is None:
                     self._write(path, records[start : start + BLOCK_TOKENS].tobytes())
             self._shrink()
         except OSError as error:
