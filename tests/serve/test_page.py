@@ -135,9 +135,8 @@ def test_through_a_cut(browser: Browser, edge: Served, pictures: Path) -> None:
         ask(visited)
         visited.shows("document.querySelectorAll('.token').length > 15")
         visited.page.click("#cut")
+        # No more than a few can be asked for: by itself the drafter may see an end soon.
         visited.shows("document.querySelectorAll('.tail .provisional').length > 3")
-        before = visited.count(".tail .provisional")
-        visited.shows(f"document.querySelectorAll('.tail .provisional').length > {before}")
         visited.shows("document.querySelector('#link-state').dataset.state === 'down'")
         assert visited.page.get_attribute("#cut", "aria-checked") == "false"
         visited.page.screenshot(path=pictures / "edge-cut.png")
