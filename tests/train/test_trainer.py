@@ -32,7 +32,7 @@ from moaspec.train import (
     Trainer,
 )
 from moaspec.train.losses import Divergence
-from moaspec.train.measure import MEASURED_BLOCK, Measured
+from moaspec.train.measure import MEASURED_BLOCK, RANKS, Measured
 from moaspec.train.schedule import learning_rate, staircase_probability
 from moaspec.train.students import MoAStudent, StudentPass, new_drafter
 
@@ -102,6 +102,11 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["training"]["steps"] == 5
     assert config["training"]["config"]["seed"] == 0
+    (by_rank,) = config["moaspec"]["acceptance"]
+    assert len(by_rank) == RANKS
+    assert 0 <= sum(by_rank) <= 1
+    accuracy = log[-1]["held_out_accuracy"]
+    assert min(accuracy) <= by_rank[0] <= max(accuracy)  # the mean over all draft steps
     assert not list(tmp_path.rglob("*partial*"))
 
 
@@ -244,7 +249,8 @@ def test_measured_accuracy_of_a_perfect_drafter(
 
     monkeypatch.setattr(run.student, "run", perfect)
     # The examples are the target's own greedy text, so its first choices are what follows.
-    assert run.measure()[0] == Measured([1.0] * MEASURED_BLOCK, MEASURED_BLOCK + 1.0)
+    first_always = (1.0, *[0.0] * (RANKS - 1))
+    assert run.measure()[0] == Measured([1.0] * MEASURED_BLOCK, MEASURED_BLOCK + 1.0, first_always)
 
 
 def test_staircase_fades_out_over_half_of_training(tmp_path: Path) -> None:

@@ -66,6 +66,9 @@ class BaselineStudent:
         found = ExitStates(states_BTE[loss_BT].float(), hidden_BTE[loss_BT], self._head, self._head)
         return StudentPass([found])
 
+    def record(self, acceptance: tuple[float, ...]) -> None:
+        """Nothing: checkpoints of baselines have no place for it."""
+
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
     ) -> None:

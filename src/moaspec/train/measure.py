@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moaspec.train.blocks import fixed_blocks
@@ -26,6 +27,8 @@ from moaspec.train.students import StudentPass
 
 MEASURED_BLOCK = 8
 """Drafts in a row."""
+RANKS = 8
+"""Drafts beside one another: so many of the likeliest are looked at."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,12 @@ class Measured:
         accuracy: by draft step, the share of first choices that are the target's, given that all
             tokens before are the target's.
         tau: simulated tokens per round of a chain; None when no response fills a block.
+        acceptance: by rank, the share of drafts that are the target's first choice, over all steps.
     """
 
     accuracy: list[float]
     tau: float | None
+    acceptance: tuple[float, ...]
 
 
 def measure(
@@ -77,25 +82,28 @@ def measure(
 
 
 def _sums(states: ExitStates, part: Part, draft_token_ids: Tensor | None, head: LogitsOf) -> Tensor:
-    """(2 * MEASURED_BLOCK + 2,): hits and queries by step, agreeing drafts, whole blocks."""
+    """Hits and queries by step, hits by rank, agreeing drafts, whole blocks; see `_measured`."""
     drafted, best = [], []
     for mine, target in zip(
         states.drafted_ME.split(CHUNK), states.target_ME.split(CHUNK), strict=True
     ):
-        drafted.append(states.drafted_logits(mine).argmax(-1))
+        logits_MV = states.drafted_logits(mine)
+        drafted.append(logits_MV.topk(min(RANKS, logits_MV.shape[-1])).indices)
         best.append(head(target).argmax(-1))
     ids = None if draft_token_ids is None else draft_token_ids.cpu()
-    drafted_M, best_M = torch.cat(drafted).cpu(), torch.cat(best).cpu()
-    drafted_M = drafted_M if ids is None else ids[drafted_M]
+    drafted_MR, best_M = torch.cat(drafted).cpu(), torch.cat(best).cpu()
+    drafted_MR = drafted_MR if ids is None else ids[drafted_MR]
+    right_MR = (drafted_MR == best_M[:, None]).float()
     loss_BT = part.blocks.loss_BT
     written_M = part.batch.input_ids_BT.roll(-1, dims=1)[loss_BT]
     step_M = part.blocks.step_BT[loss_BT]
-    agreed_M = drafted_M == written_M
+    agreed_M = drafted_MR[:, 0] == written_M
     prefixes = agreeing_prefixes(agreed_M, step_M)
     return torch.cat(
         (
-            torch.zeros(MEASURED_BLOCK).index_add_(0, step_M, (drafted_M == best_M).float()),
+            torch.zeros(MEASURED_BLOCK).index_add_(0, step_M, right_MR[:, 0]),
             torch.zeros(MEASURED_BLOCK).index_add_(0, step_M, torch.ones(len(step_M))),
+            F.pad(right_MR.sum(0), (0, RANKS - right_MR.shape[1])),
             torch.tensor([float(prefixes.sum()), float(len(prefixes))]),
         )
     ).double()
@@ -118,8 +126,10 @@ def agreeing_prefixes(agreed_M: Tensor, step_M: Tensor) -> Tensor:
 
 
 def _measured(sums: Tensor) -> Measured:
-    hits, counts, rest = sums.split([MEASURED_BLOCK, MEASURED_BLOCK, 2])
+    hits, counts, ranks, rest = sums.split([MEASURED_BLOCK, MEASURED_BLOCK, RANKS, 2])
     agreed, blocks = rest.tolist()
+    by_rank = (ranks / counts.sum().clamp(min=1)).tolist()
     accuracy = (hits / counts.clamp(min=1)).tolist()
     tau = round(agreed / blocks + 1, 4) if blocks else None
-    return Measured([round(value, 4) for value in accuracy], tau)
+    acceptance = tuple(round(value, 4) for value in by_rank)
+    return Measured([round(value, 4) for value in accuracy], tau, acceptance)

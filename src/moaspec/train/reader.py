@@ -66,10 +66,13 @@ class FrozenMeans:
         reader: where its inputs come from.
         encoder: with the LSA, which must not change as long as this is used.
         directory: where the numbers are kept.
+        bf16: compute products in bf16, as mixed precision does in training.
     """
 
-    def __init__(self, reader: TargetReader, encoder: Encoder, directory: Path) -> None:
-        self._reader, self._encoder = reader, encoder
+    def __init__(
+        self, reader: TargetReader, encoder: Encoder, directory: Path, *, bf16: bool = False
+    ) -> None:
+        self._reader, self._encoder, self._bf16 = reader, encoder, bf16
         identity = reader.target.identity
         weights = encoder.layer_self_attention.state_dict()
         self._store = ExampleStore(
@@ -83,7 +86,7 @@ class FrozenMeans:
         store, device = self._store, self._reader.target.device
         if not store.holds(batch):
             result = self._reader.passes(batch)
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
                 mean_BTK = self._encoder.mean_over_layers(result.kv_BTLK)
             store.write(batch, mean=mean_BTK.cpu(), hidden=result.hidden_BTE.cpu())
         mean_BTK = store.read("mean", batch).to(device).float()

@@ -5,6 +5,7 @@ Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabular
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +67,10 @@ class Student(Protocol):
 
     def run(self, model: nn.Module, part: Part, step: int) -> StudentPass:
         """Run `model`, which is `module` as the processes share it."""
+        ...
+
+    def record(self, acceptance: tuple[float, ...]) -> None:
+        """Take in the share of held-out drafts that were right, by rank, for the checkpoint."""
         ...
 
     def save(
@@ -210,7 +215,8 @@ class MoAStudent:
             return result.kv_BTLK, result
         if self._means is None:
             directory = self._output / "means"
-            self._means = FrozenMeans(self._reader, self.module.encoder, directory)
+            bf16 = self._config.mixed_precision == "bf16"
+            self._means = FrozenMeans(self._reader, self.module.encoder, directory, bf16=bf16)
         mean_BTK, hidden_BTE = self._means.read(part.batch)
         return mean_BTK, TargetPass(mean_BTK, hidden_BTE)
 
@@ -236,6 +242,10 @@ class MoAStudent:
             inner=inner,
             relative=len(self.exits) > 1,
         )
+
+    def record(self, acceptance: tuple[float, ...]) -> None:
+        """Decoding starts from these rates when it weighs what to draft."""
+        self.module.config = dataclasses.replace(self.module.config, acceptance=(acceptance,))
 
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]

@@ -251,6 +251,7 @@ class Trainer:
         found = self.measure()
         if not found:
             return {}
+        self.student.record(found[self.student.exits[0]].acceptance)
         return {
             "held_out_accuracy": found[self.student.exits[0]].accuracy,
             "held_out_tau": {
