@@ -52,7 +52,7 @@ bench: install
 
 # The tables and plots of README.md and docs/results.md; killed, it goes on where it was.
 results: install
-	$(BIN)/moaspec calibrate $(SETTING)
+	test -e results/settings.json || $(BIN)/moaspec calibrate $(SETTING)
 	$(BIN)/moaspec eval $(RESULTS) --methods $(METHODS) --out results
 	$(BIN)/moaspec eval page results --markdown README.md --markdown docs/results.md
 

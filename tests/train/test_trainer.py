@@ -107,6 +107,9 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     assert 0 <= sum(by_rank) <= 1
     accuracy = log[-1]["held_out_accuracy"]
     assert min(accuracy) <= by_rank[0] <= max(accuracy)  # the mean over all draft steps
+    trainer(tmp_path, steps=5).run()  # finished: it measures nothing and writes the drafter again
+    again = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert again["moaspec"]["acceptance"] == [by_rank]
     assert not list(tmp_path.rglob("*partial*"))
 
 

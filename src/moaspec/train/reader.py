@@ -75,8 +75,9 @@ class FrozenMeans:
         self._reader, self._encoder, self._bf16 = reader, encoder, bf16
         identity = reader.target.identity
         weights = encoder.layer_self_attention.state_dict()
+        name = fingerprint(reader.examples, identity, weights)
         self._store = ExampleStore(
-            directory / fingerprint(reader.examples, identity, weights),
+            directory / (f"{name}-bf16" if bf16 else name),
             reader.examples,
             {"mean": identity.kv_size, "hidden": identity.hidden_size},
         )

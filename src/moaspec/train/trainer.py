@@ -112,6 +112,7 @@ class Trainer:
         on_cpu = self.accelerator.device.type == "cpu"
         self._pass_tokens = config.pass_tokens or (CPU_PASS_TOKENS if on_cpu else sys.maxsize)
         self.step = self.tokens = 0
+        self._acceptance: tuple[float, ...] = ()
         saved = self.states.load()
         if saved is None:
             self.student.start(self.data.train_ids)
@@ -251,7 +252,7 @@ class Trainer:
         found = self.measure()
         if not found:
             return {}
-        self.student.record(found[self.student.exits[0]].acceptance)
+        self._acceptance = found[self.student.exits[0]].acceptance
         return {
             "held_out_accuracy": found[self.student.exits[0]].accuracy,
             "held_out_tau": {
@@ -262,7 +263,12 @@ class Trainer:
     def save(self) -> None:
         """Write everything that an exact resume needs, atomically."""
         tensors = full_state(self.student.module, self.optimizer)
-        facts = {"step": self.step, "tokens": self.tokens, "order": self.data.state()}
+        facts = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "order": self.data.state(),
+            "acceptance": self._acceptance,
+        }
         if self.accelerator.is_main_process:
             self.states.save(self.step, tensors, facts)
         self.accelerator.wait_for_everyone()
@@ -278,6 +284,8 @@ class Trainer:
                 "examples": len(self.data.train_ids),
             }
             directory = self.output / "drafter"
+            if self._acceptance:
+                self.student.record(self._acceptance)
             self.student.save(weights, directory, facts)
             write_card(directory, self.target, self.config, facts, self.log.rows())
         self.accelerator.wait_for_everyone()
@@ -286,6 +294,8 @@ class Trainer:
         load_full_state(self.student.module, self.optimizer, tensors)
         self.data.restore(facts["order"])
         self.step, self.tokens = facts["step"], facts["tokens"]
+        # States of earlier versions have none.
+        self._acceptance = tuple(facts.get("acceptance", ()))
 
     def _agreed(self, ending: Ending) -> Ending:
         """Processes leave together: as soon as one wants to."""
