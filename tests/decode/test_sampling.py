@@ -39,6 +39,9 @@ from moaspec.errors import InputError
         ("logit_bias", {"a": 0.5}),
         ("logit_bias", {1: math.inf}),
         ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: 10**400}),
+        ("logit_bias", {True: 1.0}),
+        ("temperature", 10**400),
         ("logit_bias", None),
         ("logit_bias", [1]),
         ("processors", (3,)),
@@ -49,6 +52,13 @@ from moaspec.errors import InputError
 def test_values_outside_their_range(name: str, value: Any) -> None:
     with pytest.raises(InputError, match="processor" if name == "processors" else name):
         SamplingParams(**{name: value})
+
+
+def test_whole_numbers_beyond_64_bits_are_numbers() -> None:
+    options: dict[str, Any] = {"logit_bias": {5: -(10**20)}, "presence_penalty": 10**20}
+    result = moaspec.generate(tiny.target(), [1, 2], max_new_tokens=4, **options)
+    assert 5 not in result.token_ids
+    assert len(set(result.token_ids)) == len(result.token_ids)
 
 
 def test_a_bias_on_tokens_that_do_not_exist() -> None:

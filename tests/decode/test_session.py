@@ -187,3 +187,16 @@ def test_bad_input_leaves_the_session_as_it_was() -> None:
         session.generate([5], drafter=None)  # type: ignore[call-arg]
     assert session.token_ids == held
     assert session.generate([*held, 1], max_new_tokens=1).num_reused_tokens == len(held) - 1
+
+
+def test_a_turn_without_a_pass_leaves_keys_of_another_regime_alone() -> None:
+    """LongRoPE: what the first turn left is of a long text, whatever the second reused of it."""
+    target = tiny.target("phi3")
+    session = moaspec.Session(target)
+    start = [5, 9, 2, 17, 8, 11]
+    session.generate([*start, *range(20, 20 + tiny.SWITCH + 4)], max_new_tokens=2)
+    session.generate([*start, *range(40, 40 + tiny.SWITCH + 4)], max_new_tokens=0)
+    short = [*start, 7]
+    result = session.generate(short, max_new_tokens=4)
+    assert result.num_reused_tokens == 0
+    assert result.token_ids == moaspec.generate(target, short, max_new_tokens=4).token_ids

@@ -12,10 +12,10 @@ from jinja2 import TemplateError
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
-from tokenizers.decoders import DecodeStream
 from transformers.utils import logging
 
 from moaspec.decode import CostTable, calibrate
+from moaspec.decode.incremental import TextStream
 from moaspec.decode.result import Event, Source
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
@@ -83,15 +83,14 @@ class TokenPrinter:
     """Prints tokens as they are verified, accepted drafts apart from the target's own."""
 
     def __init__(self, target: Target) -> None:
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._tokenizer: Any = target.tokenizer
+        self._stream = TextStream(target.tokenizer, skip_special_tokens=True)
         self.token_ids: list[int] = []
 
     def show(self, event: Event) -> None:
         """Print one event's text; a character split over tokens waits for its last one."""
         self.token_ids += event.token_ids
         for token, source in zip(event.token_ids, event.sources, strict=True):
-            piece = self._stream.step(self._tokenizer.backend_tokenizer, token)
+            piece = self._stream.step(token)
             if piece:
                 out.print(Text(piece, style=STYLES[source]), end="")
         sys.stdout.flush()

@@ -153,7 +153,9 @@ class Engine:
     def _take_over(self, row: Row, old: Row) -> None:
         """Keep of an old row what is the same in the new one; its last token is always read."""
         common = common_length(old.token_ids, row.token_ids[:-1])
-        same_keys = self._regime(old.base) == self._regime(len(row.token_ids))
+        # A row that never ran holds what it took over; that is of the regime of its own length.
+        held = old.base if old.prefilled else len(old.token_ids)
+        same_keys = self._regime(held) == self._regime(len(row.token_ids))
         row.base = min(common, old.base) if same_keys else 0
         row.result.num_reused_tokens = row.base
         if self._drafter is not None:
@@ -266,6 +268,7 @@ class Engine:
             return row.request(row.base, row.token_ids[-1:], tree)
         if self._drafter is not None:
             self._drafter.close(row.row)
+        row.base = 0  # from here on its keys are written over, even if this pass is interrupted
         return row.request(0, row.token_ids, DraftTree())
 
     def _outgrown(self, row: Row) -> bool:

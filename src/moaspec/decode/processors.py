@@ -63,7 +63,7 @@ def processed(logits_V: Tensor, prefix: Prefix) -> Tensor:
 def _biased(logits_V: Tensor, sampling: SamplingParams) -> Tensor:
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=logits_V.device)
-        values = list(sampling.logit_bias.values())
+        values = [float(value) for value in sampling.logit_bias.values()]
         logits_V[ids] += torch.tensor(values, device=logits_V.device)
     return logits_V
 
@@ -83,7 +83,7 @@ def _penalise_output(logits_V: Tensor, prefix: Prefix) -> None:
     output = prefix.token_ids[prefix.prompt_length :]
     if output and (presence or frequency):
         ids, counts = torch.tensor(output, device=logits_V.device).unique(return_counts=True)
-        logits_V[ids] -= presence + frequency * counts
+        logits_V[ids] -= float(presence) + float(frequency) * counts
 
 
 def _called(result: Tensor, logits_V: Tensor) -> Tensor:

@@ -122,8 +122,7 @@ class SamplingParams:
 
     def _need_number(self, name: str, low: float = -math.inf, high: float = math.inf) -> None:
         value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not low <= value <= high:
+        if not _is_finite(value) or not low <= value <= high:
             bounds = f" of at least {low:g}" if high == math.inf else f" within {low:g}..{high:g}"
             bounds = "" if low == -math.inf else bounds
             raise InputError(f"{name} must be a finite number{bounds}, got {value!r}.")
@@ -138,12 +137,22 @@ def _check_bias(bias: Mapping[int, float]) -> None:
     if not isinstance(bias, Mapping):
         raise InputError(f"logit_bias must map token ids to numbers, got {bias!r}.")
     for token, value in bias.items():
-        if not isinstance(token, int) or token < 0:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise InputError(f"logit_bias must be keyed by token ids, got {token!r}.")
-        if not isinstance(value, (int, float)) or math.isnan(value) or value == math.inf:
+        if value != -math.inf and not _is_finite(value):
             raise InputError(
                 f"logit_bias of token {token} must be a finite number or -inf, got {value!r}."
             )
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that a float can hold; Python's integers may be larger."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 GREEDY = SamplingParams()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
+from moaspec.decode.incremental import TextStream
 from moaspec.errors import InputError
 
 
@@ -43,20 +42,19 @@ class StopStrings:
     """
 
     def __init__(self, strings: tuple[str, ...], tokenizer: Any) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise InputError(
                 "Stop strings need the target's tokenizer, of the kind that transformers calls "
                 "fast; this target has none. Use stop_token_ids instead."
             )
-        self._strings, self._backend = strings, backend
-        self._stream = DecodeStream(skip_special_tokens=False)
+        self._strings = strings
+        self._stream = TextStream(tokenizer, skip_special_tokens=False)
         self._tail = ""
         self._keep = max(map(len, strings)) - 1
 
     def push(self, token_id: int) -> str | None:
         """Take in the next token; the stop string that it completes, the earliest in the text."""
-        piece = self._stream.step(self._backend, token_id)
+        piece = self._stream.step(token_id)
         if not piece:
             return None
         text = self._tail + piece

@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
+from moaspec.decode.incremental import TextStream
 from moaspec.decode.result import Alternatives
 from moaspec.serve.source import TokenSource, Update
 
@@ -51,8 +50,8 @@ class TextWriter:
         specials: bool = False,
         ends: Collection[int] = (),
     ) -> None:
-        self._backend, self._stop, self._ends = tokenizer.backend_tokenizer, tuple(stop), ends
-        self._stream = DecodeStream(skip_special_tokens=not specials)
+        self._stop, self._ends = tuple(stop), ends
+        self._stream = TextStream(tokenizer, skip_special_tokens=not specials)
         self._held: list[Piece] = []
         self._tokenizer, self._silent = tokenizer, list[int]()  # tokens without text as yet
 
@@ -81,7 +80,7 @@ class TextWriter:
         return pieces
 
     def _step(self, token: int) -> str:
-        text = self._stream.step(self._backend, token) or ""
+        text = self._stream.step(token)
         self._silent = [] if text else [*self._silent, token]
         return text
 
