@@ -17,7 +17,7 @@ from moaspec.cli.generate import describe
 from moaspec.cli.options import MODEL
 from moaspec.cli.sources import Sources, chat_encoder, load_methods, read_checkpoints
 from moaspec.cli.tables import show, show_comparison, show_costs, show_cut
-from moaspec.decode import start, stored_costs
+from moaspec.decode import start
 from moaspec.errors import InputError
 from moaspec.evaluate import Method, Prompt, Report, Settings, Store, measure, read_prompts
 from moaspec.evaluate.accuracy import is_right
@@ -28,7 +28,6 @@ from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
 from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
 from moaspec.evaluate.store import prepare
-from moaspec.model import MoADrafter
 
 DEFAULT_METHODS = "hf,plain,moa"
 
@@ -250,8 +249,6 @@ def demo(
 ) -> None:
     """Show speculative generation on a real model next to plain decoding.
 
-    The first time it measures what passes cost on this machine, so that drafts are shaped to pay.
-
     Example: moaspec demo
     """
     settings = Settings(max_new_tokens=max_new_tokens)
@@ -259,9 +256,6 @@ def demo(
     console.quiet_libraries()
     with console.status(f"Loading {MODEL} (the first time its weights are unpacked, 30 s)"):
         methods = load_methods(_names(DEFAULT_METHODS), Sources(MODEL, dtype=dtype))
-    target, drafter = methods[-1].target, methods[-1].drafter
-    if isinstance(drafter, MoADrafter) and stored_costs(target, drafter) is None:
-        console.measure(target, drafter)
     prompts = read_prompts("bundled", limit=3)
     console.out.print(prompts[0].turns[0], style="bold")
     console.out.print("green: drafted and accepted; plain: the target's own choice\n", style="dim")

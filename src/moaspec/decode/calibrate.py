@@ -1,8 +1,8 @@
 """Measure once what each part of a round costs on this machine, and remember it.
 
 A measurement belongs to one machine, target, drafter, dtype, device and number of threads; a
-fingerprint of all of them names its file. Nothing is measured behind a caller's back:
-`moaspec demo` does it the first time, everything else only when `calibrate` is called.
+fingerprint of all of them names its file. Nothing is measured behind a caller's back: only when
+`calibrate` is called.
 
 Legend: B rows (one here), T tokens, L layers, K one layer's key and value.
 """
