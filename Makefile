@@ -4,8 +4,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := $(CURDIR)/.venv-vllm
 
-# What `make results` measures, half an hour on two cores with bf16 instructions; the paper's sets lie
-# below $MOASPEC_SUITES (docs/evaluation.md).
+# What `make results` measures, some 40 minutes on two cores with bf16 instructions; the paper's sets
+# lie below $MOASPEC_SUITES (docs/evaluation.md).
 SETTING ?= --dtype bfloat16 --threads 2
 RESULTS ?= --suite paper --limit 20 --turns 1 --max-new-tokens 128 $(SETTING)
 METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
