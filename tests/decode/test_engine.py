@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import moaspec.decode.engine
 import tiny
 from moaspec.decode import Chain, Engine, GenerationResult, Tree, acceptance_by_depth, local_engine
 from moaspec.decode.engine import run_now
+from moaspec.decode.protocols import Request, Verdict
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError
 from moaspec.model.encoder import layer_features
@@ -160,6 +161,39 @@ def test_one_round_reads_the_text_anew_at_the_switch() -> None:
     # 13 tokens after the prefill; 3 drafts and a bonus reach 17; then the round without a draft.
     assert lengths == [4, 1, 6, 4]
     assert depths == [3, 0, 5, 3]
+
+
+class Unreliable(LocalVerifier):
+    """Its passes over whole texts are interrupted when their keys are written."""
+
+    async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
+        verdicts = await super().verify(requests)
+        if requests[0].base == 0 and len(requests[0].known) > tiny.SWITCH:
+            raise KeyboardInterrupt
+        return verdicts
+
+
+def test_an_interrupted_switch_leaves_no_keys_to_the_next_turn() -> None:
+    """A kept row whose keys were being written over holds none of the short regime any more."""
+    target = tiny.target("phi3")
+    text = [*tiny.PROMPTS[2], *tiny.own_texts("phi3")[2]]
+    drafting = tiny.ReplayDrafting([text])
+    engine = Engine(
+        Unreliable(target, drafting),
+        drafting,
+        vocab_size=target.vocab_size,
+        max_positions=target.max_positions,
+        rope_switches=target.rope_switches,
+    )
+    first = engine.add(tiny.PROMPTS[2], max_new_tokens=16, keep=True)
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine)
+    engine.abort(first)
+    prompt = text[: tiny.SWITCH - 3]
+    result = engine.result(engine.add(prompt, max_new_tokens=3, after=first))
+    finish(engine)
+    assert result.token_ids == tiny.own_text(target, prompt, 3)
+    assert result.num_reused_tokens == 0
 
 
 def test_the_cache_after_a_switch_is_that_of_the_long_text() -> None:

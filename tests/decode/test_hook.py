@@ -146,6 +146,29 @@ def test_every_family(family: str) -> None:
     assert torch.equal(model.generate(ids, **options, custom_generate=hook(family)), expected)
 
 
+def test_processors_are_not_asked_behind_eos() -> None:
+    own = tiny.own_texts("llama")[0]
+    last = own.index(own[5])
+    longest = len(tiny.PROMPTS[0]) + last
+
+    class Watch(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            assert input_ids.shape[1] <= longest
+            return scores
+
+    drafter = moaspec.Replay([[*tiny.PROMPTS[0], *own]])
+    got = tiny.target().model.generate(
+        torch.tensor([tiny.PROMPTS[0]]),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=[own[5], -1],
+        pad_token_id=PAD,
+        logits_processor=LogitsProcessorList([Watch()]),
+        custom_generate=moaspec.custom_generate(drafter, tree="chain:6"),
+    )
+    assert got[0, len(tiny.PROMPTS[0]) :].tolist() == list(own[: last + 1])
+
+
 def test_criteria_are_called_once_per_step() -> None:
     expected, got = Until(99), Until(99)
     both("llama", stopping_criteria=StoppingCriteriaList([expected]))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import moaspec
 import tiny
@@ -100,6 +102,48 @@ def test_strings_that_are_none(stop: Any) -> None:
 def test_none_is_no_stop_string() -> None:
     assert stop_strings(None) == ()
     assert moaspec.generate(tiny.target(), PROMPT, stop=None, max_new_tokens=2).stop_string is None
+
+
+class Automaton:
+    """Allows a text's own next token, and fails where the text has ended."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = tuple(text)
+
+    def __call__(self, prefix: Sequence[int], logits_V: Tensor) -> Tensor:
+        assert tuple(prefix) == self.text[: len(prefix)]
+        assert len(prefix) < len(self.text), "asked behind the end"
+        allowed = torch.tensor([self.text[len(prefix)]])
+        return torch.full_like(logits_V, -torch.inf).index_fill(0, allowed, 0.0)
+
+
+@pytest.mark.parametrize("end", range(1, 9))
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_nothing_is_chosen_behind_the_end(name: str, end: int) -> None:
+    """A custom processor is not asked what follows a draft that ends the text."""
+    value = word(OWN[end]) if name == "stop" else OWN[end]
+    options: dict[str, Any] = {name: [value], "max_new_tokens": tiny.NEW_TOKENS}
+    own = moaspec.generate(TARGET, PROMPT, **options).token_ids
+    for shape in (Chain(3), Tree(4, 2, 8), Chain(7)):
+        result = moaspec.generate(
+            TARGET,
+            PROMPT,
+            drafter=moaspec.Replay([[*PROMPT, *OWN]]),
+            tree=shape,
+            logits_processors=[Automaton([*PROMPT, *own])],
+            **options,
+        )
+        assert result.token_ids == own
+        assert result.stop_reason in ("stop_string", "stop_token")
+
+
+def test_nodes_that_complete_a_stop_string() -> None:
+    """In either branch, by themselves or with what stands before; not below one that does."""
+    watcher = StopStrings(("w4 w5", "w9"), tiny.tokenizer())
+    assert watcher.push(4) is None
+    tree = DraftTree(tokens=(5, 6, 4, 9, 5, 9, 5), parents=(-1, -1, 1, 0, 2, 2, 1))
+    assert watcher.completing(tree) == {0, 4, 5}
+    assert watcher.push(5) == "w4 w5"
 
 
 @pytest.mark.parametrize(("name", "value"), [("stop", word(OWN[3])), ("stop_token_ids", OWN[3])])

@@ -15,6 +15,7 @@ from moaspec.decode.tree import (
     ancestor_matrix,
     parse_shape,
     walk,
+    without,
 )
 from moaspec.errors import InputError, ShapeError
 
@@ -165,3 +166,21 @@ def test_walk_is_the_only_path_that_agrees(tree: DraftTree, chosen: list[int]) -
         node = step
     leaves = [t for t, p in zip(tree.tokens, tree.parents, strict=True) if p == node]
     assert chosen[node + 1] not in leaves
+
+
+def paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    """Every node as the tokens from the root to it."""
+    known: list[tuple[int, ...]] = []
+    for parent, token in zip(tree.parents, tree.tokens, strict=True):
+        known.append((*(known[parent] if parent >= 0 else ()), token))
+    return known
+
+
+@given(draft_trees(), st.sets(st.integers(0, 11)), st.integers(0, 12))
+def test_a_tree_without_some_nodes(tree: DraftTree, cut: set[int], copied: int) -> None:
+    copied = min(copied, len(tree.tokens))
+    rest = without(DraftTree(tree.tokens, tree.parents, copied), cut)
+    gone = ancestor_matrix(tree.parents)[:, [node for node in cut if node < len(tree.tokens)]]
+    kept = [node for node in range(len(tree.tokens)) if not gone[node].any()]
+    assert paths(rest) == [paths(tree)[node] for node in kept]
+    assert rest.num_copied == sum(node >= len(tree.tokens) - copied for node in kept)

@@ -265,7 +265,7 @@ class Engine:
     def _request(self, row: Row, tree: DraftTree) -> Request:
         """The newest token and its drafts; the whole text where all its keys have changed."""
         if not self._outgrown(row):
-            return row.request(row.base, row.token_ids[-1:], tree)
+            return row.request(row.base, row.token_ids[-1:], row.unended(tree))
         if self._drafter is not None:
             self._drafter.close(row.row)
         row.base = 0  # from here on its keys are written over, even if this pass is interrupted

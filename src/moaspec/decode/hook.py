@@ -25,6 +25,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation import (
+    EosTokenCriteria,
     GenerateDecoderOnlyOutput,
     GenerationMode,
     MinPLogitsWarper,
@@ -97,10 +98,12 @@ class CustomGenerate:
         choices = generation_config.num_return_sequences or 1
         limit = int(generation_config.max_length) - input_ids.shape[1]
         processors, sampling = _settings(logits_processor, generation_config, seed)
+        ends = _end_tokens(stopping_criteria)
         handles = [
             engine.add(
                 prompts.token_ids(row),
                 max_new_tokens=limit,
+                stop_token_ids=ends,
                 shape=shaping.policy(),
                 free_branches=shaping.branches(),
                 sampling=replace(
@@ -233,6 +236,12 @@ def _settings(
     # From torch's generator, so that `torch.manual_seed` repeats a call, as it does without us.
     seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
     return processors, SamplingParams(seed=seed, **found)
+
+
+def _end_tokens(criteria: StoppingCriteriaList) -> list[int]:
+    """The EOS ids that criteria watch for; users write -1 for one that never comes."""
+    watched = [one.eos_token_id for one in criteria if isinstance(one, EosTokenCriteria)]
+    return [int(token) for ids in watched for token in ids.flatten() if token >= 0]
 
 
 class _Prompts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -26,6 +27,12 @@ class TextStream:
 
     def _new(self) -> DecodeStream:
         return DecodeStream(skip_special_tokens=self._skip)
+
+    def fork(self) -> TextStream:
+        """Another stream that goes on from here on its own."""
+        twin = copy(self)
+        twin._stream = copy(self._stream)
+        return twin
 
     def step(self, token_id: int) -> str:
         """The text that a token completes; empty while a character is not whole."""

@@ -12,7 +12,7 @@ from moaspec.decode.result import GenerationResult, Source, StopReason
 from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.shaping import ShapePolicy
 from moaspec.decode.stop import StopStrings
-from moaspec.decode.tree import DraftTree, Tree, merged
+from moaspec.decode.tree import DraftTree, Tree, merged, without
 from moaspec.errors import ContextError, InputError, PromptError
 
 COPY_NGRAMS = (4, 3, 2)
@@ -63,6 +63,17 @@ class Row:
             return tree
         self.index.extend(self.token_ids)
         return merged(self.index.paths(shape), len(tree.tokens) + shape.total_tokens, tree)
+
+    def unended(self, tree: DraftTree) -> DraftTree:
+        """The drafts without those that would end the row, and what hangs below these.
+
+        Plain decoding chooses nothing behind its end, and a custom processor may have no answer
+        there. It costs nothing: the target's own choice brings the last token in the same round.
+        """
+        ends = {node for node, token in enumerate(tree.tokens) if token in self.stop_token_ids}
+        if self.stop:
+            ends |= self.stop.completing(tree)
+        return without(tree, ends) if ends else tree
 
     def count(self, tree: DraftTree, accepted: Sequence[int], sources: Sequence[Source]) -> None:
         """Take in a round's outcome: for the result, and for what will be drafted next."""

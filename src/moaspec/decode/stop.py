@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from typing import Any
 
 from moaspec.decode.incremental import TextStream
+from moaspec.decode.tree import DraftTree
 from moaspec.errors import InputError
 
 
@@ -51,6 +53,24 @@ class StopStrings:
         self._stream = TextStream(tokenizer, skip_special_tokens=False)
         self._tail = ""
         self._keep = max(map(len, strings)) - 1
+
+    def completing(self, tree: DraftTree) -> set[int]:
+        """Nodes of drafts below the text so far that would complete a stop string."""
+        nodes: set[int] = set()
+        watchers = {-1: self}
+        for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
+            if parent in watchers:
+                watcher = watchers[parent]._fork()
+                if watcher.push(token):
+                    nodes.add(node)
+                else:
+                    watchers[node] = watcher
+        return nodes
+
+    def _fork(self) -> StopStrings:
+        twin = copy(self)
+        twin._stream = self._stream.fork()
+        return twin
 
     def push(self, token_id: int) -> str | None:
         """Take in the next token; the stop string that it completes, the earliest in the text."""

@@ -6,7 +6,7 @@ already chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,6 +171,21 @@ def merged(
             parent = known[parent, token]
     added = 0 if base is None else len(nodes) - len(base.tokens) + base.num_copied
     return DraftTree(tuple(token for _, token in nodes), tuple(node for node, _ in nodes), added)
+
+
+def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
+    """A tree less some of its nodes and what hangs below them."""
+    places = {-1: -1}
+    for node, parent in enumerate(tree.parents):
+        if parent in places and node not in cut:
+            places[node] = len(places) - 1
+    kept = [node for node in places if node >= 0]
+    own = len(tree.tokens) - tree.num_copied
+    return DraftTree(
+        tuple(tree.tokens[node] for node in kept),
+        tuple(places[tree.parents[node]] for node in kept),
+        sum(node >= own for node in kept),
+    )
 
 
 def children(tree: DraftTree) -> dict[tuple[int, int], int]:
