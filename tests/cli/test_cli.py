@@ -429,6 +429,34 @@ def test_demo(cli: Cli) -> None:
         assert words in output.words
 
 
+@pytest.mark.parametrize(
+    ("computes", "options", "taken"),
+    [
+        (torch.bfloat16, (), "bfloat16"),
+        (torch.float32, (), "float32"),
+        (torch.float32, ("--dtype", "bfloat16"), "bfloat16"),
+    ],
+)
+def test_the_demo_takes_the_dtype_that_the_cpu_has_instructions_for(
+    computes: torch.dtype,
+    options: tuple[str, ...],
+    taken: str,
+    cli: Cli,
+    loaded: Target,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dtypes: list[str] = []
+
+    def load(*_: Any, dtype: str, **__: Any) -> Target:
+        dtypes.append(dtype)
+        return loaded
+
+    monkeypatch.setattr("moaspec.cli.evaluate.compute_dtype", lambda _: computes)
+    monkeypatch.setattr("moaspec.cli.sources.load_target", load)
+    assert cli("demo", "--max-new-tokens", "2", *options).code == 0
+    assert set(dtypes) == {taken}
+
+
 @pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize("number", ["0", "-1"])
 def test_demo_of_nothing(number: str, cli: Cli) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
+import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -28,6 +29,7 @@ from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
 from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
 from moaspec.evaluate.store import prepare
+from moaspec.target.packing import compute_dtype
 
 DEFAULT_METHODS = "hf,plain,moa"
 
@@ -244,13 +246,20 @@ def _names(text: str) -> list[str]:
 
 def demo(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16; bfloat16 where this CPU has instructions for it, "
+            "else float32."
+        ),
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
 ) -> None:
     """Show speculative generation on a real model next to plain decoding.
 
     Example: moaspec demo
     """
+    dtype = dtype or str(compute_dtype(torch.bfloat16)).removeprefix("torch.")
     settings = Settings(max_new_tokens=max_new_tokens)
     console.set_threads(threads)
     console.quiet_libraries()
