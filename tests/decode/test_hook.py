@@ -18,7 +18,13 @@ from transformers import (
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import moaspec
 import tiny
@@ -167,6 +173,76 @@ def test_processors_are_not_asked_behind_eos() -> None:
         custom_generate=moaspec.custom_generate(drafter, tree="chain:6"),
     )
     assert got[0, len(tiny.PROMPTS[0]) :].tolist() == list(own[: last + 1])
+
+
+class LateEos(EosTokenCriteria):
+    """EOS counts only in longer texts."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **options: Any) -> Any:
+        late = input_ids.shape[1] >= len(tiny.PROMPTS[0]) + 10
+        return super().__call__(input_ids, scores, **options) & late
+
+
+def test_a_criterion_of_the_callers_own_decides_by_itself() -> None:
+    own = tiny.own_texts("llama")[0]
+    model, ids = tiny.target().model, torch.tensor([tiny.PROMPTS[0]])
+    options: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "pad_token_id": PAD,
+        "stopping_criteria": StoppingCriteriaList([LateEos([own[3], own[12]])]),
+    }
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, custom_generate=hook()), expected)
+
+
+def test_constraints_by_prompt() -> None:
+    """A function of the batch index is asked about its own row's text only."""
+    wanted = [[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]]
+    inputs = padded(tiny.PROMPTS[:2])
+    width = inputs["input_ids"].shape[1]
+
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        done = ids[width:].tolist()
+        assert done == wanted[row][: len(done)]
+        return [wanted[row][len(done)]]
+
+    texts = [[*p, *t] for p, t in zip(tiny.PROMPTS, wanted, strict=False)]
+    got = tiny.target().model.generate(
+        **inputs,
+        prefix_allowed_tokens_fn=allowed,
+        max_new_tokens=6,
+        do_sample=False,
+        custom_generate=moaspec.custom_generate(moaspec.Replay(texts), tree="chain:3"),
+    )
+    assert got[:, width:].tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    "warper",
+    [
+        TopPLogitsWarper(0.01, min_tokens_to_keep=4),
+        MinPLogitsWarper(0.999, min_tokens_to_keep=4),
+        TopPLogitsWarper(0.01, filter_value=-1.0),
+        TopKLogitsWarper(1, filter_value=-1.0),
+    ],
+    ids=lambda warper: type(warper).__name__,
+)
+def test_warpers_of_the_callers_own_keep_their_settings(warper: LogitsProcessor) -> None:
+    """They leave several tokens where their number alone would leave one."""
+    texts = [
+        sampled(
+            None,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            seed=seed,
+            max_new_tokens=1,
+            logits_processor=LogitsProcessorList([warper]),
+        )[0, -1].item()
+        for seed in range(24)
+    ]
+    assert len(set(texts)) > 1
 
 
 def test_criteria_are_called_once_per_step() -> None:

@@ -169,6 +169,18 @@ def test_planted_faults_are_reported(plant: Plant, monkeypatch: pytest.MonkeyPat
         assert finding.gap is None or finding.gap > 1e-3
 
 
+@pytest.mark.parametrize("stops", [[0], [7], [0, 7]])
+def test_drafts_of_stop_tokens_are_verified_too(
+    stops: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the id that pads fixed-size trees is the end of turns, as in Qwen and others."""
+    target = tiny.fresh_target(eos_token_id=stops)
+    assert not faults(checked(target=target, drafter=None))
+    pad_accepted(monkeypatch)
+    found = {finding.method for finding in faults(checked(target=target, drafter=None))}
+    assert found >= PLANTS[pad_accepted]
+
+
 def test_a_faulty_target_cannot_excuse_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of our passes wrong in the same way agree with one another, but not with transformers."""
     target = tiny.fresh_target()

@@ -9,6 +9,7 @@ Legend: B rows, T tokens of the padded prompts, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerationMode,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -231,7 +233,7 @@ def _settings(
     processors = LogitsProcessorList(prepared)
     found: dict[str, Any] = {"temperature": 1.0}
     for kind, name in reversed(_WARPERS):
-        if processors and type(processors[-1]) is kind:
+        if processors and type(processors[-1]) is kind and _is_ordinary(processors[-1]):
             found[name] = getattr(processors.pop(), name)
     # From torch's generator, so that `torch.manual_seed` repeats a call, as it does without us.
     seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
@@ -240,8 +242,14 @@ def _settings(
 
 def _end_tokens(criteria: StoppingCriteriaList) -> list[int]:
     """The EOS ids that criteria watch for; users write -1 for one that never comes."""
-    watched = [one.eos_token_id for one in criteria if isinstance(one, EosTokenCriteria)]
+    watched = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
     return [int(token) for ids in watched for token in ids.flatten() if token >= 0]
+
+
+def _is_ordinary(warper: Any) -> bool:
+    """Whether a warper does what its one number says, as those of the configuration do."""
+    least, filler = getattr(warper, "min_tokens_to_keep", 1), getattr(warper, "filter_value", None)
+    return least == 1 and filler in (None, -math.inf)
 
 
 class _Prompts:
@@ -261,7 +269,8 @@ class _Prompts:
         """Transformers' processors as one of ours, for one row of the batch.
 
         They count padded lengths, and some hold something of every row of the batch (how many pads
-        it has, for one). So they are shown this row behind its pads, in the place of every row.
+        it has, for one). So they are shown this row behind its pads, in the place of every row. A
+        function of batch index and prefix is asked for this row alone.
         """
         stateful = [type(one).__name__ for one in processors if type(one).__name__ in _STATEFUL]
         if stateful:
@@ -270,6 +279,7 @@ class _Prompts:
                 "processors must depend on their arguments only."
             )
         pads, rows = self._pads[row], len(self._ids)
+        processors = LogitsProcessorList(_for_row(one, row) for one in processors)
 
         def process(prefix: Sequence[int], logits_V: Tensor) -> Tensor:
             ids_T = torch.tensor([*pads, *prefix], device=logits_V.device)
@@ -277,6 +287,14 @@ class _Prompts:
             return scores_BV[row]
 
         return (process,) if processors else ()
+
+
+def _for_row(processor: Any, row: int) -> Any:
+    """A processor as it is, unless it asks the user's function about each row of the batch."""
+    if type(processor) is not PrefixConstrainedLogitsProcessor:
+        return processor
+    allowed = processor._prefix_allowed_tokens_fn
+    return PrefixConstrainedLogitsProcessor(lambda _, ids_T: allowed(row, ids_T), num_beams=1)
 
 
 class _Rows:

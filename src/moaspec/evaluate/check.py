@@ -7,7 +7,7 @@ plain decoding's, to show where rounding let them part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -87,13 +87,19 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Way:
-    """One way of decoding all prompts."""
+    """One way of decoding all prompts.
+
+    Attributes:
+        beyond_stops: decode on behind stop tokens and cut the text there, so that drafts of stop
+            tokens are verified; the engine leaves out drafts that would end a row.
+    """
 
     name: str
     drafter: MoADrafter | Drafter | None = None
     shape: Tree | str = SHAPES["chain"]
     num_target_layers: int | None = None
     free_branches: FreeBranches = False
+    beyond_stops: bool = False
 
 
 PLAIN = _Way("plain")
@@ -188,7 +194,7 @@ class Check:
             _Way("copies", free_branches=True),
             *self._trained(),
             *(
-                _Way(f"{name}, {shape_name}", drafter, shape, layers)
+                _Way(f"{name}, {shape_name}", drafter, shape, layers, beyond_stops=name == "bait")
                 for name, (drafter, layers) in drafters.items()
                 for shape_name, shape in SHAPES.items()
             ),
@@ -219,11 +225,12 @@ class Check:
             free_branches=way.free_branches,
             num_target_layers=way.num_target_layers,
         )
+        stops = self.target.stop_token_ids
         handles = [
             engine.add(
                 self.prompts[row.prompt],
                 max_new_tokens=self.max_new_tokens,
-                stop_token_ids=self.target.stop_token_ids,
+                stop_token_ids=() if way.beyond_stops else stops,
                 shape=shaping.policy(),
                 free_branches=shaping.branches(),
                 sampling=self.settings[row.setting],
@@ -233,7 +240,8 @@ class Check:
         results = [engine.result(handle) for handle in handles]
         for _ in engine.run():
             pass  # results fill as it runs
-        return [result.token_ids for result in results]
+        texts = [result.token_ids for result in results]
+        return [up_to_stop(text, stops) for text in texts] if way.beyond_stops else texts
 
     def _audit(self, row: _Row, token_ids: Sequence[int]) -> _Text:
         """Most ways give the same text, which needs one trusted pass only."""
@@ -286,6 +294,12 @@ class Check:
         if len(token_ids) < full and not (token_ids and token_ids[-1] in stops):
             return f"it ends after {len(token_ids)} tokens, without a stop token"
         return ""
+
+
+def up_to_stop(token_ids: Sequence[int], stops: Collection[int]) -> list[int]:
+    """A text up to and with its first stop token."""
+    ends = (i + 1 for i, token in enumerate(token_ids) if token in stops)
+    return list(token_ids[: next(ends, len(token_ids))])
 
 
 class Bait(TextDrafter):
