@@ -68,7 +68,7 @@ class Row:
         """The drafts without those that would end the row, and what hangs below these.
 
         Plain decoding chooses nothing behind its end, and a custom processor may have no answer
-        there. It costs nothing: the target's own choice brings the last token in the same round.
+        there. It costs no round: the target's own choice brings the last token just as soon.
         """
         ends = {node for node, token in enumerate(tree.tokens) if token in self.stop_token_ids}
         if self.stop:
