@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := $(CURDIR)/.venv-vllm
 
-# What `make results` measures, some 40 minutes on two cores with bf16 instructions; the paper's sets
+# What `make results` measures, an hour on two cores with bf16 instructions; the paper's sets
 # lie below $MOASPEC_SUITES (docs/evaluation.md).
 SETTING ?= --dtype bfloat16 --threads 2
 RESULTS ?= --suite paper --limit 20 --turns 1 --max-new-tokens 128 $(SETTING)
