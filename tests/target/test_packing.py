@@ -14,6 +14,7 @@ from moaspec.target import packing
 from moaspec.target.packing import (
     FusedPart,
     PackedLinear,
+    StreamedLinear,
     _fastest_form,
     can_pack,
     pack_like,
@@ -118,12 +119,37 @@ def test_weights_of_too_wide_a_range_stay_float32(monkeypatch: pytest.MonkeyPatc
 
 @needs_packing
 def test_a_tied_head_is_copied_only_to_save_an_emulation(bf16_instructions: bool) -> None:
-    float_head, bf16_head = nn.Linear(4, 8), nn.Linear(4, 8).bfloat16()
-    assert pack_like(float_head) is float_head
+    bf16_head = nn.Linear(4, 8).bfloat16()
     assert (pack_like(bf16_head) is bf16_head) is bf16_instructions
 
 
-def test_nothing_is_packed_where_there_is_nothing_to_gain() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(0,), (1,), (2,), (16,), (17,), (2, 3), (1, 1), (2, 0)])
+def test_streamed_linear_computes_the_same(bias: bool, shape: tuple[int, ...]) -> None:
+    linear = nn.Linear(24, 40, bias=bias)
+    x = torch.randn(*shape, 24)
+    with torch.inference_mode():
+        streamed, expected = StreamedLinear(linear)(x), linear(x)
+    assert streamed.shape == expected.shape
+    assert streamed.is_contiguous()
+    torch.testing.assert_close(streamed, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("cpu", "gains"), [("Intel(R) Xeon(R)", False), ("AMD EPYC", True)])
+def test_float32_is_packed_where_mkl_copies_weights(
+    cpu: str, gains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_cpu_name", lambda: cpu)
+    monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
+    gains = gains and can_pack(torch.bfloat16, CPU)
+    assert can_pack(torch.float32, CPU) is gains
+    assert isinstance(pack_like(nn.Linear(4, 8)), StreamedLinear) is gains
+    monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
+    assert not can_pack(torch.float32, CPU)
+
+
+def test_nothing_is_packed_where_there_is_nothing_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_cpu_name", lambda: "Intel(R) Xeon(R)")
     assert not can_pack(torch.float16, CPU)
     assert not can_pack(torch.float32, CPU)
     assert not can_pack(torch.bfloat16, torch.device("meta"))

@@ -1,24 +1,27 @@
-"""bf16 linear layers in the form that this CPU multiplies fastest.
+"""Linear layers in the form that this CPU multiplies fastest.
 
 What a pass over a few tokens costs is what speculation lives on, and the kernels behind `nn.Linear`
-are poor at it in bf16, in two ways that depend on the CPU:
+are poor at it, in ways that depend on dtype and CPU:
 
-- With bf16 instructions, the weight is copied into the kernel's own layout on every call. It is
-  laid out in advance instead (oneDNN).
-- Without them, products are emulated, row by row: a second token adds half a pass. Products are
+- bf16, with bf16 instructions: the weight is copied into the kernel's own layout on every call. It
+  is laid out in advance instead (oneDNN).
+- bf16 without them: products are emulated, row by row; a second token adds half a pass. They are
   computed in float32 instead, from weights kept in 16 bits (FBGEMM): float16 holds a bf16 weight
   exactly, once the matrix is scaled by a power of two. Where an entry would still be lost, or
   FBGEMM is missing, the weight is kept as float32. Sums run in float32, as the emulation's do, and
   results are rounded to bf16.
+- float32: MKL streams the weight once for up to three rows on Intel's CPUs, faster than a packed
+  one, so it is left alone there. On other makers' it copies the weight for two rows and more, which
+  then cost twice as much as one: there it is laid out in advance too.
 
-Projections of one input (query, key and value; gate and up) become one matrix. float32 layers are
-left alone: their products stream the weight once for up to three rows, faster than a packed one.
+Projections of one input (query, key and value; gate and up) become one matrix.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -33,7 +36,7 @@ EXPECTED_ROWS = 8
 
 
 class PackedLinear(nn.Module):
-    """A frozen bf16 `nn.Linear` in the fastest exact form; see the module's docstring.
+    """A frozen `nn.Linear` in the fastest exact form; see the module's docstring.
 
     Args:
         linear: what to pack, on the CPU. It is not changed.
@@ -83,7 +86,7 @@ class _Form(Protocol):
 
 
 class _OneDNN:
-    """bf16, in oneDNN's own layout."""
+    """bf16 or float32, in oneDNN's own layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.bias = bias
@@ -255,10 +258,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether linear layers can be packed here: bf16 on a CPU that oneDNN knows."""
+    """Whether linear layers can be packed here, on a CPU that oneDNN knows, and gain by it."""
     return (
         device.type == "cpu"
-        and dtype == torch.bfloat16
+        and (dtype == torch.bfloat16 or (dtype == torch.float32 and _mkl_copies_weights()))
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and torch.cpu._is_avx2_supported()
@@ -299,17 +302,57 @@ def _fuse(module: nn.Module, keep: tuple[nn.Module, ...]) -> None:
             start = columns.stop
 
 
+class StreamedLinear(nn.Module):
+    """A float32 layer whose own weight stays in use elsewhere, streamed once for a few rows.
+
+    MKL copies the right-hand matrix of a product, so here the weight is the left-hand one.
+
+    Args:
+        linear: on the CPU; its weight is shared, not copied.
+    """
+
+    MOST_ROWS = 16
+    """Up to which that is faster."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows_NE = x.reshape(-1, x.shape[-1])
+        num = len(rows_NE)
+        if not 1 <= num <= self.MOST_ROWS:
+            return self.linear(x)
+        # A single row would be multiplied by another kernel, which takes three times as long.
+        wide_NE = rows_NE.expand(2, -1) if num == 1 else rows_NE
+        out_NX = torch.mm(self.linear.weight, wide_NE.t())[:, :num].t()
+        if self.linear.bias is not None:
+            out_NX = out_NX + self.linear.bias
+        return out_NX.contiguous().reshape(*x.shape[:-1], -1)
+
+
 def pack_like(linear: nn.Linear) -> nn.Module:
     """A faster stand-in for a layer whose own weight stays in use elsewhere (a tied LM head).
 
-    The copy is made only where the plain layer would have to emulate its dtype.
+    A copy is made only where the plain layer would have to emulate its dtype.
     """
-    if can_pack(linear.weight.dtype, linear.weight.device) and (
-        compute_dtype(linear.weight.dtype) != linear.weight.dtype
-    ):
+    dtype = linear.weight.dtype
+    if not can_pack(dtype, linear.weight.device):
+        return linear
+    if compute_dtype(dtype) != dtype:
         return PackedLinear(linear)
-    return linear
+    return StreamedLinear(linear) if dtype == torch.float32 else linear
 
 
 def _bf16_instructions() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _mkl_copies_weights() -> bool:
+    """Whether float32 products are MKL's, on a CPU that it was not written for."""
+    return torch.backends.mkl.is_available() and "Intel" not in _cpu_name()
+
+
+@cache
+def _cpu_name() -> str:
+    return str(torch.cpu.get_capabilities().get("cpu_name", ""))
