@@ -1,5 +1,5 @@
 """`python -m moaspec`, which `torchrun -m moaspec` needs."""
 
-from moaspec.cli.main import run
+from moaspec.cli.entry import run
 
 run()

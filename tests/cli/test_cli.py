@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import moaspec
 import tiny
 from commands import Cli, text_target
 from moaspec.cli import console
@@ -266,6 +272,83 @@ def test_ctrl_c_keeps_what_was_generated(
     assert text == " ".join(f"w{token}" for token in OWN[:5])
     if not as_json:
         assert "aborted" in output.err
+
+
+@pytest.mark.usefixtures("loaded")
+def test_hasty_ctrl_c_tears_no_output(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several signals in the middle of a round: it ends, is printed once, and statistics follow."""
+    step, calls = Engine.step, []
+
+    def interrupted(self: Engine) -> list[Event]:
+        calls.append(self)
+        if len(calls) == 3:
+            for _ in range(5):
+                os.kill(os.getpid(), signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    output = cli("generate", PROMPT, "--tree", "chain:3")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert output.code == 130
+    assert TEXT.startswith(output.words)
+    assert len(output.words.split()) > 5
+    assert "aborted" in output.err
+    assert len(calls) == 3
+
+
+def test_a_second_ctrl_c_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "PATIENCE_S", 0.0)
+    with console.noted_interrupts() as interrupts:
+        assert not interrupts
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts
+        time.sleep(0.01)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_while_the_libraries_load() -> None:
+    """They would catch an exception, or leave half a module; the process just ends."""
+    code = """
+import os, signal, sys
+from moaspec.cli.entry import run
+assert "torch" not in sys.modules
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+run()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_names_of_the_package_load_when_they_are_used() -> None:
+    code = """
+import sys, moaspec
+assert "torch" not in sys.modules
+assert moaspec.decode.choices and moaspec.Chain(2) and moaspec.load_target and moaspec.model
+assert not hasattr(moaspec, "nothing")
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_version(cli: Cli) -> None:
+    assert cli("--version").words == f"moaspec {moaspec.__version__}"
+
+
+def test_code_in_a_repository_is_never_run(tmp_path: Path, cli: Cli) -> None:
+    auto = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "zzz", "auto_map": auto}))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    output = cli("generate", "Hi", "--model", str(tmp_path))
+    assert (output.code, output.out) == (2, "")
+    assert "custom code" in output.err
+    assert not (tmp_path / "ran").exists()
 
 
 def test_ctrl_c_while_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

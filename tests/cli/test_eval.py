@@ -242,6 +242,7 @@ def test_compare(cli: Cli, tmp_path: Path) -> None:
         (("--methods", "plain", "--tau-only", "plain"), "twice"),
         (("--methods", "hf-assisted"), "--checkpoint hf-assisted=DIR"),
         (("--checkpoint", "eagle"), "KIND=DIR"),
+        (("--checkpoint", "bogus=/tmp"), "got 'bogus'"),
         (("--accuracy",), "--cut"),
         (("--out", "/proc/nothing"), "Cannot write results"),
     ],

@@ -127,6 +127,12 @@ def test_a_directory_without_report(tmp_path: Path) -> None:
         write_page(tmp_path)
 
 
+def test_markdown_in_no_directory(results: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no directory"):
+        write_markdown(written(results, tmp_path), tmp_path / "typo" / "README.md")
+    assert not (tmp_path / "typo").exists()
+
+
 def test_markdown(results: Any, tmp_path: Path) -> None:
     """A page of its own has everything; a README keeps what is around its markers."""
     pytest.importorskip("matplotlib")

@@ -25,6 +25,7 @@ from moaspec.evaluate import (
     parse_methods,
 )
 from moaspec.evaluate.store import RUNS
+from moaspec.evaluate.store import SETTINGS as SETTINGS_FILE
 
 PROMPTS = [Prompt("suite", str(i), (str(i), "7 8")) for i in range(3)]
 SETTINGS = Settings(max_new_tokens=5, repeats=2)
@@ -121,10 +122,13 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         Store(tmp_path, {"threads": 2, "dtype": "float32"})
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / RUNS).write_text("{}x\n")
-    with pytest.raises(InputError, match="damaged"):
+@pytest.mark.parametrize("name", [RUNS, SETTINGS_FILE])
+@pytest.mark.parametrize("content", [b"{}x\n", b"[]\n", b"\xff\n", b"{\n", b"1\n"], ids=repr)
+def test_a_damaged_file_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=f"{name} is damaged"):
         Store(tmp_path, {})
+    assert (tmp_path / name).read_bytes() == content
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -46,8 +47,16 @@ def test_layers_have_the_drafters_width(name: str) -> None:
         DrafterConfig(**vars(config) | {name: LayerConfig(**LAYER)})
 
 
-@pytest.mark.parametrize("layers", [(), (-1,), (0, -2)])
-def test_num_target_layers(layers: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta", "max_position_embeddings"])
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "a", None], ids=repr)
+def test_numbers_that_must_be_positive(name: str, value: Any) -> None:
+    config = drafter_config(tiny.target(), DrafterSizes())
+    with pytest.raises(ShapeError, match=name):
+        dataclasses.replace(config, **{name: value})
+
+
+@pytest.mark.parametrize("layers", [(), (-1,), (0, -2), (0.5,)])
+def test_num_target_layers(layers: tuple[Any, ...]) -> None:
     config = drafter_config(tiny.target(), DrafterSizes())
     with pytest.raises(ShapeError, match="num_target_layers"):
         dataclasses.replace(config, num_target_layers=layers)

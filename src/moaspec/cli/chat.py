@@ -92,8 +92,9 @@ class Conversation(Talk):
         """See `Talk`."""
         printer = console.TokenPrinter(self.session.target)
         events = self.session.stream(self.prompt_ids(question), **self.settings)
-        console.show_events(events, printer)
-        printer.close()
+        with console.noted_interrupts() as interrupts:
+            console.show_events(events, printer, interrupts)
+            printer.close()
         result, tokenizer = self.session.result, self.session.target.tokenizer
         if result.token_ids:
             decode: Any = getattr(tokenizer, "decode", None)

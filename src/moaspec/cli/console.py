@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Generator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -100,7 +104,44 @@ class TokenPrinter:
         out.print()
 
 
-def show_events(events: Generator[Event], printer: TokenPrinter | None) -> bool:
+PATIENCE_S = 2.0
+"""A Ctrl-C that comes so long after one that was noted ends what hangs."""
+
+
+class Interrupts:
+    """Whether Ctrl-C was pressed; inside `noted_interrupts` it raises nothing."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def __bool__(self) -> bool:
+        return self._first is not None
+
+    def note(self, *_: object) -> None:
+        """A signal handler: output in progress is not torn, so it is neither lost nor doubled."""
+        now = time.monotonic()
+        if self._first is not None and now - self._first > PATIENCE_S:
+            raise KeyboardInterrupt
+        self._first = now if self._first is None else self._first
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[Interrupts]:
+    """Around streamed output and what is printed behind it."""
+    interrupts = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    before = signal.signal(signal.SIGINT, interrupts.note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def show_events(
+    events: Generator[Event], printer: TokenPrinter | None, interrupts: Interrupts
+) -> bool:
     """Decode to the end, printing tokens as they are verified.
 
     Returns:
@@ -110,6 +151,8 @@ def show_events(events: Generator[Event], printer: TokenPrinter | None) -> bool:
         for event in events:
             if printer is not None:
                 printer.show(event)
+            if interrupts:
+                return True
     except KeyboardInterrupt:
         return True
     finally:

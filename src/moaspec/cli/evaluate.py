@@ -282,9 +282,10 @@ def _stream_one(method: Method, prompt: Prompt, max_new_tokens: int) -> None:
         target, [prompt_ids], drafter=method.drafter, max_new_tokens=max_new_tokens
     )
     printer = console.TokenPrinter(target)
-    stopped = console.show_events(engine.run(), printer)
-    printer.close()
-    console.out.print(describe(result) + "\n", style="dim")
+    with console.noted_interrupts() as interrupts:
+        stopped = console.show_events(engine.run(), printer, interrupts)
+        printer.close()
+        console.out.print(describe(result) + "\n", style="dim")
     if stopped:
         raise typer.Exit(130)
 

@@ -65,12 +65,13 @@ def generate(
         target, [prompt_ids], drafter=module, num_choices=num_choices, **settings
     )
     printer = None if as_json or num_choices > 1 else console.TokenPrinter(target)
-    interrupted = console.show_events(engine.run(), printer)
-    if as_json:
-        facts = [summary(target, prompt_ids, result) for result in results]
-        console.out.print(json.dumps(facts[0] if num_choices == 1 else {"choices": facts}))
-    else:
-        _show(target, results, printer)
+    with console.noted_interrupts() as interrupts:
+        interrupted = console.show_events(engine.run(), printer, interrupts)
+        if as_json:
+            facts = [summary(target, prompt_ids, result) for result in results]
+            console.out.print(json.dumps(facts[0] if num_choices == 1 else {"choices": facts}))
+        else:
+            _show(target, results, printer)
     if interrupted:
         raise typer.Exit(130)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moaspec import __version__
 from moaspec.cli import console
 from moaspec.cli.calibrate import calibrate
 from moaspec.cli.chat import chat
@@ -39,9 +40,20 @@ app = typer.Typer(
 )
 
 
+def show_version(wanted: bool) -> None:
+    """Print it and end."""
+    if wanted:
+        console.out.print(f"moaspec {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def settings(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[  # noqa: ARG001 - its callback does it
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Print the version."),
+    ] = False,
 ) -> None:
     """Options of every command."""
     console.DEBUG.set(debug)

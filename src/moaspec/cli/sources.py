@@ -13,6 +13,7 @@ from moaspec.decode import load_any_drafter
 from moaspec.errors import InputError
 from moaspec.evaluate import Method, Parts, needed_checkpoints, parse_methods
 from moaspec.evaluate.runner import Encode
+from moaspec.evaluate.table import KINDS
 from moaspec.target import Target, load_target
 
 
@@ -46,12 +47,16 @@ def read_checkpoints(options: Sequence[str]) -> dict[str, str]:
     """`KIND=DIR` of each option.
 
     Raises:
-        InputError: another form.
+        InputError: another form, or a kind of method that takes none.
     """
     pairs = [option.partition("=") for option in options]
     wrong = [option for option, pair in zip(options, pairs, strict=True) if not pair[2]]
     if wrong:
         raise InputError(f"--checkpoint must be KIND=DIR, got {wrong[0]!r}.")
+    takes = sorted(needed_checkpoints(list(KINDS)))
+    unknown = [kind for kind, _, _ in pairs if kind not in takes]
+    if unknown:
+        raise InputError(f"--checkpoint is of one of {', '.join(takes)}; got {unknown[0]!r}.")
     return {kind: path for kind, _, path in pairs}
 
 

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moaspec.errors import InputError
 from moaspec.evaluate.comparison import read_report
 from moaspec.evaluate.html import COSTS, CUT, optional
 from moaspec.evaluate.plots import draw_plots
+from moaspec.evaluate.store import write_whole
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 """In a file with these two lines only what is between them is written anew."""
@@ -31,8 +33,10 @@ def write_markdown(results: Path, path: Path) -> None:
 
     Raises:
         DataError: no report there.
-        InputError: matplotlib is not installed.
+        InputError: matplotlib is not installed, or the file's directory is not there.
     """
+    if not path.parent.is_dir():
+        raise InputError(f"There is no directory {path.parent} for {path.name}; make it first.")
     facts = read_report(results)
     plots = draw_plots(facts, *(optional(results / name) for name in (COSTS, CUT)))
     old = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -41,10 +45,10 @@ def write_markdown(results: Path, path: Path) -> None:
     if begin and end:
         shown = dict(list(plots.items())[:IN_SHORT])
         text = f"{_summary(facts)}\n\n{_images(shown, path)}"
-        path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        write_whole(path, f"{before}{BEGIN}\n{text}\n{END}{after}")
     else:
         text = f"# Results\n\n{_summary(facts)}\n\n{_by_suite(facts)}\n\n{_images(plots, path)}\n"
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
 
 
 def _summary(facts: Facts) -> str:

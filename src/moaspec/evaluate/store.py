@@ -118,9 +118,14 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     """Write the settings down, or see that they are those of the run that is resumed."""
     settings = json.loads(json.dumps(settings))
     if not path.exists():
-        path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(settings, indent=1) + "\n")
         return
-    old: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        old = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(old, dict):
+        raise _damaged(path, "no JSON object")
     changed = [
         f"{name} was {old.get(name)!r} and is {settings.get(name)!r}"
         for name in sorted(old.keys() | settings.keys())
@@ -137,14 +142,30 @@ def _whole_lines(path: Path) -> Sequence[dict[str, Any]]:
     """Lines of a file; one that was cut off by a kill is removed from it."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
     try:
-        return [json.loads(line) for line in whole.splitlines()]
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        lines = [json.loads(line) for line in whole.splitlines()]
     except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}); use another --out.") from error
+        raise _damaged(path, str(error)) from error
+    if not all(
+        isinstance(line, dict) and {"key", "runs", "equality"} <= line.keys() for line in lines
+    ):
+        raise _damaged(path, "a line that is no sample")
+    if whole != text:
+        write_whole(path, whole)
+    return lines
+
+
+def _damaged(path: Path, why: str) -> InputError:
+    return InputError(f"{path} is damaged ({why}); use another --out.")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader, and a killed run's next one, finds it whole."""
+    scratch = path.with_name(f".{path.name}.partial")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
 
 
 def _run(line: dict[str, Any]) -> Run:

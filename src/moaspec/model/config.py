@@ -6,6 +6,7 @@ from the tensors (see `checkpoint.py`); these classes only hold the result.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,8 +110,13 @@ class DrafterConfig:
         rates = [rate for by_rank in self.acceptance for rate in by_rank]
         if not all(self.acceptance) or not all(0.0 <= rate <= 1.0 for rate in rates):
             raise ShapeError(f"acceptance must be rates within 0..1, got {self.acceptance}.")
-        if not self.num_target_layers or min(self.num_target_layers) < 0:
-            raise ShapeError(f"num_target_layers must be >= 0, got {self.num_target_layers}.")
+        numbers = self.num_target_layers
+        if not numbers or not all(isinstance(n, int) and n >= 0 for n in numbers):
+            raise ShapeError(f"num_target_layers must be integers >= 0, got {numbers}.")
+        for name in ("rms_norm_eps", "rope_theta", "max_position_embeddings"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ShapeError(f"{name} must be a positive number, got {value!r}.")
 
 
 def text_rope(context: Any) -> dict[str, Any]:

@@ -321,9 +321,9 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
     parts = grouped(tensors)
     try:
         target = TargetExcerpt(
-            AutoConfig.from_pretrained(directory / TARGET_CONFIG),
+            AutoConfig.from_pretrained(directory / TARGET_CONFIG, trust_remote_code=False),
             parts[TARGET],
-            AutoTokenizer.from_pretrained(directory / TARGET_CONFIG),
+            AutoTokenizer.from_pretrained(directory / TARGET_CONFIG, trust_remote_code=False),
             name=f"The bundle at {directory}",
             num_layers=info.num_target_layers,
             head_token_ids=None if _tied(parts[TARGET]) else draft_token_ids,

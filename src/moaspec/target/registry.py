@@ -84,7 +84,8 @@ def load_target(
 
 def _require_device(device: str) -> None:
     try:
-        torch.empty(0, device=device)
+        if torch.empty(0, device=device).is_meta:
+            raise InputError("Device 'meta' holds no numbers; try 'cpu'.")
     except (RuntimeError, AssertionError, TypeError) as error:
         raise InputError(
             f"Device {device!r} cannot be used here; try 'cpu'. Cause: {_first_line(error)}"
@@ -93,11 +94,12 @@ def _require_device(device: str) -> None:
 
 def _load_model(source: str, name: str, dtype: torch.dtype) -> Any:
     """The model, if its files hold all of its weights and nothing else."""
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     require_supported(config, name)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         source,
         config=config,
+        trust_remote_code=False,  # unset, transformers asks whether to run a repository's own code
         dtype=dtype,
         attn_implementation="sdpa",
         # Ours is the clearer refusal.
@@ -229,7 +231,7 @@ def _publish(scratch: Path, final: Path) -> None:
 def load_tokenizer(source: str) -> Any:
     """The tokenizer, or None for a model directory that has none (token ids still work)."""
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, TypeError):
         if Path(source).is_dir() and not (Path(source) / "tokenizer.json").exists():
             return None
