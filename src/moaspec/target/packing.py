@@ -324,7 +324,7 @@ class StreamedLinear(nn.Module):
         if not 1 <= num <= self.MOST_ROWS:
             return self.linear(x)
         # A single row would be multiplied by another kernel, which takes three times as long.
-        wide_NE = rows_NE.expand(2, -1) if num == 1 else rows_NE
+        wide_NE = rows_NE.repeat(2, 1) if num == 1 else rows_NE
         out_NX = torch.mm(self.linear.weight, wide_NE.t())[:, :num].t()
         if self.linear.bias is not None:
             out_NX = out_NX + self.linear.bias
