@@ -313,6 +313,7 @@ def test_ctrl_c_while_the_libraries_load() -> None:
     code = """
 import os, signal, sys
 from moaspec.cli.entry import run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in background
 assert "torch" not in sys.modules
 class Interrupt:
     def find_spec(self, name, *_):

@@ -24,7 +24,7 @@ from moaspec.decode.protocols import RowText
 from moaspec.evaluate.meter import Meter
 from moaspec.evaluate.methods import Method
 from moaspec.target import Target
-from moaspec.target.packing import PackedLinear, compute_dtype
+from moaspec.target.packing import FusedPart, PackedLinear, compute_dtype
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
@@ -272,7 +272,8 @@ def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
 def _num_weights(target: Target) -> int:
     """Weights that a pass multiplies with, those of the head included."""
     model: Any = target.model
-    linear = [each for each in model.modules() if isinstance(each, nn.Linear | PackedLinear)]
+    kinds = nn.Linear | PackedLinear | FusedPart
+    linear = [each for each in model.modules() if isinstance(each, kinds)]
     return sum(each.in_features * each.out_features for each in linear)
 
 
