@@ -79,6 +79,11 @@ def test_forced_calls_in_the_templates_form(template: str) -> None:
             max_tokens=150,
             seed=3,
         )
+        asked = {"model": serving.MODEL, "messages": messages, "tools": [tool]}
+        limits = {"tool_choice": "required", "max_tokens": 150, "seed": 3}
+        with served.http() as client:
+            raw = client.post("/v1/chat/completions", json=asked | limits)
+    assert raw.json()["choices"][0]["message"]["content"] is None
     calls: Any = answer.choices[0].message.tool_calls
     assert calls
     for call in calls:

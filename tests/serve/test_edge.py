@@ -30,6 +30,16 @@ def test_turns_go_on_in_the_session_that_holds_them(served_edge: Served) -> None
     assert ask(served_edge, "one and two").usage.prompt_tokens_details.cached_tokens > 10
 
 
+def test_what_the_server_would_refuse_is_refused_here(served_edge: Served) -> None:
+    """A request that can never succeed is the client's fault, and is not tried again."""
+    schema = {"enum": [f"word {number}" for number in range(40_000)]}
+    form = {"type": "json_schema", "json_schema": {"name": "words", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="a grammar of"):
+        ask(served_edge, response_format=form)
+    with pytest.raises(openai.BadRequestError, match="ask for fewer"):
+        ask(served_edge, n=128)
+
+
 def read_through_a_cut(edge: Edge, served: Served, **extension: Any) -> list[dict[str, Any]]:
     """Chunks of a stream that is cut after some verdicts and mended soon after."""
     body = {

@@ -101,6 +101,64 @@ def test_bad_bodies(http: httpx.Client, body: bytes) -> None:
     error(http.post(CHAT, content=body, headers=headers), 400)
 
 
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"chat_template": ENDLESS},
+        {"tokenize": False},
+        {"tools": "x"},
+        {"messages": "x"},
+        {"self": "x"},
+        {"conversation": "x"},
+        {"return_tensors": "pt"},
+        {"kwargs": "x"},
+    ],
+    ids=str,
+)
+def test_a_template_is_the_servers(http: httpx.Client, variables: dict[str, Any]) -> None:
+    """Clients set what a template reads, never which template, or how it is rendered."""
+    answer = http.post(CHAT, json={**GOOD, "chat_template_kwargs": variables}, timeout=5)
+    assert error(answer, 400)["param"] == "chat_template_kwargs"
+    fine = {"enable_thinking": False, "date_string": "today"}
+    assert http.post(CHAT, json={**GOOD, "chat_template_kwargs": fine}).status_code == 200
+
+
+@pytest.mark.parametrize("schema", [{"description": "\ud800"}, {"properties": {"\ud800": {}}}])
+def test_half_characters_in_schemas(http: httpx.Client, schema: dict[str, Any]) -> None:
+    def post(path: str, body: dict[str, Any]) -> httpx.Response:
+        headers = {"Content-Type": "application/json"}
+        return http.post(path, content=json.dumps(body).encode(), headers=headers)
+
+    tool = {"type": "function", "name": "f", "parameters": schema}
+    asked = {"model": MODEL, "input": "hi", "max_output_tokens": 4, "tool_choice": "none"}
+    assert "surrogate" in error(post("/v1/responses", {**asked, "tools": [tool]}), 400)["message"]
+    wanted = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    error(post(CHAT, {**GOOD, "response_format": wanted}), 400)
+
+
+def test_a_failure_ends_no_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next request of the same client is as good as any."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    with served.http() as client:
+        with monkeypatch.context() as patch:
+            patch.setattr("moaspec.serve.chat._jobs", fail)
+            error(client.post(CHAT, json=GOOD), 500)
+        assert client.post(CHAT, json=GOOD).status_code == 200
+
+
+def test_messages_say_what_to_do(http: httpx.Client) -> None:
+    stops = http.post(CHAT, json={**GOOD, "stop": ["x"] * 17})
+    assert "at most 16" in error(stops, 400)["message"]
+    untyped = http.post(CHAT, content=json.dumps(GOOD), headers={"Content-Type": "text/plain"})
+    assert "Content-Type: application/json" in error(untyped, 400)["message"]
+
+
 def test_huge_limits_are_cut_to_the_context(http: httpx.Client) -> None:
     answer = http.post(CHAT, json={**GOOD, "max_tokens": 10**30, "stop": ["e", "a", "o", "x"]})
     assert answer.status_code == 200
@@ -242,10 +300,20 @@ def test_dropped_connections(strict: Served) -> None:
 
 
 def test_too_many_requests(strict: Served, http: httpx.Client) -> None:
-    answer = http.post(CHAT, json={**GOOD, "n": 7})
-    assert error(answer, 429)["type"] == "rate_limit_error"
-    assert answer.headers["retry-after"] == "1"
+    long = {**GOOD, "n": 4, "max_tokens": 1900, "stream": True}
+    with http.stream("POST", CHAT, json=long) as stream:
+        next(stream.iter_bytes())
+        answer = http.post(CHAT, json={**GOOD, "n": 3})
+        assert error(answer, 429)["type"] == "rate_limit_error"
+        assert answer.headers["retry-after"] == "1"
     wait_until_idle(strict)
+
+
+def test_requests_that_never_fit(http: httpx.Client) -> None:
+    """Waiting would not help, so nobody is told to try again."""
+    answer = http.post(CHAT, json={**GOOD, "n": 7})
+    assert "ask for fewer" in error(answer, 400)["message"]
+    assert "retry-after" not in answer.headers
 
 
 def test_slow_readers_hold_nobody_up(strict: Served, http: httpx.Client) -> None:

@@ -65,6 +65,8 @@ class Grammars:
         """
         try:
             return self._checked(LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT))
+        except InputError:
+            raise
         except ValueError as error:
             raise InputError(f"The JSON schema cannot be used: {error}") from error
 

@@ -68,8 +68,7 @@ def _jobs(desk: Desk, asked: ChatRequest, request: Request, form: Form) -> list[
     if asked.top_logprobs and not asked.logprobs:
         raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
     tools = () if form.choice == "none" else form.tools
-    extra = asked.chat_template_kwargs or {}
-    prompt = desk.prompts.ids(asked.conversation(), tools, **extra)
+    prompt = desk.prompts.ids(asked.conversation(), tools, asked.chat_template_kwargs)
     limits = (asked.max_completion_tokens, asked.max_tokens, desk.settings.default_max_tokens)
     order = Order(
         max_tokens=next(limit for limit in limits if limit is not None),

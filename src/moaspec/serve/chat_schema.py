@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    model_serializer,
+)
 
 from moaspec.serve.calls import Tool
 from moaspec.serve.schema import (
     Given,
+    JsonObject,
     Name,
     ResponseFormat,
     Sampling,
@@ -91,7 +98,7 @@ class Function(Given):
 
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -161,6 +168,11 @@ class AnswerMessage(BaseModel):
     content: str | None = None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _with_content(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Other absent fields are left out; clients read this one without asking."""
+        return {"content": None, **serialize(self)}
 
 
 class ChatChoice(BaseModel):

@@ -98,7 +98,12 @@ async def _http(_: Request, error: Exception) -> JSONResponse:
 async def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError), "registered for this type"
     # Of the alternatives that a field has, the one that fitted furthest says most.
-    first: Mapping[str, Any] = max(error.errors(), key=lambda one: len(one["loc"]))
+    first: Mapping[str, Any] = max(
+        error.errors(), key=lambda one: (len(one["loc"]), one["type"] in ("too_long", "too_short"))
+    )
+    if tuple(first["loc"]) == ("body",) and isinstance(error.body, bytes):
+        text = "The body is no JSON object; send one, with Content-Type: application/json."
+        return JSONResponse(body(400, text), 400)
     param = _field(error.body, first)
     where = f" at {param}" if param else ""
     message = f"The request is invalid{where}: {first['msg']}."

@@ -76,7 +76,22 @@ class Guard:
         except _RefusedError as error:
             await _refuse(send, error.status, str(error))
             return
-        await self._app(scope, _replayed(received, receive), send)
+        await self._answered(scope, _replayed(received, receive), send)
+
+    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Starlette raises an error again after answering it, and servers then cut connections."""
+        whole = False
+
+        async def watched(message: Message) -> None:
+            nonlocal whole
+            await send(message)
+            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            if not whole:
+                raise
 
     def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
         hosts = self._allowed.hosts

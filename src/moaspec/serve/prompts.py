@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from jinja2 import TemplateError
 
 from moaspec.errors import InputError
 from moaspec.serve.calls import HERMES, CallForm, Tool, form_of
+from moaspec.serve.failures import RequestError
 from moaspec.serve.source import SourceFacts
 
 Message = Mapping[str, Any]
@@ -22,6 +24,10 @@ To call one, write nothing but
 <tool_call>
 {{"name": "the function's name", "arguments": {{...}}}}
 </tool_call>"""
+
+
+_RENDERERS = ("self", "messages", "conversations", "generation_indices")
+"""Names that transformers gives to templates itself, beside its own parameters."""
 
 
 class ChatPrompt:
@@ -40,23 +46,28 @@ class ChatPrompt:
         self.form: CallForm = form_of(self._template) if self._knows_tools else HERMES
 
     def ids(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), **extra: Any
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Token ids up to where the answer begins.
 
         Args:
             messages: the conversation.
             tools: what the model may call.
-            **extra: further variables of the template.
+            variables: further ones of the template, from the client.
 
         Raises:
             InputError: no chat template, or one that refuses the conversation.
+            RequestError: a variable that is none of the template's own.
         """
         if not self._template:
             raise InputError(
                 f"{self._facts.name} has no chat template, so it holds no conversation; use "
                 "/v1/completions."
             )
+        extra = self._checked(variables or {})
         if self._knows_tools:
             messages = [_with_parsed_calls(message) for message in messages]
             extra["tools"] = [tool.as_json() for tool in tools] or None
@@ -71,6 +82,17 @@ class ChatPrompt:
                 f"The chat template of {self._facts.name} refuses this conversation: {error}"
             ) from error
         return tuple(encoded["input_ids"])
+
+    def _checked(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Only what a template is given: never what says how, or with which template, to render."""
+        taken = inspect.signature(self._facts.tokenizer.apply_chat_template).parameters
+        for name in variables:
+            if name in taken or name in _RENDERERS:
+                raise RequestError(
+                    f"{name!r} is no variable of a chat template that a request may set.",
+                    param="chat_template_kwargs",
+                )
+        return dict(variables)
 
 
 def _with_parsed_calls(message: Message) -> Message:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from moaspec.serve.calls import Tool
 from moaspec.serve.chat_schema import NO_PARAMETERS, ToolName
-from moaspec.serve.schema import Given, Name, ObjectFormat, Sampling, TextFormat
+from moaspec.serve.schema import Given, JsonObject, Name, ObjectFormat, Sampling, TextFormat
 
 
 class InputText(Given):
@@ -52,7 +52,7 @@ class ResponseTool(Given):
     type: Literal["function"]
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
     def tool(self) -> Tool:
@@ -73,7 +73,7 @@ class ResponseSchemaFormat(Given):
     type: Literal["json_schema"]
     name: Name
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
     strict: bool | None = None
 
 

@@ -6,9 +6,10 @@ accepted and ignored, as unknown ones are.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Id = Annotated[int, Field(ge=0)]
@@ -16,6 +17,18 @@ TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=16)]
+
+
+def _encodable(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what no answer could repeat: lone surrogates."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half of a surrogate pair, which is no character") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_encodable)]
 
 
 class Given(BaseModel):
@@ -96,7 +109,7 @@ class SchemaFormat(Given):
 
     name: Name = "schema"
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
     strict: bool | None = None
 
 

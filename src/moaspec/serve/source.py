@@ -14,6 +14,7 @@ from moaspec.decode.grammar import Grammars
 from moaspec.decode.result import Alternatives, Source, StopReason
 from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.tree import DraftTree
+from moaspec.errors import InputError
 
 TokenSource = Source | Literal["device"]
 """`Source`, or a device that wrote alone and was told to keep it."""
@@ -185,3 +186,12 @@ class TextSource(Protocol):
     def cut(self, cut: bool) -> bool:
         """Cut or restore an emulated link; False where there is none."""
         ...
+
+
+def check_number(texts: int, most: int) -> None:
+    """Raise InputError for a request of more texts than are ever taken together."""
+    if texts > most:
+        raise InputError(
+            f"The request asks for {texts} texts (prompts times n), and this server takes {most} "
+            "together; ask for fewer."
+        )

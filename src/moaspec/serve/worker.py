@@ -17,7 +17,7 @@ from moaspec.decode import Engine, FixedShape, GenerationResult, Shaping
 from moaspec.decode.engine import common_length
 from moaspec.decode.result import Event
 from moaspec.errors import BusyError, InputError
-from moaspec.serve.source import Job, Load, Round, Update
+from moaspec.serve.source import Job, Load, Round, Update, check_number
 
 FRESH_TOKENS = 2048
 """Tokens of prompts that join in one step: while they are read, all others wait."""
@@ -135,6 +135,7 @@ class EngineWorker:
                     f"{ticket.job.max_new_tokens} more does not fit this server's cache; ask for "
                     "fewer."
                 )
+        check_number(len(tickets), self._limits.active + self._limits.waiting)
         with self._lock:
             if self._accepted + len(tickets) > self._limits.active + self._limits.waiting:
                 raise BusyError(
