@@ -329,6 +329,31 @@ def test_weights_are_prepared_once_and_again_when_they_change() -> None:
     assert prepared(drafter, other)[1] is other.draft_head(None)
 
 
+def test_hooks_and_replaced_methods_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a drafter has decoded before, on a copy of its weights."""
+    monkeypatch.setattr("moaspec.target.packing._mkl_copies_weights", lambda: True)
+    target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
+    calls: list[str] = []
+
+    def decode() -> set[str]:
+        calls.clear()
+        moaspec.generate(target, tiny.PROMPTS[0], drafter=drafter, max_new_tokens=4, tree=Chain(2))
+        return set(calls)
+
+    assert decode() == set()
+    project_kv = drafter.encoder.project_kv
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            drafter.encoder, "project_kv", lambda *args: (calls.append("kv"), project_kv(*args))[1]
+        )
+        assert decode() == {"kv"}
+    layer = drafter.speaker.self_attention.mlp.down_proj
+    handle = layer.register_forward_hook(lambda *_: calls.append("hook"))
+    assert decode() == {"hook"}
+    handle.remove()
+    assert decode() == set()
+
+
 def test_preparing_leaves_the_drafter_trainable_and_copyable() -> None:
     target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
     prepared(drafter, target)

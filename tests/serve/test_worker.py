@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import serving
 from moaspec.decode import SamplingParams
-from moaspec.errors import BusyError
+from moaspec.errors import BusyError, InputError
 from moaspec.serve.source import Job, Update
 from moaspec.serve.worker import EngineWorker, Ticket
 
@@ -58,8 +59,21 @@ def test_a_failing_step_ends_its_requests_only(worker: EngineWorker) -> None:
 
 
 def test_all_or_none(worker: EngineWorker) -> None:
-    with pytest.raises(BusyError):
+    with pytest.raises(InputError, match="takes 3"):
         worker.submit([ticket()[0] for _ in range(4)])
+    goes_on = threading.Event()
+
+    def waiting(_: Any, logits_V: Tensor) -> Tensor:
+        assert goes_on.wait(timeout=300)
+        return logits_V
+
+    held = [ticket(processors=(waiting,)) for _ in range(2)]
+    worker.submit([one for one, _ in held])
+    with pytest.raises(BusyError):
+        worker.submit([ticket()[0] for _ in range(2)])
+    goes_on.set()
+    for _, told in held:
+        last(told)
     assert worker.load.waiting == 0
 
 

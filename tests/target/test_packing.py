@@ -210,6 +210,19 @@ def test_the_product_is_computed_once_and_not_kept() -> None:
 
 
 @needs_packing
+@pytest.mark.usefixtures("bf16_instructions")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_flow_through_packed_layers(dtype: torch.dtype) -> None:
+    """To what they read, as through frozen plain ones: reused layers of a target in training."""
+    linear = nn.Linear(24, 40).to(dtype)
+    packed = PackedLinear(linear)
+    x = torch.randn(3, 24).to(dtype).requires_grad_()
+    (got,) = torch.autograd.grad(packed(x).float().sum(), x)
+    (expected,) = torch.autograd.grad(linear(x).float().sum(), x)
+    torch.testing.assert_close(got, expected, atol=0.05, rtol=0.02)
+
+
+@needs_packing
 def test_layers_that_cannot_be_joined_are_packed_alone() -> None:
     packed = Projections(bias=True, bias_of_v=False)
     pack_linears(packed)

@@ -249,7 +249,8 @@ def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module
     """The drafter and its head as decoding runs them: packed copies where the CPU gains by them.
 
     They are made once and again when weights change, so a drafter in training may be tried out at
-    any time. The drafter itself stays as it is.
+    any time. The drafter itself stays as it is. One with hooks, or with methods that were replaced,
+    decodes as it is, so that they are called.
     """
     ids = drafter.draft_token_ids
     chosen = None if ids is None else ids.data_ptr()
@@ -259,6 +260,7 @@ def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module
         target.dtype,
         drafter.version,
         drafter.training,
+        _is_altered(drafter),
         chosen,
     )
     return cast(
@@ -269,8 +271,21 @@ def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module
 
 def _packed(drafter: MoADrafter) -> MoADrafter:
     weight = next(drafter.parameters())
-    if drafter.training or not can_pack(weight.dtype, weight.device):
+    packs = can_pack(weight.dtype, weight.device)
+    if drafter.training or _is_altered(drafter) or not packs:
         return drafter
     copied = copy.deepcopy(drafter)
     pack_linears(copied)
     return copied
+
+
+def _is_altered(drafter: MoADrafter) -> bool:
+    """Whether somebody watches its modules, or has replaced methods of theirs."""
+    return any(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or any(
+            callable(value) and hasattr(type(module), name) for name, value in vars(module).items()
+        )
+        for module in drafter.modules()
+    )

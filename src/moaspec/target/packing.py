@@ -97,6 +97,8 @@ class _OneDNN:
         return self._packed.to_dense()
 
     def product(self, x: Tensor) -> Tensor:
+        if x.requires_grad:  # the kernel has no derivative
+            return F.linear(x, self.weight(), self.bias)
         return cast(Tensor, self._kernel(x, self._packed, self.bias, "none", [], ""))
 
 
@@ -126,6 +128,9 @@ class _Half:
         return scaled / self._scale
 
     def product(self, x: Tensor) -> Tensor:
+        if x.requires_grad:  # the kernel has no derivative
+            added = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight(), added).to(x.dtype)
         scaled = self._kernel(x.float(), self._packed)
         return (scaled if self._back is None else scaled.mul_(self._back)).to(x.dtype)
 
