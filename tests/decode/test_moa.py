@@ -342,10 +342,13 @@ def test_hooks_and_replaced_methods_are_called(monkeypatch: pytest.MonkeyPatch) 
 
     assert decode() == set()
     project_kv = drafter.encoder.project_kv
+
+    def watched(*arguments: Any) -> Any:
+        calls.append("kv")
+        return project_kv(*arguments)
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            drafter.encoder, "project_kv", lambda *args: (calls.append("kv"), project_kv(*args))[1]
-        )
+        patch.setattr(drafter.encoder, "project_kv", watched)
         assert decode() == {"kv"}
     layer = drafter.speaker.self_attention.mlp.down_proj
     handle = layer.register_forward_hook(lambda *_: calls.append("hook"))
