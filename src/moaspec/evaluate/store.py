@@ -15,6 +15,7 @@ from moaspec.errors import InputError
 from moaspec.evaluate.equality import Equality
 from moaspec.evaluate.methods import Run
 from moaspec.evaluate.prompts import Prompt
+from moaspec.model.weights import replace_file
 
 RUNS, SETTINGS = "runs.jsonl", "settings.json"
 
@@ -163,9 +164,7 @@ def _damaged(path: Path, why: str) -> InputError:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader, and a killed run's next one, finds it whole."""
-    scratch = path.with_name(f".{path.name}.partial")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+    replace_file(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 
 def _run(line: dict[str, Any]) -> Run:

@@ -24,7 +24,7 @@ _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     """Write `config.json`."""
-    _replace(directory / CONFIG_FILE, lambda path: path.write_text(_json(config)))
+    replace_file(directory / CONFIG_FILE, lambda path: path.write_text(_json(config)))
 
 
 def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: int = 0) -> None:
@@ -32,11 +32,11 @@ def write_weights(directory: Path, tensors: Mapping[str, Tensor], shard_bytes: i
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=shard_bytes or 2**62)
     for name, names in split.filename_to_tensors.items():
         shard = {key: tensors[key] for key in names}
-        _replace(directory / name, partial(save_file, shard, metadata={"format": "pt"}))
+        replace_file(directory / name, partial(save_file, shard, metadata={"format": "pt"}))
     kept = set(split.filename_to_tensors)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        _replace(directory / INDEX_FILE, lambda path: path.write_text(_json(index)))
+        replace_file(directory / INDEX_FILE, lambda path: path.write_text(_json(index)))
         kept.add(INDEX_FILE)
     for old in [*directory.glob("model*.safetensors"), directory / INDEX_FILE]:
         if old.name not in kept:
@@ -47,7 +47,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=2) + "\n"
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that a reader finds the old one or the new one, whole."""
     scratch = path.with_name(f".{path.name}.partial")
     write(scratch)
