@@ -1,11 +1,11 @@
 """tau and tokens per second of `moaspec eval` against an independent count.
 
-Speed: `moaspec generate` is run as a subprocess for two lengths; the difference of the two cancels
-loading and prompt. Beside wall-clock time stands the subprocess's CPU time, which other work on the
-machine hardly changes; with one thread and nothing else running the two are the same. tau: accepted
-lengths that the command prints, of the longer run.
+Speed: `moaspec eval` runs as a subprocess with one repeat (thrice, of which the median counts) and
+with many. What they differ by, on the clock of their parent, is the decodings that one did more:
+loading and everything else that a process does once cancels. tau: accepted lengths that `moaspec
+generate --json` prints for the same prompt. Nothing else may run on the machine.
 
-    python benchmarks/independent.py --repeats 3
+    python benchmarks/independent.py --repeats 16
 """
 
 from __future__ import annotations
@@ -15,80 +15,88 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from common import load, parser, setting
+from common import parser, setting
 
-from moaspec.cli.console import chat_ids
-from moaspec.evaluate import Method
+import moaspec
 
 PROMPT = "Tell me a long story about a lighthouse keeper."
-SHORT, LONG = 32, 160
+LENGTH = 128
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a subprocess printed, and what it took as its parent sees it."""
+
+    printed: dict[str, Any]
+    wall_s: float
+    cpu_s: float
 
 
 def main() -> None:
-    """Print one line per method, then one line of JSON."""
-    options = parser(__doc__, dtype="float32", threads=1)
-    options.add_argument("--repeats", type=int, default=3)
+    """Print one line per method and figure, then one line of JSON."""
+    options = parser(__doc__)
+    options.add_argument("--repeats", type=int, default=16, help="decodings that are timed")
     options.add_argument("--shape", default="chain:2")
     args = options.parse_args()
-    target, drafter = load(args)
-    prompt_ids = chat_ids(target, PROMPT)
-    figures = {}
-    for name, method, flags in (
-        ("plain", Method("plain", target), ["--no-speculation"]),
-        ("moa", Method("moa", target, drafter, args.shape), ["--tree", args.shape]),
+    common = ["--model", args.model, "--dtype", args.dtype, "--threads", str(args.threads)]
+    common += ["--max-new-tokens", str(LENGTH)]
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    print(f"{'method':16} {'figure':17} {'eval':>8} {'here':>8}")
+    for name, flags in (
+        ("plain", ["--no-speculation"]),
+        (f"moa@{args.shape}", ["--tree", args.shape]),
     ):
-        inside = [_inside(method, prompt_ids) for _ in range(args.repeats)]
-        outside = [_outside(flags, args) for _ in range(args.repeats)]
-        figures[name] = {
-            key: {"eval": _median(inside, key), "subprocess": _median(outside, key)}
-            for key in ("tau", "tokens_per_s", "tokens_per_cpu_s")
-        }
+        figures[name] = compared(name, flags, common, args.repeats)
         for key, pair in figures[name].items():
-            off = pair["eval"] / pair["subprocess"] - 1
-            print(f"{name:6} {key:17} {pair['eval']:8.3f} {pair['subprocess']:8.3f} {off:+7.2%}")
+            off = pair["eval"] / pair["here"] - 1
+            print(f"{name:16} {key:17} {pair['eval']:8.3f} {pair['here']:8.3f} {off:+7.2%}")
+    target = moaspec.load_target(args.model, dtype=args.dtype)
     print(json.dumps(setting(target) | {"repeats": args.repeats, "figures": figures}))
 
 
-def _inside(method: Method, prompt_ids: Sequence[int]) -> dict[str, float]:
-    """As `eval` measures, by the difference of two lengths too."""
-    short, long = (method.run(prompt_ids, length) for length in (SHORT, LONG))
-    tokens = len(long.token_ids) - len(short.token_ids)
+def compared(
+    method: str, flags: list[str], common: list[str], repeats: int
+) -> dict[str, dict[str, float]]:
+    """Each figure as `eval` reports it and as it is counted here."""
+    with tempfile.TemporaryDirectory() as directory:
+        suite = Path(directory) / "suite.jsonl"
+        suite.write_text(json.dumps({"prompt": PROMPT}))
+        command = ["eval", "--suite", str(suite), "--methods", method, "--json", *common]
+        once = [run([*command, "--repeats", "1"]) for _ in range(3)]
+        often = run([*command, "--repeats", str(1 + repeats)])
+    report = often.printed["methods"][method]
+    tokens = report["tokens"] * repeats
+    text = run(["generate", PROMPT, "--json", *flags, *common]).printed
+    # The prompt's own pass gives the first token and belongs to no round.
+    tau = (len(text["token_ids"]) - 1) / len(text["accept_lengths"])
     return {
-        "tau": long.result.tau or 1.0,
-        "tokens_per_s": tokens / (long.seconds - short.seconds),
-        "tokens_per_cpu_s": tokens / (long.cpu_s - short.cpu_s),
+        "tau": {"eval": report["tau"], "here": tau},
+        "tokens_per_s": {
+            "eval": statistics.harmonic_mean(report["tokens_per_s_by_repeat"]),
+            "here": tokens / (often.wall_s - statistics.median(one.wall_s for one in once)),
+        },
+        "cpu_s_per_token": {
+            "eval": report["cpu_s_per_token"],
+            "here": (often.cpu_s - statistics.median(one.cpu_s for one in once)) / tokens,
+        },
     }
 
 
-def _outside(flags: Sequence[str], args: Any) -> dict[str, float]:
-    short, long = (_command(length, flags, args) for length in (SHORT, LONG))
-    tokens = len(long["token_ids"]) - len(short["token_ids"])
-    rounds = len(long["accept_lengths"])
-    return {
-        "tau": (len(long["token_ids"]) - 1) / rounds,
-        "tokens_per_s": tokens / (long["wall_s"] - short["wall_s"]),
-        "tokens_per_cpu_s": tokens / (long["cpu_s"] - short["cpu_s"]),
-    }
-
-
-def _command(length: int, flags: Sequence[str], args: Any) -> dict[str, Any]:
-    """What `moaspec generate --json` printed, and what the process took as its parent sees it."""
-    command = [sys.executable, "-m", "moaspec", "generate", PROMPT, "--json", *flags]
-    command += ["--max-new-tokens", str(length), "--threads", str(args.threads)]
-    command += ["--model", args.model, "--dtype", args.dtype]
+def run(arguments: list[str]) -> Command:
+    """One command of `moaspec`."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-m", "moaspec", *arguments], check=True, capture_output=True, text=True
+    )
     wall_s, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {**json.loads(done.stdout), "wall_s": wall_s, "cpu_s": cpu_s}
-
-
-def _median(runs: Sequence[dict[str, float]], key: str) -> float:
-    return statistics.median(run[key] for run in runs)
+    return Command(json.loads(done.stdout), wall_s, cpu_s)
 
 
 if __name__ == "__main__":
