@@ -72,7 +72,7 @@ class Clock:
 @contextmanager
 def parts_of_a_step(clock: Clock, trainer: Trainer) -> Iterator[None]:
     """Measure the parts of our loop while it runs; "backward" is that of LSA, SA and CA."""
-    backward, optimizer = trainer.accelerator.backward, trainer.optimizer
+    sharing, optimizer = trainer.sharing, trainer.sharing.optimizer
     with (
         patch.object(TargetReader, "passes", clock.timed("target", TargetReader.passes)),
         patch.object(Encoder, "mean_over_layers", clock.timed("LSA", Encoder.mean_over_layers)),
@@ -80,7 +80,7 @@ def parts_of_a_step(clock: Clock, trainer: Trainer) -> Iterator[None]:
         patch.object(Speaker, "read_memory", clock.timed("SA + CA", Speaker.read_memory)),
         patch.object(DraftHead, "__call__", clock.timed("head", DraftHead.__call__)),
         patch.object(loop, "exit_loss", clock.timed("head and loss", exit_loss)),
-        patch.object(trainer.accelerator, "backward", clock.timed("backward", backward)),
+        patch.object(sharing, "backward", clock.timed("backward", sharing.backward)),
         patch.object(optimizer, "step", clock.timed("optimiser", optimizer.step)),
     ):
         yield
@@ -139,10 +139,10 @@ def measured(
     speeds: dict[str, list[float]] = {NAIVE: [], OURS: [], CACHED: []}
     for step, part in enumerate(random_parts(plain.data.examples, arguments)):
         cached.reader.passes(part.batch)  # fills the cache, outside the clock
-        for group in other.optimizer.param_groups:
+        for group in other.sharing.optimizer.param_groups:
             group["lr"] = learning_rate(plain.config, step)
         runs = {
-            NAIVE: partial(naive_step, target, naive, other.optimizer, part, ids),
+            NAIVE: partial(naive_step, target, naive, other.sharing.optimizer, part, ids),
             OURS: partial(ours, plain, part),
             CACHED: partial(ours, cached, part),
         }

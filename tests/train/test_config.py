@@ -207,7 +207,6 @@ def test_ready_configs_are_valid(path: Path) -> None:
         {"drafter": "eagle", "num_target_layers": (1,)},
         {"drafter": "independent", "frozen_lsa": 0.5},
         {"accumulation": 0},
-        {"sharding": "deepspeed"},
         {"shard_mb": -1.0},
     ],
     ids=str,

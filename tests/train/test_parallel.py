@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -19,9 +20,24 @@ import moaspec
 import tiny
 from moaspec.errors import InputError
 from moaspec.train import TrainConfig, new_accelerator
+from moaspec.train.sharing import share
 from moaspec.train.state import StateFiles
+from moaspec.train.zero import ZeroSharing
 
 STEPS = 4
+
+SHARDINGS = (
+    pytest.param("fsdp", marks=pytest.mark.slow),
+    pytest.param(
+        "deepspeed",
+        marks=(
+            pytest.mark.slow,
+            pytest.mark.skipif(
+                importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+            ),
+        ),
+    ),
+)
 
 
 def write_config(directory: Path, **changes: Any) -> Path:
@@ -79,7 +95,7 @@ def losses(output: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharding", ["none", *SHARDINGS])
 def test_two_processes_give_the_loss_curve_of_one(sharding: str, tmp_path: Path) -> None:
     """With the same global batch; the last batch of an epoch has one row, so one process idles."""
     config = write_config(tmp_path)
@@ -103,15 +119,33 @@ def test_two_processes_give_the_loss_curve_of_one(sharding: str, tmp_path: Path)
     moaspec.load_drafter(tmp_path / "two" / "drafter", target=tiny.target())
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_run_goes_on_with_other_processes(sharding: str, tmp_path: Path) -> None:
+    """One step in two processes, the next in one, the rest in two again."""
+    config, moved = write_config(tmp_path), tmp_path / "moved"
     train(config, tmp_path / "whole", f"steps={STEPS}")
-    train(config, tmp_path / "moved", "steps=4", "--for", "0.001s", "sharding=fsdp", processes=2)
-    assert len(losses(tmp_path / "moved")) == 1
-    train(config, tmp_path / "moved", f"steps={STEPS}")
+    flags = (f"steps={STEPS}", "--for", "0.001s")
+    train(config, moved, *flags, f"sharding={sharding}", processes=2)
+    assert len(losses(moved)) == 1
+    train(config, moved, *flags)
+    assert len(losses(moved)) == 2
+    train(config, moved, f"steps={STEPS}", f"sharding={sharding}", processes=2)
     # The same tolerance, for the same reason.
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=2e-3)
+    assert losses(moved) == pytest.approx(losses(tmp_path / "whole"), rel=2e-3)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "deepspeed"])
+def test_one_process_has_nobody_to_share_with(sharding: Any, tmp_path: Path) -> None:
+    config = TrainConfig(target="t", data=("d",), output=str(tmp_path), sharding=sharding)
+    with pytest.raises(InputError, match="several processes"):
+        share(new_accelerator(config), torch.nn.Linear(1, 1), config)
+
+
+def test_deepspeed_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    config = TrainConfig(target="t", data=("d",), output=str(tmp_path), sharding="deepspeed")
+    with pytest.raises(InputError, match="pip install deepspeed"):
+        ZeroSharing(new_accelerator(config), torch.nn.Linear(1, 1), config)
 
 
 def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
@@ -120,13 +154,13 @@ def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
         new_accelerator(config)
 
 
-@pytest.mark.parametrize("plugin", ["DEEPSPEED", "FSDP"])
+@pytest.mark.parametrize("plugin", ["deepspeed", "fsdp"])
 def test_plugins_of_the_launcher_are_refused(
     plugin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(f"ACCELERATE_USE_{plugin}", "true")
+    monkeypatch.setenv(f"ACCELERATE_USE_{plugin.upper()}", "true")
     config = TrainConfig(target="t", data=("d",), output=str(tmp_path))
-    with pytest.raises(InputError, match="sharding=fsdp"):
+    with pytest.raises(InputError, match=f"sharding={plugin}"):
         new_accelerator(config)
 
 

@@ -109,8 +109,9 @@ class TrainConfig:
         device: "cpu" or "cuda"; each process takes a GPU of its own.
         target_dtype: of the target's weights.
         mixed_precision: "bf16" lets the drafter compute in bf16 over float32 weights.
-        sharding: "fsdp" shards weights, gradients and optimiser over the processes; "none" keeps
-            all of them in each (DDP). "deepspeed" is refused with the reason.
+        sharding: "fsdp" shares out weights, gradients and optimiser over the processes;
+            "deepspeed" gradients and optimiser (ZeRO stage 2, needs DeepSpeed); "none" keeps all of
+            them in each (DDP).
         trackers: where to log besides `log.jsonl`: names that accelerate knows (tensorboard, ...).
     """
 
@@ -174,11 +175,6 @@ class TrainConfig:
             raise InputError("initial goes on from a Mixture-of-Attentions drafter: drafter=moa.")
         if self.frozen_lsa and (max(layers) or self.sharding != "none"):
             raise InputError("frozen_lsa works with num_target_layers=[0] and sharding=none only.")
-        if self.sharding == "deepspeed":
-            raise InputError(
-                "sharding=deepspeed is not supported: sharding=fsdp shares out the same, weights, "
-                "gradients and optimiser (what DeepSpeed calls ZeRO stage 3)."
-            )
         if not self.data:
             raise InputError("data must name at least one file.")
 

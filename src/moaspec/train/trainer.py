@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from moaspec.errors import TrainingError
 from moaspec.target import Target
@@ -27,18 +26,11 @@ from moaspec.train.failures import explained
 from moaspec.train.losses import LossParts, exit_loss, mean_parts, queries_at_once
 from moaspec.train.measure import Measured, measure
 from moaspec.train.order import DataOrder, Part, split
-from moaspec.train.parallel import (
-    distribute,
-    full_state,
-    load_full_state,
-    make_directory,
-    new_accelerator,
-    parts_of,
-    summed,
-)
+from moaspec.train.parallel import make_directory, new_accelerator, summed
 from moaspec.train.reader import TargetReader
 from moaspec.train.runlog import RunLog
 from moaspec.train.schedule import learning_rate
+from moaspec.train.sharing import parts_of, share
 from moaspec.train.state import StateFiles
 from moaspec.train.stopping import Ending, Stop
 from moaspec.train.students import MoAStudent, Student
@@ -116,7 +108,7 @@ class Trainer:
         saved = self.states.load()
         if saved is None:
             self.student.start(self.data.train_ids)
-        self.model, self.optimizer = distribute(self.accelerator, self.student.module, config)
+        self.sharing = share(self.accelerator, self.student.module, config)
         if saved is not None:
             self._resume(*saved)
         self.log = RunLog(self.output / "log.jsonl", self.step)
@@ -178,12 +170,10 @@ class Trainer:
             TrainingError: the loss is not finite; nothing has been changed by this step.
         """
         whole = self.data.next_part(self.step)
-        self.optimizer.zero_grad(set_to_none=True)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, self.step)
+        self.sharing.begin(learning_rate(self.config, self.step))
         sums, mine = torch.zeros(5, dtype=torch.float64), self._my_parts(whole)
         for number, part in enumerate(mine, start=1):
-            with self._syncing(last=number == len(mine)):
+            with self.sharing.syncing(last=number == len(mine)):
                 sums += self._backward(part, whole).as_tensor()
         parts = LossParts(*summed(self.accelerator, sums).tolist())
         if not math.isfinite(parts.total):
@@ -191,8 +181,7 @@ class Trainer:
                 f"The loss became {parts.total} at step {self.step}. The last checkpoint in "
                 f"{self.output} is intact: resume from it with a lower learning_rate."
             )
-        nn.utils.clip_grad_norm_(self.student.module.parameters(), self.config.clip)
-        self.optimizer.step()
+        self.sharing.update(self.config.clip)
         self.step += 1
         self.tokens += int(parts.count)
         return parts
@@ -207,14 +196,10 @@ class Trainer:
         parts = split(whole, passes * processes)[rank::processes]
         return [part.to(self.accelerator.device) for part in parts]
 
-    def _syncing(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Let processes exchange gradients in the last pass only."""
-        return nullcontext() if last else self.accelerator.no_sync(self.model)
-
     def _backward(self, part: Part, whole: Part) -> LossParts:
         """Add one pass's gradients of the mean over all tokens of the step."""
         weights, processes = self.config.loss, self.accelerator.num_processes
-        result = self.student.run(self.model, part, self.step)
+        result = self.student.run(self.sharing.model, part, self.step)
         # Gradients are averaged over processes, so each counts that many times.
         scale = processes / max(1, int(whole.blocks.loss_BT.sum())) / len(result.exits)
         proxies, parts = [], []
@@ -225,7 +210,7 @@ class Trainer:
         if result.summary is not None and weights.summary:
             tokens = int(whole.batch.attention_mask_BT.sum())
             proxies.append(weights.summary * processes / tokens * _summary(*result.summary))
-        self.accelerator.backward(torch.stack(proxies).sum())
+        self.sharing.backward(torch.stack(proxies).sum())
         return mean_parts(parts)
 
     @torch.no_grad()
@@ -233,7 +218,9 @@ class Trainer:
         """Held-out accuracy and simulated tau of each N."""
         self.student.module.eval()
         found = measure(
-            lambda part: self.student.run(self.model, part.to(self.accelerator.device), self.step),
+            lambda part: self.student.run(
+                self.sharing.model, part.to(self.accelerator.device), self.step
+            ),
             self.data.examples,
             self.data.held_out_ids,
             batch_size=self.config.batch_size,
@@ -262,7 +249,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write everything that an exact resume needs, atomically."""
-        tensors = full_state(self.student.module, self.optimizer)
+        tensors = self.sharing.state()
         facts = {
             "step": self.step,
             "tokens": self.tokens,
@@ -275,7 +262,7 @@ class Trainer:
 
     def export(self) -> None:
         """Write the drafter, as a checkpoint that `load_drafter` reads, and its card."""
-        weights, _ = parts_of(full_state(self.student.module, self.optimizer))
+        weights, _ = parts_of(self.sharing.state())
         if self.accelerator.is_main_process:
             facts = {
                 "config": dataclasses.asdict(self.config),
@@ -291,7 +278,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _resume(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        load_full_state(self.student.module, self.optimizer, tensors)
+        self.sharing.load(tensors)
         self.data.restore(facts["order"])
         self.step, self.tokens = facts["step"], facts["tokens"]
         # States of earlier versions have none.
