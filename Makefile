@@ -8,6 +8,8 @@ VLLM_VENV := $(CURDIR)/.venv-vllm
 # lie below $MOASPEC_SUITES (docs/evaluation.md).
 SETTING ?= --dtype bfloat16 --threads 2
 RESULTS ?= --suite paper --limit 20 --turns 1 --max-new-tokens 128 $(SETTING)
+OUT ?= results
+PAGES ?= README.md docs/results.md
 METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
 
 .PHONY: demo test test-vllm lint bench results docs proto install clean
@@ -52,9 +54,9 @@ bench: install
 
 # The tables and plots of README.md and docs/results.md; killed, it goes on where it was.
 results: install
-	test -e results/settings.json || $(BIN)/moaspec calibrate $(SETTING)
-	$(BIN)/moaspec eval $(RESULTS) --methods $(METHODS) --out results
-	$(BIN)/moaspec eval page results --markdown README.md --markdown docs/results.md
+	test -e $(OUT)/settings.json || $(BIN)/moaspec calibrate $(SETTING)
+	$(BIN)/moaspec eval $(RESULTS) --methods $(METHODS) --out $(OUT)
+	$(BIN)/moaspec eval page $(OUT) $(PAGES:%=--markdown %)
 
 docs: install
 	$(BIN)/typer moaspec.cli.main utils docs --name moaspec --title 'Command line' --output docs/cli.md

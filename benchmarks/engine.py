@@ -29,7 +29,7 @@ from moaspec.decode import local_engine, parse_shape
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree
-from moaspec.evaluate import compare, read_prompts
+from moaspec.evaluate import judge, read_prompts
 from moaspec.model import MoADrafter
 
 AGREEMENTS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -130,7 +130,7 @@ def _run_all(
             if agreement is not None and result.tau is not None:
                 taus[agreement].append(result.tau)
         for text in texts.values():
-            equality = compare(target, ids, texts[None], text)
+            equality = judge(target, ids, texts[None], text, max_new_tokens=args.max_new_tokens)
             if not equality.lossless:
                 raise SystemExit(f"Texts differ ({equality}); no figures.")
 

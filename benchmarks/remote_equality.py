@@ -26,9 +26,8 @@ import torch
 
 import moaspec
 from moaspec.decode import SamplingParams
-from moaspec.evaluate import read_prompts
+from moaspec.evaluate import judge, read_prompts
 from moaspec.evaluate.edge.worker import prompt_ids
-from moaspec.evaluate.equality import NEAR_TIE, first_difference, gaps
 from moaspec.model import MoADrafter
 from moaspec.remote import LinkOptions, LocalDevice, RemoteOptions, RemoteSession, TargetService
 from moaspec.remote.codec import CODECS
@@ -104,26 +103,6 @@ async def remote_text(
     return text, session
 
 
-def judge(
-    target: moaspec.Target,
-    prompt: list[int],
-    expected: list[int],
-    got: list[int],
-    options: dict[str, Any],
-) -> str:
-    """`identical`, `near_tie` or `different`."""
-    position = first_difference(expected, got)
-    if position is None:
-        return "identical"
-    if len(got) != len(expected):
-        return "different"
-    names = ("temperature", "top_p", "seed")
-    sampling = SamplingParams(**{name: options[name] for name in names if name in options})
-    parted = [*expected[:position], got[position]]
-    gap = gaps(target, prompt, parted, sampling, since=position)[0]
-    return "near_tie" if gap <= NEAR_TIE[target.dtype] else "different"
-
-
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """All prompts and settings."""
     target, drafter, prompts = load(args)
@@ -147,7 +126,15 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         got, session = await remote_text(
             target, drafter, prompt, remote=remote, seed=number, options=options
         )
-        outcome = judge(target, prompt, expected, got, options)
+        outcome = judge(
+            target,
+            prompt,
+            expected,
+            got,
+            SamplingParams(**chosen),
+            max_new_tokens=args.new_tokens,
+            stop_token_ids=(),
+        ).kind
         outcomes[outcome] += 1
         stats = session.stats
         totals.update(tokens=len(got), cuts=stats.cuts, reopened=stats.reopened)

@@ -32,8 +32,7 @@ import serving
 from moaspec import Target
 from moaspec.cli.console import chat_ids
 from moaspec.decode import SamplingParams, shaping_for
-from moaspec.evaluate import read_prompts
-from moaspec.evaluate.equality import NEAR_TIE, first_difference, gaps
+from moaspec.evaluate import judge, read_prompts
 from moaspec.serve.local import LocalSource
 from moaspec.serve.worker import Limits
 from serving import Served
@@ -190,22 +189,17 @@ def _wrong(target: Target, clients: Sequence[Client], max_new_tokens: int) -> li
                 target, client.prompt_ids, max_new_tokens=max_new_tokens, **client.sampling
             )
             known[client.number] = alone.token_ids
-        if not _same(target, client, known[client.number]):
+        found = judge(
+            target,
+            client.prompt_ids,
+            known[client.number],
+            client.ids,
+            SamplingParams(**client.sampling),
+            max_new_tokens=max_new_tokens,
+        )
+        if not found.lossless:
             wrong.append(client.number)
     return wrong
-
-
-def _same(target: Target, client: Client, alone: list[int]) -> bool:
-    """Equal, or parted where the law itself is undecided."""
-    at = first_difference(alone, client.ids)
-    if at is None:
-        return True
-    if at == min(len(alone), len(client.ids)):
-        return False
-    sampling = SamplingParams(**client.sampling)
-    texts = [text[: at + 1] for text in (alone, client.ids)]
-    worst = max(gaps(target, client.prompt_ids, text, sampling)[-1] for text in texts)
-    return worst <= NEAR_TIE[target.dtype]
 
 
 def _print(facts: dict[str, Any]) -> None:

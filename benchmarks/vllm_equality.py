@@ -23,7 +23,7 @@ from vllm_common import Requests, counters, engine, parser, prompt_ids, serve, s
 
 import moaspec
 from moaspec import Chain, Target
-from moaspec.evaluate import compare
+from moaspec.evaluate import judge
 from moaspec.model import MoADrafter, save_drafter
 
 LONGEST_PROMPT = 320
@@ -94,7 +94,14 @@ def _row(llm: Any, kind: str, plain: Requests, target: Target, concurrency: int)
 
 def _verdicts(target: Target, plain: Requests, got: Requests) -> list[str]:
     return [
-        compare(target, prompt, plain.texts[index], got.texts[index]).kind
+        judge(
+            target,
+            prompt,
+            plain.texts[index],
+            got.texts[index],
+            max_new_tokens=plain.lengths[index],
+            stop_token_ids=(),
+        ).kind
         for index, prompt in enumerate(plain.prompts)
     ]
 

@@ -25,6 +25,11 @@ def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:
     """
     name, _, named_split = source.removeprefix(HUB).partition("@")
     name, _, configuration = name.partition(":")
+    if not name or source.endswith("@"):
+        raise DataError(
+            f"{source!r} names no data set; write {HUB}OWNER/NAME, {HUB}OWNER/NAME@SPLIT or "
+            f"{HUB}OWNER/NAME:CONFIGURATION@SPLIT."
+        )
     load = _load_dataset()
     try:
         rows = load(name, configuration or None, split=named_split or split, streaming=True)
@@ -40,6 +45,6 @@ def _load_dataset() -> Callable[..., Any]:
         return importlib.import_module("datasets").load_dataset
     except ImportError as error:
         raise DataError(
-            "Data sets of the hub need the package `datasets`: pip install datasets. "
+            "Data sets of the hub need the package `datasets`: pip install 'moaspec[hub]'. "
             "Local JSONL files work without it."
         ) from error

@@ -634,7 +634,7 @@ def test_check_fails_where_there_is_a_fault(
     assert "FAULT: greedy; replay, tree; alone; prompt 0, token" in output.words
     facts = json.loads(cli(*options, "--json").out)
     assert facts["right"] is False
-    assert {"fault", "identical"} <= {finding["verdict"] for finding in facts["findings"]}
+    assert {"different", "identical"} <= {finding["kind"] for finding in facts["findings"]}
 
 
 @pytest.mark.parametrize("option", ["--limit", "--max-new-tokens", "--seeds"])

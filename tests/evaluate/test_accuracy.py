@@ -50,6 +50,7 @@ def test_the_last_number_counts(answer: str, right: bool) -> None:
 def test_what_nobody_can_tell() -> None:
     assert is_right(Prompt("mt_bench", "1", ("?",)), "5") is None
     assert is_right(Prompt("gsm8k", "1", ("?",), references=("five",)), "5") is None
+    assert is_right(Prompt("gsm8k", "1", ("?",), references=("#### none",)), "five") is None
 
 
 @pytest.mark.usefixtures("_one_problem")

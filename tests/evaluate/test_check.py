@@ -41,13 +41,13 @@ def checked(family: str = "llama", **changes: Any) -> list[Finding]:
 
 
 def faults(findings: Sequence[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.verdict == "fault"]
+    return [finding for finding in findings if not finding.lossless]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
 def test_what_is_right_passes(family: str) -> None:
     findings = checked(family, prompts=tiny.PROMPTS[1:3])
-    assert {finding.verdict for finding in findings} == {"identical"}
+    assert {finding.kind for finding in findings} == {"identical"}
     assert {finding.method for finding in findings} == {
         "hf",
         "plain",
@@ -68,7 +68,7 @@ def test_rows_beyond_one_batch_and_prompts_alone(monkeypatch: pytest.MonkeyPatch
     """Every prompt is decoded with every setting, however rows are put together."""
     monkeypatch.setattr("moaspec.evaluate.check.ROWS_TOGETHER", 4)
     findings = checked(drafter=None, alone=0, prompts=tiny.PROMPTS[:3])
-    assert {finding.verdict for finding in findings} == {"identical"}
+    assert {finding.kind for finding in findings} == {"identical"}
     ragged = [finding for finding in findings if finding.method == "replay, tree"]
     assert {finding.batch for finding in ragged} == {"ragged"}
     assert len({(finding.setting, finding.prompt) for finding in ragged}) == len(ragged) == 9
@@ -230,7 +230,7 @@ def test_a_tie_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     tied = Target(model, None, name="tied")
     findings = checked(target=tied, prompts=[prompt], drafter=None, max_new_tokens=5, seeds=())
     assert not faults(findings)
-    parted = [finding for finding in findings if finding.verdict == "near_tie"]
+    parted = [finding for finding in findings if finding.kind == "near_tie"]
     assert {finding.position for finding in parted} == {4}
     # Two rows of one matrix: their logits differ by rounding at most.
     assert all(finding.gap is not None and finding.gap < 1e-4 for finding in parted)

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from moaspec.errors import DataError
-from moaspec.evaluate.comparison import compare_reports, interval, read_report
+from moaspec.evaluate.comparison import (
+    METHOD_KEYS,
+    REPORT_KEYS,
+    compare_reports,
+    interval,
+    read_report,
+)
 
 PLACE = {
     "target": "t",
@@ -19,6 +25,7 @@ PLACE = {
     "threads": 1,
     "machine": {"cores": 2},
     "batch": 1,
+    "settings": {"max_new_tokens": 64, "system": "default"},
 }
 
 
@@ -39,7 +46,7 @@ def report(seconds: list[float], rounds: list[int], **changes: Any) -> dict[str,
 
 
 def test_a_report_against_itself() -> None:
-    same = report([1.0, 2.0, 3.0], [5, 6, 7])
+    same = report([1.0, 2.0, 3.0] * 4, [5, 6, 7] * 4)
     (change,) = compare_reports(same, same).changes
     assert change.tau is not None
     assert change.speed is not None
@@ -50,14 +57,30 @@ def test_a_report_against_itself() -> None:
 
 def test_twice_as_fast_with_half_the_rounds() -> None:
     """The slow repeat is not the median. Every prompt gains alike, so the speed is certain."""
-    before, after = report([2.0, 4.0, 6.0], [10, 4, 10]), report([1.0, 2.0, 3.0], [5, 2, 5])
+    before = report([2.0, 4.0, 6.0] * 4, [10, 4, 10] * 4)
+    after = report([1.0, 2.0, 3.0] * 4, [5, 2, 5] * 4)
     (change,) = compare_reports(before, after).changes
     assert change.speed is not None
     assert change.tau is not None
     assert change.speed.low == pytest.approx(2)
     assert change.speed.high == pytest.approx(2)
     assert change.tau.value == pytest.approx(30 / 12 - 30 / 24)
+    assert change.tau.low is not None
+    assert change.tau.high is not None
     assert change.tau.low < change.tau.value < change.tau.high
+
+
+def test_few_conversations_have_no_interval() -> None:
+    """Nine; or twenty turns of one, which depend on one another."""
+    nine = report([1.0] * 9, [5] * 9)
+    turns = report([1.0] * 20, [5] * 20)
+    for number, prompt in enumerate(turns["methods"]["moa"]["prompts"]):
+        prompt.update(question_id="0", turn=number)
+    for one in (nine, turns):
+        (change,) = compare_reports(one, one).changes
+        for found in (change.tau, change.speed):
+            assert found is not None
+            assert found.low is found.high is None
 
 
 def test_only_common_prompts_count() -> None:
@@ -71,6 +94,8 @@ def test_only_common_prompts_count() -> None:
     [
         {"threads": 2},
         {"machine": {"cores": 4}},
+        {"settings": {"max_new_tokens": 8, "system": "default"}},
+        {"settings": {"max_new_tokens": 64, "system": "none"}},
         {"methods": {"moa": {**report([1.0], [5])["methods"]["moa"], "lossless": False}}},
     ],
 )
@@ -104,10 +129,14 @@ def test_the_interval_is_that_of_the_normal_law() -> None:
     rows = np.stack((values, np.ones(400)), axis=1)
     found = interval(rows, lambda sums: sums[..., 0] / sums[..., 1])
     assert found.value == pytest.approx(values.mean())
+    assert found.high is not None
+    assert found.low is not None
     assert found.high - found.low == pytest.approx(2 * 1.96 / 20, rel=0.15)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"methods": []}', '{"methods": {"plain": {}}}', '{"methods": {}}']
+)
 def test_files_that_are_no_report(text: str, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(text)
     with pytest.raises(DataError, match=r"report\.json"):
@@ -115,5 +144,6 @@ def test_files_that_are_no_report(text: str, tmp_path: Path) -> None:
 
 
 def test_reading_a_file_or_its_directory(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text(json.dumps(PLACE | {"methods": {}}))
+    whole = dict.fromkeys(REPORT_KEYS, 0) | {"methods": {"moa": dict.fromkeys(METHOD_KEYS, 0)}}
+    (tmp_path / "report.json").write_text(json.dumps(whole))
     assert read_report(tmp_path) == read_report(tmp_path / "report.json")

@@ -36,9 +36,18 @@ def test_every_place_is_measured(costs: Costs) -> None:
     json.dumps(costs.as_json())
 
 
-def test_contexts_beyond_the_targets_are_left_out() -> None:
-    costs = measure_costs(methods(tiny.target()), contexts=(32, 252), batches=(1,), widths=(1,))
-    assert {one.context for one in costs.rounds} == {32}
+def test_the_longest_possible_context_stands_for_longer_ones() -> None:
+    costs = measure_costs(
+        methods(tiny.target()), contexts=(32, 252, 512), batches=(1,), widths=(1,)
+    )
+    longest = (
+        tiny.target().max_positions
+        - 1
+        - max(
+            method.fixed_shape.total_tokens for method in methods(tiny.target()) if method.drafter
+        )
+    )
+    assert {one.context for one in costs.rounds} == {32, longest}
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -7,7 +7,7 @@ import torch
 
 import tiny
 from moaspec.errors import InputError
-from moaspec.evaluate import Method, Parts, Prompt, parse_methods
+from moaspec.evaluate import Method, Parts, Prompt, cut, parse_methods
 from moaspec.evaluate.cut import OWN, continue_alone, measure_cut
 
 PROMPTS = [Prompt("s", str(i), (" ".join(map(str, p)),)) for i, p in enumerate(tiny.PROMPTS)]
@@ -24,12 +24,12 @@ def methods(*names: str) -> list[Method]:
 
 def test_a_drafter_that_knows_the_text_goes_on_like_the_target() -> None:
     """The agreeing drafter was trained on blocks of at most seven tokens."""
-    cut = measure_cut(methods("plain", "moa"), PROMPTS, encode, after=4, max_new_tokens=8)
-    own, alone = cut.texts[OWN], cut.texts["moa"]
+    found = measure_cut(methods("plain", "moa"), PROMPTS, encode, after=4, max_new_tokens=8)
+    own, alone = found.texts[OWN], found.texts["moa"]
     assert [one.tokens for one in own] == [4] * len(PROMPTS)
     assert all(one.agreement == 1.0 and one.same == 4 for one in own)
     assert alone == own
-    assert set(cut.as_json()["methods"]) == {OWN, "moa"}
+    assert set(found.as_json()["methods"]) == {OWN, "moa"}
 
 
 def test_the_likelihood_is_the_targets() -> None:
@@ -64,9 +64,32 @@ def test_a_text_ends_with_its_turn() -> None:
     )
     text = continue_alone(moa, [*tiny.PROMPTS[0], *own[:4]], 8)
     assert text == list(own[4:6])
-    ended = measure_cut([moa], PROMPTS[:1], encode, after=10, max_new_tokens=12)
-    assert ended.texts == {OWN: [], "moa": []}
-    assert ended.as_json()["methods"]["moa"]["agreement"] is None
+    ended = measure_cut([moa], PROMPTS[:2], encode, after=10, max_new_tokens=12)
+    assert ended.left_out == 1
+    assert len(ended.texts[OWN]) == 1
+    with pytest.raises(InputError, match="earlier --cut"):
+        measure_cut([moa], PROMPTS[:1], encode, after=10, max_new_tokens=12)
+
+
+def test_alone_for_longer_than_one_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it goes on with does not depend on how long its drafts are."""
+    seen = [*tiny.PROMPTS[0], *tiny.own_texts("llama")[0][:3]]
+    for name in ("moa", "moa:n1", "lookup"):
+        (method,) = methods(name)
+        monkeypatch.setattr(cut, "STRETCH", 200)
+        whole = continue_alone(method, seen, 100)
+        for stretch in (1, 7):
+            monkeypatch.setattr(cut, "STRETCH", stretch)
+            assert continue_alone(method, seen, 100)[: len(whole)] == whole
+    monkeypatch.undo()
+    assert len(continue_alone(methods("moa")[0], seen, 200)) == 200
+
+
+def test_prompts_that_do_not_fit_are_left_out() -> None:
+    long = Prompt("long", "1", (" ".join(["1"] * 250),))
+    found = measure_cut(methods("moa"), [long, *PROMPTS], encode, after=4, max_new_tokens=8)
+    assert found.left_out == 1
+    assert found.as_json()["methods"]["moa"]["texts"] == len(PROMPTS)
 
 
 @pytest.mark.parametrize(("names", "after"), [(("plain",), 3), (("moa",), 0), (("moa",), 8)])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 import tiny
 from moaspec.decode import SamplingParams, local_engine
-from moaspec.evaluate import compare
-from moaspec.evaluate.equality import Equality, first_difference, gaps
+from moaspec.evaluate import judge
+from moaspec.evaluate.equality import Audited, Equality, compare, first_difference, gaps
 from moaspec.target import Target
 
 PROMPT, OWN = list(tiny.PROMPTS[0]), list(tiny.own_texts("llama")[0])
@@ -45,18 +46,38 @@ def test_first_difference(a: list[int], b: list[int], expected: int | None) -> N
     assert first_difference(a, b) == expected
 
 
+def judged(target: Target, expected: Sequence[int], got: Sequence[int]) -> Equality:
+    return judge(target, PROMPT, expected, got, max_new_tokens=len(expected))
+
+
 def test_identical() -> None:
-    assert compare(tiny.target(), PROMPT, OWN, list(OWN)) == Equality("identical")
+    assert judged(tiny.target(), OWN, list(OWN)) == Equality("identical")
 
 
 @pytest.mark.parametrize("position", [0, 7, 23])
 def test_a_wrong_token_is_different(position: int) -> None:
     wrong = (OWN[position] + 1) % tiny.VOCAB
-    result = compare(tiny.target(), PROMPT, OWN, replaced(position, wrong))
+    result = judged(tiny.target(), OWN, replaced(position, wrong))
     assert (result.kind, result.position) == ("different", position)
+    assert result.reason == f"token {wrong} is not the target's choice"
     assert not result.lossless
     assert result.gap is not None
     assert result.gap > 1e-3
+
+
+def test_a_text_is_wrong_even_where_plain_decoding_is_as_wrong() -> None:
+    wrong = replaced(7, (OWN[7] + 1) % tiny.VOCAB)
+    assert judged(tiny.target(), wrong, wrong).kind == "different"
+
+
+@pytest.mark.parametrize("position", [0, 7])
+def test_logits_that_are_no_numbers_excuse_nothing(position: int) -> None:
+    """A faulty target gives NaN; comparisons with it are all false."""
+    nan = math.nan
+    text = Audited(OWN, [nan if i == position else 0.0 for i in range(len(OWN))])
+    plain = Audited(OWN, [0.0] * len(OWN))
+    assert compare(text, plain, 0.5).kind == "different"
+    assert compare(text, plain, 0.5).gap is None
 
 
 def test_the_gap_is_how_far_the_worse_token_is_from_the_best() -> None:
@@ -92,7 +113,7 @@ def test_what_the_law_chooses_has_no_gap(family: str, sampling: SamplingParams) 
     assert max(gaps(target, prompt, result.token_ids, sampling)) < 1e-4
     other = [(token + 1) % tiny.VOCAB for token in result.token_ids]
     wrong = [
-        gaps(target, prompt, [*result.token_ids[:i], token], sampling, since=i)[0]
+        gaps(target, prompt, [*result.token_ids[:i], token], sampling)[i]
         for i, token in enumerate(other)
     ]
     assert min(wrong) > 1e-3
@@ -104,65 +125,46 @@ def test_forbidden_tokens_are_infinitely_far() -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, 23])
 def test_a_missing_tail_is_different(kept: int) -> None:
-    result = compare(tiny.target(), PROMPT, OWN, OWN[:kept])
+    result = judged(tiny.target(), OWN, OWN[:kept])
     assert (result.kind, result.position) == ("different", kept)
-    longer = compare(tiny.target(), PROMPT, OWN[:kept], OWN)
-    assert (longer.kind, longer.position) == ("different", kept)
+    assert result.reason == f"it ends after {kept} tokens, without a stop token"
+    longer = judged(tiny.target(), OWN[:kept], OWN)
+    assert (longer.kind, longer.position) == ("different", len(OWN))
+    assert longer.reason == f"it has {len(OWN)} tokens instead of at most {kept}"
 
 
-def test_a_near_tie() -> None:
+def test_a_text_that_goes_on_after_a_stop_token() -> None:
+    target, stop = tiny.target(), OWN[3]
+    first = OWN.index(stop)
+    for stops, text, kind in (
+        ([stop], OWN, "different"),
+        ([stop], OWN[: first + 1], "identical"),
+        ([], OWN, "identical"),
+    ):
+        result = judge(target, PROMPT, text, text, max_new_tokens=len(OWN), stop_token_ids=stops)
+        assert result.kind == kind
+
+
+def test_a_near_tie_and_what_follows_it() -> None:
+    """After a tie a text goes its own way, which must be the target's too."""
     target = tied_target()
     assert tiny.own_text(target, PROMPT) == OWN
-    got = [*replaced(POSITION, TWIN)[: POSITION + 1], 1, 2, 3]
-    result = compare(target, PROMPT, OWN, got)
+    begun = replaced(POSITION, TWIN)[: POSITION + 1]
+    rest = tiny.own_text(target, [*PROMPT, *begun], len(OWN) - len(begun))
+    got = [*begun, *rest]
+    result = judged(target, OWN, got)
     assert (result.kind, result.position) == ("near_tie", POSITION)
     assert result.lossless
     assert result.gap == pytest.approx(0, abs=1e-4)
-
-
-def test_after_a_tie_the_rest_must_agree_again() -> None:
-    target, got = tied_target(), replaced(POSITION, TWIN)
-    asked: list[tuple[list[int], int]] = []
-
-    def resume(ids: list[int], limit: int) -> list[int]:
-        asked.append((ids, limit))
-        return OWN[POSITION + 1 :]
-
-    result = compare(target, PROMPT, OWN, got, resume=resume)
-    assert (result.kind, result.position) == ("near_tie", POSITION)
-    assert asked == [([*PROMPT, *OWN[: POSITION + 1]], len(OWN) - POSITION - 1)]
-    wrong = [*OWN[POSITION + 1 : 9], (OWN[9] + 1) % tiny.VOCAB, *OWN[10:]]
-    later = compare(target, PROMPT, OWN, got, resume=lambda *_: wrong)
+    got[9] = (got[9] + 1) % tiny.VOCAB
+    later = judged(target, OWN, got)
     assert (later.kind, later.position) == ("different", 9)
-    short = compare(target, PROMPT, OWN, got, resume=lambda *_: [])
-    assert short.kind == "different"
 
 
-def test_a_tie_at_the_last_token() -> None:
-    expected = OWN[: POSITION + 1]
-    got = [*OWN[:POSITION], TWIN]
-    result = compare(tied_target(), PROMPT, expected, got, resume=lambda *_: [1])
-    assert result.kind == "near_tie"
-
-
-def test_too_many_ties() -> None:
-    """Every resumed decoding parts again at a tie: that is no accident any more."""
-    model = tiny.model()
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    target = Target(model, None, name="undecided")
-    result = compare(target, [1], [0] * 9, [1] * 9, resume=lambda _, limit: [1] * limit)
-    assert result.kind == "different"
-
-
-def test_other_dtypes_are_not_held_to_the_rest() -> None:
+def test_bf16_is_held_to_the_rest_too() -> None:
     target = Target(tied_target().model.to(torch.bfloat16), None, name="bf16")
-    got = replaced(POSITION, TWIN)
-
-    def never(*_: object) -> list[int]:
-        raise AssertionError
-
-    expected = tiny.own_text(target, PROMPT, POSITION)
-    result = compare(target, PROMPT, [*expected, OWN[POSITION]], [*expected, TWIN], resume=never)
-    assert got[POSITION] == TWIN
-    assert result.kind == "near_tie"
+    own = tiny.own_text(target, PROMPT)
+    assert judged(target, own, own).kind == "identical"
+    ids = torch.tensor([[*PROMPT, *own[:9]]])
+    worst = int(target.model(ids).logits[0, -1].argmin())
+    assert judged(target, own, [*own[:9], worst, *own[10:]]).kind == "different"

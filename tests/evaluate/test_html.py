@@ -23,6 +23,7 @@ from moaspec.evaluate.html import page, write_page
 from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.plots import draw_plots, scalable
 
+SETTINGS = {"model": "tiny", "dtype": "float32"}
 PROMPTS = [Prompt("a", "1", ("5 9",), "x<y"), Prompt("b", "2", ("7 1",), "math")]
 
 
@@ -40,7 +41,7 @@ def results() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     costs = measure_costs(methods, contexts=(32, 64), batches=(1, 2), widths=(1, 2))
     cut = measure_cut(methods, PROMPTS, encode, after=3, max_new_tokens=6)
     facts = (report.as_json(), costs.as_json(), cut.as_json())
-    return json.loads(json.dumps(facts))
+    return json.loads(json.dumps([{**one, "settings": SETTINGS} for one in facts]))
 
 
 def written(results: Any, directory: Path) -> Path:
@@ -76,7 +77,14 @@ def test_the_page_is_whole_and_needs_no_network(results: Any) -> None:
     assert checker.open == []
     assert checker.loads == ["data:,"]
     assert not re.search(r"https?://", text)
-    for words in ("moa@chain:3", "the same", "A plot", "pays from tau", "Alone after 3", "x&lt;y"):
+    for words in (
+        "moa@chain:3",
+        "the target's",
+        "A plot",
+        "pays from tau",
+        "Alone after 3",
+        "x&lt;y",
+    ):
         assert words in text
 
 
@@ -114,6 +122,32 @@ def test_every_plot_is_drawn(results: Any, tmp_path: Path) -> None:
     assert "moa@chain:3" in plots["Tokens per round (tau)"]
     assert draw_plots({"methods": {}}) == {}
     assert write_page(written(results, tmp_path)).read_text().count("<figure>") == 9
+
+
+def test_what_was_measured_with_other_settings_is_not_on_the_page(
+    results: Any, tmp_path: Path
+) -> None:
+    directory = written(results, tmp_path)
+    other = {**results[2], "settings": {**SETTINGS, "dtype": "bfloat16"}}
+    (directory / "cut.json").write_text(json.dumps(other))
+    text = write_page(directory).read_text()
+    assert "Alone after" not in text
+    assert "pays from tau" in text
+
+
+@pytest.mark.parametrize("name", ["costs.json", "cut.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_damaged_files_beside_a_report(name: str, text: str, results: Any, tmp_path: Path) -> None:
+    (written(results, tmp_path) / name).write_text(text)
+    with pytest.raises(DataError, match=f"{name} is damaged"):
+        write_page(tmp_path)
+
+
+def test_names_with_dollar_signs(results: Any) -> None:
+    """They are not read as formulas."""
+    pytest.importorskip("matplotlib")
+    facts = json.loads(json.dumps(results[0]).replace('"a"', '"a$x_{$|b"'))
+    assert "a$x_{$|b" in draw_plots(facts)["Tokens per round (tau)"]
 
 
 def test_a_plot_scales() -> None:
@@ -225,7 +259,7 @@ def test_the_page_in_a_browser(width: int, results: Any, tmp_path: Path, tab: An
         # Pixels: type of nine points, a little less on a phone.
         assert figure["text"] >= 8
     verdicts = tab.locator("table").first.locator("td:nth-child(2)")
-    assert set(verdicts.all_text_contents()) == {"the same"}
+    assert set(verdicts.all_text_contents()) == {"the target's"}
     assert all(box["x"] + box["width"] <= width for box in map(boxed, verdicts.all()))
     # Wide tables scroll by themselves; the page does not.
     assert tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -66,6 +66,7 @@ def test_a_directory_limits_each_file(tmp_path: Path) -> None:
         '{"turns": [3]}',
         '{"turns": [" "]}',
         '{"turns": "a text, not a list"}',
+        '{"turns": ' + "[" * 100_000,
     ],
 )
 def test_malformed_lines_are_named(line: str, tmp_path: Path) -> None:
@@ -104,6 +105,22 @@ def test_turns_references_and_plain_prompts(tmp_path: Path) -> None:
     first, second = read_prompts(str(path), max_turns=2)
     assert (first.turns, first.references) == (("x", "y"), ("1", "2"))
     assert (second.turns, second.references) == (("p",), ("r",))
+
+
+def test_references_of_other_types(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": "p", "reference": value} for value in (42, 0, 1.5, True, [1, "2"], None)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = [prompt.references for prompt in read_prompts(str(path))]
+    assert found == [("42",), ("0",), ("1.5",), ("True",), ("1", "2"), ()]
+
+
+def test_texts_with_other_separators_of_lines(tmp_path: Path) -> None:
+    """JSON may hold them raw; the file may begin with a byte order mark and have CRLF."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"prompt": "a\u2028b\u0085c"}\r\n{"prompt": "d"}\r\n'.encode())
+    texts = [prompt.turns[0] for prompt in read_prompts(str(path))]
+    assert texts == ["a\u2028b\u0085c", "d"]
 
 
 def test_named_suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

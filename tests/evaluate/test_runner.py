@@ -68,11 +68,10 @@ def test_speedups(report: Report) -> None:
     assert plain is not None
     assert report.speedup(plain) == 1.0
     for outcome in report.outcomes:
-        speedup = report.speedup(outcome, "hf")
+        speedup = report.speedup(outcome)
         assert speedup is not None
         assert speedup > 0
     assert report.outcome("no such method") is None
-    assert report.speedup(plain, "no such method") is None
 
 
 def test_speedup_is_the_median_of_ratios(report: Report) -> None:
@@ -130,6 +129,19 @@ def test_a_wrong_token_is_noticed_and_no_speedup_is_given(cut: bool) -> None:
     assert report.speedup(outcome) is None
     facts = json.loads(json.dumps(report.as_json()))["methods"]["wrong"]
     assert (facts["lossless"], facts["median_speedup"]) == (False, None)
+
+
+def test_a_wrong_token_is_noticed_without_plain_too() -> None:
+    wrong = WrongMethod("wrong", tiny.target(), shape=Chain(2), cut=False)
+    report = measure([wrong], PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    assert not report.lossless
+    assert report.speedup(report.outcomes[0]) is None
+
+
+def test_no_room_for_a_prompt() -> None:
+    most = tiny.target().max_positions
+    with pytest.raises(InputError, match="leave no room for a prompt"):
+        measure(methods("plain"), PROMPTS, encode, Settings(max_new_tokens=most))
 
 
 def test_without_plain_the_first_method_is_the_baseline() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,6 +115,37 @@ def test_another_drafter_is_measured_anew(tmp_path: Path, decodings: list[str]) 
         )
     assert decodings.count("moa") == 2 * 2
     assert decodings.count("plain") == 2
+
+
+def test_two_at_once_are_refused(tmp_path: Path) -> None:
+    first = Store(tmp_path)
+    with pytest.raises(InputError, match="Another process"):
+        Store(tmp_path)
+    del first
+    Store(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"runs": 3}, {"runs": []}, {"key": 3}, {"runs": [{}]}, {"equality": {"sort": "identical"}}],
+)
+def test_lines_that_are_no_samples_are_named(change: dict[str, object], tmp_path: Path) -> None:
+    measured(tmp_path, PROMPTS[:1])
+    path = tmp_path / RUNS
+    lines = path.read_text().splitlines()
+    lines[1] = json.dumps({**json.loads(lines[1]), **change})
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(InputError, match="line 2 is no sample"):
+        Store(tmp_path, {"threads": 1})
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(InputError, match=r"runs\.jsonl: No space left"):
+        measured(tmp_path, PROMPTS[:1])
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from moaspec.cli import console, options
@@ -69,14 +68,17 @@ def check(
         console.out.print(json.dumps(_as_json(target, findings)))
     else:
         _show(target, findings)
-    if any(finding.verdict == "fault" for finding in findings):
+    if not all(finding.lossless for finding in findings):
         raise typer.Exit(1)
 
 
 def _run(plan: Check) -> list[Finding]:
-    columns = (TextColumn("checking"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console.err, transient=True) as bar:
-        return list(bar.track(plan.run(), total=plan.num_texts))
+    findings = []
+    with console.bar("checking", plan.num_texts) as advance:
+        for finding in plan.run():
+            findings.append(finding)
+            advance()
+    return findings
 
 
 def _as_json(target: Target, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def _as_json(target: Target, findings: Sequence[Finding]) -> dict[str, Any]:
         "device": str(target.device),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "near_tie": NEAR_TIE[target.dtype],
-        "right": all(finding.verdict != "fault" for finding in findings),
+        "right": all(finding.lossless for finding in findings),
         "findings": [vars(finding) for finding in findings],
     }
 
@@ -105,17 +107,17 @@ def _show(target: Target, findings: Sequence[Finding]) -> None:
     for (setting, method), group in groups.items():
         if setting != last:
             table.add_section()
-        verdicts = [finding.verdict for finding in group]
-        counts = [verdicts.count(kind) for kind in ("identical", "near_tie", "fault")]
+        kinds = [finding.kind for finding in group]
+        counts = [kinds.count(kind) for kind in ("identical", "near_tie", "different")]
         tokens = sum(finding.num_tokens for finding in group)
         heading, last = ("" if setting == last else setting), setting
         table.add_row(heading, method, *map(str, (len(group), tokens, *counts)))
     console.out.print(table)
     limit = NEAR_TIE[target.dtype]
     for finding in findings:
-        if finding.verdict != "identical":
+        if finding.kind != "identical":
             console.out.print(_line(finding))
-    if all(finding.verdict != "fault" for finding in findings):
+    if all(finding.lossless for finding in findings):
         console.out.print(
             f"Right: every token is the target's choice, within rounding ({limit:g} logits).",
             style="green",
@@ -132,8 +134,9 @@ def _setting_order(findings: Sequence[Finding]) -> Callable[[Finding], int]:
 
 def _line(finding: Finding) -> str:
     gap = "" if finding.gap is None else f", {finding.gap:.3g} logits off"
-    what = finding.reason if finding.verdict == "fault" else "parts from plain decoding at a tie"
+    fault = not finding.lossless
+    what = finding.reason if fault else "parts from plain decoding at a tie"
     return (
-        f"{finding.verdict.upper()}: {finding.setting}; {finding.method}; {finding.batch}; prompt "
-        f"{finding.prompt}, token {finding.position}: {what}{gap}"
+        f"{'FAULT' if fault else 'NEAR TIE'}: {finding.setting}; {finding.method}; "
+        f"{finding.batch}; prompt {finding.prompt}, token {finding.position}: {what}{gap}"
     )

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.text import Text
 from transformers.utils import logging
@@ -68,6 +69,15 @@ def set_threads(threads: int | None) -> None:
     if not 1 <= threads <= MOST_THREADS:
         raise InputError(f"--threads must be within 1..{MOST_THREADS}, got {threads}.")
     torch.set_num_threads(threads)
+
+
+@contextmanager
+def bar(name: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar; what is yielded moves it by one."""
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as shown:
+        task = shown.add_task("", total=total)
+        yield lambda: shown.advance(task)
 
 
 def measure(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moaspec.cli import console
 from moaspec.cli.generate import describe
@@ -28,7 +26,7 @@ from moaspec.evaluate.cut import Cut, measure_cut
 from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
 from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
-from moaspec.evaluate.store import prepare
+from moaspec.evaluate.store import prepare, write_whole
 from moaspec.target.packing import compute_dtype
 
 DEFAULT_METHODS = "hf,plain,moa"
@@ -102,32 +100,30 @@ def evaluate(
     """
     if context.invoked_subcommand is not None:
         return
-    for name, value in (("--limit", limit), ("--turns", turns)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} must be at least 1, got {value}.")
-    if accuracy and cut is None:
-        raise InputError("--accuracy goes with --cut: without a cut every text is the target's.")
+    timed, untimed = _names(methods), _names(tau_only)
+    _check_options(context.params, timed)
     settings = Settings(max_new_tokens=max_new_tokens, repeats=repeats, batch=batch)
-    prompts = read_prompts(suite, limit=limit, max_turns=turns)
+    prompts = [] if cost else read_prompts(suite, limit=limit, max_turns=turns)
     if out is not None:
         prepare(out)
     console.set_threads(threads)
     console.quiet_libraries()
     sources = Sources(model, drafter, read_checkpoints(checkpoint or []), dtype, device)
-    timed, untimed = _names(methods), _names(tau_only)
     with console.status(f"Loading {model}"):
         loaded = load_methods([*timed, *untimed], sources)
+    asked = {"suite": suite, "limit": limit, "turns": turns}
+    around = {**asdict(sources), "system": system, **surroundings()}
     if cost:
-        _report_costs(loaded, out, as_json=as_json)
+        _report_costs(loaded, around, out, as_json=as_json)
         return
     if cut is not None:
-        _report_cut(
-            _measured_cut(loaded, prompts, (cut, max_new_tokens), system=system, accuracy=accuracy),
-            out,
-            as_json=as_json,
+        facts = {**around, **asked, "max_new_tokens": max_new_tokens}
+        found = _measured_cut(
+            loaded, prompts, (cut, max_new_tokens), system=system, accuracy=accuracy
         )
+        _report_cut(found, facts, out, as_json=as_json)
         return
-    facts = {**asdict(settings), **asdict(sources), "system": system, **surroundings()}
+    facts = {**asdict(settings), **around}
     report = _measured(
         loaded[: len(timed)],
         prompts,
@@ -136,10 +132,27 @@ def evaluate(
         store=Store(out, facts),
         system=system,
     )
-    result = {"settings": {**facts, "suite": suite, "limit": limit}, **report.as_json()}
+    result = {"settings": {**facts, **asked}, **report.as_json()}
     _put_out(result, lambda: show(report), out and out / REPORT, as_json=as_json)
     if not report.lossless:
         raise typer.Exit(1)
+
+
+def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
+    """Refuse what is out of range or would be ignored."""
+    for name in ("limit", "turns"):
+        value = options[name]
+        if value is not None and value < 1:
+            raise InputError(f"--{name} must be at least 1, got {value}.")
+    apart = options["cost"] or options["cut"] is not None
+    if options["accuracy"] and options["cut"] is None:
+        raise InputError("--accuracy goes with --cut: without a cut every text is the target's.")
+    if options["cost"] and options["cut"] is not None:
+        raise InputError("--cost and --cut are measured by themselves: use one after the other.")
+    if apart and (options["repeats"], options["batch"], options["tau_only"]) != (1, 1, ""):
+        raise InputError("--repeats, --batch and --tau-only do not go with --cost and --cut.")
+    if not timed:
+        raise InputError("--methods must name at least one method that is timed.")
 
 
 @app.command()
@@ -183,7 +196,7 @@ def _put_out(
 ) -> None:
     """Write the file and the page around it, where wanted; print the table or the JSON."""
     if path is not None:
-        path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(facts, indent=1, allow_nan=False) + "\n")
         _write_page(path.parent)
     if as_json:
         console.out.print(json.dumps(facts))
@@ -201,10 +214,12 @@ def _write_page(directory: Path) -> None:
         console.err.print(f"No {PAGE}: {error}", style="yellow")
 
 
-def _report_costs(methods: Sequence[Method], out: Path | None, *, as_json: bool) -> None:
-    with _bar("measuring costs", num_measurements(methods[0].target, methods)) as advance:
+def _report_costs(
+    methods: Sequence[Method], settings: dict[str, Any], out: Path | None, *, as_json: bool
+) -> None:
+    with console.bar("measuring costs", num_measurements(methods[0].target, methods)) as advance:
         costs = measure_costs(methods, advance=advance)
-    facts = {**costs.as_json(), "settings": surroundings()}
+    facts = {**costs.as_json(), "settings": settings}
     _put_out(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
 
 
@@ -223,7 +238,7 @@ def _measured_cut(
     def right(prompt: Prompt, answer: Sequence[int]) -> bool | None:
         return is_right(prompt, tokenizer.decode(answer, skip_special_tokens=True))
 
-    with _bar("measuring", len(prompts)) as advance:
+    with console.bar("measuring", len(prompts)) as advance:
         return measure_cut(
             methods,
             prompts,
@@ -235,8 +250,8 @@ def _measured_cut(
         )
 
 
-def _report_cut(found: Cut, out: Path | None, *, as_json: bool) -> None:
-    facts = {**found.as_json(), "settings": surroundings()}
+def _report_cut(found: Cut, settings: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
+    facts = {**found.as_json(), "settings": settings}
     _put_out(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
 
 
@@ -300,7 +315,7 @@ def _measured(
     system: str = "default",
 ) -> Report:
     total = (len(methods) + len(tau_only)) * sum(len(prompt.turns) for prompt in prompts)
-    with _bar("measuring", total) as advance:
+    with console.bar("measuring", total) as advance:
         return measure(
             methods,
             prompts,
@@ -310,12 +325,3 @@ def _measured(
             store=store,
             advance=advance,
         )
-
-
-@contextmanager
-def _bar(name: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar; what is yielded moves it by one."""
-    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console.err, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)

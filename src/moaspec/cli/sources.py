@@ -14,6 +14,7 @@ from moaspec.errors import InputError
 from moaspec.evaluate import Method, Parts, needed_checkpoints, parse_methods
 from moaspec.evaluate.runner import Encode
 from moaspec.evaluate.table import KINDS
+from moaspec.model import MoADrafter
 from moaspec.target import Target, load_target
 
 
@@ -29,9 +30,14 @@ class Sources:
 
 
 def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
-    """The target, what the methods need beside it, and the methods."""
+    """The target, what the methods need beside it, and the methods.
+
+    Raises:
+        InputError: an unknown method, one without its checkpoint, a checkpoint without its method,
+            or an N that the drafter was not trained for.
+    """
     target = load_target(sources.model, dtype=sources.dtype, device=sources.device)
-    return parse_methods(
+    methods = parse_methods(
         names,
         Parts(
             target=target,
@@ -41,6 +47,20 @@ def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
             ),
         ),
     )
+    for method in methods:
+        _require_trained(method)
+    return methods
+
+
+def _require_trained(method: Method) -> None:
+    if not isinstance(method.drafter, MoADrafter) or method.num_target_layers is None:
+        return
+    trained = method.drafter.config.num_target_layers
+    if method.num_target_layers not in trained:
+        raise InputError(
+            f"Method {method.name!r}: the drafter was trained for N = "
+            f"{', '.join(map(str, trained))} only."
+        )
 
 
 def read_checkpoints(options: Sequence[str]) -> dict[str, str]:
@@ -61,8 +81,16 @@ def read_checkpoints(options: Sequence[str]) -> dict[str, str]:
 
 
 def _load_checkpoints(kinds: set[str], sources: Sources, target: Target) -> dict[str, Any]:
-    """Drafters by kind of method; another target where transformers drafts with one."""
+    """Drafters by kind of method; another target where transformers drafts with one.
+
+    Raises:
+        InputError: a checkpoint that no method asks for.
+    """
     loaded: dict[str, Any] = {}
+    if unused := sorted(sources.checkpoints.keys() - kinds):
+        raise InputError(
+            f"--checkpoint {unused[0]}=... is not used: --methods names no {unused[0]}."
+        )
     if "moa" in kinds:
         loaded["moa"] = choose_drafter(sources.drafter, sources.model, target)
     for kind, path in sources.checkpoints.items():
@@ -70,7 +98,7 @@ def _load_checkpoints(kinds: set[str], sources: Sources, target: Target) -> dict
             loaded[kind] = load_target(
                 path, dtype=sources.dtype, device=sources.device, packed=False
             )
-        elif kind in kinds:
+        else:
             loaded[kind] = load_any_drafter(path, target=target)
     return loaded
 

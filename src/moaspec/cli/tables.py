@@ -27,7 +27,7 @@ def show(report: Report) -> None:
         f"{len(report.outcomes[0].samples)} prompts, {how}"
     )
     table = Table(title=title)
-    table.add_column("method", no_wrap=True)
+    table.add_column("method", overflow="fold")
     table.add_column("throughput, tokens/s" if report.batch > 1 else "tokens/s")
     table.add_column(f"speed-up over {report.baseline}")
     table.add_column("tau")
@@ -45,9 +45,9 @@ def show(report: Report) -> None:
     console.out.print(table)
     tie = NEAR_TIE[report.outcomes[0].method.target.dtype]
     console.out.print(
-        "Equal means: the same token ids; or the first difference sits where the target's own "
-        f"best logits are closer than {tie:g}, so that rounding decides between them, as it also "
-        "does between two plain decodings whose passes have different widths.",
+        "Every token is held against one pass of the target: it must be the best, or within "
+        f"{tie:g} of the best logit, where rounding decides. Texts that part at such a tie are the "
+        "target's own too, as two plain decodings are whose passes have different widths.",
         style="dim",
     )
     if report.skipped:
@@ -159,12 +159,20 @@ def show_cut(cut: Cut) -> None:
         "log_likelihood": "log-probability per token",
         "agreement": "agreement",
         "same": "tokens as the target's own",
-        "accuracy": "right answers",
+        "accuracy": "accuracy",
     }
     if all(one["accuracy"] is None for one in facts.values()):
         del headings["accuracy"]
     rows = [(name, *(_number(one[key]) for key in headings)) for name, one in facts.items()]
-    console.out.print(_grid((f"alone after {cut.after} tokens", *headings.values()), rows))
+    rows = [(*row, str(facts[row[0]]["tokens"]), str(facts[row[0]]["judged"])) for row in rows]
+    first, last = f"alone after {cut.after} tokens", ("tokens", "texts")
+    console.out.print(_grid((first, *headings.values(), *last), rows))
+    if cut.left_out:
+        console.out.print(
+            f"{cut.left_out} prompts were left out: they do not fit, or their answer ended before "
+            "the cut.",
+            style="yellow",
+        )
 
 
 def show_comparison(found: Comparison) -> None:
@@ -188,7 +196,10 @@ def show_comparison(found: Comparison) -> None:
 
 
 def _grid(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(*headings)
+    table = Table()
+    for heading in headings:
+        # What a narrow terminal cannot show in one line goes on in the next; nothing is left out.
+        table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
@@ -205,5 +216,6 @@ def _number(value: float | None) -> str:
 def _interval(interval: Interval | None, form: str) -> str:
     if interval is None:
         return ""
-    low, high = (format(value, form) for value in (interval.low, interval.high))
-    return f"{interval.value:{form}} ({low} to {high})"
+    if interval.low is None or interval.high is None:
+        return f"{interval.value:{form}} (too few to say)"
+    return f"{interval.value:{form}} ({interval.low:{form}} to {interval.high:{form}})"

@@ -1,7 +1,7 @@
 """Is it faster here, and is it exactly right?"""
 
 from moaspec.evaluate.check import Check, Finding
-from moaspec.evaluate.equality import Equality, compare
+from moaspec.evaluate.equality import Equality, judge
 from moaspec.evaluate.methods import Method, Run
 from moaspec.evaluate.prompts import Prompt, read_prompts
 from moaspec.evaluate.report import Outcome, Report
@@ -23,7 +23,7 @@ __all__ = [
     "Sample",
     "Settings",
     "Store",
-    "compare",
+    "judge",
     "measure",
     "needed_checkpoints",
     "parse_methods",

@@ -51,10 +51,9 @@ def is_right(prompt: Prompt, answer: str) -> bool | None:
 
 
 def _number_is_right(prompt: Prompt, answer: str) -> bool | None:
-    wanted = [text.rpartition(RESULT)[2] for text in prompt.references if RESULT in text]
-    if not wanted:
-        return None
-    return _last_number(answer) == _last_number(wanted[0])
+    results = [text.rpartition(RESULT)[2] for text in prompt.references if RESULT in text]
+    wanted = _last_number(results[0]) if results else None
+    return None if wanted is None else _last_number(answer) == wanted
 
 
 def _last_number(text: str) -> float | None:

@@ -1,15 +1,14 @@
 """Is this target, with this drafter and dtype, exactly right on this machine?
 
-Every text that is decoded here, in whatever way, is held against one trusted pass (see `gaps`):
-each of its tokens must be what the law chooses there, up to rounding. Texts are also compared with
-plain decoding's, to show where rounding let them part.
+Every text that is decoded here, in whatever way, is held against one trusted pass (see `equality`)
+and compared with plain decoding's, to show where rounding let them part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -26,7 +25,7 @@ from moaspec.decode import (
 from moaspec.decode.shaping import FreeBranches
 from moaspec.decode.textual import TextDrafter
 from moaspec.decode.tree import DraftTree, merged
-from moaspec.evaluate.equality import NEAR_TIE, first_difference, gaps
+from moaspec.evaluate.equality import NEAR_TIE, Audited, Equality, audit, compare, up_to_stop
 from moaspec.evaluate.methods import TransformersMethod
 from moaspec.model import MoADrafter
 from moaspec.target import Target
@@ -41,40 +40,23 @@ ROWS_TOGETHER = 64
 memory for their caches on any machine that runs the target."""
 
 Batch = Literal["alone", "ragged"]
-Verdict = Literal["identical", "near_tie", "fault"]
 
 
-@dataclass(frozen=True)
-class Finding:
+@dataclass(frozen=True, kw_only=True)
+class Finding(Equality):
     """What became of one text.
 
     Attributes:
         setting, method, prompt: how it was decoded, and the prompt's number.
         batch: "alone", or in a "ragged" batch of other prompts and other settings.
-        verdict: "identical" to plain decoding's, parted from it at a "near_tie", or a "fault".
-        position: generated index of the first wrong token, or of the first that differs.
-        gap: how many logits the token there is from being the right one (see `gaps`).
         num_tokens: generated.
-        reason: what is wrong, of a fault.
     """
 
     setting: str
     method: str
     batch: Batch
     prompt: int
-    verdict: Verdict
     num_tokens: int
-    position: int | None = None
-    gap: float | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class _Text:
-    """A decoded text and the gap of each of its tokens."""
-
-    token_ids: Sequence[int]
-    gaps: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -127,7 +109,7 @@ class Check:
     max_new_tokens: int = 64
     seeds: Sequence[int] = (0,)
     alone: int = 1
-    _audited: dict[tuple[_Row, tuple[int, ...]], _Text] = field(default_factory=dict, init=False)
+    _audited: dict[tuple[_Row, tuple[int, ...]], Audited] = field(default_factory=dict, init=False)
 
     @property
     def settings(self) -> dict[str, SamplingParams]:
@@ -243,13 +225,17 @@ class Check:
         texts = [result.token_ids for result in results]
         return [up_to_stop(text, stops) for text in texts] if way.beyond_stops else texts
 
-    def _audit(self, row: _Row, token_ids: Sequence[int]) -> _Text:
+    def _audit(self, row: _Row, token_ids: Sequence[int]) -> Audited:
         """Most ways give the same text, which needs one trusted pass only."""
         key = (row, tuple(token_ids))
         if key not in self._audited:
-            prompt, sampling = self.prompts[row.prompt], self.settings[row.setting]
-            trusted = gaps(self.stock or self.target, prompt, token_ids, sampling)
-            self._audited[key] = _Text(token_ids, trusted)
+            self._audited[key] = audit(
+                self.stock or self.target,
+                self.prompts[row.prompt],
+                token_ids,
+                self.settings[row.setting],
+                max_new_tokens=self.max_new_tokens,
+            )
         return self._audited[key]
 
     def _judged(
@@ -258,48 +244,19 @@ class Check:
         batch: Batch,
         rows: Sequence[_Row],
         texts: Sequence[Sequence[int]],
-        base: Mapping[_Row, _Text],
+        base: Mapping[_Row, Audited],
     ) -> Iterator[Finding]:
-        for row, token_ids in zip(rows, texts, strict=True):
-            text = self._audit(row, token_ids)
-            facts = self._verdict(self.prompts[row.prompt], text, base[row])
-            yield Finding(
-                row.setting, method, batch, row.prompt, num_tokens=len(token_ids), **facts
-            )
-
-    def _verdict(self, prompt: Sequence[int], text: _Text, plain: _Text) -> dict[str, Any]:
-        """Verdict, position, gap and reason of a finding."""
         limit = NEAR_TIE[self.target.dtype]
-        for position, gap in enumerate(text.gaps):
-            if not gap <= limit:
-                reason = f"token {text.token_ids[position]} is not the target's choice"
-                return {"verdict": "fault", "position": position, "gap": gap, "reason": reason}
-        reason = self._wrong_end(prompt, text.token_ids)
-        if reason:
-            return {"verdict": "fault", "position": len(text.token_ids), "reason": reason}
-        parting = first_difference(plain.token_ids, text.token_ids)
-        if parting is None:
-            return {"verdict": "identical"}
-        gap = max(one.gaps[parting] for one in (plain, text) if parting < len(one.gaps))
-        return {"verdict": "near_tie", "position": parting, "gap": gap}
-
-    def _wrong_end(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
-        """Why a text should have ended elsewhere."""
-        stops = self.target.stop_token_ids
-        if any(token in stops for token in token_ids[:-1]):
-            return "it goes on after a stop token"
-        full = self._full(prompt)
-        if len(token_ids) > full:
-            return f"it has {len(token_ids)} tokens instead of at most {full}"
-        if len(token_ids) < full and not (token_ids and token_ids[-1] in stops):
-            return f"it ends after {len(token_ids)} tokens, without a stop token"
-        return ""
-
-
-def up_to_stop(token_ids: Sequence[int], stops: Collection[int]) -> list[int]:
-    """A text up to and with its first stop token."""
-    ends = (i + 1 for i, token in enumerate(token_ids) if token in stops)
-    return list(token_ids[: next(ends, len(token_ids))])
+        for row, token_ids in zip(rows, texts, strict=True):
+            found = compare(self._audit(row, token_ids), base[row], limit)
+            yield Finding(
+                **vars(found),
+                setting=row.setting,
+                method=method,
+                batch=batch,
+                prompt=row.prompt,
+                num_tokens=len(token_ids),
+            )
 
 
 class Bait(TextDrafter):

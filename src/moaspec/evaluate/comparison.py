@@ -20,8 +20,28 @@ from moaspec.errors import DataError
 REPORT = "report.json"
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
+FEWEST = 10
+"""Conversations below which no interval is given: a bootstrap over fewer is too narrow."""
+
 SAME = ("target", "dtype", "device", "threads", "machine", "batch")
+SAME_SETTINGS = ("max_new_tokens", "system")
 """What must be equal for seconds to be comparable."""
+
+REPORT_KEYS = {*SAME, "baseline", "settings", "versions", "python", "skipped"}
+METHOD_KEYS = {
+    "timed",
+    "lossless",
+    "median_speedup",
+    "tokens_per_s",
+    "tokens_per_s_by_repeat",
+    "tau",
+    "passes_per_token",
+    "acceptance_by_depth",
+    "suites",
+    "categories",
+    "prompts",
+}
+"""What a report cannot be shown without."""
 
 Array = npt.NDArray[np.float64]
 Prompt = dict[str, Any]
@@ -30,11 +50,15 @@ Prompt = dict[str, Any]
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure, and where it lies with 95% confidence over prompts."""
+    """A figure, and where it lies with 95% confidence over conversations.
+
+    Attributes:
+        low, high: None for fewer than `FEWEST` conversations.
+    """
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -45,8 +69,8 @@ class Change:
         prompts: how many.
         tau_before, tau_after: over these prompts; None where there was no round.
         tau: after minus before.
-        speed: after over before; None where seconds cannot be compared, or a text was not the
-            target's own.
+        speed: after over before, geometric mean over turns; None where seconds cannot be compared,
+            or a text was not the target's own.
     """
 
     method: str
@@ -85,9 +109,15 @@ def read_report(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"Cannot read the report {path}: {error}") from error
-    if not isinstance(facts, dict) or "methods" not in facts:
-        raise DataError(f"{path} is no report of `moaspec eval`; expected its report.json.")
+        raise DataError(
+            f"Cannot read the report {path}: {error}. `moaspec eval --out` writes it at its end."
+        ) from error
+    methods = facts.get("methods") if isinstance(facts, dict) else None
+    whole = isinstance(methods, dict) and all(
+        isinstance(one, dict) and one.keys() >= METHOD_KEYS for one in methods.values()
+    )
+    if not methods or not whole or not facts.keys() >= REPORT_KEYS:
+        raise DataError(f"{path} is no whole report of `moaspec eval`; expected its report.json.")
     return facts
 
 
@@ -103,9 +133,8 @@ def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison
             f"The reports have no method in common: {', '.join(before['methods'])} against "
             f"{', '.join(after['methods'])}."
         )
-    differs = {
-        key: (before.get(key), after.get(key)) for key in SAME if before.get(key) != after.get(key)
-    }
+    old, new = ({key: one[key] for key in SAME} | _settings(one) for one in (before, after))
+    differs = {key: (old[key], new[key]) for key in old if old[key] != new[key]}
     lossy = [
         name
         for name in names
@@ -121,6 +150,10 @@ def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison
         for name in names
     ]
     return Comparison(changes, differs, lossy)
+
+
+def _settings(report: dict[str, Any]) -> dict[str, Any]:
+    return {key: report["settings"].get(key) for key in SAME_SETTINGS}
 
 
 def _change(name: str, before: dict[str, Any], after: dict[str, Any], *, timed: bool) -> Change:
@@ -139,25 +172,38 @@ def _change(name: str, before: dict[str, Any], after: dict[str, Any], *, timed: 
         len(keys),
         tau_before,
         tau_after,
-        interval(counts_P4, _tau_difference) if has_tau else None,
-        interval(_log_speeds(pairs, seconds_P2), _geometric_mean) if timed else None,
+        interval(_by_talk(counts_P4, keys), _tau_difference) if has_tau else None,
+        interval(_by_talk(_log_speeds(pairs, seconds_P2), keys), _geometric_mean)
+        if timed
+        else None,
     )
+
+
+def _by_talk(rows_PC: Array, keys: Sequence[tuple[str, str, int]]) -> Array:
+    """Turns of one conversation depend on one another: their sum is one row."""
+    talks = list(dict.fromkeys(key[:2] for key in keys))
+    places = [talks.index(key[:2]) for key in keys]
+    rows_TC = np.zeros((len(talks), rows_PC.shape[1]))
+    np.add.at(rows_TC, places, rows_PC)
+    return rows_TC
 
 
 def interval(rows_PC: Array, figure: Callable[[Array], Array]) -> Interval:
     """A figure of summed rows, with a percentile bootstrap over rows.
 
     Args:
-        rows_PC: one row per prompt; what belongs together is resampled together.
+        rows_PC: one row per conversation; what belongs together is resampled together.
         figure: from sums (..., C) to (...).
     """
-    number = len(rows_PC)
+    number, value = len(rows_PC), float(figure(rows_PC.sum(0)))
+    if number < FEWEST:
+        return Interval(value, None, None)
     draws_RP = np.random.default_rng(0).multinomial(number, [1 / number] * number, size=RESAMPLES)
     with np.errstate(divide="ignore", invalid="ignore"):
         found_R = figure(draws_RP @ rows_PC)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.nanquantile(found_R, [tail, 1 - tail])
-    return Interval(float(figure(rows_PC.sum(0))), float(low), float(high))
+    return Interval(value, float(low), float(high))
 
 
 def _tau_difference(sums: Array) -> Array:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -89,8 +90,8 @@ class MemoryBound:
         floor_s: the least that a pass can take, `weight_bytes` over `bytes_per_s`.
         flops_per_s: measured in a large matrix product.
         arithmetic_s: what the products of a pass over one token take at that speed.
-        free_tokens: the largest width of `WIDTHS` whose pass costs at most `FREE` times as much as
-            that of one token.
+        free_tokens: the largest width of `WIDTHS` up to which every pass costs at most `FREE` times
+            as much as that of one token.
         ceiling: by width, the speed-up if every draft were right and cost nothing.
     """
 
@@ -130,8 +131,8 @@ def measure_costs(
 
     Args:
         methods: those with a drafter are measured, on the first one's target.
-        contexts: tokens in the cache, one row; those that the target cannot take are left out.
-            None takes `CONTEXTS`.
+        contexts: tokens in the cache, one row; the longest that the target can take stands for
+            longer ones. None takes `CONTEXTS`.
         batches: rows, at the shortest context; None takes `BATCHES`.
         widths: tokens of a pass, one row, at the shortest context; None takes `WIDTHS`.
         advance: called after each measurement, for a progress display.
@@ -144,7 +145,7 @@ def measure_costs(
     for tokens in widths:
         passes.append(PassCost(tokens, short, 1, pass_s(target, tokens, short, 1)))
         advance()
-    places = [(c, 1) for c in contexts if _fits(target, c, drafted)]
+    places = [(context, 1) for context in _fitting(target, contexts, drafted)]
     places += [(short, batch) for batch in batches if batch > 1]
     rounds: list[RoundCost] = []
     for context, batch in places:
@@ -157,13 +158,15 @@ def measure_costs(
 def num_measurements(target: Target, methods: Sequence[Method]) -> int:
     """How often `measure_costs` calls `advance` with its defaults."""
     drafted = [method for method in methods if method.drafter is not None]
-    contexts = [context for context in CONTEXTS if _fits(target, context, drafted)]
+    contexts = _fitting(target, CONTEXTS, drafted)
     return len(WIDTHS) + len(contexts) + len(BATCHES) - 1
 
 
-def _fits(target: Target, context: int, drafted: Sequence[Method]) -> bool:
+def _fitting(target: Target, contexts: Sequence[int], drafted: Sequence[Method]) -> list[int]:
+    """Contexts that leave room for a round; the longest possible one stands for longer ones."""
     most = max((method.fixed_shape.total_tokens for method in drafted), default=0)
-    return context + most + 1 <= target.max_positions
+    longest = target.max_positions - most - 1
+    return list(dict.fromkeys(min(context, longest) for context in contexts))
 
 
 @torch.inference_mode()
@@ -264,7 +267,7 @@ def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
         floor_s=num_bytes / bytes_per_s,
         flops_per_s=flops_per_s,
         arithmetic_s=2 * weights / flops_per_s,
-        free_tokens=max(each.tokens for each in passes if each.seconds <= FREE * one),
+        free_tokens=list(takewhile(lambda each: each.seconds <= FREE * one, passes))[-1].tokens,
         ceiling={each.tokens: each.tokens * one / each.seconds for each in passes},
     )
 

@@ -19,12 +19,16 @@ from moaspec.decode import Chain, local_parts
 from moaspec.decode.engine import run_now
 from moaspec.decode.protocols import Request, RowText
 from moaspec.errors import InputError
+from moaspec.evaluate.equality import first_difference, up_to_stop
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.prompts import Prompt
 from moaspec.target import Target
 
 IsRight = Callable[[Prompt, Sequence[int]], bool | None]
 """(what was asked, token ids of the answer) -> whether it is right, where anybody can tell."""
+
+STRETCH = 64
+"""Tokens drafted in one go; what a text goes on with does not depend on it."""
 
 OWN = "target"
 """The name under which the target's own continuation stands beside the drafters'."""
@@ -59,10 +63,13 @@ class Cut:
 
     Attributes:
         after: tokens that the target generated before it was taken away.
+        left_out: prompts that do not fit into the target's context, or whose answer ended before
+            the cut.
     """
 
     after: int
     texts: dict[str, list[CutText]]
+    left_out: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, summed up by method."""
@@ -73,11 +80,13 @@ class Cut:
                 "same": _mean(one.same for one in texts),
                 "accuracy": _mean(one.right for one in texts),
                 "tokens": sum(one.tokens for one in texts),
+                "texts": len(texts),
+                "judged": sum(one.tokens > 0 for one in texts),
                 "prompts": [asdict(one) for one in texts],
             }
             for name, texts in self.texts.items()
         }
-        return {"after": self.after, "methods": methods}
+        return {"after": self.after, "left_out": self.left_out, "methods": methods}
 
 
 def measure_cut(
@@ -92,7 +101,7 @@ def measure_cut(
 ) -> Cut:
     """Let every drafter go on alone after `after` tokens of the target.
 
-    A prompt whose answer ends before the cut is left out.
+    A prompt that does not fit, or whose answer ends before the cut, is left out.
 
     Args:
         methods: those with a drafter are measured; plain decoding is measured without being named.
@@ -104,7 +113,7 @@ def measure_cut(
         advance: called after each prompt, for a progress display.
 
     Raises:
-        InputError: no method with a drafter, or nothing left after the cut.
+        InputError: no method with a drafter, or nothing left after the cut of any prompt.
     """
     drafted = [method for method in methods if method.drafter is not None]
     if not drafted:
@@ -113,12 +122,14 @@ def measure_cut(
         raise InputError(
             f"--cut must be at least 1 and below --max-new-tokens ({max_new_tokens}), got {after}."
         )
-    target = drafted[0].target
+    target, left_out = drafted[0].target, 0
     texts: dict[str, list[CutText]] = {name: [] for name in (OWN, *(m.name for m in drafted))}
     for prompt in prompts:
         prompt_ids = encode(prompt.turns[0])
-        (own,) = Method(OWN, target).decode([prompt_ids], max_new_tokens)
-        begun, expected = own.token_ids[:after], own.token_ids[after:]
+        own: list[int] = []
+        if len(prompt_ids) + max_new_tokens <= target.max_positions:
+            own = Method(OWN, target).decode([prompt_ids], max_new_tokens)[0].token_ids
+        begun, expected = own[:after], own[after:]
         if expected:
             seen, left = [*prompt_ids, *begun], max_new_tokens - after
             alone = {one.name: continue_alone(one, seen, left) for one in drafted}
@@ -126,8 +137,15 @@ def measure_cut(
                 judged = _judged(target, prompt, seen, text, expected)
                 right = is_right(prompt, [*begun, *text])
                 texts[name].append(replace(judged, right=right))
+        else:
+            left_out += 1
         advance()
-    return Cut(after, texts)
+    if left_out == len(prompts):
+        raise InputError(
+            f"No prompt fits, or no answer is longer than the {after} tokens before the cut; use "
+            "other prompts or an earlier --cut."
+        )
+    return Cut(after, texts, left_out)
 
 
 def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
@@ -143,23 +161,21 @@ def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int
         (verdict,) = run_now(verifier.verify([Request(0, 0, tuple(token_ids[:-1]))]))
         if verdict.features is not None:
             drafter.observe(0, verdict.features)
-    (tree,) = drafter.propose([RowText(0, token_ids)], Chain(max_new_tokens))
-    return _ended(tree.tokens, method.target.stop_token_ids)
-
-
-def _ended(tokens: Sequence[int], stops: frozenset[int]) -> list[int]:
-    """Tokens up to and including the first that ends a turn."""
-    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens) - 1)
-    return list(tokens[: end + 1])
+    stops, text = method.target.stop_token_ids, list[int]()
+    while len(text) < max_new_tokens and not stops.intersection(text):
+        shape = Chain(min(STRETCH, max_new_tokens - len(text)))
+        (tree,) = drafter.propose([RowText(0, [*token_ids, *text])], shape)
+        if not tree.tokens:
+            break
+        text += tree.tokens
+    return up_to_stop(text, stops)
 
 
 def _judged(
     target: Target, prompt: Prompt, seen: Sequence[int], text: list[int], expected: Sequence[int]
 ) -> CutText:
-    same = next(
-        (i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b),
-        min(len(text), len(expected)),
-    )
+    parting = first_difference(text, expected)
+    same = len(text) if parting is None else parting
     likelihood, agreement = opinion(target, seen, text) if text else (None, None)
     return CutText(prompt.suite, prompt.question_id, len(text), likelihood, agreement, same)
 

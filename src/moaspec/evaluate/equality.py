@@ -1,8 +1,9 @@
 """Is this the target's own text?
 
-A pass over eight tokens and one over a single token round differently in the last bits, so two
-correct decodings may part where the target's two best tokens are (nearly) tied. This module tells
-such a tie from a fault. It trusts nothing of what decodes: logits are those of one pass of
+Each of its tokens must be what the law chooses there, up to rounding, and it must end where it
+should. A pass over eight tokens and one over a single token round differently in the last bits, so
+two correct decodings may part where the target's two best tokens are (nearly) tied. This module
+tells such a tie from a fault. It trusts nothing of what decodes: logits are those of one pass of
 transformers' own model over the whole text, without cache, trees or masks of ours, and a token's
 noise is that of its place in the text.
 
@@ -12,7 +13,7 @@ Legend: V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,72 +31,132 @@ NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.0625}
 passes of different width were measured to differ by. bf16: logits near 20 are 0.125 apart, and
 errors of a few such steps add up over the layers; float16 has three more bits."""
 
-MAX_TIES = 3
-"""How often two decodings may part at ties before they count as different."""
-
 
 @dataclass(frozen=True)
 class Equality:
-    """Outcome of comparing two decodings.
+    """What became of a text.
 
     Attributes:
-        kind: "identical", "near_tie" (parted where the target itself is undecided) or "different".
-        position: generated index of the first difference.
-        gap: of the worse of the two tokens there, see `gaps`.
+        kind: "identical" to plain decoding's, parted from it at a "near_tie" where the target
+            itself is undecided, or "different": not the target's text.
+        position: generated index of the first wrong token, or of the first that differs.
+        gap: how many logits the token there is from being the right one (see `gaps`), of the worse
+            of the two at a tie; None where no change of logits explains it.
+        reason: what is wrong with a text that is "different".
     """
 
     kind: Literal["identical", "near_tie", "different"]
     position: int | None = None
     gap: float | None = None
+    reason: str = ""
 
     @property
     def lossless(self) -> bool:
         return self.kind != "different"
 
 
-Continue = Callable[[list[int], int], Sequence[int]]
-"""(ids to start from, how many tokens) -> generated ids."""
+@dataclass(frozen=True)
+class Audited:
+    """A decoded text, held against one trusted pass.
+
+    Attributes:
+        token_ids: what was generated.
+        gaps: of each token.
+        wrong_end: why the text should have ended elsewhere; "" where it ends rightly.
+    """
+
+    token_ids: Sequence[int]
+    gaps: Sequence[float]
+    wrong_end: str = ""
 
 
-def compare(
+def audit(
+    target: Target,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    sampling: SamplingParams = GREEDY,
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Collection[int] | None = None,
+) -> Audited:
+    """Ask the target about every token of a text, and about its end.
+
+    Args:
+        target: whose `model` is trusted.
+        prompt_ids: of the text.
+        token_ids: what was generated.
+        sampling: how, with a seed where noise took part.
+        max_new_tokens: what was asked for.
+        stop_token_ids: ids that end a text; None takes the target's own.
+    """
+    full = min(max_new_tokens, target.max_positions - len(prompt_ids))
+    stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
+    wrong_end = _wrong_end(token_ids, full, stops)
+    return Audited(token_ids, gaps(target, prompt_ids, token_ids, sampling), wrong_end)
+
+
+def compare(text: Audited, plain: Audited, limit: float) -> Equality:
+    """Is this the target's own text, and is it the one that plain decoding wrote?
+
+    Args:
+        text: what is judged.
+        plain: of the same prompt and sampling.
+        limit: largest gap that rounding explains, see `NEAR_TIE`.
+    """
+    for position, gap in enumerate(text.gaps):
+        if not gap <= limit:  # NaN too
+            reason = f"token {text.token_ids[position]} is not the target's choice"
+            known = gap if math.isfinite(gap) else None
+            return Equality("different", position, known, reason)
+    if text.wrong_end:
+        return Equality("different", len(text.token_ids), reason=text.wrong_end)
+    parting = first_difference(plain.token_ids, text.token_ids)
+    if parting is None:
+        return Equality("identical")
+    gap = max(one.gaps[parting] for one in (plain, text) if parting < len(one.gaps))
+    return Equality("near_tie", parting, gap if math.isfinite(gap) else None)
+
+
+def judge(
     target: Target,
     prompt_ids: Sequence[int],
     expected: Sequence[int],
     got: Sequence[int],
+    sampling: SamplingParams = GREEDY,
     *,
-    resume: Continue | None = None,
+    max_new_tokens: int,
+    stop_token_ids: Collection[int] | None = None,
 ) -> Equality:
-    """Compare a greedy decoding with the plain one.
-
-    Args:
-        target: to look at the logits where they part.
-        prompt_ids: of both.
-        expected: the plain decoding.
-        got: the other one.
-        resume: decodes on from given ids as `got` was; after a tie it must then agree with
-            `expected`. Only float32 is held to that.
-    """
-    first: Equality | None = None
-    done = 0
-    for _ in range(MAX_TIES):
-        offset = first_difference(expected[done:], got)
-        if offset is None:
-            return first or Equality("identical")
-        position = done + offset
-        if max(position, done) >= len(expected) or offset >= len(got):
-            return Equality("different", position)
-        gap = max(
-            gaps(target, prompt_ids, [*expected[:position], token], since=position)[0]
-            for token in (expected[position], got[offset])
+    """`audit` two texts of one prompt and `compare` the second with the first."""
+    plain, text = (
+        audit(
+            target,
+            prompt_ids,
+            ids,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
         )
-        if gap > NEAR_TIE[target.dtype]:
-            return Equality("different", position, gap)
-        first = first or Equality("near_tie", position, gap)
-        done = position + 1
-        if resume is None or target.dtype != torch.float32 or done >= len(expected):
-            return first
-        got = resume([*prompt_ids, *expected[:done]], len(expected) - done)
-    return Equality("different", done)
+        for ids in (expected, got)
+    )
+    return compare(text, plain, NEAR_TIE[target.dtype])
+
+
+def _wrong_end(token_ids: Sequence[int], full: int, stops: Collection[int]) -> str:
+    """Why a text should have ended elsewhere."""
+    if any(token in stops for token in token_ids[:-1]):
+        return "it goes on after a stop token"
+    if len(token_ids) > full:
+        return f"it has {len(token_ids)} tokens instead of at most {full}"
+    if len(token_ids) < full and not (token_ids and token_ids[-1] in stops):
+        return f"it ends after {len(token_ids)} tokens, without a stop token"
+    return ""
+
+
+def up_to_stop(token_ids: Sequence[int], stops: Collection[int]) -> list[int]:
+    """A text up to and with its first stop token."""
+    ends = (i + 1 for i, token in enumerate(token_ids) if token in stops)
+    return list(token_ids[: next(ends, len(token_ids))])
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -112,8 +173,6 @@ def gaps(
     prompt_ids: Sequence[int],
     token_ids: Sequence[int],
     sampling: SamplingParams = GREEDY,
-    *,
-    since: int = 0,
 ) -> list[float]:
     """How far each token of a text is from being the one that the law chooses.
 
@@ -122,7 +181,6 @@ def gaps(
         prompt_ids: of the text.
         token_ids: what was generated.
         sampling: how, with a seed where noise took part.
-        since: look at `token_ids` from this index on.
 
     Returns:
         For each token the smallest change of logits that explains it; 0 where it is the choice.
@@ -130,7 +188,7 @@ def gaps(
     text = [*prompt_ids, *token_ids]
     return [
         _gap(logits_V, Prefix(sampling, text[:position], len(prompt_ids)), text[position])
-        for position, logits_V in _logits(target, text, len(prompt_ids) + since)
+        for position, logits_V in _logits(target, text, len(prompt_ids))
     ]
 
 

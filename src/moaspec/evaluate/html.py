@@ -9,8 +9,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from moaspec.errors import DataError
 from moaspec.evaluate.comparison import read_report
 from moaspec.evaluate.plots import draw_plots
+
+SAME = ("model", "drafter", "dtype", "device", "threads")
+"""Settings that what stands on one page has in common."""
 
 COSTS, CUT, PAGE = "costs.json", "cut.json", "report.html"
 
@@ -19,14 +23,15 @@ def write_page(directory: Path) -> Path:
     """Write `report.html` from what lies in a directory of results.
 
     Args:
-        directory: with `report.json`; `costs.json` and `cut.json` are added where they are.
+        directory: with `report.json`; `costs.json` and `cut.json` are added where they are of the
+            same target, drafter and settings.
 
     Raises:
-        DataError: no report there.
+        DataError: no report there, or a damaged file.
         InputError: matplotlib is not installed.
     """
     facts = read_report(directory)
-    costs, cut = (optional(directory / name) for name in (COSTS, CUT))
+    costs, cut = beside(directory, facts)
     path = directory / PAGE
     path.write_text(page(facts, draw_plots(facts, costs, cut), costs, cut), encoding="utf-8")
     return path
@@ -58,9 +63,26 @@ def page(
     return template.render(facts=facts, plots=plots, costs=costs, cut=cut, settings=everything)
 
 
-def optional(path: Path) -> dict[str, Any] | None:
-    """What a file of results holds; None where there is no such file."""
+def beside(
+    directory: Path, facts: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Costs and cut that lie beside a report; None for one that is missing or of other settings.
+
+    Raises:
+        DataError: a damaged file.
+    """
+    costs = _optional(directory / COSTS, {"widths", "rounds", "bound"}, facts)
+    return costs, _optional(directory / CUT, {"after", "methods"}, facts)
+
+
+def _optional(path: Path, keys: set[str], facts: Mapping[str, Any]) -> dict[str, Any] | None:
     if not path.exists():
         return None
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return loaded
+    try:
+        loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not loaded.keys() >= {*keys, "settings"}:
+            raise ValueError(f"expected {', '.join(sorted(keys))} and settings")
+        settings, wanted = loaded["settings"], facts["settings"]
+        return loaded if all(settings.get(key) == wanted.get(key) for key in SAME) else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is damaged ({error}); measure it anew.") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from moaspec.errors import InputError
 from moaspec.evaluate.comparison import read_report
-from moaspec.evaluate.html import COSTS, CUT, optional
+from moaspec.evaluate.html import beside
 from moaspec.evaluate.plots import draw_plots
 from moaspec.evaluate.store import write_whole
 
@@ -38,7 +38,7 @@ def write_markdown(results: Path, path: Path) -> None:
     if not path.parent.is_dir():
         raise InputError(f"There is no directory {path.parent} for {path.name}; make it first.")
     facts = read_report(results)
-    plots = draw_plots(facts, *(optional(results / name) for name in (COSTS, CUT)))
+    plots = draw_plots(facts, *beside(results, facts))
     old = path.read_text(encoding="utf-8") if path.exists() else ""
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -58,10 +58,14 @@ def _summary(facts: Facts) -> str:
     setting = (
         f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads of "
         f"{machine['gpu'] or machine['processor']}, greedy, {prompts} prompts, all methods in turn "
-        "in one process. A speed-up is only given where every text is plain decoding's own, up to "
-        "near-ties."
+        "in one process. Every token of every text is held against one pass of the target; a "
+        "speed-up is only given where each is its choice, up to rounding. Ties: texts that part "
+        "from plain decoding's where rounding decides."
     )
-    headings = ("method", "tokens/s", f"median speed-up over {facts['baseline']}", "tau", "text")
+    if facts["skipped"]:
+        setting += f" {len(facts['skipped'])} turns are left out: they do not fit."
+    over = f"median speed-up over {facts['baseline']}"
+    headings = ("method", "tokens/s", over, "tau", "text", "ties")
     rows = [_method_row(name, method) for name, method in facts["methods"].items()]
     return f"{setting}\n\n{_table(headings, rows)}"
 
@@ -73,7 +77,8 @@ def _method_row(name: str, method: Facts) -> Sequence[str]:
         _number(method["tokens_per_s"], ".1f"),
         "" if speedup is None else f"{speedup:.2f}x",
         _number(method["tau"], ".2f"),
-        "the same" if method["lossless"] else "**lossy**",
+        "the target's" if method["lossless"] else "**lossy**",
+        str(method.get("ties", "")),
     )
 
 

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from moaspec.decode import Drafter, GenerationResult, Replay, Timing, Tree, generate, parse_shape
+from moaspec.decode import (
+    Drafter,
+    GenerationResult,
+    Replay,
+    Timing,
+    Tree,
+    generate,
+    parse_shape,
+    shaping_for,
+)
 from moaspec.decode.shaping import FreeBranches
 from moaspec.evaluate.meter import Meter
 from moaspec.model import MoADrafter
@@ -72,11 +81,16 @@ class Method:
 
     @cached_property
     def key(self) -> str:
-        """The name, with a digest of the drafter's weights where it has some.
+        """The name, with digests of the drafter's weights and of this machine's measured costs.
 
-        Results on disk go by it, so that a drafter that was trained on is measured anew.
+        Results on disk go by it, so that a drafter that was trained on, and "auto" on a machine
+        that was calibrated again, are measured anew.
         """
-        return self.name + _digest(self.drafter)
+        shaping = shaping_for(
+            self.target, self.drafter, tree=self.shape, num_target_layers=self.num_target_layers
+        )
+        measured = "" if shaping.costs is None else f"~{_short(repr(shaping.costs).encode())}"
+        return self.name + _digest(self.drafter) + measured
 
     def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Run:
         """Decode one prompt, measured."""
@@ -121,6 +135,10 @@ def _digest(drafter: object) -> str:
         weights = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(weights.numpy().tobytes())
     return f"#{digest.hexdigest()[:16]}"
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ WIDTH = 5.0
 TEXT = {
     "font.size": 9,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a name may hold dollar signs
     "axes.spines.top": False,
     "axes.spines.right": False,
 }

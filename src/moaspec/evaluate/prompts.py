@@ -141,7 +141,7 @@ def _from_hub(source: str) -> list[Prompt]:
 
 def _read_file(path: Path, suite: str, limit: int | None) -> list[Prompt]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"Cannot read the suite {path}: {error}") from error
     prompts = list(_parsed(text, path, suite))
@@ -164,7 +164,8 @@ def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
 
 def _parsed(text: str, path: Path, suite: str) -> Iterator[Prompt]:
     seen: set[str] = set()
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines(): JSON texts may hold other separators of lines.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -178,7 +179,7 @@ def _parsed(text: str, path: Path, suite: str) -> Iterator[Prompt]:
 def _row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}).") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected an object with 'turns', got {type(row).__name__}.")
@@ -196,13 +197,15 @@ def _prompt(row: dict[str, Any], where: str, suite: str, number: int) -> Prompt:
         )
     if "instruction" in row and row.get("input"):
         turns = [f"{turns[0]}\n\n{row['input']}"]
-    references = _first(row, ANSWERS) or ()
+    references = _first(row, ANSWERS)
+    if references is None:
+        references = []
     return Prompt(
         suite,
         str(_first({**row, NUMBER: number}, IDS)),
         tuple(turns),
         str(row.get("category") or ""),
-        tuple(map(str, [references] if isinstance(references, str) else references)),
+        tuple(map(str, references if isinstance(references, list) else [references])),
     )
 
 

@@ -85,7 +85,7 @@ class Outcome:
 
     @property
     def lossless(self) -> bool:
-        """Whether every text is the base's."""
+        """Whether every text is the target's own."""
         return all(item.lossless for item in self.equality)
 
 
@@ -95,7 +95,7 @@ class Report:
 
     Attributes:
         outcomes: one per method.
-        baseline: name of the method whose texts are the measure.
+        baseline: name of the method over whose speed speed-ups are.
         batch: prompts decoded together by timed methods.
         skipped: turns that do not fit into the target's context.
     """
@@ -110,14 +110,10 @@ class Report:
         """Of all methods."""
         return all(outcome.lossless for outcome in self.outcomes)
 
-    def ratios(self, outcome: Outcome, base: str | None = None) -> list[float]:
-        """Each prompt's speed over that of another method; empty where any text differs."""
-        reference = self.outcome(base or self.baseline)
-        return ratios(outcome, reference) if reference and outcome.lossless else []
-
-    def speedup(self, outcome: Outcome, base: str | None = None) -> float | None:
-        """Median over prompts of the speed ratio to a method; None if any text differs."""
-        return _median(self.ratios(outcome, base))
+    def speedup(self, outcome: Outcome) -> float | None:
+        """Median over prompts of the speed ratio to the baseline; None if any text is wrong."""
+        reference = self.outcome(self.baseline)
+        return _median(ratios(outcome, reference)) if reference and outcome.lossless else None
 
     def outcome(self, name: str) -> Outcome | None:
         """The outcome of the method of that name."""
@@ -150,8 +146,10 @@ class Report:
 
     def _method_json(self, outcome: Outcome) -> dict[str, Any]:
         return {
+            "key": outcome.method.key,
             "timed": outcome.timed,
             "lossless": outcome.lossless,
+            "ties": sum(one.kind == "near_tie" for one in outcome.equality),
             "median_speedup": self.speedup(outcome),
             **_summary(outcome),
             "tokens_per_s_by_repeat": outcome.tokens_per_s_by_repeat,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -59,7 +60,8 @@ class Store:
         settings: what all samples in a directory must have been measured with.
 
     Raises:
-        InputError: the directory cannot be written, or holds results of other settings.
+        InputError: the directory cannot be written, holds results of other settings, or another
+            process is writing to it.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Store:
         self._path = None if directory is None else directory / RUNS
         if directory is not None and self._path is not None:
             prepare(directory)
+            weakref.finalize(self, os.close, _locked(self._path))
             _check_settings(directory / SETTINGS, dict(settings or {}))
             for line in _whole_lines(self._path):
                 self._lines[tuple(line["key"])] = line
@@ -92,10 +95,33 @@ class Store:
         }
         self._lines[key] = line
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line, allow_nan=False) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                raise InputError(
+                    f"Cannot write {self._path}: {error.strerror}. What was measured before is in "
+                    "it; make room and run the same command again."
+                ) from error
+
+
+def _locked(path: Path) -> int:
+    """The open file; one process writes. Where there are no such locks, nobody checks."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        pass
+    except BlockingIOError as error:
+        os.close(file)
+        raise InputError(
+            f"Another process is measuring into {path.parent}; wait for it, or use another --out."
+        ) from error
+    return file
 
 
 def prepare(directory: Path) -> None:
@@ -149,12 +175,17 @@ def _whole_lines(path: Path) -> Sequence[dict[str, Any]]:
         lines = [json.loads(line) for line in whole.splitlines()]
     except ValueError as error:
         raise _damaged(path, str(error)) from error
-    if not all(
-        isinstance(line, dict) and {"key", "runs", "equality"} <= line.keys() for line in lines
-    ):
-        raise _damaged(path, "a line that is no sample")
+    for number, line in enumerate(lines, start=1):
+        try:
+            tuple(map(str.strip, line["key"])), Equality(**line["equality"])
+            if not [_run(run) for run in line["runs"]]:
+                raise ValueError("no run")
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise _damaged(path, f"line {number} is no sample: {error!r}") from error
     if whole != text:
-        write_whole(path, whole)
+        # In place, not replaced: the file is locked.
+        with path.open("r+b") as file:
+            file.truncate(len(whole.encode()))
     return lines
 
 
