@@ -25,6 +25,7 @@ def run(arguments: list[str], directory: Path) -> int:
         "MOASPEC": f"{sys.executable} -m moaspec",
         "REGENERATE": f"--model {directory / 'model'} --max-new-tokens 8 --group-size 3",
         "BLOCK": "2s",
+        "FORCE_COLOR": "1",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,14 @@ def plain_target() -> Target:
 def test_what_is_written_reads_back_the_same(form: Form, tmp_path: Path) -> None:
     of = plain_target()
     drafter = tiny.random_drafter(of, **PUBLISHED_SIZES).to(torch.bfloat16)
+    # Trained drafters record it; the forms have no place for it, and it is no size.
+    drafter.config = dataclasses.replace(drafter.config, acceptance=((0.5, 0.2),))
     loaded = load_checkpoint(write(drafter, tmp_path, form, of), of.identity, of.config)
     for name, value in loaded.state_dict().items():
         assert_close(value, drafter.state_dict()[name], rtol=0, atol=0)
     assert loaded.config.target is None
     again = recorded(loaded, of.identity, 0)
-    assert again.config == drafter.config
+    assert again.config == dataclasses.replace(drafter.config, acceptance=())
 
 
 @needs_golden

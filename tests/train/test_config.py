@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 import tiny
 from moaspec.errors import InputError
-from moaspec.train import DrafterSizes, TrainConfig, read_train_config
+from moaspec.train import DrafterSizes, LossWeights, TrainConfig, read_train_config
 from moaspec.train.config import drafter_config
 
 BASE = "target: tiny\ndata: [a.jsonl, b.jsonl]\noutput: out\n"
@@ -208,12 +209,45 @@ def test_ready_configs_are_valid(path: Path) -> None:
         {"drafter": "independent", "frozen_lsa": 0.5},
         {"accumulation": 0},
         {"shard_mb": -1.0},
+        {"weight_decay": math.nan},
+        {"learning_rate": 1e38},
+        {"learning_rate": 0.0},
+        {"final_lr": math.nan},
+        {"final_lr": -3.0},
+        {"frozen_lsa": 2.0},
+        {"betas": (2.0, 3.0)},
+        {"seed": 2**80},
+        {"drafter": "eagle", "staircase": True},
+        {"drafter": "eagle", "sizes": DrafterSizes(without=("sa",))},
     ],
     ids=str,
 )
 def test_settings_that_do_not_go_together(change: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         TrainConfig(**{"target": "tiny", "data": ("a",), "output": "out"} | change)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_weights_of_losses(weight: float) -> None:
+    with pytest.raises(InputError, match=r"loss\.kl"):
+        LossWeights(kl=weight)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"\xff", "Cannot read"),
+        (b"1: 2", r"c\.yaml: Unknown key"),
+        (b"loss: 3", r"c\.yaml: Expected a mapping"),
+        (b"target: t\noutput: o\ndata: a.jsonl", r"data must be a list, for example data="),
+        (b"target: t\noutput: o\ndata: [a]\nseed: -1", r"c\.yaml: seed must be within"),
+    ],
+)
+def test_files_that_are_no_config(text: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text)
+    with pytest.raises(InputError, match=message):
+        read_train_config(path)
 
 
 def test_more_reused_layers_than_there_are() -> None:

@@ -58,9 +58,10 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
     [
         (torch.AcceleratorError("CUDA error: device is lost\nCompile with ..."), "device is lost"),
         (DistBackendError("NCCL error: remote process exited"), "remote process exited"),
+        (RuntimeError("[/gloo/tcp/pair.cc:537] Connection closed by peer"), "closed by peer"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), "smaller batches"),
     ],
-    ids=["lost", "peer", "memory"],
+    ids=["lost", "peer", "gloo", "memory"],
 )
 def test_a_device_that_disappears(
     error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

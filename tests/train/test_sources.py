@@ -40,6 +40,31 @@ def test_malformed_lines_are_raised_or_counted(tmp_path: Path) -> None:
     assert "a.jsonl:3: expected a JSON object" in str(seen[1])
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "half \\ud800"}', "half of a surrogate pair"),
+        ('{"prompt": ' + "9" * 5000 + "}", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+    ],
+    ids=["half", "number", "deep"],
+)
+def test_rows_that_nobody_can_read(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "whole \\ud83d\\ude00"}}\n{line}\n')
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{message}"):
+        list(read_records(path))
+
+
+def test_a_damaged_archive(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    data = bytearray(gzip.compress(b'{"a": 1}\n' * 999))
+    data[20:40] = b"x" * 20
+    path.write_bytes(bytes(data))
+    with pytest.raises(DataError, match="Cannot read the data"):
+        list(read_records(path))
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Stands in for the package `datasets`, which is optional; remembers how it was called."""
@@ -89,7 +114,7 @@ def test_without_the_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, package)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(DataError, match="pip install datasets"):
+    with pytest.raises(DataError, match=r"moaspec\[hub\]"):
         list(read_records("hub:a/b"))
 
 

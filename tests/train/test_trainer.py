@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 import moaspec
@@ -22,6 +24,7 @@ from moaspec.decode.protocols import Request, RowText
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, TrainingError
 from moaspec.model import MoADrafter
+from moaspec.target import Target
 from moaspec.train import (
     DrafterSizes,
     Ending,
@@ -185,11 +188,104 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
         run.train_step()
     run.save()
     poison(run)
-    with pytest.raises(TrainingError, match="step 2"):
+    with pytest.raises(TrainingError, match=r"step 3 .*step-2 .* is intact"):
         run.run()
     again = trainer(tmp_path, steps=20)
     assert again.step == 2
     assert math.isfinite(again.train_step().total)
+
+
+def test_gradients_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(tmp_path)
+    before = {name: value.clone() for name, value in run.sharing.state().items()}
+    real = run.sharing.backward
+
+    def broken(loss: Tensor) -> None:
+        real(loss)
+        gradient = module(run).encoder.projection.weight.grad
+        assert gradient is not None
+        gradient.fill_(math.inf)
+
+    monkeypatch.setattr(run.sharing, "backward", broken)
+    with pytest.raises(TrainingError, match="gradients are not finite at step 1"):
+        run.run()
+    after = run.sharing.state()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_weights_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=2).run()
+    run = trainer(tmp_path, steps=4)
+    with torch.no_grad():
+        module(run).encoder.projection.weight[0, 0] = math.nan
+    for keep in (run.save, run.export):
+        with pytest.raises(TrainingError, match=r"not finite, so .* step-2 in .* is intact"):
+            keep()
+    assert trainer(tmp_path, steps=4).step == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_targets_of_other_dtypes(dtype: Any, precision: Any, tmp_path: Path) -> None:
+    """As GPUs have them; with an informed start, and a reused layer."""
+    target = Target(copy.deepcopy(tiny.model()).to(getattr(torch, dtype)), None, name=dtype)
+    for layers in (0, 1):
+        config = settings(
+            tmp_path / str(layers), mixed_precision=precision, num_target_layers=(layers,)
+        )
+        run = Trainer(target, EXAMPLES, config)
+        run.run()
+        assert all(math.isfinite(row["loss"]) for row in run.log.rows())
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"held_out": 2}, "held_out"),
+        ({"seed": 5}, "seed"),
+        ({"num_target_layers": (1,)}, "num_target_layers"),
+        ({"sizes": DrafterSizes(draft_vocab=9)}, "sizes"),
+    ],
+)
+def test_a_resumed_run_holds_the_same_out(
+    changes: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    trainer(tmp_path, steps=2).run()
+    with pytest.raises(InputError, match=f"other .*{name}"):
+        trainer(tmp_path, **changes)
+    with pytest.raises(InputError, match="other examples"):
+        Trainer(tiny.target(), EXAMPLES[:-1], settings(tmp_path))
+    assert trainer(tmp_path, learning_rate=1e-4, save_every=1).step == 2
+
+
+def test_two_runs_in_one_directory(tmp_path: Path) -> None:
+    first, second = trainer(tmp_path), trainer(tmp_path)
+
+    def meanwhile(_: Progress) -> None:
+        with pytest.raises(InputError, match="Another run trains"):
+            second.run()
+
+    first.run(meanwhile)
+    assert [row["step"] for row in first.log.rows()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "damage", [{"order": {}}, {"order": {"generator": [], "queue": [[99]]}}, {"step": "x"}]
+)
+def test_a_state_that_makes_no_sense(damage: dict[str, Any], tmp_path: Path) -> None:
+    trainer(tmp_path, steps=2).run()
+    (path,) = (tmp_path / "state").glob("step-*/state.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
+    with pytest.raises(TrainingError, match="damaged"):
+        trainer(tmp_path)
+
+
+def test_lines_of_the_log_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=2).run()
+    log = tmp_path / "log.jsonl"
+    log.write_bytes(b"5\n{}\n\xff\n" + log.read_bytes() + b'{"step": 3')
+    trainer(tmp_path).run()
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4]
 
 
 def test_warm_start_copies_the_first_layer(tmp_path: Path) -> None:

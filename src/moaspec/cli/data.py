@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from moaspec.train.reading import read_examples
 from moaspec.train.regenerate import check_prompts, fingerprint, regenerate, with_system_prompts
 from moaspec.train.sources import refuse
 from moaspec.train.statistics import Statistics, statistics
-from moaspec.train.stopping import Ending, Stop
+from moaspec.train.stopping import MORE_TO_DO, Ending, Stop
 from moaspec.train.synth import Imagination, synth
 from moaspec.train.writing import Scribe, Writing
 
@@ -138,7 +139,7 @@ def regenerate_command(
     systems = _lines(system_prompts)
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
-    found = list(read_conversations(sources, on_malformed))[:limit]
+    found = list(islice(read_conversations(sources, on_malformed), limit))
     target = _load(model, dtype, device, threads)
     found = with_system_prompts(found, systems, without=without_system, seed=seed)
     with console.err.status("Checking prompts"):
@@ -304,6 +305,7 @@ def _stoppable(journal: Journal) -> Iterator[None]:
         )
         if isinstance(reason, KeyboardInterrupt):
             raise
+        raise typer.Exit(MORE_TO_DO) from reason
 
 
 def _load(model: str, dtype: str, device: str, threads: int | None) -> Target:

@@ -12,7 +12,7 @@ from moaspec.cli import console
 from moaspec.target import load_target
 from moaspec.train import Ending, Trainer, new_accelerator, read_examples, read_train_config
 from moaspec.train import Progress as StepProgress
-from moaspec.train.stopping import parse_duration
+from moaspec.train.stopping import MORE_TO_DO, parse_duration
 
 
 def train(
@@ -24,7 +24,8 @@ def train(
 ) -> None:
     """Train a drafter; run the same command again to resume exactly where it stopped.
 
-    Ctrl-C saves the last step before leaving. Several processes: torchrun -m moaspec train ...
+    Ctrl-C saves the last step before leaving. Exit code 75: the time of --for is over, and there is
+    more to do. Several processes: torchrun -m moaspec train ...
 
     Example: moaspec train configs/smollm2-135m.yaml data='[responses.jsonl]' steps=500 --for 8m
     """
@@ -70,11 +71,15 @@ def train(
                 bar.console.print(_measured(step))
 
         ending = trainer.run(report, seconds=seconds)
-    out.print(f"Drafter written to {trainer.output / 'drafter'}")
-    if ending is not Ending.FINISHED:
-        out.print(f"Stopped after step {trainer.step}, which is saved; run it again to continue.")
-    if ending is Ending.INTERRUPTED:
-        raise typer.Exit(130)
+    written = f"drafter written to {trainer.output / 'drafter'}"
+    if ending is Ending.FINISHED:
+        out.print(f"Finished: {written}")
+        return
+    out.print(
+        f"Stopped after step {trainer.step} of {settings.steps}, which is saved; run it again to "
+        f"continue. As it is now, {written}"
+    )
+    raise typer.Exit(130 if ending is Ending.INTERRUPTED else MORE_TO_DO)
 
 
 def _line(step: StepProgress) -> str:

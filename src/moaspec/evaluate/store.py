@@ -16,6 +16,7 @@ from moaspec.errors import InputError
 from moaspec.evaluate.equality import Equality
 from moaspec.evaluate.methods import Run
 from moaspec.evaluate.prompts import Prompt
+from moaspec.locks import claimed
 from moaspec.model.weights import replace_file
 
 RUNS, SETTINGS = "runs.jsonl", "settings.json"
@@ -71,7 +72,8 @@ class Store:
         self._path = None if directory is None else directory / RUNS
         if directory is not None and self._path is not None:
             prepare(directory)
-            weakref.finalize(self, os.close, _locked(self._path))
+            refusal = f"Another process measures into {directory}; wait, or use another --out."
+            weakref.finalize(self, os.close, claimed(self._path, refusal))
             _check_settings(directory / SETTINGS, dict(settings or {}))
             for line in _whole_lines(self._path):
                 self._lines[tuple(line["key"])] = line
@@ -105,23 +107,6 @@ class Store:
                     f"Cannot write {self._path}: {error.strerror}. What was measured before is in "
                     "it; make room and run the same command again."
                 ) from error
-
-
-def _locked(path: Path) -> int:
-    """The open file; one process writes. Where there are no such locks, nobody checks."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass
-    except BlockingIOError as error:
-        os.close(file)
-        raise InputError(
-            f"Another process is measuring into {path.parent}; wait for it, or use another --out."
-        ) from error
-    return file
 
 
 def prepare(directory: Path) -> None:

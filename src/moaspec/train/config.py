@@ -34,9 +34,15 @@ _NOT_NEGATIVE = (
     "warmup_steps",
     "decay_steps",
     "weight_decay",
-    "frozen_lsa",
     "shard_mb",
 )
+_WITHIN = {
+    "clip": (1e-9, 1e9),
+    "learning_rate": (1e-12, 1.0),
+    "final_lr": (0.0, 1.0),
+    "frozen_lsa": (0.0, 1.0),
+    "seed": (0, 2**63 - 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +177,11 @@ class TrainConfig:
                 f"drafter={self.drafter} has no LSA and reuses no layers: leave out "
                 "num_target_layers, frozen_lsa and loss.summary."
             )
+        if self.drafter != "moa" and (self.sizes.without or self.staircase):
+            raise InputError(
+                f"drafter={self.drafter} has neither parts to leave out nor a staircase: drop "
+                "sizes.without and staircase."
+            )
         if self.initial and self.drafter != "moa":
             raise InputError("initial goes on from a Mixture-of-Attentions drafter: drafter=moa.")
         if self.frozen_lsa and (max(layers) or self.sharding != "none"):
@@ -183,11 +194,15 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise InputError(f"{name} must not be negative, got {getattr(self, name)}.")
-        for name in ("learning_rate", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"{name} must be above 0 and finite, got {getattr(self, name)}.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"{name} must be 0 or more, got {getattr(self, name)}.")
+        for name, (low, high) in _WITHIN.items():
+            if not low <= getattr(self, name) <= high:
+                raise InputError(
+                    f"{name} must be within {low:g}..{high:g}, got {getattr(self, name)}."
+                )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"betas must be at least 0 and below 1, got {self.betas}.")
 
     @property
     def shard_bytes(self) -> int:
@@ -208,11 +223,22 @@ def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         for item in overrides:
             _override(values, item)
         return pydantic.TypeAdapter(TrainConfig).validate_python(_known(TrainConfig, values))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"Cannot read the training config {path}: {error}") from error
     except pydantic.ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise InputError(f"Training config {path}: {problems}") from error
+        problems = "; ".join(map(_problem, error.errors()))
+        raise InputError(f"Training config {path}: {problems}.") from error
+    except InputError as error:
+        raise InputError(f"Training config {path}: {error}") from error
+
+
+def _problem(error: Any) -> str:
+    """One of pydantic's errors, in words of YAML."""
+    place = ".".join(map(str, error["loc"]))
+    if error["type"] == "tuple_type":
+        return f"{place} must be a list, for example {place}='[a]'"
+    said = str(error["msg"]).removeprefix("Value error, ").rstrip(".")
+    return f"{place}: {said}" if place else said
 
 
 def _known(kind: Any, values: Any) -> Any:
@@ -220,9 +246,9 @@ def _known(kind: Any, values: Any) -> Any:
     names = {f.name for f in dataclasses.fields(kind)}
     if not isinstance(values, Mapping):
         raise InputError(f"Expected a mapping of {', '.join(sorted(names))}; got {values!r}.")
-    unknown = set(values) - names
+    unknown = sorted(map(str, set(values) - names))
     if unknown:
-        raise InputError(f"Unknown key(s) {sorted(unknown)}; known: {', '.join(sorted(names))}.")
+        raise InputError(f"Unknown key(s) {unknown}; known: {', '.join(sorted(names))}.")
     nested = {"loss": LossWeights, "sizes": DrafterSizes}
     return {k: _known(nested[k], v) if k in nested else v for k, v in values.items()}
 

@@ -156,7 +156,7 @@ def _sharegpt(row: Mapping[str, Any]) -> _Fields:
     messages = []
     for number, turn in enumerate(turns, start=1):
         speaker = turn.get("from") if isinstance(turn, dict) else None
-        if speaker not in SHAREGPT_ROLES:
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
             raise _Malformed(
                 f"turn {number} must have 'from', one of {', '.join(SHAREGPT_ROLES)}; "
                 f"got {_short(turn)}."

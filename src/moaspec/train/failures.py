@@ -30,7 +30,11 @@ def explained(what: str, intact: Callable[[], str]) -> Iterator[None]:
             f"Out of memory {what}: {_first_line(error)}. {intact()} Run the same command again "
             "with smaller batches, or fewer of their tokens at once."
         ) from error
-    except (torch.AcceleratorError, DistError) as error:
+    except RuntimeError as error:
+        # What CPUs talk through raises no class of its own.
+        lost = isinstance(error, torch.AcceleratorError | DistError) or "gloo" in str(error).lower()
+        if not lost:
+            raise
         raise TrainingError(
             f"The device, or another process, failed {what}: {_first_line(error)}. {intact()} Run "
             "the same command again when it is back, or elsewhere with the same files."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moaspec.errors import DataError, InputError, TrainingError
+from moaspec.locks import claim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ class Journal:
 
     def _begin(self) -> None:
         """Take up what an earlier run left, without what it did not finish."""
-        self._lock()
+        claim(self._file, f"{self.path} is being written by another process.")
         self._progress = self._recorded(self._progress.settings) or self._progress
         try:
             self._record(self._progress)
@@ -154,23 +156,16 @@ class Journal:
 
     def _parsed(self) -> _Progress:
         try:
-            return _Progress(**json.loads(self._note.read_text(encoding="utf-8")))
+            progress = _Progress(**json.loads(self._note.read_text(encoding="utf-8")))
+            numbers = (progress.groups, progress.rows, progress.num_bytes)
+            if not isinstance(progress.settings, dict) or min(map(operator.index, numbers)) < 0:
+                raise ValueError("a field is of another type")
+            return progress
         except (OSError, ValueError, TypeError) as error:
             raise DataError(
                 f"Cannot read {self._note} ({error}). Delete it and {self.path.name} to begin "
                 "again."
             ) from error
-
-    def _lock(self) -> None:
-        """One process writes; where the system has no such locks, nobody checks."""
-        try:
-            import fcntl
-        except ImportError:
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{self.path} is being written by another process.") from error
 
     def _failed(self, error: OSError) -> TrainingError:
         return TrainingError(

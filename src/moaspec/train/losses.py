@@ -5,6 +5,7 @@ Legend: M queries with loss, E hidden size, V draft vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -12,6 +13,8 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from moaspec.errors import InputError
 
 LogitsOf = Callable[[Tensor], Tensor]
 """(M, E) states -> (M, V) float32 logits over the draft vocabulary."""
@@ -48,6 +51,11 @@ class LossWeights:
     kl: float = 0.1
     summary: float = 0.0
     divergence: Divergence = "forward_kl"
+
+    def __post_init__(self) -> None:
+        for name in ("feature", "kl", "summary"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"loss.{name} must be 0 or more, got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True)

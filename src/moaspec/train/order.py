@@ -8,6 +8,7 @@ Legend: B batch, T tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,13 @@ class DataOrder:
             self._queue = [[self.train_ids[i] for i in ids] for ids in batches]
         return self._queue.pop()
 
+    def fingerprint(self) -> str:
+        """Short name of these examples in this order."""
+        digest = hashlib.sha256()
+        for example in self.examples:
+            digest.update(repr(example.pieces).encode())
+        return digest.hexdigest()[:16]
+
     def state(self) -> dict[str, Any]:
         """Where in the epoch the run is, as JSON."""
         return {"generator": self._generator.get_state().tolist(), "queue": self._queue}
@@ -98,7 +106,10 @@ class DataOrder:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from where `state` was taken."""
         self._generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
-        self._queue = [list(ids) for ids in state["queue"]]
+        queue = [list(map(int, ids)) for ids in state["queue"]]
+        if not {i for ids in queue for i in ids} <= set(self.train_ids):
+            raise ValueError("the order names examples that are not there")
+        self._queue = queue
 
 
 def split(part: Part, number: int) -> list[Part]:

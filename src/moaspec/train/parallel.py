@@ -27,6 +27,7 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
             that asks for sharding of accelerate's own.
     """
     _refuse_plugins()
+    _require_device(config.device)
     available = [str(one) for one in get_available_trackers()]
     for name in config.trackers:
         if name not in available:
@@ -49,6 +50,14 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
             )
         ],
     )
+
+
+def _require_device(device: str) -> None:
+    """Otherwise accelerate takes the CPU without a word."""
+    if device not in {"cpu", "cuda"}:
+        raise InputError(f"device must be cpu or cuda, got {device!r}; each process takes one GPU.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device=cuda, but torch finds no GPU here; use device=cpu.")
 
 
 def _refuse_plugins() -> None:

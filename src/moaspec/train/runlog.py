@@ -7,34 +7,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moaspec.model.weights import replace_file
+
 
 class RunLog:
     """`log.jsonl`.
 
     Args:
         path: the file.
-        step: the step that the run continues from; later rows, of steps that a killed run lost, are
-            dropped.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        rows = [row for row in self.rows() if row["step"] <= step]
-        if path.exists():
-            scratch = path.with_suffix(".partial")
-            scratch.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            scratch.replace(path)
+
+    def cut(self, step: int) -> None:
+        """Drop rows beyond the step that the run continues from, which a killed one lost."""
+        if self._path.exists():
+            rows = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
+            replace_file(self._path, lambda path: path.write_text("".join(rows), encoding="utf-8"))
 
     def rows(self) -> list[dict[str, Any]]:
         """All whole rows."""
         if not self._path.exists():
             return []
         rows = []
-        for line in self._path.read_text(encoding="utf-8").splitlines():
+        for line in self._path.read_bytes().splitlines():
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except ValueError:  # the last line of a run that was killed while writing
                 continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
         return rows
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ processes and another sharing.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moaspec.errors import InputError, TrainingError
@@ -42,9 +43,13 @@ class Sharing(ABC):
 
     def begin(self, learning_rate: float) -> None:
         """Start a step: no gradients yet, and this rate."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.forget_gradients()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+
+    @abstractmethod
+    def forget_gradients(self) -> None:
+        """Of an earlier step."""
 
     @abstractmethod
     def syncing(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -55,8 +60,12 @@ class Sharing(ABC):
         """Add this process's gradients of a pass; those of all processes are averaged."""
 
     @abstractmethod
-    def update(self, clip: float) -> None:
-        """Change the weights by the step's gradients, whose norm is clipped first."""
+    def update(self, clip: float) -> float:
+        """Change the weights by the step's gradients, whose norm is clipped first.
+
+        Returns:
+            The norm as it was. Where it is not finite, nothing is changed.
+        """
 
     def state(self) -> dict[str, Tensor]:
         """Weights (`model.*`) and optimiser state (`optimizer.KIND.PARAMETER`), whole, on the CPU.
@@ -118,15 +127,23 @@ class TorchSharing(Sharing):
         super().__init__(module, model, adamw(module, config))
         self._accelerator = accelerator
 
+    def forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
     def syncing(self, *, last: bool) -> AbstractContextManager[Any]:
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+            return nullcontext()
         return nullcontext() if last else self._accelerator.no_sync(self.model)
 
     def backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)
 
-    def update(self, clip: float) -> None:
-        nn.utils.clip_grad_norm_(self.module.parameters(), clip)
-        self.optimizer.step()
+    def update(self, clip: float) -> float:
+        norm = float(whole(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
+        if math.isfinite(norm):
+            self.optimizer.step()
+        return norm
 
     def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return self.optimizer.state.get(parameter, {})
@@ -141,7 +158,7 @@ def share(accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> S
     """Share a module out as the config says.
 
     Raises:
-        InputError: one process has nobody to share with, or DeepSpeed is not installed.
+        InputError: one process has nobody to share with; see `ZeroSharing` too.
     """
     if config.sharding != "none" and accelerator.num_processes == 1:
         raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,11 +54,17 @@ def read_records(source: str | Path, on_malformed: OnMalformed = refuse) -> Iter
 def _object(where: str, line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}): {line.strip()[:80]!r}.") from error
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a JSON object, got {line.strip()[:80]!r}.")
+    if "\\u" in line and any(map(_is_half, json.dumps(value, ensure_ascii=False))):
+        raise DataError(f"{where}: it holds half of a surrogate pair, which is no character.")
     return value
+
+
+def _is_half(character: str) -> bool:
+    return "\ud800" <= character <= "\udfff"
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -66,7 +73,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"{path}:{number}", line
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"Cannot read the data {path}: {error}") from error
 
 

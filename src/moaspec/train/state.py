@@ -61,7 +61,7 @@ class StateFiles:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(scratch, ignore_errors=True)
             raise TrainingError(
-                f"Cannot save step {step} in {self.directory}: {error}. The last saved state is "
+                f"Cannot save step {step} in {self.directory}: {error}. What was saved before is "
                 "intact: make room and run the same command again."
             ) from error
         finally:

@@ -13,6 +13,9 @@ from types import FrameType
 
 from moaspec.errors import InputError
 
+MORE_TO_DO = 75
+"""Exit code of a command whose time (`--for`) is over before its work is: sysexits' EX_TEMPFAIL."""
+
 
 class Ending(IntEnum):
     """Why a run left its loop; where processes differ, the larger one counts."""

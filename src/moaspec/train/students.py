@@ -82,6 +82,11 @@ class Student(Protocol):
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> MoADrafter:
     """A drafter with random weights."""
+    if config.sizes.draft_vocab > target.vocab_size:
+        raise InputError(
+            f"sizes.draft_vocab={config.sizes.draft_vocab}: {target.name} has {target.vocab_size} "
+            "tokens; 0 keeps them all."
+        )
     torch.manual_seed(config.seed)
     vocabulary = frequent_tokens(
         examples, size=config.sizes.draft_vocab, always=target.stop_token_ids

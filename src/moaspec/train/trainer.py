@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from moaspec.errors import TrainingError
+from moaspec.errors import InputError, TrainingError
+from moaspec.locks import claimed
 from moaspec.target import Target
 from moaspec.train.baselines import BaselineStudent
 from moaspec.train.card import write_card
@@ -34,6 +38,9 @@ from moaspec.train.sharing import parts_of, share
 from moaspec.train.state import StateFiles
 from moaspec.train.stopping import Ending, Stop
 from moaspec.train.students import MoAStudent, Student
+
+SAME = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
+"""Settings that may not change when a run is resumed; the examples may not either."""
 
 CPU_PASS_TOKENS = 512
 """Tokens of a pass on a CPU: its products are at full speed with so many rows."""
@@ -77,7 +84,7 @@ class Trainer:
         accelerator: the processes of the run; None joins them.
 
     Raises:
-        InputError: settings that do not fit the target or the data.
+        InputError: settings that do not fit the target, the data or the run that is resumed.
         TrainingError: the saved state is damaged or of another run.
     """
 
@@ -111,7 +118,7 @@ class Trainer:
         self.sharing = share(self.accelerator, self.student.module, config)
         if saved is not None:
             self._resume(*saved)
-        self.log = RunLog(self.output / "log.jsonl", self.step)
+        self.log = RunLog(self.output / "log.jsonl")
 
     def _new_student(self) -> Student:
         if self.config.drafter == "moa":
@@ -124,16 +131,34 @@ class Trainer:
         Args:
             report: gets every step's progress.
             seconds: leave after so much time, ready to resume.
+
+        Raises:
+            InputError: another process trains in the same directory.
+            TrainingError: the run cannot go on; what was saved is intact.
         """
         stop, ending = Stop(seconds), Ending.FINISHED
         self._start_trackers()
-        with explained("while training", self._intact):
+        with self._alone(), explained("while training", self._intact):
             with stop.on_signals():
                 while self.step < self.config.steps and ending is Ending.FINISHED:
                     ending = self._one_step(stop, report)
             self.export()
         self.accelerator.end_training()
         return ending
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other runs out of the directory; the log ends where this one begins."""
+        if not self.accelerator.is_main_process:
+            yield
+            return
+        refusal = f"Another run trains in {self.output}; wait for it, or use another output."
+        file = claimed(self.output / ".lock", refusal)
+        try:
+            self.log.cut(self.step)
+            yield
+        finally:
+            os.close(file)
 
     def _intact(self) -> str:
         """What is safe when something failed."""
@@ -176,12 +201,13 @@ class Trainer:
             with self.sharing.syncing(last=number == len(mine)):
                 sums += self._backward(part, whole).as_tensor()
         parts = LossParts(*summed(self.accelerator, sums).tolist())
-        if not math.isfinite(parts.total):
+        norm = self.sharing.update(self.config.clip) if math.isfinite(parts.total) else math.nan
+        if not math.isfinite(norm):
             raise TrainingError(
-                f"The loss became {parts.total} at step {self.step}. The last checkpoint in "
-                f"{self.output} is intact: resume from it with a lower learning_rate."
+                f"Loss or gradients are not finite at step {self.step + 1} (loss {parts.total:g}). "
+                f"{self._intact()} Resume with a lower learning_rate; if that fails too, the run "
+                "had gone wrong before: begin again, in another output directory."
             )
-        self.sharing.update(self.config.clip)
         self.step += 1
         self.tokens += int(parts.count)
         return parts
@@ -249,8 +275,9 @@ class Trainer:
 
     def save(self) -> None:
         """Write everything that an exact resume needs, atomically."""
-        tensors = self.sharing.state()
+        tensors = self._finite_state()
         facts = {
+            "run": self._identity,
             "step": self.step,
             "tokens": self.tokens,
             "order": self.data.state(),
@@ -260,9 +287,24 @@ class Trainer:
             self.states.save(self.step, tensors, facts)
         self.accelerator.wait_for_everyone()
 
+    def _finite_state(self) -> dict[str, Tensor]:
+        """What is worth keeping.
+
+        Raises:
+            TrainingError: the last steps made weights that are no numbers.
+        """
+        tensors = self.sharing.state()
+        wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        if wrong:
+            raise TrainingError(
+                f"After step {self.step}, {wrong[0]} is not finite, so this step is not saved. "
+                f"{self._intact()} Resume with a lower learning_rate."
+            )
+        return tensors
+
     def export(self) -> None:
         """Write the drafter, as a checkpoint that `load_drafter` reads, and its card."""
-        weights, _ = parts_of(self.sharing.state())
+        weights, _ = parts_of(self._finite_state())
         if self.accelerator.is_main_process:
             facts = {
                 "config": dataclasses.asdict(self.config),
@@ -277,12 +319,34 @@ class Trainer:
             write_card(directory, self.target, self.config, facts, self.log.rows())
         self.accelerator.wait_for_everyone()
 
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run has in common with the one that it goes on with, as JSON."""
+        settings = {name: getattr(self.config, name) for name in SAME}
+        identity = {**settings, "examples": self.data.fingerprint()}
+        found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
+        return found
+
     def _resume(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        # States of earlier versions say nothing of the run.
+        was, now = facts.get("run", self._identity), self._identity
+        changed = [name for name in now if was.get(name) != now[name]]
+        if changed:
+            raise InputError(
+                f"{self.output} holds a run with other {', '.join(changed)}, and a resumed one "
+                "would train on what was held out. Use the same, or another output directory; "
+                "initial=DIRECTORY goes on from a drafter with new data."
+            )
         self.sharing.load(tensors)
-        self.data.restore(facts["order"])
-        self.step, self.tokens = facts["step"], facts["tokens"]
-        # States of earlier versions have none.
-        self._acceptance = tuple(facts.get("acceptance", ()))
+        try:
+            self.data.restore(facts["order"])
+            self.step, self.tokens = int(facts["step"]), int(facts["tokens"])
+            self._acceptance = tuple(facts.get("acceptance", ()))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise TrainingError(
+                f"The saved state in {self.states.directory} is damaged ({error!r}). Delete it to "
+                "start again, or put it back from a copy."
+            ) from error
 
     def _agreed(self, ending: Ending) -> Ending:
         """Processes leave together: as soon as one wants to."""

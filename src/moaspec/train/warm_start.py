@@ -73,7 +73,7 @@ def warm_start(
     copy_first_layer(target, drafter)
     kv, finals, texts = [], [], []
     for batch, result in sample:
-        kv.append(result.kv_BTLK[0])
+        kv.append(result.kv_BTLK[0].float())
         finals.append(result.hidden_BTE[0].float())
         texts.append(_text_states(target, drafter, batch))
     encoder, kv_NLK, final_NE = drafter.encoder, torch.cat(kv), torch.cat(finals)
@@ -263,7 +263,7 @@ def _text_states(target: Target, drafter: MoADrafter, batch: Batch) -> Tensor:
     """SA's output for one example, (T, E)."""
     mask = text_mask(batch.attention_mask_BT)
     return drafter.speaker.read_text(
-        target.embed(batch.input_ids_BT),
+        target.embed(batch.input_ids_BT).float(),
         positions(batch.attention_mask_BT),
         lambda q, k, v: masked_attention(q, k, v, mask),
     )[0]

@@ -51,10 +51,8 @@ class ZeroSharing(Sharing):
         super().__init__(module, self._engine, self._zero.optimizer)
         self._start_moments()
 
-    def begin(self, learning_rate: float) -> None:
+    def forget_gradients(self) -> None:
         self._engine.zero_grad()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
 
     @contextmanager
     def _pass(self, last: bool) -> Iterator[None]:
@@ -67,8 +65,10 @@ class ZeroSharing(Sharing):
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
 
-    def update(self, _clip: float) -> None:
-        self._engine.step()  # the engine was told of the clipping when it was made
+    def update(self, _clip: float) -> float:
+        # The engine was told of the clipping when it was made, and tells the norm afterwards only.
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm() or 0.0)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         super().load(tensors)

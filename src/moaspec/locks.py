@@ -1,0 +1,40 @@
+"""One process at a time writes to a file or directory."""
+
+from __future__ import annotations
+
+import os
+
+from moaspec.errors import InputError
+
+
+def claim(file: int, refusal: str) -> None:
+    """Keep other processes out for as long as this file descriptor is open.
+
+    Where the system has no such locks, nobody checks.
+
+    Args:
+        file: a file open for writing.
+        refusal: what to tell the user if another process has it.
+
+    Raises:
+        InputError: another process has it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(refusal) from error
+
+
+def claimed(path: str | os.PathLike[str], refusal: str) -> int:
+    """Open a file, made where it does not exist, and `claim` it; closing it gives it back."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        claim(file, refusal)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
