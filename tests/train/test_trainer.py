@@ -116,6 +116,23 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*partial*"))
 
 
+def test_trackers(tmp_path: Path) -> None:
+    """What TensorBoard reads back is what the log says."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = trainer(tmp_path, steps=2, trackers=("tensorboard",))
+    run.run()
+    events = EventAccumulator(str(next(tmp_path.glob("moaspec/events*"))))
+    events.Reload()
+    rows = run.log.rows()
+    for name in ("loss", "accuracy"):
+        told = [event.value for event in events.Scalars(name)]
+        assert told == pytest.approx([row[name] for row in rows])
+    (tau,) = events.Scalars("held_out_tau/N0")
+    assert tau.value == pytest.approx(rows[-1]["held_out_tau"]["0"])
+
+
 @pytest.mark.parametrize(
     "changes",
     [
