@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,25 @@ def test_any_batch_and_a_drafter_give_the_same_rows(
         target, tmp_path / "b.jsonl", drafter=drafter, batch_size=batch_size, group_size=4
     )
     assert drafted == plain
+
+
+def test_prompts_of_like_length_are_decoded_together(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their order in the file, in which the rows stay."""
+    lengths: list[int] = []
+    real = Engine.add
+
+    def add(self: Engine, prompt_ids: Sequence[int], **options: Any) -> int:
+        lengths.append(len(prompt_ids))
+        return real(self, prompt_ids, **options)
+
+    monkeypatch.setattr(Engine, "add", add)
+    ids = [list(range(20, 20 + length)) for length in (3, 30, 4, 29, 5, 28)]
+    conversations = [Conversation(where=str(i), prompt_ids=tuple(x)) for i, x in enumerate(ids)]
+    rows = write(target, tmp_path / "a.jsonl", conversations=conversations, group_size=6)
+    assert lengths == [30, 29, 28, 5, 4, 3]
+    assert [row["prompt_ids"] for row in rows] == ids
 
 
 def test_sampled_rows(target: Target, tmp_path: Path) -> None:

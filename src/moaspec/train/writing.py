@@ -93,10 +93,14 @@ class Scribe:
         self._stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
 
     def write(self, authors: Sequence[Author]) -> list[Row]:
-        """Bring one group to its end; rows are in the authors' order, not that of finishing."""
+        """Bring one group to its end; rows are in the authors' order, not that of finishing.
+
+        Prompts of like length are decoded together: a pass reads as many keys of every row as the
+        longest has.
+        """
         engine = local_engine(self.target, self._drafter)
         rows: list[list[Row]] = [[] for _ in authors]
-        waiting = deque((i, _first(author)) for i, author in enumerate(authors))
+        waiting = deque(sorted(enumerate(map(_first, authors)), key=_prompt_length, reverse=True))
         running: dict[int, tuple[int, GenerationResult]] = {}
         while waiting or running:
             while waiting and len(running) < self.writing.batch_size:
@@ -132,6 +136,11 @@ class Scribe:
             stop_token_ids=self._stops,
             sampling=self.writing.sampling(ask.number),
         )
+
+
+def _prompt_length(waiting: tuple[int, Ask | list[Row]]) -> int:
+    step = waiting[1]
+    return len(step.prompt_ids) if isinstance(step, Ask) else 0
 
 
 def _first(author: Author) -> Ask | list[Row]:
