@@ -64,6 +64,8 @@ class Verdict:
             `next_token` under the target's own, unprocessed distribution.
         top_logprobs: where it asks for them, the most probable tokens in place of each of these.
         encode_s: seconds that the features of the whole pass took.
+        pass_s: seconds that the target's pass and head took; None where that is not known, as
+            across a network, or on a GPU, which computes while the CPU goes on.
         tree: what `accepted` refers to where it is not the request's tree: a verifier across a
             network may have sent what was drafted while the request waited.
     """
@@ -75,6 +77,7 @@ class Verdict:
     encode_s: float = 0.0
     top_logprobs: tuple[Alternatives, ...] = ()
     tree: DraftTree | None = None
+    pass_s: float | None = None
 
 
 class Verifier(Protocol):

@@ -25,7 +25,8 @@ class Timing:
     Attributes:
         prefill_s: the prompt's pass, with the drafter's encoding of it.
         draft_s: drafting.
-        verify_s: the target's passes in rounds, and what the drafter notes of them.
+        verify_s: the target's passes and head in rounds; where they cannot be told apart (across a
+            network, on a GPU), verification as a whole.
         encode_s: the drafter's encoding of what rounds verified.
         total_s: from joining the engine to the last token.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +91,7 @@ class LocalVerifier:
         self._texts: dict[int, list[int]] = {}
         self._encoded: dict[int, int] = {}  # tokens of each row whose features were given out
         self._held: dict[int, Tensor] = {}  # final states of later ones, (n, E)
+        self._target_s = 0.0  # in its passes and head, of this call
         self.cache = KVCache(
             num_layers=target.num_layers,
             num_heads=target.num_kv_heads,
@@ -114,6 +116,7 @@ class LocalVerifier:
         self._held.clear()
 
     def _verify(self, requests: Sequence[Request]) -> list[Verdict]:
+        self._target_s = 0.0
         plans, early = self._prefill(requests)
         states = self._states(plans)
         decisions = self._decide(plans, states)
@@ -131,6 +134,7 @@ class LocalVerifier:
         accepted = [len(decision.accepted) for decision in decisions]
         features = self._features(requests, accepted, early)
         encode_s = time.perf_counter() - started
+        pass_s = self._target_s if self.target.device.type == "cpu" else None
         return [
             Verdict(
                 decision.accepted,
@@ -139,6 +143,7 @@ class LocalVerifier:
                 decision.logprobs,
                 encode_s,
                 decision.top_logprobs,
+                pass_s=pass_s,
             )
             for decision, feature in zip(decisions, features, strict=True)
         ]
@@ -183,13 +188,26 @@ class LocalVerifier:
         visible = max(starts) + longest
         self.cache.reserve(max(rows) + 1, visible)
         tree_BTT = np.stack([_visible_matrix(plan, longest) for plan in plans])
-        return target.run(
-            torch.tensor([_padded(p.tokens, longest) for p in plans], device=device),
-            torch.tensor([_padded(p.positions, longest) for p in plans], device=device),
-            mask_B1TS=tree_mask(starts, torch.from_numpy(tree_BTT).to(device), visible),
-            write=self.cache.writer(rows, starts, longest, visible),
-            lengths_B=torch.tensor([p.length for p in plans], device=device),
-        )
+        tokens_BT = torch.tensor([_padded(p.tokens, longest) for p in plans], device=device)
+        positions_BT = torch.tensor([_padded(p.positions, longest) for p in plans], device=device)
+        mask_B1TS = tree_mask(starts, torch.from_numpy(tree_BTT).to(device), visible)
+        with self._timed():
+            return target.run(
+                tokens_BT,
+                positions_BT,
+                mask_B1TS=mask_B1TS,
+                write=self.cache.writer(rows, starts, longest, visible),
+                lengths_B=torch.tensor([p.length for p in plans], device=device),
+            )
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count what the target itself takes."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._target_s += time.perf_counter() - started
 
     def _decide(self, plans: Sequence[_Plan], states: Sequence[Tensor]) -> list[Decision]:
         """The target's choices along each tree, up to the first that was not drafted."""
@@ -200,7 +218,8 @@ class LocalVerifier:
                 states_TE[plan.num_known - 1 :] for plan, states_TE in zip(group, own, strict=True)
             ]
             requests = [plan.request for plan in group]
-            logits_NV = self.target.head(torch.cat(needed))
+            with self._timed():
+                logits_NV = self.target.head(torch.cat(needed))
             decisions += decide(requests, [self._text(one) for one in requests], logits_NV)
         return decisions
 
