@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -33,7 +34,8 @@ SHARDINGS = (
         marks=(
             pytest.mark.slow,
             pytest.mark.skipif(
-                importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+                importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
+                reason="DeepSpeed, or the compiler that it needs on CPUs, is not installed",
             ),
         ),
     ),
