@@ -64,7 +64,7 @@ class Sharing(ABC):
         """Change the weights by the step's gradients, whose norm is clipped first.
 
         Returns:
-            The norm as it was. Where it is not finite, nothing is changed.
+            The norm as it was. Where it is not finite, nothing is changed (by DeepSpeed it is).
         """
 
     def state(self) -> dict[str, Tensor]:

@@ -192,7 +192,8 @@ class Trainer:
             Sums over the whole step.
 
         Raises:
-            TrainingError: the loss is not finite; nothing has been changed by this step.
+            TrainingError: loss or gradients are not finite; nothing was changed by this step (with
+                DeepSpeed, nothing is saved).
         """
         whole = self.data.next_part(self.step)
         self.sharing.begin(learning_rate(self.config, self.step))
