@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -9,9 +10,17 @@ import pytest
 import torch
 
 import tiny
-from moaspec.decode import SamplingParams, local_engine
+from moaspec.decode import GREEDY, SamplingParams, local_engine
 from moaspec.evaluate import judge
-from moaspec.evaluate.equality import Audited, Equality, compare, first_difference, gaps
+from moaspec.evaluate.equality import (
+    FLOAT32_TIE,
+    Audited,
+    Equality,
+    _in_float32,
+    audit,
+    compare,
+    first_difference,
+)
 from moaspec.target import Target
 
 PROMPT, OWN = list(tiny.PROMPTS[0]), list(tiny.own_texts("llama")[0])
@@ -46,6 +55,15 @@ def test_first_difference(a: list[int], b: list[int], expected: int | None) -> N
     assert first_difference(a, b) == expected
 
 
+def gaps(
+    target: Target,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    sampling: SamplingParams = GREEDY,
+) -> Sequence[float]:
+    return audit(target, prompt, text, sampling, max_new_tokens=len(text)).gaps
+
+
 def judged(target: Target, expected: Sequence[int], got: Sequence[int]) -> Equality:
     return judge(target, PROMPT, expected, got, max_new_tokens=len(expected))
 
@@ -76,8 +94,8 @@ def test_logits_that_are_no_numbers_excuse_nothing(position: int) -> None:
     nan = math.nan
     text = Audited(OWN, [nan if i == position else 0.0 for i in range(len(OWN))])
     plain = Audited(OWN, [0.0] * len(OWN))
-    assert compare(text, plain, 0.5).kind == "different"
-    assert compare(text, plain, 0.5).gap is None
+    assert compare(text, plain).kind == "different"
+    assert compare(text, plain).gap is None
 
 
 def test_the_gap_is_how_far_the_worse_token_is_from_the_best() -> None:
@@ -168,3 +186,49 @@ def test_bf16_is_held_to_the_rest_too() -> None:
     ids = torch.tensor([[*PROMPT, *own[:9]]])
     worst = int(target.model(ids).logits[0, -1].argmin())
     assert judged(target, own, [*own[:9], worst, *own[10:]]).kind == "different"
+
+
+def test_the_limit_is_what_rounding_was_measured_to_do() -> None:
+    """Twice what bf16 moves a logit in this text, whatever the size of the target's logits."""
+    exact = tiny.model()
+    limits = []
+    for scale in (1, 8):
+        model = copy.deepcopy(exact).to(torch.bfloat16)
+        with torch.no_grad():
+            model.lm_head.weight *= scale
+        target = Target(model, None, name="bf16")
+        limits.append(audit(target, PROMPT, OWN, max_new_tokens=len(OWN)).limit)
+        ids = torch.tensor([[*PROMPT, *OWN[:-1]]])
+        rounded = model(ids).logits[0, len(PROMPT) - 1 :].float()
+        error = rounded - copy.deepcopy(model).float()(ids).logits[0, len(PROMPT) - 1 :]
+        error -= error.mean(-1, keepdim=True)
+        assert limits[-1] == pytest.approx(2 * float(error.abs().max()), rel=1e-4)
+    assert limits[1] == pytest.approx(8 * limits[0], rel=0.2)
+    assert audit(tiny.target(), PROMPT, OWN, max_new_tokens=len(OWN)).limit == FLOAT32_TIE
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_pass_in_float32_leaves_the_target_as_it_was(family: str) -> None:
+    """Tied weights, and a pass that is interrupted on its way."""
+    target = Target(tiny.model(family).to(torch.bfloat16), None, name="bf16")
+    before = {name: value.clone() for name, value in target.model.state_dict().items()}
+    audit(target, PROMPT, OWN, max_new_tokens=len(OWN))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = target.model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), _in_float32(target):
+        target.model(torch.tensor([PROMPT]))
+    hook.remove()
+    after = target.model.state_dict()
+    assert all(value.dtype == before[name].dtype for name, value in after.items())
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    assert not any(module._forward_hooks for module in target.model.modules())
+
+
+def test_a_packed_target_cannot_judge_in_bf16() -> None:
+    target = Target(tiny.model().to(torch.bfloat16), None, name="bf16")
+    target.packed = True
+    with pytest.raises(ValueError, match="packed=False"):
+        audit(target, PROMPT, OWN, max_new_tokens=len(OWN))

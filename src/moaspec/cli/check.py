@@ -15,7 +15,6 @@ from moaspec.cli import console, options
 from moaspec.cli.generate import choose_drafter
 from moaspec.errors import InputError
 from moaspec.evaluate import Check, Finding, read_prompts
-from moaspec.evaluate.equality import NEAR_TIE
 from moaspec.target import Target, load_target
 
 
@@ -87,7 +86,6 @@ def _as_json(target: Target, findings: Sequence[Finding]) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "near_tie": NEAR_TIE[target.dtype],
         "right": all(finding.lossless for finding in findings),
         "findings": [vars(finding) for finding in findings],
     }
@@ -113,14 +111,12 @@ def _show(target: Target, findings: Sequence[Finding]) -> None:
         heading, last = ("" if setting == last else setting), setting
         table.add_row(heading, method, *map(str, (len(group), tokens, *counts)))
     console.out.print(table)
-    limit = NEAR_TIE[target.dtype]
     for finding in findings:
         if finding.kind != "identical":
             console.out.print(_line(finding))
     if all(finding.lossless for finding in findings):
         console.out.print(
-            f"Right: every token is the target's choice, within rounding ({limit:g} logits).",
-            style="green",
+            "Right: every token is the target's choice, up to its rounding.", style="green"
         )
     else:
         console.out.print("Wrong: rounding does not explain the faults above.", style="bold red")
@@ -133,7 +129,9 @@ def _setting_order(findings: Sequence[Finding]) -> Callable[[Finding], int]:
 
 
 def _line(finding: Finding) -> str:
-    gap = "" if finding.gap is None else f", {finding.gap:.3g} logits off"
+    gap = ""
+    if finding.gap is not None:
+        gap = f", {finding.gap:.3g} logits off (rounding: up to {finding.limit:.3g})"
     fault = not finding.lossless
     what = finding.reason if fault else "parts from plain decoding at a tie"
     return (

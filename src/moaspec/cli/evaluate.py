@@ -14,7 +14,7 @@ import typer
 from moaspec.cli import console
 from moaspec.cli.generate import describe
 from moaspec.cli.options import MODEL
-from moaspec.cli.sources import Sources, chat_encoder, load_methods, read_checkpoints
+from moaspec.cli.sources import Sources, chat_encoder, load_methods, load_trusted, read_checkpoints
 from moaspec.cli.tables import show, show_comparison, show_costs, show_cut
 from moaspec.decode import start
 from moaspec.errors import InputError
@@ -27,6 +27,7 @@ from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
 from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
 from moaspec.evaluate.store import prepare, write_whole
+from moaspec.target import Target
 from moaspec.target.packing import compute_dtype
 
 DEFAULT_METHODS = "hf,plain,moa"
@@ -129,6 +130,7 @@ def evaluate(
         prompts,
         settings,
         tau_only=loaded[len(timed) :],
+        trusted=load_trusted(loaded, sources),
         store=Store(out, facts),
         system=system,
     )
@@ -279,12 +281,14 @@ def demo(
     console.set_threads(threads)
     console.quiet_libraries()
     with console.status(f"Loading {MODEL} (the first time its weights are unpacked, 30 s)"):
-        methods = load_methods(_names(DEFAULT_METHODS), Sources(MODEL, dtype=dtype))
+        sources = Sources(MODEL, dtype=dtype)
+        methods = load_methods(_names(DEFAULT_METHODS), sources)
+        trusted = load_trusted(methods, sources)
     prompts = read_prompts("bundled", limit=3)
     console.out.print(prompts[0].turns[0], style="bold")
     console.out.print("green: drafted and accepted; plain: the target's own choice\n", style="dim")
     _stream_one(methods[-1], prompts[0], max_new_tokens)
-    report = _measured(methods, prompts, settings)
+    report = _measured(methods, prompts, settings, trusted=trusted)
     show(report)
     if not report.lossless:
         raise typer.Exit(1)
@@ -310,6 +314,7 @@ def _measured(
     prompts: Sequence[Prompt],
     settings: Settings,
     *,
+    trusted: Target,
     tau_only: Sequence[Method] = (),
     store: Store | None = None,
     system: str = "default",
@@ -322,6 +327,7 @@ def _measured(
             chat_encoder(methods[0].target, system),
             settings,
             tau_only=tau_only,
+            trusted=trusted,
             store=store,
             advance=advance,
         )

@@ -42,14 +42,22 @@ def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
         Parts(
             target=target,
             checkpoints=_load_checkpoints(needed_checkpoints(names), sources, target),
-            stock=lambda: load_target(
-                sources.model, dtype=sources.dtype, device=sources.device, packed=False
-            ),
+            stock=lambda: _stock(sources),
         ),
     )
     for method in methods:
         _require_trained(method)
     return methods
+
+
+def load_trusted(methods: Sequence[Method], sources: Sources) -> Target:
+    """The target as transformers alone loads it, to judge texts: a method's where one has it."""
+    as_loaded = (method.target for method in methods if not method.target.packed)
+    return next(as_loaded, None) or _stock(sources)
+
+
+def _stock(sources: Sources) -> Target:
+    return load_target(sources.model, dtype=sources.dtype, device=sources.device, packed=False)
 
 
 def _require_trained(method: Method) -> None:

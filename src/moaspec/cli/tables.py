@@ -12,7 +12,6 @@ from moaspec.evaluate import Outcome, Report
 from moaspec.evaluate.comparison import Comparison, Interval
 from moaspec.evaluate.cost import Costs
 from moaspec.evaluate.cut import Cut
-from moaspec.evaluate.equality import NEAR_TIE
 from moaspec.evaluate.report import costs
 
 ROUND_PARTS = ("draft", "verify", "encode", "rest")
@@ -43,11 +42,11 @@ def show(report: Report) -> None:
             _equal(outcome),
         )
     console.out.print(table)
-    tie = NEAR_TIE[report.outcomes[0].method.target.dtype]
     console.out.print(
-        "Every token is held against one pass of the target: it must be the best, or within "
-        f"{tie:g} of the best logit, where rounding decides. Texts that part at such a tie are the "
-        "target's own too, as two plain decodings are whose passes have different widths.",
+        "Every token is held against one pass of the target in float32: it must be the best, or as "
+        "near to it as the target's own rounding explains, measured on the same text. Texts that "
+        "part at such a tie are the target's own too, as two plain decodings are whose passes have "
+        "different widths.",
         style="dim",
     )
     if report.skipped:

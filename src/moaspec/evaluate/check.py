@@ -25,7 +25,7 @@ from moaspec.decode import (
 from moaspec.decode.shaping import FreeBranches
 from moaspec.decode.textual import TextDrafter
 from moaspec.decode.tree import DraftTree, merged
-from moaspec.evaluate.equality import NEAR_TIE, Audited, Equality, audit, compare, up_to_stop
+from moaspec.evaluate.equality import Audited, Equality, audit, compare, up_to_stop
 from moaspec.evaluate.methods import TransformersMethod
 from moaspec.model import MoADrafter
 from moaspec.target import Target
@@ -246,9 +246,8 @@ class Check:
         texts: Sequence[Sequence[int]],
         base: Mapping[_Row, Audited],
     ) -> Iterator[Finding]:
-        limit = NEAR_TIE[self.target.dtype]
         for row, token_ids in zip(rows, texts, strict=True):
-            found = compare(self._audit(row, token_ids), base[row], limit)
+            found = compare(self._audit(row, token_ids), base[row])
             yield Finding(
                 **vars(found),
                 setting=row.setting,

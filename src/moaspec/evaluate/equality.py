@@ -7,18 +7,23 @@ tells such a tie from a fault. It trusts nothing of what decodes: logits are tho
 transformers' own model over the whole text, without cache, trees or masks of ours, and a token's
 noise is that of its place in the text.
 
-Legend: V vocabulary.
+A target in bf16 or float16 is asked twice: in float32 with the same weights, for what is right, and
+as it is, for how far rounding moves its logits in this very text. A choice is between two logits,
+so it may be off by twice that.
+
+Legend: T text, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moaspec.decode import GREEDY, SamplingParams
 from moaspec.decode.law import temperatures
@@ -26,10 +31,9 @@ from moaspec.decode.noise import gumbel, seed_bits
 from moaspec.decode.processors import Prefix, processed, survivors
 from moaspec.target import Target
 
-NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.0625}
-"""Largest difference of logits that rounding explains. float32: 1e-3, twenty times the 5e-5 that
-passes of different width were measured to differ by. bf16: logits near 20 are 0.125 apart, and
-errors of a few such steps add up over the layers; float16 has three more bits."""
+FLOAT32_TIE = 1e-3
+"""Largest gap that float32's rounding explains: ten times what two logits were measured to differ
+by in passes of different width, 5e-5 each. It is the least that any dtype is allowed."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,14 @@ class Equality:
         position: generated index of the first wrong token, or of the first that differs.
         gap: how many logits the token there is from being the right one (see `gaps`), of the worse
             of the two at a tie; None where no change of logits explains it.
+        limit: largest gap that rounding explains in this text; None for one that is "identical".
         reason: what is wrong with a text that is "different".
     """
 
     kind: Literal["identical", "near_tie", "different"]
     position: int | None = None
     gap: float | None = None
+    limit: float | None = None
     reason: str = ""
 
     @property
@@ -57,16 +63,19 @@ class Equality:
 
 @dataclass(frozen=True)
 class Audited:
-    """A decoded text, held against one trusted pass.
+    """A decoded text, held against trusted passes.
 
     Attributes:
         token_ids: what was generated.
-        gaps: of each token.
+        gaps: how far each token is from being the one that the law chooses: the smallest change of
+            logits that explains it, 0 where it is the choice, infinite where none does.
+        limit: largest gap that rounding explains here.
         wrong_end: why the text should have ended elsewhere; "" where it ends rightly.
     """
 
     token_ids: Sequence[int]
     gaps: Sequence[float]
+    limit: float = FLOAT32_TIE
     wrong_end: str = ""
 
 
@@ -82,39 +91,51 @@ def audit(
     """Ask the target about every token of a text, and about its end.
 
     Args:
-        target: whose `model` is trusted.
+        target: whose `model` is trusted; not packed, unless it is in float32.
         prompt_ids: of the text.
         token_ids: what was generated.
         sampling: how, with a seed where noise took part.
         max_new_tokens: what was asked for.
         stop_token_ids: ids that end a text; None takes the target's own.
+
+    Raises:
+        ValueError: a packed target, which cannot compute in float32.
     """
     full = min(max_new_tokens, target.max_positions - len(prompt_ids))
     stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
-    wrong_end = _wrong_end(token_ids, full, stops)
-    return Audited(token_ids, gaps(target, prompt_ids, token_ids, sampling), wrong_end)
+    text, gaps, moved = [*prompt_ids, *token_ids], [], [0.0]
+    for position, right_V, rounded_V in _logits(target, text, len(prompt_ids)):
+        prefix = Prefix(sampling, text[:position], len(prompt_ids))
+        gaps.append(_gap(right_V, prefix, text[position]))
+        moved.append(_moved(right_V, rounded_V))
+    return Audited(
+        token_ids,
+        gaps,
+        # NaN explains nothing.
+        limit=max(FLOAT32_TIE, 2 * max(moved)) if all(map(math.isfinite, moved)) else FLOAT32_TIE,
+        wrong_end=_wrong_end(token_ids, full, stops),
+    )
 
 
-def compare(text: Audited, plain: Audited, limit: float) -> Equality:
+def compare(text: Audited, plain: Audited) -> Equality:
     """Is this the target's own text, and is it the one that plain decoding wrote?
 
     Args:
         text: what is judged.
         plain: of the same prompt and sampling.
-        limit: largest gap that rounding explains, see `NEAR_TIE`.
     """
     for position, gap in enumerate(text.gaps):
-        if not gap <= limit:  # NaN too
+        if not gap <= text.limit:  # NaN too
             reason = f"token {text.token_ids[position]} is not the target's choice"
             known = gap if math.isfinite(gap) else None
-            return Equality("different", position, known, reason)
+            return Equality("different", position, known, text.limit, reason)
     if text.wrong_end:
         return Equality("different", len(text.token_ids), reason=text.wrong_end)
     parting = first_difference(plain.token_ids, text.token_ids)
     if parting is None:
         return Equality("identical")
     gap = max(one.gaps[parting] for one in (plain, text) if parting < len(one.gaps))
-    return Equality("near_tie", parting, gap if math.isfinite(gap) else None)
+    return Equality("near_tie", parting, gap if math.isfinite(gap) else None, text.limit)
 
 
 def judge(
@@ -139,7 +160,7 @@ def judge(
         )
         for ids in (expected, got)
     )
-    return compare(text, plain, NEAR_TIE[target.dtype])
+    return compare(text, plain)
 
 
 def _wrong_end(token_ids: Sequence[int], full: int, stops: Collection[int]) -> str:
@@ -168,32 +189,10 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 @torch.inference_mode()
-def gaps(
-    target: Target,
-    prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
-    sampling: SamplingParams = GREEDY,
-) -> list[float]:
-    """How far each token of a text is from being the one that the law chooses.
-
-    Args:
-        target: whose `model` is trusted.
-        prompt_ids: of the text.
-        token_ids: what was generated.
-        sampling: how, with a seed where noise took part.
-
-    Returns:
-        For each token the smallest change of logits that explains it; 0 where it is the choice.
-    """
-    text = [*prompt_ids, *token_ids]
-    return [
-        _gap(logits_V, Prefix(sampling, text[:position], len(prompt_ids)), text[position])
-        for position, logits_V in _logits(target, text, len(prompt_ids))
-    ]
-
-
-def _logits(target: Target, text: Sequence[int], start: int) -> Iterator[tuple[int, Tensor]]:
-    """Logits for the token at every position from `start` on, from transformers' own model.
+def _logits(
+    target: Target, text: Sequence[int], start: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Right and rounded logits for the token at every position from `start` on.
 
     LongRoPE goes by the length of a call, so what was chosen on either side of its switch takes a
     pass each.
@@ -203,9 +202,53 @@ def _logits(target: Target, text: Sequence[int], start: int) -> Iterator[tuple[i
         if length < start:
             continue
         ids_1T = torch.tensor([text[:length]], device=target.device)
-        output = target.model(ids_1T, use_cache=False, logits_to_keep=length - start + 1)
-        yield from zip(range(start, length + 1), output.logits[0].float(), strict=True)
+        rounded_TV = _one_pass(target.model, ids_1T, length - start + 1)
+        right_TV = rounded_TV
+        if target.dtype != torch.float32:
+            with _in_float32(target):
+                right_TV = _one_pass(target.model, ids_1T, length - start + 1)
+        yield from zip(range(start, length + 1), right_TV, rounded_TV, strict=True)
         start = length + 1
+
+
+def _one_pass(model: nn.Module, ids_1T: Tensor, num_logits: int) -> Tensor:
+    """The last positions' logits, by transformers' own forward."""
+    output = model(ids_1T, use_cache=False, logits_to_keep=num_logits)
+    return cast(Tensor, output.logits[0].float())
+
+
+@contextmanager
+def _in_float32(target: Target) -> Iterator[None]:
+    """The same weights, computed with in float32: one layer's copies at a time."""
+    if target.packed:
+        raise ValueError("A packed target cannot compute in float32; load it with packed=False.")
+    own: dict[nn.Parameter, Tensor] = {}
+
+    def widen(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            own[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = own.pop(parameter)
+
+    modules = [one for one in target.model.modules() if any(True for _ in one.parameters(False))]
+    hooks = [one.register_forward_pre_hook(widen) for one in modules]
+    hooks += [one.register_forward_hook(restore) for one in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, data in own.items():  # of a pass that was interrupted
+            parameter.data = data
+
+
+def _moved(right_V: Tensor, rounded_V: Tensor) -> float:
+    """How far rounding moved a logit, at most; what moves all of them alike moves no choice."""
+    error_V = rounded_V - right_V
+    return float((error_V - error_V.mean()).abs().max())
 
 
 def _gap(logits_V: Tensor, prefix: Prefix, token: int) -> float:

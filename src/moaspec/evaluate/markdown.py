@@ -58,9 +58,9 @@ def _summary(facts: Facts) -> str:
     setting = (
         f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads of "
         f"{machine['gpu'] or machine['processor']}, greedy, {prompts} prompts, all methods in turn "
-        "in one process. Every token of every text is held against one pass of the target; a "
-        "speed-up is only given where each is its choice, up to rounding. Ties: texts that part "
-        "from plain decoding's where rounding decides."
+        "in one process. Every token of every text is held against one pass of the target in "
+        "float32; a speed-up is only given where each is its choice, up to rounding. Ties: texts "
+        "that part from plain decoding's where rounding decides."
     )
     if facts["skipped"]:
         setting += f" {len(facts['skipped'])} turns are left out: they do not fit."

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from moaspec.errors import InputError
-from moaspec.evaluate.equality import NEAR_TIE, Audited, Equality, audit, compare
-from moaspec.evaluate.methods import Method, Run, TransformersMethod
+from moaspec.evaluate.equality import Audited, Equality, audit, compare
+from moaspec.evaluate.methods import Method, Run
 from moaspec.evaluate.prompts import Prompt
 from moaspec.evaluate.report import Outcome, Report
 from moaspec.evaluate.store import Item, Sample, Store
@@ -74,6 +74,7 @@ class _Session:
     methods: Sequence[Method]
     tau_only: Sequence[Method]
     settings: Settings
+    trusted: Target
     store: Store
     advance: Callable[[], None]
     outcomes: dict[str, Outcome]
@@ -86,12 +87,6 @@ class _Session:
     def base(self) -> Method:
         """Over whose speed speed-ups are, and whose answers later turns follow."""
         return next((one for one in self.methods if one.name == PLAIN), self.methods[0])
-
-    @property
-    def trusted(self) -> Target:
-        """Who judges texts: the target as transformers alone loads it, where that is here."""
-        stock = (one for one in self.methods if isinstance(one, TransformersMethod))
-        return next(stock, self.base).target
 
     @property
     def room(self) -> int:
@@ -150,12 +145,11 @@ class _Session:
     def _keep(
         self, method: Method, items: Sequence[Item], repeats: Sequence[Sequence[Run]], batch: int
     ) -> None:
-        limit = NEAR_TIE[method.target.dtype]
         for item, runs in zip(items, zip(*repeats, strict=True), strict=True):
             own = method.name == self.base.name
             base = self._audit(item, runs[0].token_ids if own else self.answer(item))
             texts = [self._audit(item, run.token_ids) for run in runs]
-            worst = _worst(compare(text, base, limit) for text in texts)
+            worst = _worst(compare(text, base) for text in texts)
             self.store.put(method.key, Sample(item, runs, worst, batch))
 
     def _audit(self, item: Item, token_ids: Sequence[int]) -> Audited:
@@ -182,6 +176,7 @@ def measure(
     settings: Settings,
     *,
     tau_only: Sequence[Method] = (),
+    trusted: Target | None = None,
     store: Store | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Report:
@@ -197,6 +192,8 @@ def measure(
         encode: turns and answers to prompt ids.
         settings: how to measure.
         tau_only: methods that decode several prompts together and are not timed.
+        trusted: who judges the texts: the target as transformers alone loads it, not packed. None
+            takes that of the first method.
         store: what was measured before, which is not measured again; all else is added to it.
         advance: called after each method on each turn, for a progress display.
 
@@ -207,7 +204,15 @@ def measure(
     _check(methods, tau_only, settings)
     outcomes = {one.name: Outcome(one) for one in methods}
     outcomes |= {one.name: Outcome(one, timed=False) for one in tau_only}
-    session = _Session(methods, tau_only, settings, store or Store(), advance, outcomes)
+    session = _Session(
+        methods,
+        tau_only,
+        settings,
+        trusted or methods[0].target,
+        store or Store(),
+        advance,
+        outcomes,
+    )
     if session.room < 1:
         raise InputError(
             f"{settings.max_new_tokens} new tokens leave no room for a prompt in the context of "
