@@ -61,6 +61,13 @@ def load(args: argparse.Namespace) -> tuple[Target, MoADrafter]:
     return target, moaspec.load_drafter(args.drafter, target=target)
 
 
+def trusted(args: argparse.Namespace, target: Target) -> Target:
+    """The target as transformers alone loads it, to judge texts."""
+    if not target.packed:
+        return target
+    return moaspec.load_target(args.model, dtype=args.dtype, device=args.device, packed=False)
+
+
 def setting(target: Target) -> dict[str, Any]:
     """What a figure holds for."""
     return {

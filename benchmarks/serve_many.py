@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from common import load, parser, setting, spread
+from common import load, parser, setting, spread, trusted
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -89,7 +89,7 @@ def main() -> None:
         held_after = source.cache.num_bytes
     staying = [client for client in leaving if not client.leaves]
     facts = _speeds(everyone, args.max_new_tokens) | {
-        "wrong": _wrong(target, [*everyone, *staying], args.max_new_tokens),
+        "wrong": _wrong(args, target, [*everyone, *staying]),
         "left": len(leaving) - len(staying),
         "left_s": left_s,
         "rows_left": source.engine.num_active,
@@ -179,23 +179,24 @@ def _speeds(clients: Sequence[Client], max_new_tokens: int) -> dict[str, Any]:
     }
 
 
-def _wrong(target: Target, clients: Sequence[Client], max_new_tokens: int) -> list[int]:
+def _wrong(args: argparse.Namespace, target: Target, clients: Sequence[Client]) -> list[int]:
     """Numbers of clients whose text is not what plain decoding writes alone."""
     known: dict[int, list[int]] = {}
     wrong = []
+    judging = trusted(args, target)
     for client in clients:
         if client.number not in known:
             alone = moaspec.generate(
-                target, client.prompt_ids, max_new_tokens=max_new_tokens, **client.sampling
+                target, client.prompt_ids, max_new_tokens=args.max_new_tokens, **client.sampling
             )
             known[client.number] = alone.token_ids
         found = judge(
-            target,
+            judging,
             client.prompt_ids,
             known[client.number],
             client.ids,
             SamplingParams(**client.sampling),
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=args.max_new_tokens,
         )
         if not found.lossless:
             wrong.append(client.number)

@@ -60,8 +60,8 @@ def gaps(
     prompt: Sequence[int],
     text: Sequence[int],
     sampling: SamplingParams = GREEDY,
-) -> Sequence[float]:
-    return audit(target, prompt, text, sampling, max_new_tokens=len(text)).gaps
+) -> list[float]:
+    return list(audit(target, prompt, text, sampling, max_new_tokens=len(text)).gaps)
 
 
 def judged(target: Target, expected: Sequence[int], got: Sequence[int]) -> Equality:
