@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from moaspec.target.packing import (
     StreamedLinear,
     _fastest_form,
     can_pack,
+    map_into_memory,
     pack_like,
     pack_linears,
 )
@@ -118,9 +120,30 @@ def test_weights_of_too_wide_a_range_stay_float32(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_packing
-def test_a_tied_head_is_copied_only_to_save_an_emulation(bf16_instructions: bool) -> None:
-    bf16_head = nn.Linear(4, 8).bfloat16()
-    assert (pack_like(bf16_head) is bf16_head) is bf16_instructions
+def test_a_tied_head_is_packed_and_its_rows_are_read_from_a_file(tmp_path: Path) -> None:
+    head, embedding = nn.Linear(32, 50).bfloat16(), nn.Embedding(50, 32).bfloat16()
+    head.requires_grad_(requires_grad=False)
+    embedding.weight = head.weight
+    before, x, ids = head.weight.clone(), torch.randn(3, 32).bfloat16(), torch.tensor([[49, 0]])
+    expected = head(x)
+    packed = pack_like(head, directory=tmp_path / "new")
+    assert isinstance(packed, PackedLinear)
+    torch.testing.assert_close(packed(x), expected, atol=2e-2, rtol=0)
+    assert torch.equal(head.weight, before)
+    assert torch.equal(embedding(ids), before[ids])
+    assert list(tmp_path.iterdir()) == [tmp_path / "new"]
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_without_room_for_a_file_a_table_stays_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    table = torch.randn(4, 3)
+    before, place = table.clone(), table.data_ptr()
+    map_into_memory(table, tmp_path / "file" / "below")
+    assert table.data_ptr() == place
+    map_into_memory(table, tmp_path)
+    assert table.data_ptr() != place
+    assert torch.equal(table, before)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -137,13 +160,13 @@ def test_streamed_linear_computes_the_same(bias: bool, shape: tuple[int, ...]) -
 
 @pytest.mark.parametrize(("cpu", "gains"), [("Intel(R) Xeon(R)", False), ("AMD EPYC", True)])
 def test_float32_is_packed_where_mkl_copies_weights(
-    cpu: str, gains: bool, monkeypatch: pytest.MonkeyPatch
+    cpu: str, gains: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(packing, "_cpu_name", lambda: cpu)
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
     gains = gains and can_pack(torch.bfloat16, CPU)
     assert can_pack(torch.float32, CPU) is gains
-    assert isinstance(pack_like(nn.Linear(4, 8)), StreamedLinear) is gains
+    assert isinstance(pack_like(nn.Linear(4, 8), directory=tmp_path), StreamedLinear) is gains
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
     assert not can_pack(torch.float32, CPU)
 

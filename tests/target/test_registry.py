@@ -20,7 +20,8 @@ import moaspec
 import tiny
 from moaspec.errors import InputError, UnknownModelError, UnsupportedTargetError
 from moaspec.target import registry
-from moaspec.target.registry import ALIASES, Alias, cache_dir, packaged_gguf
+from moaspec.target.cache import cache_dir
+from moaspec.target.registry import ALIASES, Alias, packaged_gguf
 
 
 @pytest.fixture

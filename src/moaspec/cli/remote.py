@@ -13,7 +13,7 @@ from rich.text import Text
 from moaspec.cli import console, options
 from moaspec.decode import bundled_drafters
 from moaspec.errors import InputError
-from moaspec.target.registry import cache_dir
+from moaspec.target.cache import cache_dir
 
 if TYPE_CHECKING:
     from moaspec.remote import RemoteEvent, RemoteSession

@@ -33,7 +33,7 @@ from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.target import Target
-from moaspec.target.registry import cache_dir
+from moaspec.target.cache import cache_dir
 
 FORMAT_VERSION = 1
 TOKENS = (1, 2, 4, 8, 16, 32, 64)

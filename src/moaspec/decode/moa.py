@@ -22,7 +22,7 @@ from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import check_target
 from moaspec.model.layers import masked_attention
 from moaspec.target import Target
-from moaspec.target.packing import can_pack, pack_linears
+from moaspec.target.packing import can_pack, pack_linears, return_freed_memory
 
 
 class MoADrafting(Growing):
@@ -276,6 +276,7 @@ def _packed(drafter: MoADrafter) -> MoADrafter:
         return drafter
     copied = copy.deepcopy(drafter)
     pack_linears(copied)
+    return_freed_memory()
     return copied
 
 

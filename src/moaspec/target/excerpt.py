@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
+from moaspec.target.cache import cache_dir
 from moaspec.target.lean import make_lean
 from moaspec.target.model import Target
-from moaspec.target.packing import PackedLinear, can_pack, pack_like, pack_linears
+from moaspec.target.packing import (
+    PackedLinear,
+    can_pack,
+    pack_like,
+    pack_linears,
+    return_freed_memory,
+)
 from moaspec.target.quantised import Int8Embedding, Int8Linear, quantise
 
 EMBEDDING, HEAD, NORM, LAYER = "embedding", "head", "norm", "layers"
@@ -119,7 +126,8 @@ class TargetExcerpt(Target):
         if self.packed:
             pack_linears(self.model, keep=(self._lm_head,))
             if isinstance(self._lm_head, nn.Linear):
-                self._fast_head = pack_like(self._lm_head)
+                self._fast_head = pack_like(self._lm_head, directory=cache_dir())
+            return_freed_memory()
         make_lean(layer for layer in self._base.layers if not isinstance(layer, _Absent))
         self.lean = True
         return self.packed

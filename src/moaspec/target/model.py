@@ -25,8 +25,15 @@ from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import LayerFeatures
 from moaspec.model.masks import text_mask, window_mask
 from moaspec.target import families
+from moaspec.target.cache import cache_dir
 from moaspec.target.lean import Reading, make_lean
-from moaspec.target.packing import PackedLinear, can_pack, pack_like, pack_linears
+from moaspec.target.packing import (
+    PackedLinear,
+    can_pack,
+    pack_like,
+    pack_linears,
+    return_freed_memory,
+)
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
@@ -164,7 +171,8 @@ class Target:
         self.packed = can_pack(self.dtype, self.device)
         if self.packed:
             pack_linears(self.model, keep=(self._lm_head,))
-            self._fast_head = pack_like(self._lm_head)
+            self._fast_head = pack_like(self._lm_head, directory=cache_dir())
+            return_freed_memory()
         make_lean(self._base.layers)
         self.lean = True
         return self.packed

@@ -14,16 +14,22 @@ are poor at it, in ways that depend on dtype and CPU:
   one, so it is left alone there. On other makers' it copies the weight for two rows and more, which
   then cost twice as much as one: there it is laid out in advance too.
 
-Projections of one input (query, key and value; gate and up) become one matrix.
+Projections of one input (query, key and value; gate and up) become one matrix. An LM head in bf16
+becomes a packed copy; the embedding that shares its weight, of which a token reads one row, is left
+to a file then.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -292,6 +298,14 @@ def pack_linears(module: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> None
             pack_linears(child, keep=keep)
 
 
+def return_freed_memory() -> None:
+    """Give what was freed back to the system: glibc keeps it, after packing most of a model."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):  # another C library has no such call
+        return
+
+
 def _fuse(module: nn.Module, keep: tuple[nn.Module, ...]) -> None:
     """Replace this module's own groups of projections, where all of a group are there."""
     for names in SIBLINGS:
@@ -336,17 +350,44 @@ class StreamedLinear(nn.Module):
         return out_NX.contiguous().reshape(*x.shape[:-1], -1)
 
 
-def pack_like(linear: nn.Linear) -> nn.Module:
+def pack_like(linear: nn.Linear, *, directory: Path) -> nn.Module:
     """A faster stand-in for a layer whose own weight stays in use elsewhere (a tied LM head).
 
-    A copy is made only where the plain layer would have to emulate its dtype.
+    The bf16 one is a packed copy; of the weight itself only rows are read from then on, so it is
+    left to a file (see `map_into_memory`).
+
+    Args:
+        linear: is kept, and so is the value of its weight.
+        directory: for that file.
     """
-    dtype = linear.weight.dtype
-    if not can_pack(dtype, linear.weight.device):
+    if not can_pack(linear.weight.dtype, linear.weight.device):
         return linear
-    if compute_dtype(dtype) != dtype:
-        return PackedLinear(linear)
-    return StreamedLinear(linear) if dtype == torch.float32 else linear
+    if linear.weight.dtype == torch.float32:
+        return StreamedLinear(linear)
+    packed = PackedLinear(linear)
+    map_into_memory(linear.weight, directory)
+    return packed
+
+
+def map_into_memory(table: Tensor, directory: Path) -> None:
+    """Let a tensor's numbers live in a file, of which only what is read takes memory.
+
+    The file has no name, and is gone with the tensor. Without room for it all stays as it is.
+
+    Args:
+        table: contiguous, on the CPU; changed in place.
+        directory: on a disk, made where it is missing.
+    """
+    numbers = table.detach().view(torch.uint8).numpy()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory) as file:
+            numbers.tofile(file)
+            file.flush()
+            mapped = np.memmap(file, dtype=np.uint8, mode="c", shape=numbers.shape)
+    except OSError:
+        return
+    table.data = torch.from_numpy(mapped).view(table.dtype)
 
 
 def _bf16_instructions() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moaspec.errors import InputError, MoaSpecError, UnknownModelError
 from moaspec.model.weights import is_directory
+from moaspec.target.cache import cache_dir
 from moaspec.target.families import require_supported
 from moaspec.target.model import Target
 
@@ -150,12 +150,6 @@ def _unusable(name: str, source: str, cause: str) -> UnknownModelError:
             "reached and used"
         )
     return UnknownModelError(f"Cannot load the target {name!r}: {what}. Cause: {cause}")
-
-
-def cache_dir() -> Path:
-    """Where converted weights are kept: `$MOASPEC_CACHE`, else `~/.cache/moaspec`."""
-    root = os.environ.get("MOASPEC_CACHE")
-    return Path(root) if root else Path.home() / ".cache" / "moaspec"
 
 
 def find_weights(name: str) -> str:
