@@ -29,9 +29,10 @@ $(INSTALLED): pyproject.toml
 demo: install
 	$(BIN)/moaspec demo
 
+# Two processes of one thread each: with more threads than cores, torch's stall one another.
 test: install
-	$(BIN)/coverage run -m pytest
-	$(BIN)/coverage report --skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+		--cov --cov-report term:skip-covered
 
 # Some minutes, and a virtual environment of its own; not part of CI.
 test-vllm: $(VLLM_VENV)/.installed

@@ -6,7 +6,7 @@ prompt to prompt, and every prompt is decoded greedily and sampled. A text that 
 plain one, token for token, must differ at a near-tie first (`moaspec.evaluate.equality`), or the
 run fails. The last line is JSON.
 
-    python benchmarks/remote_equality.py --prompts 20
+    python benchmarks/remote_equality.py --suite mt_bench.jsonl --prompts 20
     python benchmarks/remote_equality.py --prompts 5 --tiny      # random weights
 """
 
@@ -49,7 +49,8 @@ LINK = LinkOptions(backoff_s=0.05, retry_s=0.25)
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--suite", default="bundled")
+    parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--tiny", action="store_true")
     return parser.parse_args()
@@ -61,7 +62,9 @@ def load(args: argparse.Namespace) -> tuple[moaspec.Target, MoADrafter, list[lis
         return tiny.target(), tiny.agreeing_drafter("llama"), [list(one) for one in tiny.PROMPTS]
     target = moaspec.load_target("smollm2-135m", dtype="float32")
     drafter = moaspec.load_drafter("smollm2-135m", target=target)
-    turns = [one.turns[0] for one in read_prompts("bundled", limit=args.prompts)]
+    turns = [one.turns[0] for one in read_prompts(args.suite, limit=args.prompts)]
+    if len(turns) < args.prompts:
+        raise SystemExit(f"{args.suite} has {len(turns)} prompts; name a larger --suite.")
     return target, drafter, [prompt_ids(target.tokenizer, one) for one in turns]
 
 

@@ -296,6 +296,12 @@ def test_overlap(cli: Cli, tmp_path: Path) -> None:
     assert "a b c d e f g h" in out
     code, out, _ = cli("data", "overlap", dirty, *against, "--json")
     assert json.loads(out)["overlaps"][0]["where"] == f"{dirty}:1"
+    kept = tmp_path / "kept.jsonl"
+    assert cli("data", "overlap", dirty, clean, *against, "--out", str(kept))[0] == 0
+    assert kept.read_text() == Path(clean).read_text()
+    code, _, err = cli("data", "overlap", dirty, *against, "--out", str(kept))
+    assert code == 2
+    assert "exists" in err
     ids = jsonl(tmp_path / "ids.jsonl", [{"prompt_ids": [1], "response_ids": [2]}])
     code, _, err = cli("data", "overlap", ids, *against)
     assert code == 2

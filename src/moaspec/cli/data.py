@@ -19,6 +19,7 @@ from moaspec.cli import console
 from moaspec.cli.options import MODEL
 from moaspec.decode import load_any_drafter
 from moaspec.errors import DataError, InputError
+from moaspec.model.weights import replace_file
 from moaspec.target import Target, load_target
 from moaspec.train.conversations import read_conversations
 from moaspec.train.failures import explained
@@ -26,7 +27,7 @@ from moaspec.train.journal import Journal
 from moaspec.train.overlap import overlaps
 from moaspec.train.reading import read_examples
 from moaspec.train.regenerate import check_prompts, fingerprint, regenerate, with_system_prompts
-from moaspec.train.sources import refuse
+from moaspec.train.sources import read_records, refuse
 from moaspec.train.statistics import Statistics, statistics
 from moaspec.train.stopping import MORE_TO_DO, Ending, Stop
 from moaspec.train.synth import Imagination, synth
@@ -202,15 +203,22 @@ def overlap_command(
     model: Annotated[
         str | None, typer.Option(help="Target whose tokenizer reads rows of token ids only.")
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New JSONL file for the rows that share nothing.")
+    ] = None,
     skip_malformed: Skip = False,
     as_json: Json = False,
 ) -> None:
     """Find training rows that share words with evaluation prompts; exit code 1 if there are any.
 
-    Example: moaspec data overlap responses.jsonl.gz --against prompts/
+    With --out all other rows are written as they are, and the exit code is 0.
+
+    Example: moaspec data overlap responses.jsonl.gz --against prompts/ --out clean.jsonl
     """
     if size < 1:
         raise InputError(f"--size must be at least 1, got {size}.")
+    if out is not None and out.exists():
+        raise InputError(f"{out} exists; name another file.")
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
     target = _load(model, "float32", "cpu", None) if model else None
@@ -230,8 +238,23 @@ def overlap_command(
             console.out.print(f"{finding.where} and {finding.against}: {finding.words}")
         console.out.print(f"{len(found)} rows share {size} words in a row with a prompt.")
     _tell(skipped)
-    if found:
+    if out is not None:
+        _write_others(out, sources, {finding.where for finding in found})
+    elif found:
         raise typer.Exit(1)
+
+
+def _write_others(out: Path, sources: list[str], left_out: set[str]) -> None:
+    """The rows of these sources but some; malformed ones were told of before."""
+
+    def write(scratch: Path) -> None:
+        with scratch.open("w", encoding="utf-8") as file:
+            for source in sources:
+                for record in read_records(source, lambda _: None):
+                    if record.where not in left_out:
+                        file.write(json.dumps(record.value) + "\n")
+
+    replace_file(out, write)
 
 
 class _TimeUpError(Exception):
