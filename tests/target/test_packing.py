@@ -17,6 +17,7 @@ from moaspec.target.packing import (
     PackedLinear,
     StreamedLinear,
     _fastest_form,
+    _FourBits,
     can_pack,
     map_into_memory,
     pack_like,
@@ -108,6 +109,42 @@ def test_float16_holds_every_bf16_weight_of_a_usual_range(largest: float) -> Non
     form = _fastest_form(weight, None)
     assert isinstance(form, packing._Half) is not packing._bf16_instructions()
     assert torch.equal(form.weight().bfloat16(), weight)
+
+
+@needs_packing
+@pytest.mark.skipif(not packing._bf16_instructions(), reason="no bf16 instructions here")
+@pytest.mark.parametrize("bias", [False, True])
+def test_drafts_may_be_rounded_to_four_bits(bias: bool) -> None:
+    linear = nn.Linear(96, 192, bias=bias).bfloat16().requires_grad_(requires_grad=False)
+    linear.weight[:64, :32] = 0.0  # a group of one number
+    exact, rounded = PackedLinear(linear), PackedLinear(linear, drafts=True)
+    assert torch.equal(rounded.weight, linear.weight)
+    codes_RI, scales_GR2 = _FourBits._rounded(linear.weight)
+    scale_RI, zero_RI = (
+        part.t().repeat_interleave(_FourBits.GROUP, 1) for part in scales_GR2.unbind(-1)
+    )
+    read_RI = scale_RI.float() * (codes_RI - 8) + zero_RI.float()
+    # Half a step, and what bf16 takes from scale and zero.
+    assert ((read_RI - linear.weight.float()).abs() <= 0.6 * scale_RI.float() + 1e-3).all()
+    for rows in (0, 1, _FourBits.MOST_ROWS, _FourBits.MOST_ROWS + 1):
+        x = torch.randn(1, rows, 96).bfloat16()
+        if rows > _FourBits.MOST_ROWS:
+            assert torch.equal(rounded(x), exact(x))
+        else:
+            added = 0.0 if linear.bias is None else linear.bias.float()
+            expected = x.float() @ read_RI.t() + added
+            torch.testing.assert_close(rounded(x).float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@needs_packing
+@pytest.mark.usefixtures("bf16_instructions")
+@pytest.mark.parametrize(("dtype", "shape"), [
+    (torch.float32, (96, 192)), (torch.bfloat16, (96, 100)), (torch.bfloat16, (80, 192))
+])  # fmt: skip
+def test_drafts_without_a_kernel_are_exact(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    linear = nn.Linear(*shape).to(dtype).requires_grad_(requires_grad=False)
+    x = torch.randn(2, shape[0], dtype=dtype)
+    assert torch.equal(PackedLinear(linear, drafts=True)(x), PackedLinear(linear)(x))
 
 
 @needs_packing

@@ -275,6 +275,7 @@ def _packed(drafter: MoADrafter) -> MoADrafter:
     if drafter.training or _is_altered(drafter) or not packs:
         return drafter
     copied = copy.deepcopy(drafter)
+    pack_linears(copied.speaker, drafts=True)
     pack_linears(copied)
     return_freed_memory()
     return copied

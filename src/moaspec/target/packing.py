@@ -14,7 +14,8 @@ are poor at it, in ways that depend on dtype and CPU:
   one, so it is left alone there. On other makers' it copies the weight for two rows and more, which
   then cost twice as much as one: there it is laid out in advance too.
 
-Projections of one input (query, key and value; gate and up) become one matrix. An LM head in bf16
+Projections of one input (query, key and value; gate and up) become one matrix. What only drafts may
+be rounded to four bits, of which a draft step reads a quarter of the bytes. An LM head in bf16
 becomes a packed copy; the embedding that shares its weight, of which a token reads one row, is left
 to a file then.
 """
@@ -42,19 +43,22 @@ EXPECTED_ROWS = 8
 
 
 class PackedLinear(nn.Module):
-    """A frozen `nn.Linear` in the fastest exact form; see the module's docstring.
+    """A frozen `nn.Linear` in the fastest form; see the module's docstring.
 
     Args:
         linear: what to pack, on the CPU. It is not changed.
+        drafts: what it computes is only proposed, so it may be rounded.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, drafts: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._dtype = linear.weight.dtype
         # Not a parameter: a packed tensor cannot be moved, cast or trained.
         bias = None if linear.bias is None else linear.bias.detach()
-        self._form = _fastest_form(linear.weight.detach(), bias)
+        weight = linear.weight.detach()
+        few_bits = drafts and _FourBits.can_hold(weight)
+        self._form = _FourBits(weight, bias) if few_bits else _fastest_form(weight, bias)
 
     @property
     def weight(self) -> Tensor:
@@ -161,6 +165,55 @@ class _Single:
         return F.linear(x.float(), self._weight, self._added).to(x.dtype)
 
 
+class _FourBits:
+    """Four bits for a few rows, which read a quarter of the bytes; the weight itself for more.
+
+    Groups of 32 inputs share a scale and a zero. What comes out is rounded, so it is for drafts.
+    """
+
+    GROUP, MOST_ROWS, BLOCK = 32, 8, 64
+    """More rows are multiplied faster by the weight itself. The kernel takes outputs in blocks."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.bias, self._whole = bias, _OneDNN(weight, bias)
+        codes_RI, self._scales = self._rounded(weight)
+        self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_RI, 1)
+        self._kernel = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    @classmethod
+    def can_hold(cls, weight: Tensor) -> bool:
+        """Whether there is a kernel for this weight, and gain in it."""
+        return (
+            weight.dtype == torch.bfloat16
+            and _bf16_instructions()
+            and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+            and weight.shape[0] % cls.BLOCK == 0
+            and weight.shape[1] % cls.GROUP == 0
+        )
+
+    @classmethod
+    def _rounded(cls, weight_RI: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers 0 to 15, (R, I), of scale * (number - 8) + zero, (I / GROUP, R, 2) of both."""
+        groups_RGI = weight_RI.float().unflatten(1, (-1, cls.GROUP))
+        low_RG1, high_RG1 = groups_RGI.amin(-1, keepdim=True), groups_RGI.amax(-1, keepdim=True)
+        scale_RG1 = ((high_RG1 - low_RG1) / 15).clamp(min=1e-9).bfloat16()
+        zero_RG1 = (low_RG1 + 8 * scale_RG1.float()).bfloat16()
+        numbers_RGI = (groups_RGI - zero_RG1.float()) / scale_RG1.float() + 8
+        codes_RI = numbers_RGI.round().clamp(0, 15).to(torch.int32).flatten(1)
+        return codes_RI, torch.cat((scale_RG1, zero_RG1), dim=-1).transpose(0, 1).contiguous()
+
+    def weight(self) -> Tensor:
+        return self._whole.weight()
+
+    def product(self, x: Tensor) -> Tensor:
+        rows_NI = x.reshape(-1, x.shape[-1])
+        if x.requires_grad or len(rows_NI) > self.MOST_ROWS:
+            return self._whole.product(x)
+        out_NR = self._kernel(rows_NI, self._codes, self.GROUP, self._scales)
+        out_NR = out_NR if self.bias is None else out_NR + self.bias
+        return cast(Tensor, out_NR.view(*x.shape[:-1], out_NR.shape[-1]))
+
+
 def _fastest_form(weight: Tensor, bias: Tensor | None) -> _Form:
     if compute_dtype(weight.dtype) == weight.dtype:
         return _OneDNN(weight, bias)
@@ -219,14 +272,14 @@ class FusedPart(nn.Module):
 class _Fused:
     """The matrix behind several `FusedPart`s, and its product with the latest input."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], *, drafts: bool) -> None:
         with torch.device("meta"):
             width = sum(linear.out_features for linear in linears)
             joined = nn.Linear(linears[0].in_features, width, bias=linears[0].bias is not None)
         joined.weight = nn.Parameter(torch.cat([one.weight.detach() for one in linears]))
         if linears[0].bias is not None:
             joined.bias = nn.Parameter(torch.cat([one.bias.detach() for one in linears]))
-        self.linear = PackedLinear(joined)
+        self.linear = PackedLinear(joined, drafts=drafts)
         self.in_features, self.out_features = joined.in_features, width
         self._latest: tuple[Tensor, Tensor] | None = None
 
@@ -279,7 +332,9 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def pack_linears(module: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> None:
+def pack_linears(
+    module: nn.Module, *, keep: tuple[nn.Module, ...] = (), drafts: bool = False
+) -> None:
     """Replace every `nn.Linear` inside a module, one after another, freeing the weight it had.
 
     Projections of one input (query, key and value; gate and up) become one matrix.
@@ -287,15 +342,16 @@ def pack_linears(module: nn.Module, *, keep: tuple[nn.Module, ...] = ()) -> None
     Args:
         module: changed in place.
         keep: modules to leave as they are.
+        drafts: see `PackedLinear`.
     """
-    _fuse(module, keep)
+    _fuse(module, keep, drafts=drafts)
     for name, child in list(module.named_children()):
         if child in keep:
             continue
         if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child))
+            setattr(module, name, PackedLinear(child, drafts=drafts))
         else:
-            pack_linears(child, keep=keep)
+            pack_linears(child, keep=keep, drafts=drafts)
 
 
 def return_freed_memory() -> None:
@@ -306,7 +362,7 @@ def return_freed_memory() -> None:
         return
 
 
-def _fuse(module: nn.Module, keep: tuple[nn.Module, ...]) -> None:
+def _fuse(module: nn.Module, keep: tuple[nn.Module, ...], *, drafts: bool) -> None:
     """Replace this module's own groups of projections, where all of a group are there."""
     for names in SIBLINGS:
         linears = [getattr(module, name, None) for name in names]
@@ -314,7 +370,7 @@ def _fuse(module: nn.Module, keep: tuple[nn.Module, ...]) -> None:
         biased = {one.bias is None for one in found}
         if len(found) < len(names) or len({one.in_features for one in found}) * len(biased) > 1:
             continue
-        fused, start = _Fused(found), 0
+        fused, start = _Fused(found, drafts=drafts), 0
         for name, linear in zip(names, found, strict=True):
             columns = slice(start, start + linear.out_features)
             setattr(module, name, FusedPart(fused, columns))
