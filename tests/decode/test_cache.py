@@ -45,6 +45,20 @@ def test_capacity_grows_in_buckets_and_keeps_what_is_stored() -> None:
     assert cache.num_bytes == before
 
 
+def test_what_grew_inside_inference_mode_is_written_outside() -> None:
+    """A device drafts beyond the capacity, and takes in what the server sends after that."""
+    with torch.inference_mode():
+        cache = empty_cache()
+        cache.reserve(1, 2)
+    key, value = some_kv(LAYERS, 2)
+    cache.append(0, 0, key, value)
+    assert_close(cache.read(0, 0, 2), (key, value))
+    with torch.inference_mode():
+        cache.release()
+    cache.reserve(1, 2)
+    cache.append(0, 0, key, value)
+
+
 def test_more_rows_alone_keep_the_slots() -> None:
     cache = empty_cache(1, 10)
     key, value = some_kv(LAYERS, 10)

@@ -40,7 +40,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._data = torch.zeros(num_layers, 2, 0, num_heads, 0, head_dim, dtype=dtype).to(device)
+        with torch.inference_mode(mode=False):
+            empty = torch.zeros(num_layers, 2, 0, num_heads, 0, head_dim, dtype=dtype)
+            self._data = empty.to(device)
 
     @property
     def num_bytes(self) -> int:
@@ -64,13 +66,15 @@ class KVCache:
             slots = -(-max(slots, old_slots * 3 // 2) // SLOT_BUCKET) * SLOT_BUCKET
         else:
             slots = old_slots
-        grown = self._data.new_zeros(layers, two, rows, heads, slots, dim)
+        with torch.inference_mode(mode=False):  # who grows it is not all that writes to it
+            grown = self._data.new_zeros(layers, two, rows, heads, slots, dim)
         grown[:, :, :old_rows, :, :old_slots] = self._data
         self._data = grown
 
     def release(self) -> None:
         """Give all memory back."""
-        self._data = self._data[:, :, :0, :, :0].clone()
+        with torch.inference_mode(mode=False):
+            self._data = self._data[:, :, :0, :, :0].clone()
 
     def writer(
         self, rows: Sequence[int], starts: Sequence[int], num_tokens: int, visible: int
