@@ -277,6 +277,26 @@ def test_rows_join_and_leave_midway() -> None:
     assert [len(results[i].token_ids) for i in range(4)] == [24, 6, 24, 20]
 
 
+def test_rows_are_verified_in_the_order_of_their_places() -> None:
+    """The latest request takes the first place; its caches lie before those of the others."""
+    engine, seen = replay(), []
+    verify = engine._verifier.verify
+
+    async def noted(requests: Sequence[Request]) -> list[Verdict]:
+        seen.append([request.row for request in requests])
+        return await verify(requests)
+
+    engine._verifier.verify = noted  # type: ignore[method-assign]
+    for new_tokens in (2, 9, 9):
+        engine.add(PROMPT, max_new_tokens=new_tokens, shape=Chain(1))
+    while engine.num_active == 3:
+        engine.step()
+    engine.add(PROMPT, max_new_tokens=9, shape=Chain(1))
+    finish(engine)
+    assert [0, 1, 2] in seen[3:]
+    assert all(rows == sorted(rows) for rows in seen)
+
+
 def test_abort_returns_what_was_generated_and_frees_the_row() -> None:
     engine = local_engine(tiny.target(), tiny.random_drafter(tiny.target()))
     handle = engine.add(PROMPT, max_new_tokens=24)

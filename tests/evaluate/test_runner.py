@@ -138,6 +138,18 @@ def test_a_wrong_token_is_noticed_without_plain_too() -> None:
     assert report.speedup(report.outcomes[0]) is None
 
 
+def test_no_speedup_over_a_lossy_baseline() -> None:
+    wrong = WrongMethod("wrong", tiny.target(), shape=Chain(2), cut=False)
+    report = measure([wrong, *methods("hf")], PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    right = report.outcomes[1]
+    assert right.lossless
+    assert report.speedup(right) is None
+    suites = report.as_json()["methods"]["hf"]["suites"].values()
+    assert [part["median_speedup"] for part in suites] == [None] * len(suites)
+    ties = [found for found in right.equality if found.kind == "near_tie"]
+    assert all((found.gap or 0) <= (found.limit or 0) for found in ties)
+
+
 def test_no_room_for_a_prompt() -> None:
     most = tiny.target().max_positions
     with pytest.raises(InputError, match="leave no room for a prompt"):

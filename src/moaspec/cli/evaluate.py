@@ -23,6 +23,7 @@ from moaspec.evaluate.accuracy import is_right
 from moaspec.evaluate.comparison import REPORT, compare_reports, read_report
 from moaspec.evaluate.cost import measure_costs, num_measurements
 from moaspec.evaluate.cut import Cut, measure_cut
+from moaspec.evaluate.equality import RULE
 from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
 from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
@@ -110,28 +111,31 @@ def evaluate(
     console.set_threads(threads)
     console.quiet_libraries()
     sources = Sources(model, drafter, read_checkpoints(checkpoint or []), dtype, device)
-    with console.status(f"Loading {model}"):
-        loaded = load_methods([*timed, *untimed], sources)
     asked = {"suite": suite, "limit": limit, "turns": turns}
     around = {**asdict(sources), "system": system, **surroundings()}
+    facts = {**asdict(settings), **around, "rule": RULE}
+    apart = cost or cut is not None
+    store = None if apart else Store(out, facts)  # refuses other settings before anything is loaded
+    with console.status(f"Loading {model}"):
+        loaded = load_methods([*timed, *untimed], sources)
+        trusted = None if apart else load_trusted(loaded, sources)
     if cost:
         _report_costs(loaded, around, out, as_json=as_json)
         return
     if cut is not None:
-        facts = {**around, **asked, "max_new_tokens": max_new_tokens}
         found = _measured_cut(
             loaded, prompts, (cut, max_new_tokens), system=system, accuracy=accuracy
         )
+        facts = {**around, **asked, "max_new_tokens": max_new_tokens}
         _report_cut(found, facts, out, as_json=as_json)
         return
-    facts = {**asdict(settings), **around}
     report = _measured(
         loaded[: len(timed)],
         prompts,
         settings,
         tau_only=loaded[len(timed) :],
-        trusted=load_trusted(loaded, sources),
-        store=Store(out, facts),
+        trusted=trusted,
+        store=store,
         system=system,
     )
     result = {"settings": {**facts, **asked}, **report.as_json()}
@@ -151,6 +155,11 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
         raise InputError("--accuracy goes with --cut: without a cut every text is the target's.")
     if options["cost"] and options["cut"] is not None:
         raise InputError("--cost and --cut are measured by themselves: use one after the other.")
+    if options["cut"] is not None and not 1 <= options["cut"] < options["max_new_tokens"]:
+        raise InputError(
+            f"--cut must be at least 1 and below --max-new-tokens ({options['max_new_tokens']}), "
+            f"got {options['cut']}."
+        )
     if apart and (options["repeats"], options["batch"], options["tau_only"]) != (1, 1, ""):
         raise InputError("--repeats, --batch and --tau-only do not go with --cost and --cut.")
     if not timed:
@@ -186,10 +195,13 @@ def page(
 
     Example: moaspec eval page results --markdown docs/results.md
     """
-    written = [write_page(directory)]
-    for path in markdown or ():
-        write_markdown(directory, path)
-        written.append(path)
+    try:
+        written = [write_page(directory)]
+        for path in markdown or ():
+            write_markdown(directory, path)
+            written.append(path)
+    except OSError as error:
+        raise InputError(f"The page cannot be written: {error}.") from error
     console.out.print(f"Written: {', '.join(map(str, written))}")
 
 
@@ -314,7 +326,7 @@ def _measured(
     prompts: Sequence[Prompt],
     settings: Settings,
     *,
-    trusted: Target,
+    trusted: Target | None,
     tau_only: Sequence[Method] = (),
     store: Store | None = None,
     system: str = "default",

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import torch
+
 from moaspec.cli import console
 from moaspec.cli.generate import choose_drafter
 from moaspec.decode import load_any_drafter
@@ -51,9 +53,15 @@ def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
 
 
 def load_trusted(methods: Sequence[Method], sources: Sources) -> Target:
-    """The target as transformers alone loads it, to judge texts: a method's where one has it."""
-    as_loaded = (method.target for method in methods if not method.target.packed)
-    return next(as_loaded, None) or _stock(sources)
+    """Whose texts are right: the target as transformers alone loads it, where rounding matters.
+
+    That of a method where one has it; in float32 transformers' own forward over packed weights.
+    """
+    targets = [method.target for method in methods]
+    as_loaded = [target for target in targets if not target.packed]
+    if as_loaded or targets[0].dtype == torch.float32:
+        return (as_loaded or targets)[0]
+    return _stock(sources)
 
 
 def _stock(sources: Sources) -> Target:

@@ -12,8 +12,11 @@ from moaspec.evaluate import Outcome, Report
 from moaspec.evaluate.comparison import Comparison, Interval
 from moaspec.evaluate.cost import Costs
 from moaspec.evaluate.cut import Cut
+from moaspec.evaluate.equality import RULE
 from moaspec.evaluate.report import costs
+from moaspec.evaluate.store import Sample
 
+SHOWN_FAULTS = 3
 ROUND_PARTS = ("draft", "verify", "encode", "rest")
 
 
@@ -31,7 +34,7 @@ def show(report: Report) -> None:
     table.add_column(f"speed-up over {report.baseline}")
     table.add_column("tau")
     table.add_column("acceptance by depth")
-    table.add_column(f"tokens equal to {report.baseline}'s")
+    table.add_column(f"texts equal to {report.baseline}'s")
     for outcome in report.outcomes:
         table.add_row(
             outcome.method.name,
@@ -43,12 +46,12 @@ def show(report: Report) -> None:
         )
     console.out.print(table)
     console.out.print(
-        "Every token is held against one pass of the target in float32: it must be the best, or as "
-        "near to it as the target's own rounding explains, measured on the same text. Texts that "
-        "part at such a tie are the target's own too, as two plain decodings are whose passes have "
-        "different widths.",
+        RULE,
         style="dim",
     )
+    for outcome in report.outcomes:
+        for sample in [one for one in outcome.samples if not one.equality.lossless][:SHOWN_FAULTS]:
+            console.out.print(_fault(outcome, sample), style="red")
     if report.skipped:
         console.out.print(
             f"{len(report.skipped)} turns were left out: with their answer they do not fit into "
@@ -92,6 +95,16 @@ def _show_parts(report: Report) -> None:
             return
 
 
+def _fault(outcome: Outcome, sample: Sample) -> str:
+    """Where a text is not the target's."""
+    found, item = sample.equality, sample.item
+    gap = "" if found.gap is None else f", {found.gap:.3g} logits off"
+    return (
+        f"{outcome.method.name}: {item.prompt.suite} {item.prompt.question_id}, turn "
+        f"{item.turn + 1}, token {found.position}: {found.reason}{gap}"
+    )
+
+
 def _speed(outcome: Outcome) -> str:
     """The middle and, with repeats, the range."""
     if outcome.tokens_per_s is None:
@@ -104,6 +117,9 @@ def _speed(outcome: Outcome) -> str:
 def _speedup(report: Report, outcome: Outcome) -> str:
     if not outcome.lossless:
         return "not shown: lossy"
+    reference = report.outcome(report.baseline)
+    if reference is not None and not reference.lossless:
+        return f"not shown: {report.baseline} is lossy"
     speedup = report.speedup(outcome)
     return "" if speedup is None else f"{speedup:.2f}x"
 

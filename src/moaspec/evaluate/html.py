@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moaspec.errors import DataError
 from moaspec.evaluate.comparison import read_report
+from moaspec.evaluate.equality import EARLIER_RULE
 from moaspec.evaluate.plots import draw_plots
 
 SAME = ("model", "drafter", "dtype", "device", "threads")
@@ -60,7 +61,14 @@ def page(
     )
     template = environment.get_template("report.html.j2")
     everything = json.dumps(facts.get("settings", {}), indent=1)
-    return template.render(facts=facts, plots=plots, costs=costs, cut=cut, settings=everything)
+    return template.render(
+        facts=facts,
+        earlier_rule=EARLIER_RULE,
+        plots=plots,
+        costs=costs,
+        cut=cut,
+        settings=everything,
+    )
 
 
 def beside(

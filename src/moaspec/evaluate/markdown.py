@@ -10,6 +10,7 @@ from typing import Any
 
 from moaspec.errors import InputError
 from moaspec.evaluate.comparison import read_report
+from moaspec.evaluate.equality import EARLIER_RULE
 from moaspec.evaluate.html import beside
 from moaspec.evaluate.plots import draw_plots
 from moaspec.evaluate.store import write_whole
@@ -39,7 +40,7 @@ def write_markdown(results: Path, path: Path) -> None:
         raise InputError(f"There is no directory {path.parent} for {path.name}; make it first.")
     facts = read_report(results)
     plots = draw_plots(facts, *beside(results, facts))
-    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    old = _text_of(path)
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
@@ -51,6 +52,16 @@ def write_markdown(results: Path, path: Path) -> None:
         write_whole(path, text)
 
 
+def _text_of(path: Path) -> str:
+    """What stands in the file, if there is one."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is no Markdown file: {error}. Name another one.") from error
+
+
 def _summary(facts: Facts) -> str:
     """What was measured on what, and a row per method."""
     prompts = max(len(one["prompts"]) for one in facts["methods"].values())
@@ -58,9 +69,8 @@ def _summary(facts: Facts) -> str:
     setting = (
         f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads of "
         f"{machine['gpu'] or machine['processor']}, greedy, {prompts} prompts, all methods in turn "
-        "in one process. Every token of every text is held against one pass of the target in "
-        "float32; a speed-up is only given where each is its choice, up to rounding. Ties: texts "
-        "that part from plain decoding's where rounding decides."
+        f"in one process. {facts.get('rule', EARLIER_RULE)} A speed-up is only given where all "
+        "texts are the target's."
     )
     if facts["skipped"]:
         setting += f" {len(facts['skipped'])} turns are left out: they do not fit."

@@ -99,6 +99,8 @@ def read_prompts(
 
 def _files(suite: str) -> list[tuple[Path, str]]:
     """Paths, and the suite that each is."""
+    if not suite:
+        raise DataError("The suite has no name; give a file, a directory, or a suite's name.")
     if suite == BUNDLED:
         root = Path(str(importlib.resources.files("moaspec")))
         return [(root / "bundled" / "prompts.jsonl", BUNDLED)]

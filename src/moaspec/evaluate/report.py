@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moaspec.decode import GenerationResult, acceptance_by_depth
-from moaspec.evaluate.equality import Equality
+from moaspec.evaluate.equality import RULE, Equality
 from moaspec.evaluate.methods import Method, Run
 from moaspec.evaluate.store import Item, Sample
 
@@ -111,9 +111,11 @@ class Report:
         return all(outcome.lossless for outcome in self.outcomes)
 
     def speedup(self, outcome: Outcome) -> float | None:
-        """Median over prompts of the speed ratio to the baseline; None if any text is wrong."""
+        """Median over prompts of the speed ratio to the baseline; None if either is lossy."""
         reference = self.outcome(self.baseline)
-        return _median(ratios(outcome, reference)) if reference and outcome.lossless else None
+        if reference is None or not (reference.lossless and outcome.lossless):
+            return None
+        return _median(ratios(outcome, reference))
 
     def outcome(self, name: str) -> Outcome | None:
         """The outcome of the method of that name."""
@@ -137,6 +139,7 @@ class Report:
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
             **surroundings(),
+            "rule": RULE,
             "baseline": self.baseline,
             "batch": self.batch,
             "speed_is": "throughput" if self.batch > 1 else "one prompt at a time",
@@ -162,13 +165,13 @@ class Report:
     def _parts_json(
         self, outcome: Outcome, split: Callable[[Outcome], dict[str, Outcome]]
     ) -> dict[str, Any]:
-        """A summary per part; speed-ups only where the method is right everywhere."""
+        """A summary per part; speed-ups only where method and baseline are right everywhere."""
         reference = self.outcome(self.baseline)
         assert reference is not None, "the baseline is one of the outcomes"
-        bases = split(reference)
+        bases, right = split(reference), reference.lossless and outcome.lossless
         return {
             name: {
-                "median_speedup": _median(ratios(part, bases[name])) if outcome.lossless else None,
+                "median_speedup": _median(ratios(part, bases[name])) if right else None,
                 **_summary(part),
             }
             for name, part in split(outcome).items()

@@ -409,8 +409,9 @@ class StreamedLinear(nn.Module):
 def pack_like(linear: nn.Linear, *, directory: Path) -> nn.Module:
     """A faster stand-in for a layer whose own weight stays in use elsewhere (a tied LM head).
 
-    The bf16 one is a packed copy; of the weight itself only rows are read from then on, so it is
-    left to a file (see `map_into_memory`).
+    The bf16 one is a packed copy. Of the weight itself only single rows are read from then on (by
+    an embedding that shares it, or for a draft head), so it is left to a file, see
+    `map_into_memory`.
 
     Args:
         linear: is kept, and so is the value of its weight.
