@@ -213,6 +213,8 @@ def test_a_right_text_beside_a_plain_one_that_is_wrong() -> None:
     text, plain = Audited([1, 2], [0.0, 0.1], limit=0.2), Audited([1, 3], [0.0, 9.0], limit=0.3)
     assert compare(text, plain) == Equality("near_tie", 1, 0.1, 0.2)
     assert compare(plain, text).kind == "different"
+    endless = Audited([1, 2, 3], [0.0, 0.0, 9.0], wrong_end="it goes on after a stop token")
+    assert compare(text, endless) == Equality("near_tie", 2, 0.0, 0.2)
     undecided = Audited([1, 4], [0.0, 0.25], limit=0.3)
     assert compare(text, undecided) == Equality("near_tie", 1, 0.25, 0.3)
 

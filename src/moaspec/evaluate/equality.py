@@ -147,8 +147,8 @@ def compare(text: Audited, plain: Audited) -> Equality:
     if parting is None:
         return Equality("identical")
     # A plain text may be wrong there itself, which is told where it is judged.
-    both = [one for one in (text, plain) if parting < len(one.gaps)]
-    gap, limit = max((one.gaps[parting], one.limit) for one in both if _right(one, parting))
+    both = [one for one in (text, plain) if parting < len(one.gaps) and _right(one, parting)]
+    gap, limit = max(((one.gaps[parting], one.limit) for one in both), default=(0.0, text.limit))
     return Equality("near_tie", parting, gap, limit)
 
 
