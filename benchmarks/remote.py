@@ -79,6 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--agreement", type=float, default=0.75)
     parser.add_argument("--draft", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=1024, help="Of a session's text.")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--tiny", action="store_true")
@@ -120,7 +121,10 @@ async def measure(
     """All clients at once, for so long."""
     passes = PassOptions(max_rows=max_rows)
     limits = StoreOptions(max_sessions=args.clients, max_sessions_per_owner=args.clients)
-    service = TargetService(target, None, ServiceOptions(passes=passes, sessions=limits))
+    # A session may grow to its limit, so a server takes no more of them than fit at their longest.
+    most = min(args.max_tokens, target.max_positions)
+    options = ServiceOptions(passes=passes, sessions=limits, max_tokens=most)
+    service = TargetService(target, None, options)
     clients = [Client(known) for _ in range(args.clients)]
     async with GrpcServer(service, ServerOptions(port=0)) as server:
         sessions = [
