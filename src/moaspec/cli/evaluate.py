@@ -22,7 +22,7 @@ from moaspec.evaluate import Method, Prompt, Report, Settings, Store, measure, r
 from moaspec.evaluate.accuracy import is_right
 from moaspec.evaluate.comparison import REPORT, compare_reports, read_report
 from moaspec.evaluate.cost import measure_costs, num_measurements
-from moaspec.evaluate.cut import Cut, measure_cut
+from moaspec.evaluate.cut import Cut, check_cut, measure_cut
 from moaspec.evaluate.equality import RULE
 from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
 from moaspec.evaluate.markdown import BEGIN, END, write_markdown
@@ -155,11 +155,8 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
         raise InputError("--accuracy goes with --cut: without a cut every text is the target's.")
     if options["cost"] and options["cut"] is not None:
         raise InputError("--cost and --cut are measured by themselves: use one after the other.")
-    if options["cut"] is not None and not 1 <= options["cut"] < options["max_new_tokens"]:
-        raise InputError(
-            f"--cut must be at least 1 and below --max-new-tokens ({options['max_new_tokens']}), "
-            f"got {options['cut']}."
-        )
+    if options["cut"] is not None:
+        check_cut(options["cut"], options["max_new_tokens"])
     if apart and (options["repeats"], options["batch"], options["tau_only"]) != (1, 1, ""):
         raise InputError("--repeats, --batch and --tau-only do not go with --cost and --cut.")
     if not timed:

@@ -89,6 +89,18 @@ class Cut:
         return {"after": self.after, "left_out": self.left_out, "methods": methods}
 
 
+def check_cut(after: int, max_new_tokens: int) -> None:
+    """Refuse a cut that leaves nothing before or after it.
+
+    Raises:
+        InputError: it does.
+    """
+    if not 1 <= after < max_new_tokens:
+        raise InputError(
+            f"--cut must be at least 1 and below --max-new-tokens ({max_new_tokens}), got {after}."
+        )
+
+
 def measure_cut(
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
@@ -118,10 +130,7 @@ def measure_cut(
     drafted = [method for method in methods if method.drafter is not None]
     if not drafted:
         raise InputError("--cut needs a method with a drafter, for example moa.")
-    if not 1 <= after < max_new_tokens:
-        raise InputError(
-            f"--cut must be at least 1 and below --max-new-tokens ({max_new_tokens}), got {after}."
-        )
+    check_cut(after, max_new_tokens)
     target, left_out = drafted[0].target, 0
     texts: dict[str, list[CutText]] = {name: [] for name in (OWN, *(m.name for m in drafted))}
     for prompt in prompts:
