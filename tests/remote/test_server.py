@@ -266,6 +266,32 @@ def test_idle_sessions_make_room_and_come_back() -> None:
     asyncio.run(run())
 
 
+def test_idle_devices_make_room_though_they_stay_connected() -> None:
+    """More devices than sessions, none of which ever hangs up: each has its turn."""
+    limits = StoreOptions(max_sessions=1, connected_busy_s=0.1)
+    service = TargetService(
+        tiny.target(), tiny.agreeing_drafter("llama"), ServiceOptions(sessions=limits)
+    )
+    own = list(tiny.own_texts("llama")[1])
+
+    async def run() -> None:
+        async with GrpcServer(service, ServerOptions(port=0)) as server:
+            transport = GrpcTransport(f"127.0.0.1:{server.port}")
+            devices = [session(transport) for _ in range(3)]
+            for _ in range(2):
+                for device in devices:
+                    result = await device.generate(PROMPT, max_new_tokens=NEW)
+                    assert result.token_ids == own
+                    assert len(service.sessions) == 1
+            assert service.sessions.evicted == 5
+            assert {device.stats.state for device in devices} == {"up"}
+            for device in devices:
+                await device.close()
+        assert service.verifier.cache.num_bytes == 0
+
+    asyncio.run(run())
+
+
 def test_credentials_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="comes with its key"):
         Credentials(certificate=tmp_path)

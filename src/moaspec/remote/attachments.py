@@ -13,7 +13,7 @@ class Attachments:
     """One stream at most for each session, and one session for each stream.
 
     Args:
-        sessions: told who is connected; those are never evicted.
+        sessions: told who is connected; those are evicted last.
     """
 
     def __init__(self, sessions: SessionStore) -> None:
@@ -42,8 +42,14 @@ class Attachments:
 
     def detach(self, stream: Stream) -> None:
         """A connection has ended."""
-        session = stream.session
-        if session is not None and self._streams.get(session.name) is stream:
+        if stream.session is not None:
+            self.release(stream.session)
+
+    def release(self, session: ServerSession) -> None:
+        """Nobody is connected to this session any more, or it is forgotten."""
+        stream = self._streams.get(session.name)
+        if stream is not None and stream.session is session:
+            stream.session = None
             del self._streams[session.name]
             self._sessions.attached.discard(session.name)
 

@@ -144,6 +144,7 @@ class TargetService:
 
     def _drop(self, session: ServerSession) -> None:
         self._work.drop(session)
+        self._attachments.release(session)
         self.shared.close(session.row)
         if not len(self.sessions):
             self.shared.when_idle(self.verifier.release)

@@ -27,13 +27,17 @@ class StoreOptions:
         max_sessions: of all devices.
         max_sessions_per_owner: of one device's or tenant's credentials.
         idle_s: a session without connection is forgotten after so long.
-        busy_s: one that was used more recently is not evicted to make room for another.
+        busy_s: a session without connection that was used more recently is not evicted to make
+            room for another.
+        connected_busy_s: the same for one whose device is connected; it is opened again from its
+            token ids when the device goes on.
     """
 
     max_sessions: int = 64
     max_sessions_per_owner: int = 64
     idle_s: float = 300.0
     busy_s: float = 5.0
+    connected_busy_s: float = 60.0
 
 
 class SessionStore:
@@ -92,26 +96,28 @@ class SessionStore:
         """Forget a session and free what it holds."""
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
-            self.attached.discard(session.name)
             self._drop(session)
 
     def sweep(self) -> None:
         """Forget sessions that nobody is connected to and that were idle for too long."""
-        for session in self._idle(self._options.idle_s):
+        for session in self._idle(self._options.idle_s, connected=False):
             self._forget(session)
 
     def _evict(self, owner: str | None) -> bool:
-        """Make room for one: the session that was idle longest, of one owner or of all."""
-        idle = [s for s in self._idle(self._options.busy_s) if owner in (None, s.owner)]
-        if not idle:
-            return False
-        self._forget(min(idle, key=lambda session: session.used_s))
-        return True
+        """Make room for one: the session idle longest, rather one that nobody is connected to."""
+        options = self._options
+        for seconds, connected in ((options.busy_s, False), (options.connected_busy_s, True)):
+            idle = self._idle(seconds, connected=connected)
+            own = [session for session in idle if owner in (None, session.owner)]
+            if own:
+                self._forget(min(own, key=lambda session: session.used_s))
+                return True
+        return False
 
     def _forget(self, session: ServerSession) -> None:
         self.evicted += 1
         self.remove(session)
 
-    def _idle(self, seconds: float) -> list[ServerSession]:
+    def _idle(self, seconds: float, *, connected: bool) -> list[ServerSession]:
         before = time.monotonic() - seconds
-        return [s for s in self if s.name not in self.attached and s.used_s < before]
+        return [s for s in self if (s.name in self.attached) == connected and s.used_s < before]
