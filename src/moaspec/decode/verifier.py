@@ -105,6 +105,11 @@ class LocalVerifier:
         with torch.inference_mode():
             return self._verify(requests)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values held."""
+        return self.cache.num_bytes
+
     def close(self, row: int) -> None:
         """Nothing to do: a row's slots and text are written over by whoever uses it next."""
 

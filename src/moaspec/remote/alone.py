@@ -23,7 +23,7 @@ from moaspec.remote import target_pb2 as pb
 from moaspec.remote import wire
 from moaspec.remote.layout import Parts
 from moaspec.remote.shared import SharedVerifier
-from moaspec.target import Target
+from moaspec.target import Target, TargetFacts
 
 if TYPE_CHECKING:
     from moaspec.remote.grpc_transport import GrpcTransport
@@ -73,14 +73,15 @@ class _OwnDrafting(MoADrafting):
 
 async def decode_alone(
     shared: SharedVerifier,
-    target: Target,
+    target: TargetFacts,
     drafter: MoADrafter | None,
     request: pb.GenerateRequest,
     sampling: SamplingParams,
 ) -> AsyncGenerator[pb.Generated]:
     """Decode a request to its end; whoever stops listening ends it."""
     drafting: Drafter | None = None
-    if request.speculate and drafter is not None:
+    # Where another engine runs the weights, there is no embedding and no head to draft with.
+    if request.speculate and drafter is not None and isinstance(target, Target):
         drafting = _OwnDrafting(drafter, target, num_target_layers=0)
     row = LeasedRow(shared, encode=drafting is not None)
     try:

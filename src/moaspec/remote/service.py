@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
+from moaspec.decode.protocols import Verifier
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import LinkError, RefusedError, WireError
 from moaspec.model import MoADrafter
@@ -24,10 +25,10 @@ from moaspec.remote.sessions import Drafted, ServerSession
 from moaspec.remote.shared import PassOptions, SharedVerifier
 from moaspec.remote.store import ForeignSessionError, NoRoomError, SessionStore, StoreOptions
 from moaspec.remote.stream import Stream
-from moaspec.remote.terms import Terms
+from moaspec.remote.terms import EngineTerms, Terms, layers_offered
 from moaspec.remote.transport import Connection
 from moaspec.remote.work import Work
-from moaspec.target import Target
+from moaspec.target import Target, TargetFacts
 
 BUSY_RETRY_S = 0.5
 """When a device that found no room may ask again."""
@@ -58,15 +59,53 @@ class ServiceOptions:
     sessions: StoreOptions = field(default_factory=StoreOptions)
     passes: PassOptions = field(default_factory=PassOptions)
 
+    def longest(self, target: TargetFacts) -> int:
+        """Tokens of the longest text."""
+        most = target.max_positions
+        return most if self.max_tokens is None else min(most, self.max_tokens)
+
+    def fitting(self, target: TargetFacts) -> StoreOptions:
+        """As many sessions as were asked for, or as many as fit into the memory for them."""
+        per_token = target.num_layers * target.identity.kv_size * target.dtype.itemsize
+        fit = max(1, self.max_cache_bytes // (per_token * self.longest(target)))
+        return replace(self.sessions, max_sessions=min(self.sessions.max_sessions, fit))
+
+
+class ServingVerifier(Verifier, Protocol):
+    """A verifier that a service can be built on."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values held."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory of rows back; none is in use."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What decides in place of the target's own passes.
+
+    Attributes:
+        verifier: whose features are those of `wire_encoder`, where there is a drafter.
+        terms: what devices are told of it.
+    """
+
+    verifier: ServingVerifier
+    terms: EngineTerms
+
 
 class TargetService:
     """Verifies the drafts of many devices with one target.
 
     Args:
-        target: decides.
+        target: decides; a whole `Target`, unless an engine runs its weights.
         drafter: whose encoder runs here; None gives devices no activations.
         options: limits.
         observer: counts what happens.
+        engine: runs the target; None: the target itself.
 
     Raises:
         MismatchError: the drafter belongs to another target.
@@ -74,18 +113,26 @@ class TargetService:
 
     def __init__(
         self,
-        target: Target,
+        target: TargetFacts,
         drafter: MoADrafter | None = None,
         options: ServiceOptions | None = None,
         observer: Observer | None = None,
+        engine: Engine | None = None,
     ) -> None:
         self.target, self.options = target, options or ServiceOptions()
         self.observer = observer or Observer()
         self._drafter = drafter
-        self.terms = Terms(target, drafter, self.options.max_tokens)
-        self.verifier = LocalVerifier(target, self._encoder(drafter))
+        own = EngineTerms() if engine is None else engine.terms
+        self.terms = Terms(target, drafter, self.options.longest(target), own)
+        self.verifier: Any
+        if engine is not None:
+            self.verifier = engine.verifier
+        else:
+            assert isinstance(target, Target), "without an engine the target itself decides"
+            encoder: Any = None if drafter is None else wire_encoder(drafter, target)
+            self.verifier = LocalVerifier(target, encoder)
         self.shared = SharedVerifier(self.verifier, self.options.passes)
-        self._room = self._fitting()
+        self._room = self.options.fitting(target)
         self.sessions = SessionStore(self._room, make=self._make, drop=self._drop)
         self._attachments = Attachments(self.sessions)
         self._work = Work(self.terms, self._attachments, self.observer, self.sessions.remove)
@@ -105,7 +152,7 @@ class TargetService:
             ("connections", "Connections attached to one", lambda: len(self._attachments)),
             ("evicted", "Sessions forgotten to make room", lambda: self.sessions.evicted),
             ("waiting", "Requests that no pass has taken", lambda: self.shared.num_waiting),
-            ("cache_bytes", "Keys and values held", lambda: self.verifier.cache.num_bytes),
+            ("cache_bytes", "Keys and values held", lambda: self.verifier.cache_bytes),
             ("record_bytes", "Activations held", self._record_bytes),
             ("passes", "Passes of the target", lambda: counts.passes),
             ("pass_rows", "Rows of all passes", lambda: counts.rows),
@@ -117,20 +164,6 @@ class TargetService:
     def _record_bytes(self) -> int:
         """Memory of activations that devices may still ask for."""
         return sum(s.records.num_bytes for s in self.sessions if s.records is not None)
-
-    def _fitting(self) -> StoreOptions:
-        """As many sessions as were asked for, or as many as fit into the memory for them."""
-        per_token = self.target.num_layers * self.target.identity.kv_size
-        per_session = per_token * self.target.dtype.itemsize * self.terms.max_tokens
-        fit = max(1, self.options.max_cache_bytes // per_session)
-        asked = self.options.sessions
-        return replace(asked, max_sessions=min(asked.max_sessions, fit))
-
-    def _encoder(self, drafter: MoADrafter | None) -> Any:
-        if drafter is None:
-            return None
-        check_target(drafter.config, None, self.target.identity, where="drafter")
-        return WireEncoder(drafter, max(self.terms.layers), self.target.num_kv_heads)
 
     def _make(self, name: bytes, owner: str) -> ServerSession:
         return ServerSession(
@@ -319,6 +352,17 @@ class TargetService:
         for session in self.sessions:
             self.sessions.remove(session)
         await self.shared.stop()
+
+
+def wire_encoder(drafter: MoADrafter, target: TargetFacts) -> WireEncoder:
+    """The drafter's encoder as a server runs it.
+
+    Raises:
+        MismatchError: the drafter belongs to another target.
+    """
+    check_target(drafter.config, None, target.identity, where="drafter")
+    most = max(layers_offered(drafter, target.num_layers))
+    return WireEncoder(drafter, most, target.num_kv_heads)
 
 
 def _problem(kind: pb.Problem.Kind, message: str, retry_s: float = 0.0) -> pb.ServerMessage:

@@ -23,7 +23,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "target", "drafter", "law", "num_target_layers", "max_tokens", "max_drafted", "name")
+    __slots__ = ("protocol", "target", "drafter", "law", "num_target_layers", "max_tokens", "max_drafted", "name", "engine", "chains_only")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,8 @@ class Description(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_ONLY_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     target: TargetIdentity
     drafter: str
@@ -40,7 +42,9 @@ class Description(_message.Message):
     max_tokens: int
     max_drafted: int
     name: str
-    def __init__(self, protocol: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., law: _Optional[int] = ..., num_target_layers: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., max_drafted: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+    engine: str
+    chains_only: bool
+    def __init__(self, protocol: _Optional[int] = ..., target: _Optional[_Union[TargetIdentity, _Mapping]] = ..., drafter: _Optional[str] = ..., law: _Optional[int] = ..., num_target_layers: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., max_drafted: _Optional[int] = ..., name: _Optional[str] = ..., engine: _Optional[str] = ..., chains_only: _Optional[bool] = ...) -> None: ...
 
 class TargetIdentity(_message.Message):
     __slots__ = ("model_type", "num_layers", "hidden_size", "num_kv_heads", "head_dim", "vocab_size", "tokenizer_hash")

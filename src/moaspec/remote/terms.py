@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moaspec.decode.sampling import SamplingParams
@@ -15,7 +15,7 @@ from moaspec.remote import target_pb2 as pb
 from moaspec.remote.layout import Layout
 from moaspec.remote.records import Asked
 from moaspec.remote.sessions import Opening
-from moaspec.target import Target
+from moaspec.target import TargetFacts
 
 if TYPE_CHECKING:
     from moaspec.decode.grammar import Grammars
@@ -24,22 +24,43 @@ MOST_LAYERS = 3
 """Largest N for drafters that were not trained for a certain one; the paper's largest."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineTerms:
+    """What devices are told of what runs the target.
+
+    Attributes:
+        name: of the engine.
+        max_drafted: drafts of one round that it verifies; of more, the first ones.
+        chains_only: of a tree it verifies one chain, that of the first children.
+    """
+
+    name: str = "torch"
+    max_drafted: int = wire.MAX_DRAFTED
+    chains_only: bool = False
+
+
 class Terms:
     """Checks requests against a target and a drafter.
 
     Args:
         target: decides.
         drafter: whose encoder runs on the server; None: there is none.
-        max_tokens: longest text; None takes the target's context.
+        max_tokens: longest text.
+        engine: what runs the target.
     """
 
-    def __init__(self, target: Target, drafter: MoADrafter | None, max_tokens: int | None) -> None:
-        self._target = target
+    def __init__(
+        self,
+        target: TargetFacts,
+        drafter: MoADrafter | None,
+        max_tokens: int,
+        engine: EngineTerms,
+    ) -> None:
+        self._target, self._engine = target, engine
         self._config = None if drafter is None else drafter.config
         self._fingerprint = "" if drafter is None else identity.fingerprint(drafter)
-        self.layers = (0,) if drafter is None else _layers(drafter, target.num_layers)
-        most = target.max_positions
-        self.max_tokens = most if max_tokens is None else min(most, max_tokens)
+        self.layers = (0,) if drafter is None else layers_offered(drafter, target.num_layers)
+        self.max_tokens = max_tokens
         self.limits = wire.Limits(target.vocab_size, self.max_tokens)
         self._grammars: Grammars | None = None  # made when a device first asks for one
 
@@ -52,8 +73,10 @@ class Terms:
             law=identity.LAW,
             num_target_layers=self.layers,
             max_tokens=self.max_tokens,
-            max_drafted=wire.MAX_DRAFTED,
+            max_drafted=self._engine.max_drafted,
             name=self._target.name,
+            engine=self._engine.name,
+            chains_only=self._engine.chains_only,
         )
 
     def opening(self, message: pb.ClientMessage) -> Opening:
@@ -147,7 +170,7 @@ class Terms:
         return Asked(layout, wire.runs_of(asked.held, self.limits))
 
 
-def _layers(drafter: MoADrafter, num_layers: int) -> tuple[int, ...]:
+def layers_offered(drafter: MoADrafter, num_layers: int) -> tuple[int, ...]:
     """The N that devices may ask for: those with an exit; without exits any, within reason."""
     recorded = drafter.config.num_target_layers
     if drafter.exits:

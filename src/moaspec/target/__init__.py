@@ -1,7 +1,16 @@
 """The frozen target. The only room that imports transformers' models."""
 
+from moaspec.target.facts import TargetFacts
 from moaspec.target.families import SUPPORTED_FAMILIES
 from moaspec.target.model import Target, WriteKV
-from moaspec.target.registry import ALIASES, load_target
+from moaspec.target.registry import ALIASES, load_target, target_facts
 
-__all__ = ["ALIASES", "SUPPORTED_FAMILIES", "Target", "WriteKV", "load_target"]
+__all__ = [
+    "ALIASES",
+    "SUPPORTED_FAMILIES",
+    "Target",
+    "TargetFacts",
+    "WriteKV",
+    "load_target",
+    "target_facts",
+]

@@ -108,12 +108,12 @@ class TargetExcerpt(Target):
             ) from error
         super().__init__(model, tokenizer, name=name)
         self.stop_token_ids = stop_token_ids
-        self._head_token_ids, self._dtype = head_token_ids, dtype
+        self._head_token_ids, self._compute_dtype = head_token_ids, dtype
 
     @property
     def dtype(self) -> torch.dtype:
         """To compute in; weights may have fewer bits."""
-        return self._dtype
+        return self._compute_dtype
 
     @property
     def device(self) -> torch.device:

@@ -10,9 +10,7 @@ K = 2 * H * D, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -20,12 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moaspec.errors import UnsupportedTargetError
-from moaspec.model.config import TargetIdentity
 from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import LayerFeatures
 from moaspec.model.masks import text_mask, window_mask
 from moaspec.target import families
 from moaspec.target.cache import cache_dir
+from moaspec.target.facts import TargetFacts
 from moaspec.target.lean import Reading, make_lean
 from moaspec.target.packing import (
     PackedLinear,
@@ -54,7 +52,7 @@ class _KVTap:
         return self._write(layer_idx, key_states, value_states)
 
 
-class Target:
+class Target(TargetFacts):
     """A causal LM of transformers, frozen, with its tokenizer.
 
     Args:
@@ -87,8 +85,13 @@ class Target:
                 "'sdpa' takes as they are. Load it with attn_implementation='sdpa'."
             )
         self.model = model.eval().requires_grad_(requires_grad=False) if freeze else model
-        self.tokenizer = tokenizer
-        self.name = name
+        super().__init__(
+            model.config,
+            tokenizer,
+            name=name,
+            dtype=None,
+            generation_config=model.generation_config,
+        )
         self._base: Any = model.base_model
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
         self._fast_head: nn.Module = self._lm_head
@@ -96,69 +99,14 @@ class Target:
         self.lean = self.packed = False
 
     @property
-    def config(self) -> Any:
-        """Transformers' own configuration object."""
-        return self.model.config
-
-    @property
     def dtype(self) -> torch.dtype:
-        """Of weights, keys and values."""
+        """Of weights, keys and values, as they are now."""
         return self.model.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.device
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        return int(self.config.num_hidden_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return int(self.config.vocab_size)
-
-    @property
-    def max_positions(self) -> int:
-        """The context length, in tokens."""
-        return int(self.config.max_position_embeddings)
-
-    @property
-    def rope_switches(self) -> tuple[int, ...]:
-        """Lengths beyond which the keys of a whole text change (LongRoPE), ascending.
-
-        What was cached before must be computed again from the text's start, as Hugging Face's
-        `generate` does for Phi-3. (For other families it goes on with mixed keys, so that the text
-        depends on where the prompt ended; here it never does.)
-        """
-        return families.rope_switches(self.config)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key and value heads of a layer."""
-        return int(self.config.num_key_value_heads)
-
-    @property
-    def head_dim(self) -> int:
-        """D."""
-        return _head_dim(self.config)
-
-    @cached_property
-    def stop_token_ids(self) -> frozenset[int]:
-        """Ids that end a turn: those of the generation config, else of the model config."""
-        ids = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        ids = self.config.eos_token_id if ids is None else ids
-        if ids is None:
-            return frozenset()
-        # Some configurations say -1 where they mean none.
-        return frozenset(one for one in ([ids] if isinstance(ids, int) else ids) if one >= 0)
-
-    @cached_property
-    def identity(self) -> TargetIdentity:
-        """What a drafter's checkpoint records of this target."""
-        return identity_of(self.config, self.tokenizer)
 
     def pack(self) -> bool:
         """Lay the weights of linear layers out for this CPU, in place, see `packing`.
@@ -368,36 +316,3 @@ class Target:
 
 def _right_padded(attention_mask_BT: Tensor) -> bool:
     return bool((attention_mask_BT[:, 1:] <= attention_mask_BT[:, :-1]).all())
-
-
-def identity_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> TargetIdentity:
-    """What a drafter's checkpoint records of a target, for whoever else runs that target.
-
-    Args:
-        config: the target's transformers config.
-        tokenizer: its tokenizer; None where it is not known, and then not compared.
-    """
-    return TargetIdentity(
-        model_type=config.model_type,
-        num_layers=int(config.num_hidden_layers),
-        hidden_size=int(config.hidden_size),
-        num_kv_heads=int(config.num_key_value_heads),
-        head_dim=_head_dim(config),
-        vocab_size=int(config.vocab_size),
-        tokenizer_hash=_tokenizer_hash(tokenizer),
-    )
-
-
-def _head_dim(config: Any) -> int:
-    explicit = getattr(config, "head_dim", None)
-    return int(explicit or config.hidden_size // config.num_attention_heads)
-
-
-def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """Identity of a vocabulary: SHA-256 over its sorted (token, id) pairs."""
-    if tokenizer is None:
-        return None
-    digest = hashlib.sha256()
-    for token, index in sorted(tokenizer.get_vocab().items()):
-        digest.update(f"{index}\0{token}\0".encode())
-    return digest.hexdigest()

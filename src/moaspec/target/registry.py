@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from moaspec.errors import InputError, MoaSpecError, UnknownModelError
 from moaspec.model.weights import is_directory
 from moaspec.target.cache import cache_dir
+from moaspec.target.facts import TargetFacts
 from moaspec.target.families import require_supported
 from moaspec.target.model import Target
 
@@ -63,8 +64,7 @@ def load_target(
             of its config, or not finite.
         UnsupportedTargetError: a family whose keys and values cannot be captured.
     """
-    if dtype not in DTYPES:
-        raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    require_dtype(dtype)
     _require_device(device)
     name = str(name)
     source = find_weights(name)
@@ -80,6 +80,52 @@ def load_target(
     if packed:
         target.pack()
     return target
+
+
+def target_facts(name: str | Path, *, dtype: str) -> TargetFacts:
+    """What a target's files say of it, for whoever runs its weights elsewhere (inside vLLM).
+
+    Args:
+        name: see `load_target`.
+        dtype: that it will run in.
+
+    Raises:
+        InputError, UnknownModelError, UnsupportedTargetError: see `load_target`.
+    """
+    require_dtype(dtype)
+    name = str(name)
+    source = find_weights(name)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        require_supported(config, name)
+        return TargetFacts(
+            config,
+            load_tokenizer(source),
+            name=name,
+            dtype=DTYPES[dtype],
+            generation_config=_generation_config(source),
+        )
+    except MoaSpecError:
+        raise
+    except Exception as error:
+        raise _unusable(name, source, _first_line(error)) from error
+
+
+def _generation_config(source: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError:  # many directories have none
+        return None
+
+
+def require_dtype(dtype: str) -> None:
+    """Refuse names that are no dtype of a target.
+
+    Raises:
+        InputError: names those that are.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
 
 
 def _require_device(device: str) -> None:

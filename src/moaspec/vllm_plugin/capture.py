@@ -77,6 +77,10 @@ class KVCapture:
         for index, layer in enumerate(layers):
             self._attach(index, layer)
 
+    def __len__(self) -> int:
+        """L."""
+        return int(self.staged_NLGK.shape[1])
+
     def _attach(self, index: int, layer: Any) -> None:
         write = require(layer.impl, "do_kv_cache_update", owner_name=type(layer.impl).__name__)
 

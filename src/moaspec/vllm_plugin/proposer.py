@@ -8,23 +8,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 
 from moaspec.decode.api import find_drafter
 from moaspec.model import LayerConfig, MoADrafter, load_checkpoint
-from moaspec.target.model import identity_of
+from moaspec.target.facts import identity_of
 from moaspec.target.packing import can_pack, pack_linears
 from moaspec.target.registry import load_tokenizer
 from moaspec.vllm_plugin import hooks, metrics
 from moaspec.vllm_plugin.caches import PagedLayer
-from moaspec.vllm_plugin.capture import HeadShare, KVCapture, require_capturable
 from moaspec.vllm_plugin.drafting import Drafting, Parts, Root
 from moaspec.vllm_plugin.head import DraftHead
-from moaspec.vllm_plugin.refusals import check_drafter, check_settings
+from moaspec.vllm_plugin.joined import Joined
+from moaspec.vllm_plugin.refusals import check_drafter
 from moaspec.vllm_plugin.settings import drafter_name
 
 logger = init_logger(__name__)
@@ -32,7 +29,7 @@ logger = init_logger(__name__)
 NO_DRAFT: list[int] = []
 
 
-class MoAProposer:
+class MoAProposer(Joined):
     """Drafts chains with a Mixture-of-Attentions drafter inside vLLM.
 
     vLLM constructs it, hands it the target (`load_model`), and calls `propose` after every step;
@@ -46,16 +43,14 @@ class MoAProposer:
         UnsupportedTargetError: the target's keys and values cannot be captured.
     """
 
+    runner_hooks = hooks.RUNNER_HOOKS
+
     def __init__(self, vllm_config: Any) -> None:
-        hooks.require_version()
-        hooks.require_modules()
-        check_settings(vllm_config)
-        self._config = vllm_config
+        super().__init__(vllm_config)
         self._depth = int(vllm_config.speculative_config.num_speculative_tokens)
         self._name = drafter_name(vllm_config.additional_config)
         self._parts: Parts | None = None
         self._drafting: Drafting | None = None
-        self._runner: Any = None
         self._only_greedy = False
 
     def load_model(self, target: Any) -> None:
@@ -67,30 +62,21 @@ class MoAProposer:
         """
         for name in hooks.TARGET_HOOKS:
             hooks.require(target, name, owner_name=type(target).__name__)
-        model_config = self._config.model_config
-        layers = self._target_layers(model_config.hf_config.num_hidden_layers)
-        like = torch.empty(0, dtype=model_config.dtype, device=next(target.parameters()).device)
+        capture, like = self.capture(target), self.like(target)
         drafter = self._load_drafter().to(like)
         if can_pack(like.dtype, like.device):
+            pack_linears(drafter.speaker, drafts=True)
             pack_linears(drafter)
-        share = HeadShare(
-            total=model_config.get_total_num_kv_heads(),
-            ranks=self._config.parallel_config.tensor_parallel_size,
-        )
+        index = len(capture)
         ids = drafter.draft_token_ids
         self._parts = Parts(
             drafter=drafter,
             target=target,
             head=DraftHead(target, ids, tensor_model_parallel_all_reduce),
-            text=self._paged(len(layers), drafter.config.self_attention, "self_attn"),
-            memory=self._paged(len(layers) + 1, drafter.config.cross_attention, "cross_attn"),
-            capture=KVCapture(
-                layers,
-                max_tokens=self._config.scheduler_config.max_num_batched_tokens,
-                share=share,
-                like=like,
-            ),
-            vllm_config=self._config,
+            text=self._paged(index, drafter.config.self_attention, "self_attn"),
+            memory=self._paged(index + 1, drafter.config.cross_attention, "cross_attn"),
+            capture=capture,
+            vllm_config=self.vllm_config,
         )
 
     def start(self, runner: Any) -> None:
@@ -99,10 +85,8 @@ class MoAProposer:
         Raises:
             ServingError: this vLLM's model runner lacks something.
         """
-        for path in hooks.RUNNER_HOOKS:
-            hooks.require(runner, path, owner_name=type(runner).__name__)
+        super().start(runner)
         assert self._parts is not None, "vLLM loads the model before it allocates caches"
-        self._runner = runner
         self._drafting = Drafting(self._parts, runner)
         self._only_greedy = not hooks.verifies_sampled_drafts(runner.positions.device)
         if self._only_greedy:
@@ -155,10 +139,10 @@ class MoAProposer:
         """
         if self._parts is not None and self._parts.capture.pending:
             with self._never_failing():
-                self._encode([None] * self._runner.input_batch.num_reqs)
+                self._encode([None] * self.runner.input_batch.num_reqs)
 
     def _may_draft(self, row: int) -> bool:
-        batch = self._runner.input_batch
+        batch = self.runner.input_batch
         return not (self._only_greedy and batch.req_ids[row] in batch.random_reqs)
 
     def _encode(self, verified: Sequence[int | None]) -> None:
@@ -186,15 +170,8 @@ class MoAProposer:
             metrics.FAILURES.inc()
             logger.exception("The drafter failed; this step's requests go on without drafts.")
 
-    def _target_layers(self, num_layers: int) -> list[Any]:
-        """VLLM's attention layers of the target, in order; the drafter's are not there yet."""
-        found = get_layers_from_vllm_config(self._config, Attention)
-        layers = [found[name] for name in sorted(found, key=extract_layer_index)]
-        require_capturable(layers, num_layers)
-        return layers
-
     def _load_drafter(self) -> MoADrafter:
-        model_config = self._config.model_config
+        model_config = self.vllm_config.model_config
         tokenizer = None
         if not model_config.skip_tokenizer_init:
             tokenizer = load_tokenizer(model_config.tokenizer)
@@ -207,7 +184,7 @@ class MoAProposer:
         return PagedLayer(
             config,
             prefix=f"moa_spec.layers.{index}.{kind}.attn",
-            cache_config=self._config.cache_config,
+            cache_config=self.vllm_config.cache_config,
         )
 
 

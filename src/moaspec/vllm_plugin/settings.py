@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moaspec.errors import InputError, ServingError
@@ -14,6 +14,7 @@ SUPPORTED_VERSIONS = ">=0.32,<0.34"
 
 PACKAGE = "moaspec.vllm_plugin"
 PROPOSER = f"{PACKAGE}.proposer.MoAProposer"
+DECIDING = f"{PACKAGE}.deciding.Deciding"
 WORKER = f"{PACKAGE}.worker.MoAWorker"
 SCHEDULER = f"{PACKAGE}.scheduler.MoAScheduler"
 SECTION = "moaspec"
@@ -65,6 +66,60 @@ class Serving:
             text = value if isinstance(value, str) else json.dumps(value)
             command += [f"--{name.replace('_', '-')}", text]
         return command
+
+
+BLOCK_TOKENS = 32
+"""Of vLLM's cache. Few, because what a row shares with its earlier text is found by blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verifying:
+    """vLLM as the verifier of drafts that devices send.
+
+    Attributes:
+        model: directory or hub id of the target.
+        dtype: of its weights, keys and values.
+        max_rows: texts at a time.
+        max_tokens: of the longest text.
+        token_bytes: keys and values of one token.
+        max_drafted: drafts of a round that are verified; of more, the first ones.
+        changes: further arguments of `vllm.EngineArgs`.
+    """
+
+    model: str
+    dtype: str
+    max_rows: int
+    max_tokens: int
+    token_bytes: int
+    max_drafted: int = 16
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Room for all rows at their longest, so that none is ever driven out."""
+        blocks = -(-(self.max_tokens + self.max_drafted) // BLOCK_TOKENS) + 1
+        return (self.max_rows + 1) * blocks * BLOCK_TOKENS * self.token_bytes
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `vllm.EngineArgs`."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "max_model_len": self.max_tokens,
+            "max_num_seqs": self.max_rows,
+            "kv_cache_memory_bytes": self.cache_bytes,
+            "block_size": BLOCK_TOKENS,
+            "enable_prefix_caching": True,
+            "speculative_config": {
+                "method": "custom_class",
+                "model": DECIDING,
+                "num_speculative_tokens": self.max_drafted,
+            },
+            "worker_cls": WORKER,
+            "scheduler_cls": SCHEDULER,
+            **self.changes,
+        }
 
 
 def drafter_name(additional_config: Any) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's worker for this platform, which introduces the proposer to its model runner."""
+"""vLLM's worker for this platform, which introduces the custom class to its model runner."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from moaspec.vllm_plugin.proposer import MoAProposer
+from moaspec.vllm_plugin.joined import Joined
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -19,12 +19,12 @@ class MoAWorker(PlatformWorker):
     """The stock worker; what it adds runs beside vLLM's own steps."""
 
     @property
-    def _proposer(self) -> MoAProposer | None:
+    def _proposer(self) -> Joined | None:
         proposer = getattr(self.model_runner, "drafter", None)
-        return proposer if isinstance(proposer, MoAProposer) else None
+        return proposer if isinstance(proposer, Joined) else None
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate caches, then let the proposer find its own among them."""
+        """Allocate caches, then let the custom class find its own among them."""
         super().initialize_from_config(*args, **kwargs)
         if self._proposer is not None:
             self._proposer.start(self.model_runner)

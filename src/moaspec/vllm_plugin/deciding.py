@@ -1,0 +1,167 @@
+"""vLLM's sampling of a step, replaced by the one law, for drafts that devices sent.
+
+vLLM's own rejection sampler would choose differently than devices expect as soon as a request has
+a temperature, penalties or a grammar. Here its logits are walked by the same function that walks
+those of a local target (`decode.decide`), so the text is that of every other deployment.
+
+Legend: N logits of a step (of each request the newest token's, then its drafts'), V vocabulary,
+T tokens, L target layers, G KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import SamplerOutput
+
+from moaspec.decode.decide import Decision, decide
+from moaspec.decode.protocols import Request
+from moaspec.decode.tree import DraftTree
+from moaspec.vllm_plugin import hooks
+from moaspec.vllm_plugin.capture import KVCapture
+from moaspec.vllm_plugin.joined import Joined
+
+NOTHING = -1
+"""vLLM's filler behind the tokens that a request brings out of a step."""
+
+
+@dataclass
+class Asked:
+    """What is asked of one request of vLLM's.
+
+    Attributes:
+        request: its tree is the chain that vLLM verifies, as far as it does.
+        text: all tokens up to the newest; accepted ones are appended.
+        num_read: tokens whose keys and values vLLM had before; None as long as no step was run.
+        read: keys and values of those after them, (T, L, G, 2 D) each.
+        outcome: what became of it; None as long as its prompt is being read.
+    """
+
+    request: Request
+    text: list[int]
+    num_read: int | None = None
+    read: list[Tensor] = field(default_factory=list)
+    outcome: Decision | Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A request's part of a step."""
+
+    asked: Asked
+    tokens: slice
+    logits: slice
+    partial: bool
+
+
+class Deciding(Joined):
+    """Decides for vLLM, and drafts nothing: devices do.
+
+    Attributes:
+        asked: by vLLM's request id, what its next steps are to decide.
+    """
+
+    runner_hooks = (*hooks.RUNNER_HOOKS, "_sample", "discard_request_mask.np")
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        self.asked: dict[str, Asked] = {}
+        self._capture: KVCapture | None = None
+
+    def load_model(self, target: Any) -> None:
+        """Read keys and values from now on."""
+        self._capture = self.capture(target)
+
+    def start(self, runner: Any) -> None:
+        """Take over sampling."""
+        super().start(runner)
+        runner._sample = self._sample
+
+    def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        """No drafts."""
+        return [[] for _ in sampled_token_ids]
+
+    def _sample(self, logits_NV: Tensor, metadata: Any) -> SamplerOutput:
+        """What each request of the step brings: (R, W) int32, filled up with `NOTHING`."""
+        batch = self.runner.input_batch
+        drafted = [0] * batch.num_reqs if metadata is None else metadata.num_draft_tokens
+        rows = self._rows(drafted)
+        whole = [row for row in rows if not row.partial]
+        for row in whole:
+            _shorten(row)
+        _decide([row.asked for row in whole], [logits_NV[row.logits] for row in whole])
+        ids = torch.full((len(rows), max(drafted) + 1), NOTHING, dtype=torch.int32)
+        for place, row in enumerate(rows):
+            tokens = _brought(row.asked)
+            ids[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            self._keep(row, place)
+        return SamplerOutput(ids.to(logits_NV.device), logprobs_tensors=None)
+
+    def _rows(self, drafted: Sequence[int]) -> list[_Row]:
+        starts, partial = self.runner.query_start_loc.np, self.runner.discard_request_mask.np
+        rows, first = [], 0
+        for place, (name, drafts) in enumerate(
+            zip(self.runner.input_batch.req_ids, drafted, strict=True)
+        ):
+            rows.append(
+                _Row(
+                    self.asked[name],
+                    slice(int(starts[place]), int(starts[place + 1])),
+                    slice(first, first + 1 + drafts),
+                    bool(partial[place]),
+                )
+            )
+            first += 1 + drafts
+        return rows
+
+    def _keep(self, row: _Row, place: int) -> None:
+        """Copy keys and values of the row's verified tokens before the next step replaces them."""
+        assert self._capture is not None, "vLLM loads the model before it runs a step"
+        asked, outcome = row.asked, row.asked.outcome
+        if asked.num_read is None:
+            asked.num_read = int(self.runner.input_batch.num_computed_tokens_cpu[place])
+        drafts = row.logits.stop - row.logits.start - 1
+        accepted = len(outcome.accepted) if isinstance(outcome, Decision) else 0
+        stop = row.tokens.stop if row.partial else row.tokens.stop - drafts + accepted
+        asked.read.append(self._capture.staged_NLGK[row.tokens.start : stop].clone())
+
+
+def _shorten(row: _Row) -> None:
+    """Leave out drafts that vLLM did not verify, because the text is near its limit."""
+    drafts, request = row.logits.stop - row.logits.start - 1, row.asked.request
+    tree = request.tree
+    if drafts < len(tree.tokens):
+        row.asked.request = replace(
+            request, tree=DraftTree(tree.tokens[:drafts], tree.parents[:drafts])
+        )
+
+
+def _decide(asked: Sequence[Asked], logits: Sequence[Tensor]) -> None:
+    """Outcomes of all requests; where that fails, of each alone, so that one harms no other."""
+    if not asked:
+        return
+    texts = [list(one.text) for one in asked]
+    try:
+        decisions = decide([one.request for one in asked], texts, torch.cat(list(logits)).float())
+    except Exception as error:  # noqa: BLE001 - whoever asked is told
+        if len(asked) == 1:
+            asked[0].outcome = error
+            return
+        for one, own in zip(asked, logits, strict=True):
+            _decide([one], [own])
+        return
+    for one, text, decision in zip(asked, texts, decisions, strict=True):
+        one.text, one.outcome = text, decision
+
+
+def _brought(asked: Asked) -> list[int]:
+    """Tokens that a request brings; something has to stand there where it brings none."""
+    outcome = asked.outcome
+    if not isinstance(outcome, Decision):
+        return [0]
+    tokens = asked.request.tree.tokens
+    return [*(tokens[node] for node in outcome.accepted), outcome.next_token]
