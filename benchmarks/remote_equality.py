@@ -8,6 +8,7 @@ run fails. The last line is JSON.
 
     python benchmarks/remote_equality.py --suite mt_bench.jsonl --prompts 20
     python benchmarks/remote_equality.py --prompts 5 --tiny      # random weights
+    scripts/with_vllm.sh python benchmarks/remote_equality.py --engine vllm --prompts 10
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,18 @@ from moaspec.decode import SamplingParams
 from moaspec.evaluate import judge, read_prompts
 from moaspec.evaluate.edge.worker import prompt_ids
 from moaspec.model import MoADrafter
-from moaspec.remote import LinkOptions, LocalDevice, RemoteOptions, RemoteSession, TargetService
+from moaspec.remote import (
+    LinkOptions,
+    LocalDevice,
+    RemoteOptions,
+    RemoteSession,
+    ServiceOptions,
+    TargetService,
+)
 from moaspec.remote.codec import CODECS
+from moaspec.remote.service import wire_encoder
+from moaspec.target import target_facts
+from moaspec.target.registry import find_weights
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import tiny
@@ -53,6 +65,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     return parser.parse_args()
 
 
@@ -68,6 +81,29 @@ def load(args: argparse.Namespace) -> tuple[moaspec.Target, MoADrafter, list[lis
     return target, drafter, [prompt_ids(target.tokenizer, one) for one in turns]
 
 
+def services(
+    args: argparse.Namespace, target: moaspec.Target, drafter: MoADrafter
+) -> Callable[[], TargetService]:
+    """Makes servers, each of which has forgotten what the one before knew."""
+    if args.engine == "torch":
+        return lambda: TargetService(target, drafter)
+    from moaspec.vllm_plugin.settings import Verifying
+    from moaspec.vllm_plugin.verifier import vllm_engine
+
+    options = ServiceOptions(max_tokens=1024)
+    facts = target_facts("smollm2-135m", dtype="float32")
+    verifying = Verifying(
+        model=find_weights("smollm2-135m"),
+        dtype="float32",
+        max_rows=2,
+        max_tokens=options.longest(facts),
+        token_bytes=options.token_bytes(facts),
+        changes={"enforce_eager": True},
+    )
+    engine = vllm_engine(verifying, wire_encoder(drafter, facts))
+    return lambda: TargetService(facts, drafter, options, engine=engine)
+
+
 def cut(transport: FaultyTransport) -> None:
     """Nothing passes for a while, and nobody is told."""
 
@@ -79,8 +115,8 @@ def cut(transport: FaultyTransport) -> None:
 
 
 async def remote_text(
-    target: moaspec.Target,
-    drafter: MoADrafter,
+    device: LocalDevice,
+    serve: Callable[[], TargetService],
     prompt: list[int],
     *,
     remote: RemoteOptions,
@@ -88,9 +124,9 @@ async def remote_text(
     options: dict[str, Any],
 ) -> tuple[list[int], RemoteSession]:
     """The text as a reader of events has it."""
-    server = Restartable(lambda: TargetService(target, drafter))
+    server = Restartable(serve)
     transport = FaultyTransport(server.transport, FAULTS, seed=seed)
-    session = RemoteSession(LocalDevice(target, drafter), transport, remote)
+    session = RemoteSession(device, transport, remote)
     text: list[int] = []
     most = options["max_new_tokens"]
     cuts = [most // 4, most // 2, 3 * most // 4]
@@ -109,6 +145,7 @@ async def remote_text(
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """All prompts and settings."""
     target, drafter, prompts = load(args)
+    serve, device = services(args, target, drafter), LocalDevice(target, drafter)
     shapes = cycle(product(CODECS, (0, 1, 3)))
     outcomes: Counter[str] = Counter()
     totals: Counter[str] = Counter()
@@ -127,7 +164,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             max_provisional=4,
         )
         got, session = await remote_text(
-            target, drafter, prompt, remote=remote, seed=number, options=options
+            device, serve, prompt, remote=remote, seed=number, options=options
         )
         outcome = judge(
             target,

@@ -32,6 +32,7 @@ from moaspec.remote import (
     Guard,
     LinkOptions,
     LocalDevice,
+    PassOptions,
     RemoteOptions,
     RemoteSession,
     RemoteText,
@@ -288,6 +289,72 @@ def test_idle_devices_make_room_though_they_stay_connected() -> None:
             for device in devices:
                 await device.close()
         assert service.verifier.cache.num_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_a_session_at_work_is_not_evicted_for_an_idle_one() -> None:
+    """The device that comes back after long makes room for nobody while its pass runs."""
+    options = ServiceOptions(
+        sessions=StoreOptions(max_sessions=2, connected_busy_s=0.2),
+        passes=PassOptions(min_pass_s=0.4),
+    )
+    service = TargetService(tiny.target(), tiny.agreeing_drafter("llama"), options)
+
+    async def run() -> None:
+        async with GrpcServer(service, ServerOptions(port=0)) as server:
+            transport = GrpcTransport(f"127.0.0.1:{server.port}")
+            old, idle, new = (session(transport) for _ in range(3))
+            await old.generate(PROMPT, max_new_tokens=1)
+            await idle.generate(PROMPT, max_new_tokens=1)
+            (first, second) = service.sessions
+            await asyncio.sleep(0.3)
+            working = asyncio.create_task(old.generate([*PROMPT, 3], max_new_tokens=2))
+            await asyncio.sleep(0.1)
+            await new.generate(PROMPT, max_new_tokens=1)
+            held = list(service.sessions)
+            assert first in held
+            assert second not in held
+            await working
+            assert service.sessions.evicted == 1
+            for device in (old, idle, new):
+                await device.close()
+
+    asyncio.run(run())
+
+
+def test_texts_of_the_server_alone_count_end_and_leave_nothing() -> None:
+    options = ServiceOptions(
+        sessions=StoreOptions(max_sessions=1), passes=PassOptions(min_pass_s=0.05)
+    )
+    service = TargetService(tiny.target(), tiny.agreeing_drafter("llama"), options)
+    own = list(tiny.own_texts("llama")[1])
+
+    async def run() -> None:
+        async with GrpcServer(service, ServerOptions(port=0)) as server:
+            transport = GrpcTransport(f"127.0.0.1:{server.port}")
+            text: list[int] = []
+
+            async def read() -> None:
+                stops = tiny.target().stop_token_ids
+                async for event in RemoteText(transport, stops).stream(PROMPT, max_new_tokens=NEW):
+                    text.extend(event.token_ids)
+
+            reading = asyncio.create_task(read())
+            while not text:
+                await asyncio.sleep(0.01)
+            # No room for a session beside it, and a server that stops waits for its end.
+            waiting = session(transport)
+            asked = asyncio.create_task(waiting.generate(PROMPT, max_new_tokens=1))
+            await asyncio.sleep(0.1)
+            assert not len(service.sessions)
+            await server.drain(10.0)
+            await reading
+            assert text == own
+            assert service.verifier.cache.num_bytes == 0
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            await waiting.close()
 
     asyncio.run(run())
 

@@ -10,10 +10,16 @@ from moaspec.errors import ServingError
 from moaspec.vllm_plugin import hooks
 
 
-@pytest.mark.parametrize("found", ["0.31.9", "0.34.0", "1.0", "not installed"])
+@pytest.mark.parametrize("found", ["0.31.9", "0.34.0", "1.0"])
 def test_other_versions_are_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "installed_version", lambda: found)
     with pytest.raises(ServingError, match=rf"vLLM {found} is installed.*>=0\.32,<0\.34"):
+        hooks.require_version()
+
+
+def test_without_vllm_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "installed_version", lambda: "not installed")
+    with pytest.raises(ServingError, match=r"not installed: pip install"):
         hooks.require_version()
 
 

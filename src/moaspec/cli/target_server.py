@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from moaspec.cli import console, options
 from moaspec.decode import bundled_drafters, load_drafter
 from moaspec.errors import InputError
-from moaspec.target import load_target
+from moaspec.target import load_target, target_facts
+from moaspec.target.registry import find_weights
+
+if TYPE_CHECKING:
+    from moaspec.remote import ServiceOptions, TargetService
 
 
 def target_server(
     model: options.Model = options.MODEL,
     drafter: options.DrafterName = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 50051,
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 50051,
     tls_certificate: Annotated[
         Path | None, typer.Option(help="Certificate chain of this server, PEM.")
     ] = None,
@@ -35,23 +40,37 @@ def target_server(
         typer.Option(help='JSON: {"owner": {"sha256": "...", "expires": seconds}}.'),
     ] = None,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Serve Prometheus metrics here (on the same address).")
+        int | None,
+        typer.Option(help="Serve Prometheus metrics here (on the same address).", min=0, max=65535),
     ] = None,
     traces: Annotated[
         bool, typer.Option("--traces", help="Print OpenTelemetry spans on standard error.")
     ] = False,
-    max_sessions: Annotated[int, typer.Option(help="Sessions that are held at once.")] = 64,
-    max_sessions_per_client: Annotated[int, typer.Option(help="Of one token.")] = 64,
-    max_tokens: Annotated[int, typer.Option(help="Longest text, prompt included.")] = 4096,
-    idle_s: Annotated[float, typer.Option(help="Sessions are forgotten after so long.")] = 300.0,
-    drain_s: Annotated[float, typer.Option(help="On SIGTERM, running work may take so long.")] = 10,
+    max_sessions: Annotated[
+        int, typer.Option(help="Sessions that are held at once, if they fit.", min=1)
+    ] = 64,
+    max_sessions_per_client: Annotated[int, typer.Option(help="Of one token.", min=1)] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Longest text, prompt included.", min=2)] = 4096,
+    max_cache_gib: Annotated[
+        float, typer.Option(help="Room for keys and values of all sessions at their longest.")
+    ] = 8.0,
+    idle_s: Annotated[
+        float, typer.Option(help="Sessions are forgotten after so long.", min=0)
+    ] = 300.0,
+    drain_s: Annotated[
+        float, typer.Option(help="On SIGTERM, running work may take so long.", min=0)
+    ] = 10,
+    engine: Annotated[
+        Literal["torch", "vllm"],
+        typer.Option(help="What runs the target; vllm has to be installed, see docs/vllm.md."),
+    ] = "torch",
     dtype: options.Dtype = "float32",
     threads: options.Threads = None,
 ) -> None:
     """Hold the target for devices that draft; stops gracefully on SIGTERM and Ctrl-C.
 
-    The first line on standard output is JSON with the address. Listening beyond this machine
-    without TLS is refused.
+    The first line on standard output is JSON with the address, and how many sessions fit.
+    Listening beyond this machine without TLS is refused.
 
     Example: moaspec target-server --port 50051 --metrics-port 9464
     """
@@ -63,7 +82,6 @@ def target_server(
         ServerOptions,
         ServiceOptions,
         StoreOptions,
-        TargetService,
         server_credentials,
     )
 
@@ -75,23 +93,64 @@ def target_server(
     console.quiet_libraries()
     if traces:
         _print_traces()
+    limits = ServiceOptions(
+        max_tokens=max_tokens,
+        max_cache_bytes=int(max_cache_gib * 2**30),
+        sessions=StoreOptions(
+            max_sessions=max_sessions,
+            max_sessions_per_owner=max_sessions_per_client,
+            idle_s=idle_s,
+        ),
+    )
+    name = drafter or (model if model in bundled_drafters() else None)
     with console.status(f"Loading {model}"):
-        target = load_target(model, dtype=dtype)
-        name = drafter or (model if model in bundled_drafters() else None)
-        module = None if name is None else load_drafter(name, target=target)
-    sessions = StoreOptions(
-        max_sessions=max_sessions,
-        max_sessions_per_owner=max_sessions_per_client,
-        idle_s=idle_s,
-    )
-    service = TargetService(
-        target, module, ServiceOptions(max_tokens=max_tokens, sessions=sessions)
-    )
+        load = _in_vllm if engine == "vllm" else _here
+        service = load(model, name, dtype, limits)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
     where = ServerOptions(host=host, port=port, credentials=secure, guard=guard)
     # Made inside the loop, to which gRPC ties a server when it is made.
-    asyncio.run(_serve(lambda: GrpcServer(service, where), host, drain_s))
+    facts = {"max_sessions": service.max_sessions, "engine": engine}
+    asyncio.run(_serve(lambda: GrpcServer(service, where), host, drain_s, facts))
+
+
+def _here(model: str, drafter: str | None, dtype: str, limits: ServiceOptions) -> TargetService:
+    """The target in this process."""
+    from moaspec.remote import TargetService
+
+    target = load_target(model, dtype=dtype)
+    module = None if drafter is None else load_drafter(drafter, target=target)
+    return TargetService(target, module, limits)
+
+
+def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions) -> TargetService:
+    """The target inside vLLM; of the drafter only the encoder is used."""
+    from moaspec.vllm_plugin.hooks import require_version
+
+    require_version()
+    # Standard output begins with our line.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    import torch
+
+    from moaspec.remote import TargetService
+    from moaspec.remote.service import wire_encoder
+    from moaspec.vllm_plugin.settings import Verifying
+    from moaspec.vllm_plugin.verifier import vllm_engine
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = target_facts(model, dtype=dtype, device=device)
+    module = None if drafter is None else load_drafter(drafter, target=facts)
+    engine = vllm_engine(
+        Verifying(
+            model=find_weights(model),
+            dtype=dtype,
+            max_rows=limits.fitting(facts).max_sessions,
+            max_tokens=limits.longest(facts),
+            token_bytes=limits.token_bytes(facts),
+        ),
+        None if module is None else wire_encoder(module, facts),
+    )
+    return TargetService(facts, module, limits, engine=engine)
 
 
 def _check(host: str, certificate: Path | None, key: Path | None, client_ca: Path | None) -> None:
@@ -130,14 +189,14 @@ def _print_traces() -> None:
     trace.set_tracer_provider(provider)
 
 
-async def _serve(make: Callable[[], Any], host: str, drain_s: float) -> None:
+async def _serve(make: Callable[[], Any], host: str, drain_s: float, facts: dict[str, Any]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(NotImplementedError):  # not on Windows
             loop.add_signal_handler(number, stop.set)
     async with make() as server:
-        console.out.print(json.dumps({"address": f"{host}:{server.port}"}))
+        console.out.print(json.dumps({"address": f"{host}:{server.port}", **facts}))
         await stop.wait()
         console.err.print("Draining", style="dim")
         await server.drain(drain_s)

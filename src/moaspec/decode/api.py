@@ -26,7 +26,7 @@ from moaspec.errors import InputError, PromptError, UnknownModelError
 from moaspec.model import MoADrafter, load_checkpoint
 from moaspec.model.baselines import is_baseline, load_baseline
 from moaspec.model.weights import is_directory
-from moaspec.target import Target
+from moaspec.target import Target, TargetFacts
 
 
 def bundled_drafters() -> dict[str, Path]:
@@ -35,7 +35,7 @@ def bundled_drafters() -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
 
 
-def load_drafter(name: str | Path, *, target: Target) -> MoADrafter:
+def load_drafter(name: str | Path, *, target: TargetFacts) -> MoADrafter:
     """Load a drafter in the target's dtype, on its device.
 
     Args:

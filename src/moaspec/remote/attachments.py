@@ -5,23 +5,20 @@ from __future__ import annotations
 from moaspec.errors import LinkError
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote.sessions import ServerSession
-from moaspec.remote.store import SessionStore
 from moaspec.remote.stream import Stream
 
 
 class Attachments:
-    """One stream at most for each session, and one session for each stream.
+    """One stream at most for each session, and one session for each stream."""
 
-    Args:
-        sessions: told who is connected; those are evicted last.
-    """
-
-    def __init__(self, sessions: SessionStore) -> None:
-        self._sessions = sessions
+    def __init__(self) -> None:
         self._streams: dict[bytes, Stream] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def __contains__(self, session: ServerSession) -> bool:
+        return session.name in self._streams
 
     @property
     def streams(self) -> list[Stream]:
@@ -38,7 +35,6 @@ class Attachments:
             old.stop(LinkError("The device came back on another connection."))
         stream.session = session
         self._streams[session.name] = stream
-        self._sessions.attached.add(session.name)
 
     def detach(self, stream: Stream) -> None:
         """A connection has ended."""
@@ -51,7 +47,6 @@ class Attachments:
         if stream is not None and stream.session is session:
             stream.session = None
             del self._streams[session.name]
-            self._sessions.attached.discard(session.name)
 
     def more(self, session: ServerSession) -> None:
         """There may be new activations."""

@@ -89,7 +89,10 @@ class GrpcServer:
 
     async def __aenter__(self) -> GrpcServer:
         """Listen."""
-        address = f"{self._options.host}:{self._options.port}"
+        host = self._options.host
+        address = (
+            f"[{host}]:{self._options.port}" if ":" in host else f"{host}:{self._options.port}"
+        )
         credentials = self._options.credentials
         try:
             if credentials is None:

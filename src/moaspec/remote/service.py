@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -64,10 +65,15 @@ class ServiceOptions:
         most = target.max_positions
         return most if self.max_tokens is None else min(most, self.max_tokens)
 
+    @staticmethod
+    def token_bytes(target: TargetFacts) -> int:
+        """Of one token's keys and values."""
+        return target.num_layers * target.identity.kv_size * target.dtype.itemsize
+
     def fitting(self, target: TargetFacts) -> StoreOptions:
         """As many sessions as were asked for, or as many as fit into the memory for them."""
-        per_token = target.num_layers * target.identity.kv_size * target.dtype.itemsize
-        fit = max(1, self.max_cache_bytes // (per_token * self.longest(target)))
+        per_session = self.token_bytes(target) * self.longest(target)
+        fit = max(1, self.max_cache_bytes // per_session)
         return replace(self.sessions, max_sessions=min(self.sessions.max_sessions, fit))
 
 
@@ -131,12 +137,13 @@ class TargetService:
             assert isinstance(target, Target), "without an engine the target itself decides"
             encoder: Any = None if drafter is None else wire_encoder(drafter, target)
             self.verifier = LocalVerifier(target, encoder)
-        self.shared = SharedVerifier(self.verifier, self.options.passes)
+        self.shared = SharedVerifier(self.verifier, self.options.passes, self.verifier.release)
         self._room = self.options.fitting(target)
-        self.sessions = SessionStore(self._room, make=self._make, drop=self._drop)
-        self._attachments = Attachments(self.sessions)
+        self.sessions = SessionStore(self._room, self)
+        self._attachments = Attachments()
         self._work = Work(self.terms, self._attachments, self.observer, self.sessions.remove)
         self._connections: set[Stream] = set()
+        self._texts: set[asyncio.Future[None]] = set()
         per_owner = self._room.max_sessions_per_owner
         # A cut leaves a connection behind that nobody uses any more.
         self._quota = Quota(2 * per_owner, "connections")
@@ -165,7 +172,18 @@ class TargetService:
         """Memory of activations that devices may still ask for."""
         return sum(s.records.num_bytes for s in self.sessions if s.records is not None)
 
-    def _make(self, name: bytes, owner: str) -> ServerSession:
+    @property
+    def max_sessions(self) -> int:
+        """Texts that may be held at once."""
+        return self._room.max_sessions
+
+    @property
+    def num_rows(self) -> int:
+        """Texts that are held, of sessions and of the server alone."""
+        return self.shared.num_rows
+
+    def make(self, name: bytes, owner: str) -> ServerSession:
+        """See `Keeper`."""
         return ServerSession(
             name=name,
             owner=owner,
@@ -175,12 +193,19 @@ class TargetService:
             max_tokens=self.terms.max_tokens,
         )
 
-    def _drop(self, session: ServerSession) -> None:
+    def drop(self, session: ServerSession) -> None:
+        """See `Keeper`."""
         self._work.drop(session)
         self._attachments.release(session)
         self.shared.close(session.row)
-        if not len(self.sessions):
-            self.shared.when_idle(self.verifier.release)
+
+    def is_connected(self, session: ServerSession) -> bool:
+        """See `Keeper`."""
+        return session in self._attachments
+
+    def is_working(self, session: ServerSession) -> bool:
+        """See `Keeper`."""
+        return session in self._work
 
     async def converse(self, owner: str, connection: Connection) -> None:
         """Serve one connection until it ends, whatever comes over it.
@@ -320,14 +345,25 @@ class TargetService:
         """
         ids = self.terms.text(request.token_ids)
         sampling = wire.sampling_of(request.sampling, self.terms.limits)
-        if self.draining or self.shared.num_rows >= self._room.max_sessions:
+        if self.draining or self.num_rows >= self._room.max_sessions:
             raise NoRoomError("There is no room for another text; try again later.")
-        with self._alone.one(owner):
+        with self._alone.one(owner), self._counted():
             sampling = await self.terms.ruled(sampling, request.sampling.grammar, len(ids))
             work = decode_alone(self.shared, self.target, self._drafter, request, sampling)
             async with contextlib.aclosing(work) as messages:
                 async for message in messages:
                     yield message
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Let `drain` wait for a text that the server decodes alone."""
+        ended = asyncio.get_running_loop().create_future()
+        self._texts.add(ended)
+        try:
+            yield
+        finally:
+            self._texts.discard(ended)
+            ended.set_result(None)
 
     def sweep(self) -> None:
         """Forget sessions that were idle for too long."""
@@ -340,7 +376,11 @@ class TargetService:
             message = _problem(pb.Problem.DRAINING, "The server is stopping.")
             message.session = stream.name or b""
             stream.answer(message)
+        started = time.monotonic()
         await self._work.settle(timeout_s)
+        if self._texts:
+            left_s = max(0.0, timeout_s - (time.monotonic() - started))
+            await asyncio.wait(list(self._texts), timeout=left_s)
         flushed = (stream.flush(timeout_s) for stream in self._attachments.streams)
         await asyncio.gather(*flushed)
 

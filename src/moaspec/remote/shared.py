@@ -60,10 +60,17 @@ class SharedVerifier:
     Args:
         verifier: decides; called in a thread of its own, one pass at a time.
         options: of passes.
+        on_idle: done whenever a row comes back and none is lent any more.
     """
 
-    def __init__(self, verifier: Verifier, options: PassOptions | None = None) -> None:
+    def __init__(
+        self,
+        verifier: Verifier,
+        options: PassOptions | None = None,
+        on_idle: Callable[[], None] | None = None,
+    ) -> None:
         self._verifier, self.options = verifier, options or PassOptions()
+        self._on_idle = on_idle
         self._jobs: deque[_Job] = deque()
         self._used: set[int] = set()
         self._running: set[int] = set()
@@ -71,7 +78,6 @@ class SharedVerifier:
         self._wake = asyncio.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._task: asyncio.Task[None] | None = None
-        self._when_idle: Callable[[], None] | None = None
         self.counts = PassCounts()
 
     @property
@@ -98,18 +104,8 @@ class SharedVerifier:
             return
         self._verifier.close(row)
         self._used.discard(row)
-
-    def when_idle(self, action: Callable[[], None]) -> None:
-        """Do something as soon as no row is lent and no pass is running; forgotten if one is."""
-        self._when_idle = action
-        self._check_idle()
-
-    def _check_idle(self) -> None:
-        action = self._when_idle
-        if action is not None and not self._running:
-            self._when_idle = None
-            if not self._used:
-                action()
+        if self._on_idle is not None and not self._used:
+            self._on_idle()
 
     async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
         """See `Verifier`."""
@@ -195,7 +191,6 @@ class SharedVerifier:
         for row in list(self._leaving):
             self._leaving.discard(row)
             self.close(row)
-        self._check_idle()
 
     async def _pass(self, requests: list[Request]) -> list[Verdict | Exception]:
         """One pass in the thread; where it fails, each row alone, so that one harms no other."""

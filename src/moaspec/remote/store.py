@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from moaspec.errors import MoaSpecError
 from moaspec.remote.sessions import ServerSession
@@ -40,25 +41,42 @@ class StoreOptions:
     connected_busy_s: float = 60.0
 
 
+class Keeper(Protocol):
+    """Whoever lends sessions what they hold, and knows what they do."""
+
+    def make(self, name: bytes, owner: str) -> ServerSession:
+        """A new session for a name and an owner."""
+        ...
+
+    def drop(self, session: ServerSession) -> None:
+        """Let go of what a session holds."""
+        ...
+
+    def is_connected(self, session: ServerSession) -> bool:
+        """Whether its device is."""
+        ...
+
+    def is_working(self, session: ServerSession) -> bool:
+        """Whether it waits for a pass."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Rows lent, to sessions and to others."""
+        ...
+
+
 class SessionStore:
     """Sessions by name.
 
     Args:
         options: how many.
-        make: a new session for a name and an owner.
-        drop: lets go of what a session holds.
+        keeper: of what they hold.
     """
 
-    def __init__(
-        self,
-        options: StoreOptions,
-        *,
-        make: Callable[[bytes, str], ServerSession],
-        drop: Callable[[ServerSession], None],
-    ) -> None:
-        self._options, self._make, self._drop = options, make, drop
+    def __init__(self, options: StoreOptions, keeper: Keeper) -> None:
+        self._options, self._keeper = options, keeper
         self._sessions: dict[bytes, ServerSession] = {}
-        self.attached: set[bytes] = set()
         self.evicted = 0
 
     def __len__(self) -> int:
@@ -87,16 +105,16 @@ class SessionStore:
         own = Counter(session.owner for session in self)[owner]
         if own >= self._options.max_sessions_per_owner and not self._evict(owner):
             raise NoRoomError(f"These credentials have {own} sessions, all of them in use.")
-        if len(self) >= self._options.max_sessions and not self._evict(None):
-            raise NoRoomError(f"All {len(self)} sessions of this server are in use.")
-        session = self._sessions[name] = self._make(name, owner)
+        if self._keeper.num_rows >= self._options.max_sessions and not self._evict(None):
+            raise NoRoomError(f"All {self._keeper.num_rows} texts of this server are in use.")
+        session = self._sessions[name] = self._keeper.make(name, owner)
         return session
 
     def remove(self, session: ServerSession) -> None:
         """Forget a session and free what it holds."""
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
-            self._drop(session)
+            self._keeper.drop(session)
 
     def sweep(self) -> None:
         """Forget sessions that nobody is connected to and that were idle for too long."""
@@ -119,5 +137,11 @@ class SessionStore:
         self.remove(session)
 
     def _idle(self, seconds: float, *, connected: bool) -> list[ServerSession]:
-        before = time.monotonic() - seconds
-        return [s for s in self if (s.name in self.attached) == connected and s.used_s < before]
+        keeper, before = self._keeper, time.monotonic() - seconds
+        return [
+            session
+            for session in self
+            if session.used_s < before
+            and keeper.is_connected(session) == connected
+            and not keeper.is_working(session)
+        ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -41,9 +42,14 @@ class Work:
 
     def put(self, session: ServerSession, work: Opening | Drafted) -> None:
         """Let a session do something; of what comes while it is busy, the latest counts."""
+        session.used_s = time.monotonic()
         self._next[session.name] = work
         if session.name not in self._tasks:
             self._tasks[session.name] = asyncio.create_task(self._run(session))
+
+    def __contains__(self, session: ServerSession) -> bool:
+        """Whether a session has something to do."""
+        return session.name in self._tasks
 
     def drop(self, session: ServerSession) -> None:
         """The session is no more."""

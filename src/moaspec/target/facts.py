@@ -22,6 +22,7 @@ class TargetFacts:
         name: how messages call it.
         dtype: of weights, keys and values; None where a subclass has the weights.
         generation_config: transformers' own; None where there is none.
+        device: where keys and values are.
     """
 
     def __init__(
@@ -32,15 +33,22 @@ class TargetFacts:
         name: str,
         dtype: torch.dtype | None,
         generation_config: Any = None,
+        device: str = "cpu",
     ) -> None:
         self.config, self.tokenizer, self.name = config, tokenizer, name
         self._dtype, self._generation_config = dtype, generation_config
+        self._device = torch.device(device)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of weights, keys and values."""
         assert self._dtype is not None
         return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where keys and values are."""
+        return self._device
 
     @property
     def num_layers(self) -> int:

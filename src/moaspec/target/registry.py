@@ -82,12 +82,13 @@ def load_target(
     return target
 
 
-def target_facts(name: str | Path, *, dtype: str) -> TargetFacts:
+def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetFacts:
     """What a target's files say of it, for whoever runs its weights elsewhere (inside vLLM).
 
     Args:
         name: see `load_target`.
         dtype: that it will run in.
+        device: that it will run on.
 
     Raises:
         InputError, UnknownModelError, UnsupportedTargetError: see `load_target`.
@@ -104,6 +105,7 @@ def target_facts(name: str | Path, *, dtype: str) -> TargetFacts:
             name=name,
             dtype=DTYPES[dtype],
             generation_config=_generation_config(source),
+            device=device,
         )
     except MoaSpecError:
         raise

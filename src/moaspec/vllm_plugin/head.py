@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from moaspec.target.packing import PackedLinear, can_pack
 
 AllReduce = Callable[[Tensor], Tensor]
 
@@ -30,15 +31,15 @@ class DraftHead:
     def __init__(self, target: Any, draft_token_ids: Tensor | None, all_reduce: AllReduce) -> None:
         self._target = target
         self._ids = draft_token_ids
-        self._rows_WE: Tensor | None = None
+        self._rows: nn.Module | None = None
         head = getattr(target, "lm_head", None)
         if draft_token_ids is not None and _is_plain(head):
-            self._rows_WE = all_reduce(_own_rows(head, draft_token_ids))
+            self._rows = _layer(all_reduce(_own_rows(head, draft_token_ids)))
 
     def best(self, states_TE: Tensor) -> Tensor:
         """(T,) int64."""
-        if self._rows_WE is not None and self._ids is not None:
-            return self._ids[F.linear(states_TE, self._rows_WE).argmax(-1)]
+        if self._rows is not None and self._ids is not None:
+            return self._ids[self._rows(states_TE).argmax(-1)]
         logits_TV = self._target.compute_logits(states_TE)
         if self._ids is None:
             return logits_TV.argmax(-1)
@@ -54,6 +55,14 @@ def _is_plain(head: Any) -> bool:
         and weight.is_floating_point()
         and getattr(head, "bias", None) is None
     )
+
+
+def _layer(rows_WE: Tensor) -> nn.Module:
+    """Rows of a head as a layer of their own, laid out for this CPU where that helps."""
+    with torch.device("meta"):
+        layer = nn.Linear(rows_WE.shape[1], rows_WE.shape[0], bias=False)
+    layer.weight = nn.Parameter(rows_WE, requires_grad=False)
+    return PackedLinear(layer) if can_pack(rows_WE.dtype, rows_WE.device) else layer
 
 
 def _own_rows(head: Any, ids_W: Tensor) -> Tensor:

