@@ -34,7 +34,7 @@ test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 		--cov --cov-report term:skip-covered
 
-# Some minutes, and a virtual environment of its own; not part of CI.
+# Some minutes, and a virtual environment of its own; CI does this where MOASPEC_CI_SLOW is set.
 test-vllm: $(VLLM_VENV)/.installed
 	MOASPEC_VLLM_VENV=$(VLLM_VENV) VLLM_ENABLE_V1_MULTIPROCESSING=0 scripts/with_vllm.sh \
 		python -m pytest tests/vllm_plugin
