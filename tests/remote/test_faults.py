@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -276,6 +278,28 @@ def test_a_token_that_expires_ends_with_its_connection() -> None:
             await remote.close()
 
     asyncio.run(run())
+
+
+def test_a_guard_without_tokens_lets_nobody_in() -> None:
+    assert Guard().owner(None, None) == "anonymous"
+    with pytest.raises(RefusedError, match="does not know"):
+        Guard({}).owner("secret", None)
+    with pytest.raises(RefusedError, match="does not know"):
+        Guard({"Ausweis für Ada": "ada"}).owner("sécret", None)
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ({}, "holds no token"),
+        ({"alice": {"sha256": "secret"}}, "'alice' must be its token's SHA-256"),
+        ({"bob": {"sha256": 64 * "é"}}, "'bob' must be its token's SHA-256"),
+    ],
+)
+def test_a_file_of_tokens_that_guards_nothing(tmp_path: Path, entries: Any, why: str) -> None:
+    (tmp_path / "tokens.json").write_text(json.dumps(entries))
+    with pytest.raises(InputError, match=why):
+        Guard.read(tmp_path / "tokens.json")
 
 
 def test_an_oversized_message_ends_its_connection() -> None:

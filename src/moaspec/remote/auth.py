@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from moaspec.errors import InputError, RefusedError
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 """What goes there leaves no machine, and needs no TLS."""
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +80,12 @@ class Guard:
     """Decides whose a connection is.
 
     Args:
-        tokens: owner by the SHA-256 (hexadecimal) of a bearer token; empty lets everybody in.
+        tokens: owner by the SHA-256 (64 small hexadecimal digits) of a bearer token. None lets
+            everybody in, an empty mapping nobody.
         until_s: seconds since the epoch at which an owner's tokens expire.
     """
 
-    tokens: Mapping[str, str] = field(default_factory=dict)
+    tokens: Mapping[str, str] | None = None
     until_s: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -91,17 +95,28 @@ class Guard:
         `expires` may be left out.
 
         Raises:
-            InputError: not such a file.
+            InputError: not such a file, or one without any token.
         """
         try:
             entries = json.loads(_read(path))
-            tokens = {str(one["sha256"]).lower(): str(name) for name, one in entries.items()}
+            digests = {str(name): str(one["sha256"]).lower() for name, one in entries.items()}
             until = {n: float(one["expires"]) for n, one in entries.items() if "expires" in one}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(
                 f'{path} must hold {{"owner": {{"sha256": "<of the token>"}}, ...}}: {error!r}.'
             ) from error
-        return Guard(tokens, until)
+        if not digests:
+            raise InputError(
+                f"{path} holds no token, so nobody could connect. Add one, or let everybody in by "
+                "giving no file."
+            )
+        for owner, digest in digests.items():
+            if not _SHA256.fullmatch(digest):
+                raise InputError(
+                    f"{path}: sha256 of {owner!r} must be its token's SHA-256, 64 hexadecimal "
+                    f"digits, got {digest!r}."
+                )
+        return Guard({digest: owner for owner, digest in digests.items()}, until)
 
     def owner(self, bearer: str | None, peer: str | None) -> str:
         """Whose a connection is.
@@ -113,11 +128,11 @@ class Guard:
         Raises:
             RefusedError: no token, an unknown one, or one that has expired.
         """
-        if not self.tokens:
+        if self.tokens is None:
             return peer or "anonymous"
         digest = hashlib.sha256((bearer or "").encode()).hexdigest()
         for known, owner in self.tokens.items():
-            if hmac.compare_digest(known, digest):
+            if hmac.compare_digest(known.encode(), digest.encode()):
                 if time.time() > self.until_s.get(owner, float("inf")):
                     raise RefusedError("The token has expired; get a new one.")
                 return owner
