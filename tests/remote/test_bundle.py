@@ -297,6 +297,62 @@ def test_other_peoples_directories_are_left_alone(tmp_path: Path) -> None:
     assert load_device(bundle).info.weights == "int8"
 
 
+def test_a_directory_without_anything_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no device bundle"):
+        load_device(tmp_path / "nowhere")
+
+
+# Exports that end early, and several at once
+
+
+def test_an_interrupted_export_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = save_bundle(tmp_path)
+    models = (tmp_path / "target", tmp_path / "drafter")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moaspec.remote.bundle.write_config", interrupted)
+        for directory in (tmp_path / "new" / "bundle", bundle):
+            with pytest.raises(KeyboardInterrupt):
+                export_bundle(*models, directory, int8=True)
+    assert not list((tmp_path / "new").iterdir())
+    assert load_device(bundle).info.weights == "bfloat16"
+    export_bundle(*models, tmp_path / "new" / "bundle")
+    assert is_bundle(tmp_path / "new" / "bundle")
+
+
+def test_leftovers_of_a_killed_export_do_no_harm(tmp_path: Path) -> None:
+    bundle = save_bundle(tmp_path)
+    killed = tmp_path / ".bundle.killed" / "made"
+    killed.mkdir(parents=True)
+    (killed / "model.safetensors").write_bytes(b"half")
+    export_bundle(tmp_path / "target", tmp_path / "drafter", bundle, int8=True)
+    assert load_device(bundle).info.weights == "int8"
+
+
+def test_two_exports_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one ends while this one is about to."""
+    bundle = save_bundle(tmp_path)
+    models = (tmp_path / "target", tmp_path / "drafter")
+    rename, others = Path.rename, ["one", "more"]
+
+    def late(path: Path, place: Path) -> Path:
+        if path.name == "made" and others:
+            others.pop()
+            export_bundle(*models, bundle)
+        return rename(path, place)
+
+    monkeypatch.setattr(Path, "rename", late)
+    export_bundle(*models, bundle, int8=True)
+    assert not others
+    assert load_device(bundle).info.weights == "int8"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["bundle", "drafter", "target"]
+
+
 # Eight bits
 
 

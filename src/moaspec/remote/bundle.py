@@ -7,7 +7,10 @@ the device ever opens the target's own files.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +57,9 @@ TARGET, DRAFTER = "target", "drafter"
 TARGET_CONFIG = "target"
 """Directory, inside the bundle, of the target's config and its tokenizer."""
 
+_OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.EACCES)
+"""What a rename onto a directory fails with; the last is Windows's."""
+_ATTEMPTS = 8
 _ON_DEVICE = ("speaker.", "exits.")
 M = TypeVar("M", bound=nn.Module)
 
@@ -158,7 +164,10 @@ def export_bundle(
     int8: bool = False,
     num_target_layers: int | None = None,
 ) -> None:
-    """Write a device bundle.
+    """Write a device bundle, which is there once it is whole.
+
+    It is written beside `directory` and renamed at the end, so what was there before can be used
+    until then. An export that is killed leaves a hidden directory beside it, which nobody reads.
 
     Args:
         target: alias, directory or hub id.
@@ -174,7 +183,7 @@ def export_bundle(
         UnknownModelError: nothing of one of the names.
         CheckpointError: a drafter that is damaged or belongs to another target.
     """
-    directory = Path(directory)
+    directory = Path(directory).resolve()
     _require_free(directory)
     whole = load_target(target, dtype="bfloat16", packed=False)
     if whole.tokenizer is None:
@@ -202,15 +211,41 @@ def export_bundle(
         stop_token_ids=tuple(sorted(whole.stop_token_ids)),
         drafter=dataclasses.asdict(module.config),
     )
-    directory.mkdir(parents=True, exist_ok=True)
-    write_weights(directory, _tensors(whole, module, num_layers, int8=int8))
-    whole.config.save_pretrained(directory / TARGET_CONFIG)
-    whole.tokenizer.save_pretrained(directory / TARGET_CONFIG)
-    # Last: a directory without it is no bundle, so a broken export is never loaded.
-    write_config(
-        directory,
-        {SECTION: {"format_version": FORMAT_VERSION, **dataclasses.asdict(info)}},
-    )
+    tensors = _tensors(whole, module, num_layers, int8=int8)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{directory.name}."
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch:
+        made = Path(scratch) / "made"
+        _write(made, whole, info, tensors)
+        _put_in_place(made, directory)
+
+
+def _write(
+    directory: Path, target: Target, info: BundleInfo, tensors: Mapping[str, Tensor]
+) -> None:
+    assert target.tokenizer is not None, "export_bundle() has asked"
+    directory.mkdir()
+    write_weights(directory, tensors)
+    target.config.save_pretrained(directory / TARGET_CONFIG)
+    target.tokenizer.save_pretrained(directory / TARGET_CONFIG)
+    section = {"format_version": FORMAT_VERSION, **dataclasses.asdict(info)}
+    write_config(directory, {SECTION: section})
+
+
+def _put_in_place(made: Path, directory: Path) -> None:
+    """Rename, and leave an older bundle beside `made`; of several at once the last one stays."""
+    for attempt in range(_ATTEMPTS):
+        _require_free(directory)
+        with contextlib.suppress(FileNotFoundError):
+            directory.rename(made.with_name(f"old-{attempt}"))
+        try:
+            made.rename(directory)
+        except OSError as error:
+            # Another export was quicker.
+            if error.errno not in _OCCUPIED or attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            return
 
 
 def _num_layers(
@@ -276,14 +311,13 @@ def read_bundle_info(directory: str | Path) -> BundleInfo:
         CheckpointError: no bundle, or one of another version.
         CorruptCheckpointError: its config is damaged.
     """
-    config = read_config(directory)
-    if SECTION not in config:
+    if not is_bundle(directory):
         raise CheckpointError(
             f"{directory} is no device bundle. Make one with `moaspec checkpoint export-device "
             "TARGET DRAFTER DIR`."
         )
     try:
-        values = dict(config[SECTION])
+        values = dict(read_config(directory)[SECTION])
         version = values.pop("format_version")
         if version != FORMAT_VERSION:
             raise CheckpointError(
