@@ -9,7 +9,7 @@ import pytest
 
 import moaspec
 import tiny
-from moaspec.errors import InputError, LinkError
+from moaspec.errors import InputError, LinkError, RefusedError
 from moaspec.remote import (
     GrpcServer,
     GrpcTransport,
@@ -230,3 +230,38 @@ def test_a_link_between_namespaces(tmp_path: Path) -> None:
     assert max(stats["lost"]) > 0
     after = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert after == before
+
+
+class Refusing:
+    """A server that ends a connection for good: when it is read from, or when it is written to."""
+
+    def __init__(self, *, when: str) -> None:
+        self._when = when
+
+    async def connect(self) -> Connection:
+        return self
+
+    async def send(self, frame: bytes) -> None:
+        if self._when == "sent":
+            raise RefusedError(f"{len(frame)} bytes are too many.")
+
+    async def receive(self) -> bytes:
+        if self._when == "read":
+            raise RefusedError("The token has expired.")
+        return await asyncio.Future()
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("when", "why"), [("read", "expired"), ("sent", "too many")])
+def test_a_refusal_reaches_whoever_receives(when: str, why: str) -> None:
+    async def run() -> None:
+        connection = await ShapedTransport(Refusing(when=when), Link(name="x")).connect()
+        await connection.send(b"anything")
+        with pytest.raises(RefusedError, match=why):
+            async with asyncio.timeout(30):
+                await connection.receive()
+        await connection.close()
+
+    asyncio.run(run())

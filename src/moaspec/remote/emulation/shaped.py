@@ -7,7 +7,6 @@ doubled or overtaken, which TCP would never let through; a session has to bear i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -126,7 +125,7 @@ class _Shaped:
 
     def __init__(self, inner: Connection, through: ShapedTransport, seed: int) -> None:
         self._inner, self._through = inner, through
-        self._arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._arrived: asyncio.Queue[bytes | Exception] = asyncio.Queue()
         self._up, self._down = through.pacer(seed), through.pacer(seed + 1)
         self._random = random.Random(seed)  # noqa: S311 - an emulation, nothing secret
         self._tasks: set[asyncio.Task[None]] = set()
@@ -149,14 +148,14 @@ class _Shaped:
         if self._closed and self._arrived.empty():
             raise LinkError("The connection was closed.")
         frame = await self._arrived.get()
-        if frame is None:
+        if isinstance(frame, Exception):
             self._closed = True
-            raise LinkError("The connection is broken.")
+            raise frame
         return frame
 
     async def close(self) -> None:
         self._closed = True
-        self._arrived.put_nowait(None)
+        self._arrived.put_nowait(LinkError("The connection was closed."))
         for task in list(self._tasks):
             task.cancel()
         await self._inner.close()
@@ -167,8 +166,8 @@ class _Shaped:
                 frame = await self._inner.receive()
                 self._through.traffic.note(frame, upward=False)
                 self._carry(frame, self._down, self._arrived.put)
-        except LinkError:
-            self._arrived.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - whoever receives raises it
+            self._arrived.put_nowait(error)
 
     def _carry(self, frame: bytes, pacer: Pacer, deliver: Any) -> None:
         """Let a message arrive once, twice, late or never."""
@@ -185,9 +184,14 @@ class _Shaped:
         if after_s > 0:
             await asyncio.sleep(after_s)
         # What was on its way when the link was cut is lost too.
-        if not self._through.faults.cut:
-            with contextlib.suppress(LinkError):
-                await deliver(frame)
+        if self._through.faults.cut:
+            return
+        try:
+            await deliver(frame)
+        except LinkError:
+            pass  # whoever receives will notice
+        except Exception as error:  # noqa: BLE001 - whoever receives raises it
+            self._arrived.put_nowait(error)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
