@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import moaspec
+import tiny
 from bundles import save_bundle
 from commands import Cli
+from moaspec.cli import device
+from moaspec.cli.remote import _Show
 from moaspec.decode import load_drafter
-from moaspec.remote import GrpcServer, ServerOptions, TargetService
+from moaspec.decode.result import Source
+from moaspec.model import MoADrafter, save_drafter
+from moaspec.model.checkpoint import config_from_json
+from moaspec.remote import GrpcServer, RemoteEvent, ServerOptions, TargetService, fingerprint
+from moaspec.remote.bundle import DeviceBundle
+from moaspec.remote.emulation import ShapedTransport
+from moaspec.remote.private import Vault
 from moaspec.target import load_target
+from moaspec.target.cache import cache_dir
 
 PROMPT = "w1 w2 <private>w3</private> w4"
 
@@ -84,13 +97,146 @@ def test_a_cut_is_shown_and_changes_nothing(cli: Cli, bundle: Path, address: str
     assert facts["provisional"] > 0
 
 
+@pytest.fixture
+def bundled(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directory of the drafter that is bundled for "tiny"."""
+    directory = tmp_path / "bundled"
+    shutil.copytree(bundle.parent / "drafter", directory)
+    target = load_target(bundle.parent / "target", dtype="bfloat16", packed=False)
+    monkeypatch.setattr("moaspec.remote.bundle.load_target", lambda *_, **__: target)
+    monkeypatch.setattr("moaspec.cli.device.bundled_drafters", lambda: {"tiny": directory})
+    return directory
+
+
+def test_the_made_bundle_is_of_the_bundled_drafter(bundled: Path) -> None:
+    """An upgrade may bring another one, and servers then have that."""
+    first = device.load_bundle(None, "tiny")
+    written = sorted(cache_dir().rglob("*"))
+    assert device.load_bundle(None, "tiny").fingerprint == first.fingerprint
+    assert sorted(cache_dir().rglob("*")) == written  # made once
+    torch.manual_seed(2)
+    upgraded = MoADrafter(config_from_json(first.info.drafter))
+    save_drafter(upgraded, bundled)
+    found = device.load_bundle(None, "tiny").fingerprint
+    assert found == fingerprint(upgraded) != first.fingerprint
+
+
+def test_edge_loads_a_bundle_and_never_the_target(
+    cli: Cli, bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr(
+        "moaspec.serve.running.serve", lambda source, *_, **__: served.append(source)
+    )
+    output = cli("edge", "--model", "tiny", "--give-up-s", "5")
+    assert output.code == 0, output.err
+    assert bundled.is_dir()
+    assert isinstance(served[0]._device, DeviceBundle)
+    assert served[0]._options.give_up_s == 5
+
+
+def test_the_options_of_the_link(cli: Cli, bundle: Path, address: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    output = cli(
+        *("remote", "w1 w2", "--server", address, "--bundle", str(bundle), "--json"),
+        *("--codec", "fp16", "--draft", "chain:2", "--num-target-layers", "0"),
+        *("--prefix-dir", str(tmp_path / "prefixes"), "--token-file", str(token)),
+        *("--max-new-tokens", "12"),
+    )
+    assert output.code == 0, output.err
+    assert json.loads(output.out)["token_ids"] == expected(bundle, "w1 w2", 12)
+    assert list((tmp_path / "prefixes").iterdir())
+
+
+def test_links_are_emulated_only_where_one_is_asked_for(
+    cli: Cli, bundle: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def shaped(*arguments: Any) -> ShapedTransport:
+        made.append(arguments)
+        return ShapedTransport(*arguments)
+
+    monkeypatch.setattr("moaspec.remote.emulation.ShapedTransport", shaped)
+    arguments = ("remote", "w1", "--server", address, "--bundle", str(bundle))
+    for asked, number in (((), 0), (("--link", "lan"), 1), (("--cut-after", "50"), 2)):
+        assert cli(*arguments, "--max-new-tokens", "2", *asked).code == 0
+        assert len(made) == number
+
+
+def test_a_server_that_is_not_there(
+    cli: Cli, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moaspec.cli.remote.PATIENCE_S", 0.1)
+    arguments = ("--server", "127.0.0.1:1", "--bundle", str(bundle), "--give-up-s", "1")
+    output = cli("remote", "w1", *arguments)
+    assert output.code == 1
+    assert output.err.count("No link to 127.0.0.1:1 yet; trying again.") == 1
+    assert "No link to the server for 1 s" in output.err
+
+
+@pytest.mark.parametrize("command", [("remote", "w1"), ("edge",)])
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (("--server", "example.org"), "HOST:PORT"),
+        (("--server", "http://example.org:50051"), "HOST:PORT"),
+        (("--server", "example.org:99999"), "HOST:PORT"),
+        (("--bundle", "/nowhere"), "export-device"),
+        (("--model", "somebody/else"), "export-device"),
+        (("--codec", "int3"), "codec must be one of"),
+        (("--certificate", "device.pem"), "comes with its key"),
+        (("--token-file", "/nowhere"), "cannot be read"),
+        (("--token-file", "/dev/null"), "holds no token"),
+    ],
+)
+def test_bad_options_of_devices(
+    cli: Cli, command: tuple[str, ...], wrong: tuple[str, ...], why: str
+) -> None:
+    output = cli(*command, *wrong)
+    assert output.code == 2
+    assert why in " ".join(output.err.split())
+
+
+def test_tokens_come_from_the_environment_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOASPEC_TOKEN", "secret")
+    output = cli("remote", "w1", "--server", "example.org:50051")
+    assert output.code == 2
+    assert "would travel in the clear" in " ".join(output.err.split())
+
+
+def told(*events: RemoteEvent) -> list[str]:
+    """Notes that are printed for events of a text."""
+    notes: list[str] = []
+    show = _Show(tiny.tokenizer(), Vault(()), quiet=True)
+    show.note = notes.append  # type: ignore[method-assign]
+    for event in events:
+        show.event(event)
+    return notes
+
+
+def event(start: int, *token_ids: int, **facts: Any) -> RemoteEvent:
+    sources: tuple[Source, ...] = ("draft",) * len(token_ids)
+    return RemoteEvent(start=start, token_ids=token_ids, sources=sources, **facts)
+
+
+@pytest.mark.parametrize(
+    ("corrected", "note"), [(0, "[link back: all of it stays]"), (2, "[link back: 2 replaced]")]
+)
+def test_the_return_of_a_link_is_told_once_all_is_verified(corrected: int, note: str) -> None:
+    """A server that was restarted confirms one token when it has read the text, then the rest."""
+    alone = [event(i, i + 1, num_provisional=1, link="down") for i in range(3)]
+    first = event(0, 1, 2, 3, num_provisional=2)
+    assert told(*alone, first) == []
+    rest = event(1, 2, 3, num_corrected=corrected)
+    assert told(*alone, first, rest, event(3, 4)) == [note]
+
+
 def test_what_cannot_be(cli: Cli, bundle: Path) -> None:
     open_mark = cli("remote", "w1 <private>w2", "--bundle", str(bundle))
     assert open_mark.code == 2
     assert "never closed" in open_mark.err
-    no_bundle = cli("remote", "w1", "--model", "somebody/else")
-    assert no_bundle.code == 2
-    assert "export-device" in no_bundle.err
 
 
 def test_edge_bench_without_emulation(cli: Cli, bundle: Path, tmp_path: Path) -> None:

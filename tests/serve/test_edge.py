@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -146,6 +147,15 @@ def test_nothing_is_shared_between_keys() -> None:
             cached.append(usage.prompt_tokens_details.cached_tokens)
     assert cached[:2] == [0, 0]
     assert cached[2] > 0
+
+
+def test_stored_prompts_are_not_shared_between_keys_either(tmp_path: Path) -> None:
+    edge = Edge(prefix_dir=tmp_path)
+    settings = ServeSettings(guarded=Guarded(api_keys=("one", "two")))
+    with serving.serving(edge.source, settings) as served:
+        for key in ("one", "two", "two"):
+            ask(served, key=key)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_link_can_be_cut_over_http(edge: Edge, served_edge: Served) -> None:

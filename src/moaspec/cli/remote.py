@@ -4,39 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from moaspec.cli import console, options
-from moaspec.decode import bundled_drafters
-from moaspec.errors import InputError
-from moaspec.target.cache import cache_dir
+from moaspec.cli import console, device, options
 
 if TYPE_CHECKING:
     from moaspec.remote import RemoteEvent, RemoteSession
-    from moaspec.remote.emulation import ShapedTransport
+    from moaspec.remote.emulation import Faults
     from moaspec.remote.private import Vault
 
 PROVISIONAL, NOTE = "yellow", "dim"
+PATIENCE_S = 2.0
+"""After so long without a first link the user is told."""
 
 
 def remote(
     prompt: Annotated[str, typer.Argument(help="What the model should answer.")],
-    server: Annotated[str, typer.Option(help="host:port of moaspec target-server.")] = (
-        "127.0.0.1:50051"
-    ),
-    bundle: Annotated[
-        Path | None, typer.Option(help="Device bundle; default: one of --model, made once.")
-    ] = None,
+    server: device.Server = device.SERVER,
+    bundle: device.Bundle = None,
     model: options.Model = options.MODEL,
-    token: Annotated[str | None, typer.Option(help="Bearer token.")] = None,
-    tls_ca: Annotated[
-        str | None, typer.Option(help="Connect with TLS: a file of CA certificates, or system.")
-    ] = None,
-    on_cut: Annotated[str, typer.Option(help="rollback, keep or wait.")] = "rollback",
+    on_cut: device.OnCut = "rollback",
+    codec: device.Codec = "int8",
+    draft: device.Draft = "auto",
+    num_target_layers: device.NumTargetLayers = None,
+    prefix_dir: device.PrefixDir = None,
+    give_up_s: device.GiveUp = None,
+    token_file: device.TokenFile = None,
+    ca: device.CA = None,
+    certificate: device.Certificate = None,
+    key: device.Key = None,
     cut_after: Annotated[
         int | None, typer.Option(help="Take the link away after so many tokens.")
     ] = None,
@@ -62,61 +61,68 @@ def remote(
     Example: moaspec remote "Why is the sky blue?" --cut-after 12
     """
     # Imported here, because gRPC is not needed by most commands.
-    from moaspec.remote import Credentials, GrpcTransport, RemoteOptions, RemoteSession
-    from moaspec.remote.bundle import load_device
+    from moaspec.remote import GrpcTransport, RemoteSession
     from moaspec.remote.emulation import Faults, ShapedTransport, link_named
     from moaspec.remote.private import Vault
     from moaspec.remote.private.recognisers import default
 
+    chosen = device.remote_options(
+        codec=codec,
+        num_target_layers=num_target_layers,
+        draft=draft,
+        on_cut=on_cut,
+        prefix_dir=prefix_dir,
+        give_up_s=give_up_s,
+    )
+    device.check_address(server)
+    wire = GrpcTransport(server, device.credentials(token_file, ca, certificate, key))
+    faults, emulated = Faults(), link_named(link)
+    shaped = link != "none" or cut_after is not None
+    transport = ShapedTransport(wire, emulated, faults) if shaped else wire
     vault = Vault(default(phone_region or ("US",)) if recognise else ())
     hidden = vault.hide(prompt)
     console.set_threads(threads)
     console.quiet_libraries()
-    device = load_device(bundle or _made_bundle(model))
-    ids = console.chat_ids(device.target, hidden)
-    wire = GrpcTransport(server, Credentials(token=token, ca=tls_ca))
-    transport = ShapedTransport(wire, link_named(link), Faults())
-    session = RemoteSession(device, transport, RemoteOptions(on_cut=on_cut))  # type: ignore[arg-type]
-    show = _Show(device.tokenizer, vault, quiet=as_json)
-    cut = _Cut(transport, cut_after, cut_s)
+    loaded = device.load_bundle(bundle, model)
+    ids = console.chat_ids(loaded.target, hidden)
+    session = RemoteSession(loaded, transport, chosen)
+    show = _Show(loaded.tokenizer, vault, quiet=as_json)
+    cut = _Cut(faults, cut_after, cut_s)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    asyncio.run(_run(session, ids, settings, show=show, cut=cut))
+    asyncio.run(_run(session, ids, settings, show=show, cut=cut, server=server))
     _report(session, show, as_json=as_json, hidden=len(vault))
 
 
-def _made_bundle(model: str) -> Path:
-    """A bundle of the model's own drafter, exported the first time it is asked for."""
-    from moaspec.remote.bundle import export_bundle, is_bundle
-
-    if model not in bundled_drafters():
-        raise InputError(
-            f"No drafter is bundled for {model}; name a bundle with --bundle "
-            "(moaspec checkpoint export-device)."
-        )
-    directory = cache_dir() / "devices" / model
-    if not is_bundle(directory):
-        with console.err.status("Making the device bundle, once"):
-            export_bundle(model, model, directory)
-    return directory
-
-
 async def _run(
-    session: RemoteSession, ids: list[int], settings: dict[str, Any], *, show: _Show, cut: _Cut
+    session: RemoteSession,
+    ids: list[int],
+    settings: dict[str, Any],
+    *,
+    show: _Show,
+    cut: _Cut,
+    server: str,
 ) -> None:
+    timer = asyncio.get_running_loop().call_later(PATIENCE_S, _tell_of_no_link, session, server)
     try:
         async for event in session.stream(ids, **settings):
             show.event(event)
             cut.note(len(show.text), show)
     finally:
+        timer.cancel()
         cut.end()
         await session.close()
+
+
+def _tell_of_no_link(session: RemoteSession, server: str) -> None:
+    if session.stats.up_s is None:
+        console.err.print(f"No link to {server} yet; trying again.")
 
 
 class _Cut:
     """Takes the link away once, for a while."""
 
-    def __init__(self, transport: ShapedTransport, after: int | None, seconds: float) -> None:
-        self._transport, self._after, self._seconds = transport, after, seconds
+    def __init__(self, faults: Faults, after: int | None, seconds: float) -> None:
+        self._faults, self._after, self._seconds = faults, after, seconds
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, num_tokens: int, show: _Show) -> None:
@@ -124,13 +130,13 @@ class _Cut:
         if self._after is None or num_tokens < self._after:
             return
         self._after = None
-        self._transport.faults.cut = True
+        self._faults.cut = True
         show.note(f"[link cut for {self._seconds:g} s]")
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self.end)
 
     def end(self) -> None:
         """Give the link back."""
-        self._transport.faults.cut = False
+        self._faults.cut = False
         if self._timer is not None:
             self._timer.cancel()
 
@@ -142,23 +148,24 @@ class _Show:
         self._tokenizer, self._vault, self._quiet = tokenizer, vault, quiet
         self.text: list[int] = []
         self._shown = ""
-        self._provisional = 0
+        self._waiting, self._replaced = False, 0
 
     def event(self, event: RemoteEvent) -> None:
         """Show what an event changed."""
-        waiting = self._provisional > 0
         self.text[event.start :] = event.token_ids
         alone = event.link != "up" and event.num_provisional > 0
-        self._provisional = self._provisional + 1 if alone else event.num_provisional
-        if waiting and not alone:
-            self._back(event)
+        self._waiting |= alone
+        self._replaced += event.num_corrected
+        # A server that has to read the text anew confirms it in several steps.
+        if self._waiting and not event.num_provisional:
+            self._back()
         final = event.stop_reason is not None
         self._print(self.words(final=final), PROVISIONAL if alone else _style(event))
 
-    def _back(self, event: RemoteEvent) -> None:
-        kept = "all of it stays" if not event.num_corrected else f"{event.num_corrected} replaced"
+    def _back(self) -> None:
+        kept = f"{self._replaced} replaced" if self._replaced else "all of it stays"
         self.note(f"[link back: {kept}]")
-        self._shown = ""
+        self._shown, self._waiting, self._replaced = "", False, 0
 
     def words(self, *, final: bool = False) -> str:
         """The text so far with private spans restored; what may still change waits."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Unpack
 
 from moaspec.decode.api import RowOptions
@@ -94,7 +94,7 @@ class EdgeSource:
         device: drafts.
         transport: leads to the server.
         name: how responses call the model.
-        options: of every session.
+        options: of every session, but for its tenant.
         limits: see `EdgeLimits`.
         faults: of an emulated link that the page may cut; None: the link is what it is.
         alone: decodes what asks for no speculation, and for no log-probabilities, which it has
@@ -269,14 +269,15 @@ class EdgeSource:
         best = max(own, key=lambda one: common_length(one.token_ids, job.prompt_ids), default=None)
         full, ends = len(self._seats) >= self._limits.active, None
         if best is None or not common_length(best.token_ids, job.prompt_ids):
-            best = min(own, key=_last_used) if own and full else self._new_seat()
+            best = min(own, key=_last_used) if own and full else self._new_seat(job.tenant)
             ends = min(free, key=_last_used) if full and not own else None
         self._count += 1
         best.tenant, best.busy, best.used = job.tenant, True, self._count
         return best, ends
 
-    def _new_seat(self) -> _Seat:
-        seat = _Seat(RemoteSession(self._device, self._transport, self._options))
+    def _new_seat(self, tenant: str) -> _Seat:
+        options = replace(self._options, tenant=tenant)
+        seat = _Seat(RemoteSession(self._device, self._transport, options))
         self._seats.append(seat)
         return seat
 
