@@ -206,19 +206,27 @@ def test_tokens_come_from_the_environment_too(cli: Cli, monkeypatch: pytest.Monk
     assert "would travel in the clear" in " ".join(output.err.split())
 
 
+class Noting(_Show):
+    """Notes what it tells of the link."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny.tokenizer(), Vault(()), quiet=True)
+        self.notes: list[str] = []
+
+    def note(self, words: str) -> None:
+        self.notes.append(words)
+
+
 def told(*events: RemoteEvent) -> list[str]:
-    """Notes that are printed for events of a text."""
-    notes: list[str] = []
-    show = _Show(tiny.tokenizer(), Vault(()), quiet=True)
-    show.note = notes.append  # type: ignore[method-assign]
-    for event in events:
-        show.event(event)
-    return notes
+    show = Noting()
+    for one in events:
+        show.event(one)
+    return show.notes
 
 
 def event(start: int, *token_ids: int, **facts: Any) -> RemoteEvent:
-    sources: tuple[Source, ...] = ("draft",) * len(token_ids)
-    return RemoteEvent(start=start, token_ids=token_ids, sources=sources, **facts)
+    drafts: list[Source] = ["draft"] * len(token_ids)
+    return RemoteEvent(start=start, token_ids=token_ids, sources=tuple(drafts), **facts)
 
 
 @pytest.mark.parametrize(
@@ -253,9 +261,39 @@ def test_edge_bench_without_emulation(cli: Cli, bundle: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "wrong", [("--links", "6g"), ("--links", "none", "--cut", "4"), ("--modes", "magic")]
+    ("wrong", "why"),
+    [
+        (("--links", "6g"), "Unknown link"),
+        (("--links", "none", "--cut", "4"), "cannot be cut"),
+        (("--modes", "magic"), "Unknown mode"),
+        (("--num-target-layers", ""), "--num-target-layers takes numbers"),
+        (("--server-speed", "abc"), "--server-speed takes numbers"),
+        (("--limit", "0"), "--limit"),
+        (("--links", ","), "links: at least one is needed"),
+        (("--out", "/nowhere/edge.json"), "/nowhere/edge.json cannot be written"),
+    ],
 )
-def test_edge_bench_refuses(cli: Cli, bundle: Path, wrong: tuple[str, ...]) -> None:
+def test_edge_bench_refuses(cli: Cli, bundle: Path, wrong: tuple[str, ...], why: str) -> None:
     target, drafter = str(bundle.parent / "target"), str(bundle.parent / "drafter")
     output = cli("edge-bench", "--model", target, "--drafter", drafter, *wrong)
     assert output.code == 2
+    assert why in " ".join(output.err.split())
+
+
+def test_edge_bench_shows_what_it_cannot_write(
+    cli: Cli, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "results" / "edge.json"
+    out.parent.mkdir()
+
+    def measured(*_: Any) -> dict[str, Any]:
+        out.parent.rmdir()
+        return {"links": {}}
+
+    monkeypatch.setattr("moaspec.evaluate.edge.run_edge_bench", measured)
+    target, drafter = str(bundle.parent / "target"), str(bundle.parent / "drafter")
+    output = cli(
+        *("edge-bench", "--model", target, "--drafter", drafter, "--json", "--out", str(out))
+    )
+    assert output.code == 1
+    assert json.loads(output.out) == {"links": {}}

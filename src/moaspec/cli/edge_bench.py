@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -26,6 +28,7 @@ COLUMNS = (
 )
 WIDTH = 110
 TERMINATED = 128 + signal.SIGTERM
+T = TypeVar("T")
 
 
 def edge_bench(
@@ -52,8 +55,8 @@ def edge_bench(
         Literal["fp16", "int8", "int4"], typer.Option(help="Of activations.")
     ] = "int8",
     int8: Annotated[bool, typer.Option("--int8", help="Weights on the device in 8 bits.")] = False,
-    limit: Annotated[int, typer.Option(help="Prompts of those in the package.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
+    limit: Annotated[int, typer.Option(help="Prompts of those in the package.", min=1)] = 3,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=1)] = 64,
     cut: Annotated[
         int | None, typer.Option(help="Cut the link after so many tokens, instead of timing.")
     ] = None,
@@ -80,11 +83,13 @@ def edge_bench(
     name = drafter or (model if model in bundled_drafters() else None)
     if name is None:
         raise InputError(f"No drafter is bundled for {model}; name one with --drafter.")
+    if out is not None:
+        _check_place(out)
     console.quiet_libraries()
     # Leave through the context managers, which end processes and remove namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with tempfile.TemporaryDirectory() as scratch:
-        layers = tuple(int(one) for one in _list(num_target_layers))
+        layers = _numbers("--num-target-layers", num_target_layers, int)
         bundles = {"moa": str(Path(scratch) / "bundle")}
         if independent is not None:
             bundles["independent"] = str(independent)
@@ -98,7 +103,7 @@ def edge_bench(
             modes=tuple(_list(modes)),
             drafters=tuple(_list(drafters)),
             num_target_layers=layers,
-            server_speeds=tuple(float(one) for one in _list(server_speed)),
+            server_speeds=_numbers("--server-speed", server_speed, float),
             drafted=drafted,
             agreement=agreement,
             pass_s=pass_ms / 1e3,
@@ -113,18 +118,42 @@ def edge_bench(
                 report = run_edge_bench(settings, advance)
             else:
                 report = run_cut_bench(settings, after=cut, alone=alone, advance=advance)
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if as_json:
         console.out.print(json.dumps(report))
     elif cut is None:
         _show(report)
     else:
         _show_cuts(report)
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _list(text: str) -> list[str]:
     return [one.strip() for one in text.split(",") if one.strip()]
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
+    """Numbers with commas between.
+
+    Raises:
+        InputError: something else, or none.
+    """
+    try:
+        found = tuple(kind(one) for one in _list(text))
+    except ValueError:
+        found = ()
+    if not found:
+        raise InputError(f"{option} takes numbers with commas between, such as 1,3; got {text!r}.")
+    return found
+
+
+def _check_place(out: Path) -> None:
+    """Raise InputError for a file that cannot be written, before anything is measured."""
+    place = out if out.exists() else out.parent
+    if out.is_dir() or not out.parent.is_dir() or not os.access(place, os.W_OK):
+        raise InputError(
+            f"--out {out} cannot be written; name a file in a directory that exists and is yours."
+        )
 
 
 def _show(report: dict[str, Any]) -> None:

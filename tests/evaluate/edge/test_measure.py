@@ -144,7 +144,8 @@ def test_a_cut_over_the_real_protocol(bundle: Path) -> None:
 
 
 def settings(**changes: Any) -> EdgeSettings:
-    values: dict[str, Any] = {"model": "x", "drafter": "x", "bundles": {"moa": "b"}, "prompts": ()}
+    names = {"model": "x", "drafter": "x"}
+    values: dict[str, Any] = {**names, "bundles": {"moa": "b"}, "prompts": ("w1",)}
     return EdgeSettings(**values | changes)
 
 
@@ -156,6 +157,10 @@ def settings(**changes: Any) -> EdgeSettings:
         {"drafters": ("oracle",)},
         {"drafters": ("independent",)},
         {"server_speeds": (0.5,)},
+        {"server_speeds": (float("nan"),)},
+        {"num_target_layers": ()},
+        {"num_target_layers": (0, -1)},
+        {"prompts": ()},
     ],
 )
 def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:

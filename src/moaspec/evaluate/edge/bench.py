@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from types import TracebackType
 from typing import Any, cast
 
@@ -50,7 +51,8 @@ class EdgeSettings:
         threads: of torch, in each process.
 
     Raises:
-        InputError: an unknown link, mode or drafter, a speed below 1, or a missing bundle.
+        InputError: nothing to measure, an unknown link, mode or drafter, a speed below 1, a
+            negative N, or a missing bundle.
     """
 
     model: str
@@ -71,6 +73,9 @@ class EdgeSettings:
     threads: int = 1
 
     def __post_init__(self) -> None:
+        lists = ("prompts", "links", "modes", "drafters", "num_target_layers", "server_speeds")
+        if empty := [name for name in lists if not getattr(self, name)]:
+            raise InputError(f"{', '.join(empty)}: at least one is needed, got none.")
         for name in self.links:
             link_named(name)
         for what, given, known in (
@@ -79,8 +84,10 @@ class EdgeSettings:
         ):
             if unknown := sorted(set(given) - set(known)):
                 raise InputError(f"Unknown {what} {unknown[0]!r}; use {', '.join(known)}.")
-        if min(self.server_speeds) < 1:
-            raise InputError(f"server_speeds are at least 1, got {min(self.server_speeds)}.")
+        if wrong := [speed for speed in self.server_speeds if not 1 <= speed < inf]:
+            raise InputError(f"server_speeds are numbers of at least 1, got {wrong[0]}.")
+        if min(self.num_target_layers) < 0:
+            raise InputError(f"num_target_layers are at least 0, got {self.num_target_layers}.")
         needed = {"moa", *self.drafters} - {"replay"}
         if missing := sorted(needed - set(self.bundles)):
             raise InputError(f"No device bundle for {missing[0]}; name one.")
