@@ -54,7 +54,8 @@ def edge(
     """Serve OpenAI's API on the device while the target is on a server, link or no link.
 
     A client that does not ask for provisional text gets verified text only (with --on-cut keep:
-    also what was written without a link).
+    also what was written without a link). Unlike moaspec remote it hides no private spans: the
+    server sees what clients send.
 
     Example: moaspec edge --server 127.0.0.1:50051 --emulate 4g --open
     """
