@@ -91,9 +91,7 @@ class Deciding(Joined):
         drafted = [0] * batch.num_reqs if metadata is None else metadata.num_draft_tokens
         rows = self._rows(drafted)
         whole = [row for row in rows if not row.partial]
-        for row in whole:
-            _shorten(row)
-        _decide([row.asked for row in whole], [logits_NV[row.logits] for row in whole])
+        _decide([row.asked for row in whole], [_own(row, logits_NV) for row in whole])
         ids = torch.full((len(rows), max(drafted) + 1), NOTHING, dtype=torch.int32)
         for place, row in enumerate(rows):
             tokens = _brought(row.asked)
@@ -130,14 +128,18 @@ class Deciding(Joined):
         asked.read.append(self._capture.staged_NLGK[row.tokens.start : stop].clone())
 
 
-def _shorten(row: _Row) -> None:
-    """Leave out drafts that vLLM did not verify, because the text is near its limit."""
-    drafts, request = row.logits.stop - row.logits.start - 1, row.asked.request
+def _own(row: _Row, logits_NV: Tensor) -> Tensor:
+    """The logits of the row's newest token and of those of its drafts that vLLM has verified.
+
+    They are fewer where the text is near its limit. And vLLM may have added some of its own, to a
+    request whose prompt it has just read.
+    """
+    request, drafts = row.asked.request, row.logits.stop - row.logits.start - 1
     tree = request.tree
     if drafts < len(tree.tokens):
-        row.asked.request = replace(
-            request, tree=DraftTree(tree.tokens[:drafts], tree.parents[:drafts])
-        )
+        tree = DraftTree(tree.tokens[:drafts], tree.parents[:drafts])
+        row.asked.request = replace(request, tree=tree)
+    return logits_NV[row.logits][: 1 + len(tree.tokens)]
 
 
 def _decide(asked: Sequence[Asked], logits: Sequence[Tensor]) -> None:
