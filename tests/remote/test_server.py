@@ -369,6 +369,9 @@ def test_credentials_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="in the clear"):
         GrpcTransport("server:50051", Credentials(token="secret"))
     assert GrpcTransport("[::1]:50051", Credentials(token="secret")).address
+    (tmp_path / "garbage.pem").write_text("no certificate")
+    with pytest.raises(InputError, match="no certificate chain and its private key"):
+        server_credentials(tmp_path / "garbage.pem", tmp_path / "garbage.pem")
     (tmp_path / "tokens").write_text("[]")
     with pytest.raises(InputError, match="must hold"):
         Guard.read(tmp_path / "tokens")

@@ -52,7 +52,8 @@ def target_server(
     max_sessions_per_client: Annotated[int, typer.Option(help="Of one token.", min=1)] = 64,
     max_tokens: Annotated[int, typer.Option(help="Longest text, prompt included.", min=2)] = 4096,
     max_cache_gib: Annotated[
-        float, typer.Option(help="Room for keys and values of all sessions at their longest.")
+        float,
+        typer.Option(help="Room for keys and values of all sessions at their longest.", min=0.001),
     ] = 8.0,
     idle_s: Annotated[
         float, typer.Option(help="Sessions are forgotten after so long.", min=0)
@@ -111,7 +112,7 @@ def target_server(
     where = ServerOptions(host=host, port=port, credentials=secure, guard=guard)
     # Made inside the loop, to which gRPC ties a server when it is made.
     facts = {"max_sessions": service.max_sessions, "engine": engine}
-    asyncio.run(_serve(lambda: GrpcServer(service, where), host, drain_s, facts))
+    asyncio.run(_serve(lambda: GrpcServer(service, where), drain_s, facts))
 
 
 def _here(model: str, drafter: str | None, dtype: str, limits: ServiceOptions) -> TargetService:
@@ -189,14 +190,14 @@ def _print_traces() -> None:
     trace.set_tracer_provider(provider)
 
 
-async def _serve(make: Callable[[], Any], host: str, drain_s: float, facts: dict[str, Any]) -> None:
+async def _serve(make: Callable[[], Any], drain_s: float, facts: dict[str, Any]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(NotImplementedError):  # not on Windows
             loop.add_signal_handler(number, stop.set)
     async with make() as server:
-        console.out.print(json.dumps({"address": f"{host}:{server.port}", **facts}))
+        console.out.print(json.dumps({"address": server.address, **facts}))
         await stop.wait()
         console.err.print("Draining", style="dim")
         await server.drain(drain_s)

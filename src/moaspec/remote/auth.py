@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 import re
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -152,9 +153,31 @@ def server_credentials(
     """TLS for a server; with `client_ca` devices must show a certificate that it signed.
 
     Raises:
-        InputError: a file cannot be read.
+        InputError: a file cannot be read, or is not what it should be.
     """
+    _require_pair(certificate, key, client_ca)
     roots = None if client_ca is None else _read(client_ca)
     return grpc.ssl_server_credentials(
         [(_read(key), _read(certificate))], roots, require_client_auth=client_ca is not None
     )
+
+
+def _require_pair(certificate: Path, key: Path, client_ca: Path | None) -> None:
+    """Refuse what gRPC would only call an address that cannot be listened on.
+
+    Raises:
+        InputError: names the files.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: b"")
+    except (ssl.SSLError, OSError) as error:
+        raise InputError(
+            f"{certificate} and {key} are no certificate chain and its private key, in PEM and "
+            f"without a password: {error.strerror or error}."
+        ) from error
+    try:
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+    except (ssl.SSLError, OSError) as error:
+        raise InputError(f"{client_ca} holds no CA certificates: {error.strerror}.") from error

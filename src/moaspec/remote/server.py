@@ -89,10 +89,7 @@ class GrpcServer:
 
     async def __aenter__(self) -> GrpcServer:
         """Listen."""
-        host = self._options.host
-        address = (
-            f"[{host}]:{self._options.port}" if ":" in host else f"{host}:{self._options.port}"
-        )
+        address = self._address(self._options.port)
         credentials = self._options.credentials
         try:
             if credentials is None:
@@ -106,6 +103,15 @@ class GrpcServer:
         await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         self._sweeping = asyncio.create_task(self._sweep())
         return self
+
+    def _address(self, port: int) -> str:
+        host = self._options.host
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def address(self) -> str:
+        """Where it listens, HOST:PORT."""
+        return self._address(self.port)
 
     async def __aexit__(self, *_: object) -> None:
         """Stop at once; `drain` first to let devices leave."""
