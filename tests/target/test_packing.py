@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,10 +164,11 @@ def test_a_tied_head_is_packed_and_its_rows_are_read_from_a_file(tmp_path: Path)
     embedding.weight = head.weight
     before, x, ids = head.weight.clone(), torch.randn(3, 32).bfloat16(), torch.tensor([[49, 0]])
     expected = head(x)
-    packed = pack_like(head, directory=tmp_path / "new")
+    packed, forget = pack_like(head, directory=tmp_path / "new")
     assert isinstance(packed, PackedLinear)
     torch.testing.assert_close(packed(x), expected, atol=2e-2, rtol=0)
     assert torch.equal(head.weight, before)
+    forget()
     assert torch.equal(embedding(ids), before[ids])
     assert list(tmp_path.iterdir()) == [tmp_path / "new"]
     assert not list((tmp_path / "new").iterdir())
@@ -180,6 +182,18 @@ def test_without_room_for_a_file_a_table_stays_where_it_is(tmp_path: Path) -> No
     assert table.data_ptr() == place
     map_into_memory(table, tmp_path)
     assert table.data_ptr() != place
+    assert torch.equal(table, before)
+
+
+def test_memory_of_rows_that_were_read_is_given_back(tmp_path: Path) -> None:
+    table = torch.randn(1 << 22)
+    before = table.clone()
+    forget = map_into_memory(table, tmp_path)
+    total = float(table.sum())
+    read = psutil.Process().memory_info().rss
+    forget()
+    assert psutil.Process().memory_info().rss < read - table.nbytes // 2
+    assert float(table.sum()) == total
     assert torch.equal(table, before)
 
 
@@ -203,7 +217,8 @@ def test_float32_is_packed_where_mkl_copies_weights(
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
     gains = gains and can_pack(torch.bfloat16, CPU)
     assert can_pack(torch.float32, CPU) is gains
-    assert isinstance(pack_like(nn.Linear(4, 8), directory=tmp_path), StreamedLinear) is gains
+    head, _ = pack_like(nn.Linear(4, 8), directory=tmp_path)
+    assert isinstance(head, StreamedLinear) is gains
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
     assert not can_pack(torch.float32, CPU)
 

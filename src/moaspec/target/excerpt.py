@@ -126,7 +126,7 @@ class TargetExcerpt(Target):
         if self.packed:
             pack_linears(self.model, keep=(self._lm_head,))
             if isinstance(self._lm_head, nn.Linear):
-                self._fast_head = pack_like(self._lm_head, directory=cache_dir())
+                self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
             return_freed_memory()
         make_lean(layer for layer in self._base.layers if not isinstance(layer, _Absent))
         self.lean = True

@@ -95,6 +95,7 @@ class Target(TargetFacts):
         self._base: Any = model.base_model
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
         self._fast_head: nn.Module = self._lm_head
+        self._forget_rows: Callable[[], None] = lambda: None
         self._layer_types = families.layer_types(model.config)
         self.lean = self.packed = False
 
@@ -119,7 +120,7 @@ class Target(TargetFacts):
         self.packed = can_pack(self.dtype, self.device)
         if self.packed:
             pack_linears(self.model, keep=(self._lm_head,))
-            self._fast_head = pack_like(self._lm_head, directory=cache_dir())
+            self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
             return_freed_memory()
         make_lean(self._base.layers)
         self.lean = True
@@ -152,6 +153,7 @@ class Target(TargetFacts):
         if token_ids is None:
             return self._fast_head
         rows = self.head_rows(token_ids)
+        self._forget_rows()
         return PackedLinear(rows) if can_pack(self.dtype, self.device) else rows
 
     def head(self, states: Tensor, token_ids: Tensor | None = None) -> Tensor:

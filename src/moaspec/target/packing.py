@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -406,7 +406,7 @@ class StreamedLinear(nn.Module):
         return out_NX.contiguous().reshape(*x.shape[:-1], -1)
 
 
-def pack_like(linear: nn.Linear, *, directory: Path) -> nn.Module:
+def pack_like(linear: nn.Linear, *, directory: Path) -> tuple[nn.Module, Callable[[], None]]:
     """A faster stand-in for a layer whose own weight stays in use elsewhere (a tied LM head).
 
     The bf16 one is a packed copy. Of the weight itself only single rows are read from then on (by
@@ -416,17 +416,18 @@ def pack_like(linear: nn.Linear, *, directory: Path) -> nn.Module:
     Args:
         linear: is kept, and so is the value of its weight.
         directory: for that file.
+
+    Returns:
+        The stand-in, and a call that gives back the memory of the weight's rows that were read.
     """
     if not can_pack(linear.weight.dtype, linear.weight.device):
-        return linear
+        return linear, lambda: None
     if linear.weight.dtype == torch.float32:
-        return StreamedLinear(linear)
-    packed = PackedLinear(linear)
-    map_into_memory(linear.weight, directory)
-    return packed
+        return StreamedLinear(linear), lambda: None
+    return PackedLinear(linear), map_into_memory(linear.weight, directory)
 
 
-def map_into_memory(table: Tensor, directory: Path) -> None:
+def map_into_memory(table: Tensor, directory: Path) -> Callable[[], None]:
     """Let a tensor's numbers live in a file, of which only what is read takes memory.
 
     The file has no name, and is gone with the tensor. Without room for it all stays as it is.
@@ -434,6 +435,9 @@ def map_into_memory(table: Tensor, directory: Path) -> None:
     Args:
         table: contiguous, on the CPU; changed in place.
         directory: on a disk, made where it is missing.
+
+    Returns:
+        A call that gives back the memory of what was read so far; nothing may have been written.
     """
     numbers = table.detach().view(torch.uint8).numpy()
     try:
@@ -441,10 +445,13 @@ def map_into_memory(table: Tensor, directory: Path) -> None:
         with TemporaryFile(dir=directory) as file:
             numbers.tofile(file)
             file.flush()
-            mapped = np.memmap(file, dtype=np.uint8, mode="c", shape=numbers.shape)
-    except OSError:
-        return
-    table.data = torch.from_numpy(mapped).view(table.dtype)
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError):
+        return lambda: None
+    table.data = torch.frombuffer(pages, dtype=table.dtype).view(table.shape)
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return lambda: None
+    return lambda: pages.madvise(mmap.MADV_DONTNEED)
 
 
 def _bf16_instructions() -> bool:
