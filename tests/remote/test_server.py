@@ -359,6 +359,19 @@ def test_texts_of_the_server_alone_count_end_and_leave_nothing() -> None:
     asyncio.run(run())
 
 
+def test_texts_of_the_server_alone_end_at_its_limit() -> None:
+    most = len(PROMPT) + 3
+    service = TargetService(tiny.target(), None, ServiceOptions(max_tokens=most))
+
+    async def run() -> None:
+        async with GrpcServer(service, ServerOptions(port=0)) as server:
+            alone = RemoteText(GrpcTransport(f"127.0.0.1:{server.port}"), frozenset())
+            events = [event async for event in alone.stream(PROMPT, max_new_tokens=NEW)]
+            assert sum(len(event.token_ids) for event in events) == 3
+
+    asyncio.run(run())
+
+
 def test_credentials_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="comes with its key"):
         Credentials(certificate=tmp_path)

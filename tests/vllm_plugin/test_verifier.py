@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from moaspec.remote import (
     StoreOptions,
     TargetService,
 )
+from moaspec.remote import target_pb2 as pb
 from moaspec.remote.service import wire_encoder
 from moaspec.target import Target, target_facts
 from moaspec.vllm_plugin.settings import Verifying
@@ -155,6 +157,79 @@ def test_drafts_are_accepted_as_by_a_local_target(served: Served) -> None:
         assert rounds[0] == rounds[1] < 16
 
     run(work())
+
+
+def test_a_session_may_return_to_an_earlier_text(served: Served) -> None:
+    """Blocks of it are still there, and activations of what they hold were dropped meanwhile."""
+    first, second = [*LONG, 5, 6], [*LONG[:5], *range(3, 60)]
+
+    async def work() -> None:
+        service = served.service()
+        remote = served.session(InProcessTransport(service), Chain(3))
+        for prompt in (first, second, first, [*first[:70], 9], first):
+            result = await remote.generate(prompt, max_new_tokens=12, stop_token_ids=())
+            assert result.token_ids == served.local(prompt, max_new_tokens=12)
+        assert remote.stats.reopened == 0
+        await remote.close()
+        await service.stop()
+
+    run(work())
+
+
+def test_a_step_that_fails_costs_time_and_nothing_else(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when memory runs out: what was under way in vLLM is begun anew."""
+    engine = served.engine.verifier._engine
+    step = engine.step
+    calls: list[None] = []
+
+    def sometimes() -> Any:
+        calls.append(None)
+        if len(calls) % 7 == 0:
+            raise RuntimeError("out of memory")
+        return step()
+
+    monkeypatch.setattr(engine, "step", sometimes)
+
+    async def device(service: TargetService, prompt: list[int]) -> None:
+        remote = served.session(InProcessTransport(service), Chain(3))
+        result = await remote.generate(prompt, max_new_tokens=20, stop_token_ids=())
+        assert result.token_ids == served.local(prompt, max_new_tokens=20)
+        await remote.close()
+
+    async def work() -> None:
+        service = served.service()
+        await asyncio.gather(*(device(service, list(prompt)) for prompt in tiny.PROMPTS[:3]))
+        await service.stop()
+
+    run(work())
+
+
+def test_texts_of_the_server_alone_end_at_its_limit(served: Served) -> None:
+    async def work() -> None:
+        service = served.service()
+        sampling = pb.Sampling(top_p=1.0, repetition_penalty=1.0)
+        request = pb.GenerateRequest(token_ids=[*LONG, *LONG], max_new_tokens=60, sampling=sampling)
+        text = [t async for one in service.generate("me", request) for t in one.token_ids]
+        assert text == served.local([*LONG, *LONG], max_new_tokens=MOST - 2 * len(LONG))
+        await service.stop()
+
+    run(work())
+
+
+def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(served: Served) -> None:
+    from moaspec.errors import ServingError
+    from moaspec.vllm_plugin.verifier import VLLMVerifier
+
+    verifier = served.engine.verifier
+    options = replace(verifier._options, max_rows=10**9)
+    with pytest.raises(ServingError, match="fewer or shorter"):
+        VLLMVerifier(replace(options, changes={"load_format": "nonsense"}))
+    verifier._options, own = options, verifier._options
+    with pytest.raises(ServingError, match="Ask for fewer or shorter ones"):
+        verifier._require_room()
+    verifier._options = own
 
 
 def test_cuts_and_a_bad_link_change_nothing(served: Served) -> None:

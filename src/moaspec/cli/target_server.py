@@ -140,6 +140,11 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = target_facts(model, dtype=dtype, device=device)
+    if any(switch < limits.longest(facts) for switch in facts.rope_switches):
+        raise InputError(
+            f"{model} has LongRoPE: all keys of a text change at {facts.rope_switches[0]} tokens, "
+            "which vLLM's cache cannot follow. Take --engine torch, or fewer --max-tokens."
+        )
     module = None if drafter is None else load_drafter(drafter, target=facts)
     engine = vllm_engine(
         Verifying(
@@ -148,6 +153,7 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
             max_rows=limits.fitting(facts).max_sessions,
             max_tokens=limits.longest(facts),
             token_bytes=limits.token_bytes(facts),
+            features=module is not None,
         ),
         None if module is None else wire_encoder(module, facts),
     )

@@ -77,8 +77,10 @@ async def decode_alone(
     drafter: MoADrafter | None,
     request: pb.GenerateRequest,
     sampling: SamplingParams,
+    *,
+    max_tokens: int,
 ) -> AsyncGenerator[pb.Generated]:
-    """Decode a request to its end; whoever stops listening ends it."""
+    """Decode a request to its end, or to the longest text; whoever stops listening ends it."""
     drafting: Drafter | None = None
     # Where another engine runs the weights, there is no embedding and no head to draft with.
     if request.speculate and drafter is not None and isinstance(target, Target):
@@ -89,7 +91,7 @@ async def decode_alone(
             row,
             drafting,
             vocab_size=target.vocab_size,
-            max_positions=target.max_positions,
+            max_positions=max_tokens,
             tokenizer=target.tokenizer,
             rope_switches=target.rope_switches,
         )

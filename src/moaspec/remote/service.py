@@ -349,7 +349,14 @@ class TargetService:
             raise NoRoomError("There is no room for another text; try again later.")
         with self._alone.one(owner), self._counted():
             sampling = await self.terms.ruled(sampling, request.sampling.grammar, len(ids))
-            work = decode_alone(self.shared, self.target, self._drafter, request, sampling)
+            work = decode_alone(
+                self.shared,
+                self.target,
+                self._drafter,
+                request,
+                sampling,
+                max_tokens=self.terms.max_tokens,
+            )
             async with contextlib.aclosing(work) as messages:
                 async for message in messages:
                     yield message

@@ -21,9 +21,9 @@ from vllm.v1.outputs import SamplerOutput
 from moaspec.decode.decide import Decision, decide
 from moaspec.decode.protocols import Request
 from moaspec.decode.tree import DraftTree
-from moaspec.vllm_plugin import hooks
 from moaspec.vllm_plugin.capture import KVCapture
 from moaspec.vllm_plugin.joined import Joined
+from moaspec.vllm_plugin.settings import SECTION
 
 NOTHING = -1
 """vLLM's filler behind the tokens that a request brings out of a step."""
@@ -36,6 +36,7 @@ class Asked:
     Attributes:
         request: its tree is the chain that vLLM verifies, as far as it does.
         text: all tokens up to the newest; accepted ones are appended.
+        num_steps: steps of vLLM's so far.
         num_read: tokens whose keys and values vLLM had before; None as long as no step was run.
         read: keys and values of those after them, (T, L, G, 2 D) each.
         outcome: what became of it; None as long as its prompt is being read.
@@ -43,6 +44,7 @@ class Asked:
 
     request: Request
     text: list[int]
+    num_steps: int = 0
     num_read: int | None = None
     read: list[Tensor] = field(default_factory=list)
     outcome: Decision | Exception | None = None
@@ -65,7 +67,14 @@ class Deciding(Joined):
         asked: by vLLM's request id, what its next steps are to decide.
     """
 
-    runner_hooks = (*hooks.RUNNER_HOOKS, "_sample", "discard_request_mask.np")
+    runner_hooks = (
+        "_sample",
+        "discard_request_mask.np",
+        "input_batch.num_computed_tokens_cpu",
+        "input_batch.num_reqs",
+        "input_batch.req_ids",
+        "query_start_loc.np",
+    )
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
@@ -73,8 +82,9 @@ class Deciding(Joined):
         self._capture: KVCapture | None = None
 
     def load_model(self, target: Any) -> None:
-        """Read keys and values from now on."""
-        self._capture = self.capture(target)
+        """Read keys and values from now on, where somebody wants them."""
+        if self.vllm_config.additional_config[SECTION]["features"]:
+            self._capture = self.capture(target)
 
     def start(self, runner: Any) -> None:
         """Take over sampling."""
@@ -118,8 +128,10 @@ class Deciding(Joined):
 
     def _keep(self, row: _Row, place: int) -> None:
         """Copy keys and values of the row's verified tokens before the next step replaces them."""
-        assert self._capture is not None, "vLLM loads the model before it runs a step"
         asked, outcome = row.asked, row.asked.outcome
+        asked.num_steps += 1
+        if self._capture is None or not asked.request.encode:
+            return
         if asked.num_read is None:
             asked.num_read = int(self.runner.input_batch.num_computed_tokens_cpu[place])
         drafts = row.logits.stop - row.logits.start - 1

