@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import moaspec
 import tiny
 from bundles import save_bundle
 from moaspec.decode import load_drafter
+from moaspec.decode.result import Source
 from moaspec.errors import InputError
 from moaspec.evaluate.edge import MODES, Case, EdgeSettings
 from moaspec.evaluate.edge.bench import measured_row
-from moaspec.evaluate.edge.cutting import cut_and_return
+from moaspec.evaluate.edge.cutting import _Log, cut_and_return
 from moaspec.evaluate.edge.measure import measure_case, round_trip_s
 from moaspec.evaluate.edge.worker import DeviceSide, ServerSide
 from moaspec.remote import (
@@ -28,6 +30,7 @@ from moaspec.remote import (
 )
 from moaspec.remote.bundle import load_device
 from moaspec.remote.emulation import PRESETS, Faults, ShapedTransport
+from moaspec.remote.events import RemoteEvent
 from moaspec.target import Target, load_target
 
 PROMPTS = [list(prompt) for prompt in tiny.PROMPTS[:2]]
@@ -138,6 +141,21 @@ def test_a_cut_over_the_real_protocol(bundle: Path) -> None:
     assert found["before"] >= 6
     assert len(found["alone"]) >= 4
     assert None not in (found["noticed_s"], found["next_s"], found["back_s"])
+
+
+def test_tokens_of_an_outage_that_nobody_asked_for_count_too() -> None:
+    """A device writes so many without a link and then waits: for a link that has to be mended."""
+    log = _Log()
+    sources: tuple[Source, ...] = ("draft",) * 3
+    alone = RemoteEvent(
+        start=4, token_ids=(5, 6, 7), sources=sources, num_provisional=3, link="down"
+    )
+    log.note(alone)
+    log.cut_s = 1.0
+    log.note(replace(alone, start=7, token_ids=(8,), sources=sources[:1], num_provisional=1))
+    assert log.provisional == 4
+    log.note(replace(alone, link="up", num_provisional=0))
+    assert log.provisional == 0
 
 
 # Settings

@@ -55,7 +55,7 @@ async def cut_and_return(
         text[event.start :] = event.token_ids
         if log.note(event):
             wrote = wrote or text[log.verified :]
-        if log.cut_s is None and len(text) >= after:
+        if log.cut_s is None and not log.provisional and len(text) >= after:
             log.cut_s, log.verified = await ask("cut"), len(text)
         if log.mend_s is None and log.provisional >= alone:
             wrote = text[log.verified :]
@@ -81,7 +81,12 @@ async def cut_and_return(
 
 
 class _Log:
-    """When what happened."""
+    """When what happened.
+
+    Attributes:
+        verified: tokens of the text that were, when the link was cut.
+        provisional: tokens that now are not.
+    """
 
     def __init__(self) -> None:
         self.cut_s: float | None = None
@@ -106,10 +111,11 @@ class _Log:
         now = time.monotonic()
         self._lengths.append((now, event.start + len(event.token_ids) - event.num_provisional))
         provisional = event.num_provisional == len(event.token_ids) and event.link != "up"
+        # Also before the cut: a busy machine may take its own link for dead.
+        self.provisional = event.num_provisional + (self.provisional if provisional else 0)
         if self.cut_s is None:
             return False
         if provisional:
-            self.provisional += event.num_provisional
             self.next_s = self.next_s or now
         elif self.mend_s is None:
             # A verdict that was on its way when the link was cut.
