@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,28 +92,26 @@ def _compare(
 ) -> list[dict[str, Any]]:
     speeds: dict[str, list[float]] = {method: [] for method in engines}
     texts: dict[str, dict[int, list[int]]] = {}
-    before = {method: counters(llm) for method, llm in engines.items()}
+    drafted: dict[str, Counter[str]] = {method: Counter() for method in engines}
     for _ in range(args.rounds):
         for method, llm in engines.items():
             requests = Requests(prompts, [args.max_new_tokens] * len(prompts))
+            # Counters are one process's, of all engines in it.
+            before = counters(llm)
             started = time.perf_counter()
             tokens = serve(llm, requests, concurrency)
             speeds[method].append(tokens / (time.perf_counter() - started))
             texts[method] = requests.texts
+            drafted[method].update(counters(llm))
+            drafted[method].subtract(before)
     if args.dtype == "float32" and any(text != texts["plain"] for text in texts.values()):
         raise SystemExit("Texts differ in float32; no figures.")
-    return [
-        _speed_row(method, concurrency, speeds, _tau(engines[method], before[method]))
-        for method in engines
-    ]
+    return [_speed_row(method, concurrency, speeds, _tau(drafted[method])) for method in engines]
 
 
-def _tau(llm: Any, before: Mapping[str, float]) -> float | None:
-    after = counters(llm)
-    drafts, accepted = (
-        after.get(name, 0.0) - before.get(name, 0.0)
-        for name in ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
-    )
+def _tau(grown: Mapping[str, float]) -> float | None:
+    drafts = grown.get("spec_decode_num_drafts", 0.0)
+    accepted = grown.get("spec_decode_num_accepted_tokens", 0.0)
     return 1 + accepted / drafts if drafts else None
 
 
