@@ -48,7 +48,7 @@ from moaspec.target.excerpt import (
     grouped,
     quantised_tensors,
 )
-from moaspec.target.registry import DTYPES
+from moaspec.target.registry import DTYPES, require_dtype
 
 SECTION = "moaspec_device"
 """By this `moaspec info` knows a bundle, too."""
@@ -346,8 +346,7 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
         CheckpointError: no bundle there, or one of another version.
         CorruptCheckpointError: files are missing, truncated or inconsistent.
     """
-    if dtype not in DTYPES:
-        raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    require_dtype(dtype)
     directory = Path(directory)
     info = read_bundle_info(directory)
     tensors = read_tensors(directory)
