@@ -182,12 +182,10 @@ class VLLMVerifier:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        computed = max(len(row.text) - 1, 0)
-        goes_on = text[: len(row.text)] == row.text and request.base >= computed
-        if row.salt is None or not request.base or not goes_on:
-            self._start_over(row)
-            row.salt = str(next(self._numbers))
         self._abort(row)
+        extends = text[: len(row.text)] == row.text and request.base >= len(row.text) - 1
+        if row.salt is None or not request.base or not extends:
+            row.salt = str(next(self._numbers))
         # What is chosen is `Deciding`'s. A stretch of a prompt ends with its own tokens.
         settings = SamplingParams(
             temperature=0.0,
