@@ -33,7 +33,7 @@ from moaspec.decode.cost import Acceptance, Prospect  # noqa: E402
 from moaspec.decode.lookup import NgramIndex  # noqa: E402
 from moaspec.decode.moa import MoADrafting  # noqa: E402
 from moaspec.decode.tree import DraftTree, ancestor_matrix, walk  # noqa: E402
-from moaspec.target.cache import cache_dir  # noqa: E402
+from moaspec.places import cache_dir  # noqa: E402
 
 SHAPE = Tree(3, 2, 6)
 LEAST_NOISE = 0.05

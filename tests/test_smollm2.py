@@ -13,8 +13,10 @@ import moaspec
 from moaspec.cli.console import chat_ids
 from moaspec.decode import bundled_drafters
 from moaspec.evaluate import Check, Parts, judge, parse_methods, read_prompts
+from moaspec.kernels import MOST_QUERIES, why_not
 from moaspec.model import MoADrafter
 from moaspec.model.encoder import Encoder
+from moaspec.target.forms import can_pack
 from moaspec.target.registry import ALIASES, packaged_gguf
 
 ALIAS = "smollm2-135m"
@@ -65,6 +67,28 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(
     for ids, result in zip(prompts, together, strict=True):
         alone = moaspec.generate(target, ids, drafter=drafter, max_new_tokens=16)
         assert judge(target, ids, alone.token_ids, result.token_ids, max_new_tokens=16).lossless
+
+
+@pytest.mark.skipif(
+    why_not() is not None or not can_pack(torch.bfloat16, torch.device("cpu")),
+    reason=f"no kernels: {why_not()}",
+)
+def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding() -> None:
+    """Ties included: a token has the same bits in every pass."""
+    target = moaspec.load_target(ALIAS, dtype="bfloat16")
+    assert target.fused is not None
+    drafter = moaspec.load_drafter(ALIAS, target=target)
+    texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
+    plain = [moaspec.generate(target, ids, max_new_tokens=48).token_ids for ids in texts]
+    # Longer ones are read by PyTorch's attention first, whose bits depend on the batch.
+    short = [i for i, ids in enumerate(texts) if len(ids) <= MOST_QUERIES]
+    assert 3 < len(short) < len(texts)
+    for shape in (moaspec.Chain(4), moaspec.Tree(3, 3, 8)):
+        options: dict[str, Any] = {"drafter": drafter, "tree": shape, "max_new_tokens": 48}
+        for ids, expected in zip(texts, plain, strict=True):
+            assert moaspec.generate(target, ids, **options).token_ids == expected
+        together = moaspec.generate(target, [texts[i] for i in short], **options)
+        assert [result.token_ids for result in together] == [plain[i] for i in short]
 
 
 @pytest.fixture

@@ -138,6 +138,25 @@ def fresh_target(family: str = "llama", *, tokenizer: Any = None, **changes: Any
     return Target(model(family, **changes), tokenizer, name=f"tiny-{family}")
 
 
+def kernel_target(family: str = "llama", *, dtype: torch.dtype = torch.bfloat16) -> Target:
+    """One of sizes that `moaspec.kernels` takes, not packed."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+    }
+    if family == "phi3":
+        rope = copy.deepcopy(_MODELS[family][2]["rope_parameters"])
+        # A factor for each of the frequencies, of which there are more in larger heads.
+        rope |= {"short_factor": [1.0, 1.2] * 4, "long_factor": [3.0, 6.0] * 4}
+        # Its heads are always as wide together as its states.
+        sizes |= {"rope_parameters": rope, "num_attention_heads": 2, "num_key_value_heads": 1}
+    made = fresh_target(family, **sizes)
+    made.model.to(dtype)
+    return made
+
+
 def tokenizer() -> Any:
     """One word per id: w0 ... w63."""
     words = {f"w{i}": i for i in range(VOCAB)}

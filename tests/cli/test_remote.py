@@ -23,12 +23,12 @@ from moaspec.decode import load_drafter
 from moaspec.decode.result import Source
 from moaspec.model import MoADrafter, save_drafter
 from moaspec.model.checkpoint import config_from_json
+from moaspec.places import cache_dir
 from moaspec.remote import GrpcServer, RemoteEvent, ServerOptions, TargetService, fingerprint
 from moaspec.remote.bundle import DeviceBundle
 from moaspec.remote.emulation import ShapedTransport
 from moaspec.remote.private import Vault
 from moaspec.target import load_target
-from moaspec.target.cache import cache_dir
 
 PROMPT = "w1 w2 <private>w3</private> w4"
 

@@ -26,7 +26,7 @@ from moaspec.errors import InputError, MismatchError
 from moaspec.model import MoADrafter
 from moaspec.model.drafter import ExitAdapter
 from moaspec.target import Target
-from moaspec.target.packing import can_pack
+from moaspec.target.forms import can_pack
 from moaspec.train.config import DrafterSizes, drafter_config
 
 
@@ -331,7 +331,7 @@ def test_weights_are_prepared_once_and_again_when_they_change() -> None:
 
 def test_hooks_and_replaced_methods_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a drafter has decoded before, on a copy of its weights."""
-    monkeypatch.setattr("moaspec.target.packing._mkl_copies_weights", lambda: True)
+    monkeypatch.setattr("moaspec.target.forms._mkl_copies_weights", lambda: True)
     target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
     calls: list[str] = []
 
@@ -435,7 +435,8 @@ def ops_of_a_draft(shape: Tree, rows: int = 1) -> Counter[str]:
 
 def test_operations_do_not_grow_with_nodes_or_rows() -> None:
     small = ops_of_a_draft(Tree(3, 2, 4)).total()
-    assert ops_of_a_draft(Tree(3, 2, 10)).total() == small
+    # A tree that keeps all its nodes need not sort them.
+    assert ops_of_a_draft(Tree(3, 2, 10)).total() <= small
     # Up to four nodes fold query heads, a few operations that pay; more nodes never need more.
     assert ops_of_a_draft(Tree(3, 8, 60)).total() <= small
     # Writing several rows' slots takes an index where one row needs none.

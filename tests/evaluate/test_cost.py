@@ -54,7 +54,7 @@ def test_the_longest_possible_context_stands_for_longer_ones() -> None:
 def test_weights_that_a_pass_reads(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by hand: q and o 48 x 48, k and v 48 x 16, three of the MLP 48 x 56, the head."""
     target = tiny.fresh_target()
-    monkeypatch.setattr("moaspec.target.packing._mkl_copies_weights", lambda: True)
+    monkeypatch.setattr("moaspec.target.forms._mkl_copies_weights", lambda: True)
     if packed and not target.pack():
         pytest.skip("oneDNN cannot pack weights on this machine")
     found = measure_costs(methods(target), contexts=(32,), batches=(1,), widths=(1, 2)).bound

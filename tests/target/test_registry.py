@@ -20,7 +20,6 @@ import moaspec
 import tiny
 from moaspec.errors import InputError, UnknownModelError, UnsupportedTargetError
 from moaspec.target import registry
-from moaspec.target.cache import cache_dir
 from moaspec.target.registry import ALIASES, Alias, packaged_gguf
 
 
@@ -238,13 +237,6 @@ def test_packaged_gguf_is_found_without_importing(
 
 def test_packaged_gguf_of_a_package_that_is_not_installed() -> None:
     assert packaged_gguf(Alias("hub", "no-such-package-here", "x.gguf")) is None
-
-
-def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path))
-    assert cache_dir() == tmp_path
-    monkeypatch.delenv("MOASPEC_CACHE")
-    assert cache_dir().parts[-2:] == (".cache", "moaspec")
 
 
 def fake_gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:

@@ -13,7 +13,7 @@ import typer
 from moaspec.cli import console
 from moaspec.decode import bundled_drafters
 from moaspec.errors import InputError
-from moaspec.target.cache import cache_dir
+from moaspec.places import cache_dir
 
 if TYPE_CHECKING:
     from moaspec.remote import Credentials, RemoteOptions

@@ -29,7 +29,7 @@ from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
 from moaspec.evaluate.store import prepare, write_whole
 from moaspec.target import Target
-from moaspec.target.packing import compute_dtype
+from moaspec.target.forms import compute_dtype
 
 DEFAULT_METHODS = "hf,plain,moa"
 

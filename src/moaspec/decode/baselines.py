@@ -17,8 +17,8 @@ from moaspec.decode.tree import Tree
 from moaspec.model.baselines import Baseline
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.independent import IndependentDrafter
-from moaspec.model.layers import SelfAttend, masked_attention
 from moaspec.target import Target
+from moaspec.target.packing import packed_copy
 
 
 def baseline_drafting(module: Baseline, target: Target) -> Drafter:
@@ -41,7 +41,7 @@ class EagleDrafting(Growing):
 
     def __init__(self, module: EagleDrafter, target: Target) -> None:
         super().__init__(target, *_parts(module, target))
-        self.module = module
+        self.module = packed_copy(module)
         self.hidden: dict[int, Tensor] = {}
 
     def encode(
@@ -80,11 +80,7 @@ class _EagleLevel(Level):
 
     def read_text(self, reading: Reading) -> Tensor:
         """True states with the text, predictions with drafts."""
-        write, module = self._writer(reading), self.drafting.module
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return masked_attention(query, *write(0, key, value), reading.mask)
-
+        (attend,), module = self._attentions(reading), self.drafting.module
         embeddings = self.drafting.target.embed(reading.token_ids_BT)
         return module.read(embeddings, self._hidden(reading), reading.position_ids_BT, attend)
 
@@ -119,7 +115,7 @@ class IndependentDrafting(Growing):
 
     def __init__(self, module: IndependentDrafter, target: Target) -> None:
         super().__init__(target, *_parts(module, target))
-        self.module = module
+        self.module = packed_copy(module)
 
     def level(self, rows: Sequence[RowText], shape: Tree) -> Level:
         """The layers' passes of one round."""
@@ -131,17 +127,9 @@ class _IndependentLevel(Level):
 
     def read_text(self, reading: Reading) -> Tensor:
         """All layers."""
-        write, module = self._writer(reading), self.drafting.module
-
-        def attention(layer: int) -> SelfAttend:
-            def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                return masked_attention(query, *write(layer, key, value), reading.mask)
-
-            return attend
-
+        module = self.drafting.module
         embeddings = self.drafting.target.embed(reading.token_ids_BT)
-        attends = [attention(layer) for layer in range(module.config.num_layers)]
-        return module.read(embeddings, reading.position_ids_BT, attends)
+        return module.read(embeddings, reading.position_ids_BT, self._attentions(reading))
 
 
 def _parts(module: Baseline, target: Target) -> tuple[Tensor | None, KVCache, nn.Module]:

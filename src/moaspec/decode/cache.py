@@ -8,10 +8,15 @@ Legend: L layers, R rows, H KV heads, S slots, D head dim; B rows of one pass, T
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from moaspec.kernels import Slots
+from moaspec.model.layers import masked_attention
 
 SLOT_BUCKET = 256
 """Capacities are multiples of this, so that few distinct shapes occur."""
@@ -43,6 +48,11 @@ class KVCache:
         with torch.inference_mode(mode=False):
             empty = torch.zeros(num_layers, 2, 0, num_heads, 0, head_dim, dtype=dtype)
             self._data = empty.to(device)
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor itself, as it is now: growing replaces it."""
+        return self._data
 
     @property
     def num_bytes(self) -> int:
@@ -78,7 +88,7 @@ class KVCache:
 
     def writer(
         self, rows: Sequence[int], starts: Sequence[int], num_tokens: int, visible: int
-    ) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    ) -> Writer:
         """The cache operation of one pass.
 
         Args:
@@ -86,63 +96,8 @@ class KVCache:
             starts: first slot that each row writes.
             num_tokens: T, slots written per row (pads included).
             visible: S', how many slots are handed back.
-
-        Returns:
-            f(layer, key_BHTD, value_BHTD) that stores both and returns keys and values of slots
-            0..S' - 1, each (B, H, S', D).
         """
-        index = self._index(rows)
-        # Views of all layers at once: making them layer by layer costs as much as the copying.
-        views = (
-            [self._data[:, part, index, :, :visible].unbind(0) for part in (0, 1)]
-            if isinstance(index, slice)
-            else None
-        )
-        put = self._put_slice if len(rows) == 1 else self._put_scattered
-        put_layer = put(rows, starts, num_tokens)
-
-        def write(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-            put_layer(layer, key_BHTD, value_BHTD)
-            if views is not None:
-                return views[0][layer], views[1][layer]
-            data = self._data[layer]  # rows apart from each other are copied, so after writing
-            return data[0, index, :, :visible], data[1, index, :, :visible]
-
-        return write
-
-    def _index(self, rows: Sequence[int]) -> slice | Tensor:
-        """Rows as an index: neighbours as a slice, which copies nothing."""
-        if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-            return slice(rows[0], rows[0] + len(rows))
-        return torch.tensor(rows, device=self._data.device)
-
-    def _put_slice(
-        self, rows: Sequence[int], starts: Sequence[int], num_tokens: int
-    ) -> Callable[[int, Tensor, Tensor], None]:
-        slots = slice(starts[0], starts[0] + num_tokens)
-        keys, values = (self._data[:, part, rows[0], :, slots].unbind(0) for part in (0, 1))
-
-        def put(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
-            keys[layer].copy_(key_BHTD[0])
-            values[layer].copy_(value_BHTD[0])
-
-        return put
-
-    def _put_scattered(
-        self, rows: Sequence[int], starts: Sequence[int], num_tokens: int
-    ) -> Callable[[int, Tensor, Tensor], None]:
-        device = self._data.device
-        rows_B1 = torch.tensor(rows, device=device)[:, None]
-        slots_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(
-            num_tokens, device=device
-        )
-
-        def put(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
-            data = self._data[layer]
-            data[0][rows_B1, :, slots_BT] = key_BHTD.transpose(1, 2)
-            data[1][rows_B1, :, slots_BT] = value_BHTD.transpose(1, 2)
-
-        return put
+        return Writer(self._data, Slots(self._data, rows, starts, visible), num_tokens)
 
     def commit(self, row: int, start: int, slots: Sequence[int]) -> None:
         """Keep `slots` (ascending) of a row by moving them to start, start + 1, ..."""
@@ -168,10 +123,128 @@ class KVCache:
         part = self._data[:, :, row, :, start:stop]
         return part[:, 0], part[:, 1]
 
+    def attentions(
+        self, rows: Sequence[int], starts: Sequence[int], num_tokens: int, mask_B1TS: Tensor
+    ) -> list[StoredAttention]:
+        """Storing and reading for each of a drafter's layers in one pass; see `writer`."""
+        write = self.writer(rows, starts, num_tokens, mask_B1TS.shape[-1])
+        return [StoredAttention(write, mask_B1TS, layer) for layer in range(len(self._data))]
+
     def view(self, rows: Sequence[int], visible: int) -> tuple[Tensor, Tensor]:
         """Keys and values of these rows in the only layer, each (B, H, visible, D)."""
-        data, index = self._data[0, :, :, :, :visible], self._index(rows)
+        data, index = self._data[0, :, :, :, :visible], _index(rows, self._data.device)
         return data[0, index], data[1, index]
+
+
+class Writer:
+    """One pass's writing to a cache and reading from it, layer by layer.
+
+    Args:
+        data: of the cache.
+        slots: which of it; kernels that run all layers go by these alone.
+        num_tokens: T, slots written per row.
+    """
+
+    def __init__(self, data: Tensor, slots: Slots, num_tokens: int) -> None:
+        self.slots = slots
+        self._data, self._num_tokens = data, num_tokens
+
+    def __call__(self, layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store both; keys and values of slots 0..S' - 1, each (B, H, S', D)."""
+        self._put(layer, key_BHTD, value_BHTD)
+        if self._views is not None:
+            return self._views[0][layer], self._views[1][layer]
+        data, index = self._data[layer], self._index
+        # Rows apart from each other are copied, so after writing.
+        keys, values = data[:, :, :, : self.slots.visible].unbind(0)
+        return keys[index], values[index]
+
+    @cached_property
+    def _index(self) -> slice | Tensor:
+        return _index(self.slots.rows_B, self._data.device)
+
+    @cached_property
+    def _views(self) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+        """Views of all layers at once: making them layer by layer costs as much as the copying."""
+        if not isinstance(self._index, slice):
+            return None
+        shown = self._data[:, :, self._index, :, : self.slots.visible]
+        return shown[:, 0].unbind(0), shown[:, 1].unbind(0)
+
+    @cached_property
+    def _put(self) -> Callable[[int, Tensor, Tensor], None]:
+        return self._put_slice() if len(self.slots.rows_B) == 1 else self._put_scattered()
+
+    def _put_slice(self) -> Callable[[int, Tensor, Tensor], None]:
+        (row,), (start,) = self.slots.rows_B, self.slots.starts_B
+        places = slice(start, start + self._num_tokens)
+        keys, values = (self._data[:, part, row, :, places].unbind(0) for part in (0, 1))
+
+        def put(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
+            keys[layer].copy_(key_BHTD[0])
+            values[layer].copy_(value_BHTD[0])
+
+        return put
+
+    def _put_scattered(self) -> Callable[[int, Tensor, Tensor], None]:
+        device = self._data.device
+        rows_B1 = torch.tensor(self.slots.rows_B, device=device)[:, None]
+        starts_B1 = torch.tensor(self.slots.starts_B, device=device)[:, None]
+        slots_BT = starts_B1 + torch.arange(self._num_tokens, device=device)
+
+        def put(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
+            data = self._data[layer]
+            data[0][rows_B1, :, slots_BT] = key_BHTD.transpose(1, 2)
+            data[1][rows_B1, :, slots_BT] = value_BHTD.transpose(1, 2)
+
+        return put
+
+
+class StoredAttention:
+    """What a drafter's layer does with keys and values: a `SelfAttend` over a cache.
+
+    Args:
+        write: of the pass.
+        mask_B1TS: bool, which slots each token sees.
+        layer: which of the cache.
+    """
+
+    def __init__(self, write: Writer, mask_B1TS: Tensor, layer: int) -> None:
+        self._write, self._layer, self.mask = write, layer, mask_B1TS
+        own = write.slots.cache[layer : layer + 1]
+        self.slots = dataclasses.replace(write.slots, cache=own)
+
+    def __call__(self, query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor) -> Tensor:
+        keys, values = self._write(self._layer, key_BJTD, value_BJTD)
+        return masked_attention(query_BHTD, keys, values, self.mask)
+
+
+class StoredMemory:
+    """A `CrossAttend` over a cache.
+
+    Args:
+        cache: with one layer.
+        rows: of the pass.
+        mask: over (B, 1, T or 1, S) bool, which slots each token sees.
+    """
+
+    def __init__(self, cache: KVCache, rows: Sequence[int], mask: Tensor) -> None:
+        self.mask, self.slots = mask, Slots(cache.data, rows, [0] * len(rows), mask.shape[-1])
+        self._cache = cache
+
+    def __call__(self, query_BHTD: Tensor) -> Tensor:
+        return masked_attention(query_BHTD, *self._view, self.mask)
+
+    @cached_property
+    def _view(self) -> tuple[Tensor, Tensor]:
+        return self._cache.view(self.slots.rows_B, self.slots.visible)
+
+
+def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Rows as an index: neighbours as a slice, which copies nothing."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, device=device)
 
 
 def prefix_mask(lengths: Sequence[int], visible: int, device: torch.device) -> Tensor:
@@ -192,6 +265,11 @@ def tree_mask(starts: Sequence[int], tree_BTU: Tensor, visible: int) -> Tensor:
         (B, 1, T, S') bool: all slots before start, then what `tree_BTU` says, then nothing.
     """
     own = tree_BTU.shape[2]
+    if len(set(starts)) == 1:
+        mask_B1TS = tree_BTU.new_ones(*tree_BTU.shape[:2], visible)[:, None]
+        mask_B1TS[..., starts[0] :] = False
+        mask_B1TS[..., starts[0] : starts[0] + own] = tree_BTU[:, None]
+        return mask_B1TS
     starts_B1 = torch.tensor(starts, device=tree_BTU.device)[:, None]
     offset_BS = torch.arange(visible, device=tree_BTU.device) - starts_B1
     index_BTS = offset_BS.clamp(0, own - 1)[:, None].expand(-1, tree_BTU.shape[1], -1)

@@ -32,8 +32,8 @@ from moaspec.decode.tree import Chain, Tree
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
+from moaspec.places import cache_dir
 from moaspec.target import Target
-from moaspec.target.cache import cache_dir
 
 FORMAT_VERSION = 1
 TOKENS = (1, 2, 4, 8, 16, 32, 64)

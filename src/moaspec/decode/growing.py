@@ -11,14 +11,14 @@ V draft vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moaspec.decode.cache import KVCache, tree_mask
+from moaspec.decode.cache import KVCache, StoredAttention, tree_mask
 from moaspec.decode.coupling import Ranking
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import DraftTree, Tree
@@ -144,14 +144,15 @@ class Growing(ABC):
 
     def _trees(self, nodes: _Beams, total_tokens: int) -> list[DraftTree]:
         """The best nodes by cumulative score. Stable sorting keeps every parent of a kept node."""
+        if nodes.tokens.shape[1] <= total_tokens:
+            return _as_trees(self._token_ids(nodes.tokens), nodes.parents)
         order = nodes.scores.sort(dim=1, descending=True, stable=True).indices
         kept_BN = order[:, :total_tokens].sort(dim=1).values
         tokens_BN = self._token_ids(nodes.tokens.gather(1, kept_BN))
         # A parent's place among the kept nodes; the root stays -1.
         old_BN = nodes.parents.gather(1, kept_BN)
         parents_BN = torch.searchsorted(kept_BN, old_BN).masked_fill(old_BN < 0, -1)
-        rows = torch.stack((tokens_BN, parents_BN), dim=1).tolist()
-        return [DraftTree(tuple(tokens), tuple(parents)) for tokens, parents in rows]
+        return _as_trees(tokens_BN, parents_BN)
 
 
 @dataclass(frozen=True)
@@ -274,10 +275,10 @@ class Level(ABC):
     def finished(self, states_BWE: Tensor) -> None:  # noqa: B027 - most need not know
         """Told of every node's final state, the root's first, in the order of drafted slots."""
 
-    def _writer(self, reading: Reading) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """The text cache's operation for one pass."""
-        width, visible = reading.token_ids_BT.shape[1], reading.mask.shape[-1]
-        return self.drafting.text.writer(self.indices, reading.starts, width, visible)
+    def _attentions(self, reading: Reading) -> list[StoredAttention]:
+        """Storing in the text cache and reading from it, for each of its layers in one pass."""
+        width = reading.token_ids_BT.shape[1]
+        return self.drafting.text.attentions(self.indices, reading.starts, width, reading.mask)
 
     def _remember_slots(self, frontier_BW: Tensor) -> None:
         first = self.own_BNU.shape[1] - frontier_BW.shape[1]
@@ -287,6 +288,11 @@ class Level(ABC):
         """Drafted slot of nodes that were in the last frontier."""
         match_BWF = parent_nodes_BW[..., None] == self._frontier[:, None]
         return self._first_slot + match_BWF.long().argmax(-1)
+
+
+def _as_trees(tokens_BN: Tensor, parents_BN: Tensor) -> list[DraftTree]:
+    rows = torch.stack((tokens_BN, parents_BN), dim=1).tolist()
+    return [DraftTree(tuple(tokens), tuple(parents)) for tokens, parents in rows]
 
 
 def _first_level(scores_B1C: Tensor, tokens_B1C: Tensor) -> tuple[_Beams, Tensor]:

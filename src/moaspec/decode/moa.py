@@ -5,7 +5,6 @@ Legend: B rows, T new tokens, W beams of a level, S visible slots, E hidden size
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Sequence
 from typing import cast
@@ -13,16 +12,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from moaspec.decode.cache import KVCache, prefix_mask, tree_mask
+from moaspec.decode.cache import KVCache, StoredMemory, prefix_mask, tree_mask
 from moaspec.decode.growing import Growing, Level, Own, Reading, layer_cache
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import Tree
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import check_target
-from moaspec.model.layers import masked_attention
+from moaspec.model.layers import CrossAttend
 from moaspec.target import Target
-from moaspec.target.packing import can_pack, pack_linears, return_freed_memory
+from moaspec.target.packing import packed_copy
 
 
 class MoADrafting(Growing):
@@ -147,19 +146,15 @@ class _Speaking(Level):
     def __init__(self, drafting: MoADrafting, rows: Sequence[RowText], shape: Tree) -> None:
         super().__init__(drafting, rows, shape)
         remembered = [drafting.remembered.get(row, 0) for row in self.indices]
-        self.memory = drafting.memory.view(self.indices, max(remembered))
         mask_B11S = prefix_mask(remembered, max(remembered), self.device)
         self.missing = [sorted(drafting.missing.get(row, ())) for row in self.indices]
-        self.memory_mask = self._without_missing(mask_B11S)
+        mask_B11S = self._without_missing(mask_B11S)
+        self.memory = StoredMemory(drafting.memory, self.indices, mask_B11S)
 
     def read_text(self, reading: Reading) -> Tensor:
         """SA."""
-        write = self._writer(reading)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return masked_attention(query, *write(0, key, value), reading.mask)
-
         embeddings = self.drafting.target.embed(reading.token_ids_BT)
+        (attend,) = self._attentions(reading)
         speaker = self.drafting.module.speaker
         return speaker.read_text(embeddings, reading.position_ids_BT, attend)
 
@@ -201,10 +196,8 @@ class _Speaking(Level):
     def finish(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> Tensor:
         """CA and the reused layers."""
         drafting = self.drafting
-        key, value, mask = self._memory(x_BWE, position_BW, own)
-        states_BWE = drafting.module.speaker.read_memory(
-            x_BWE, position_BW, lambda q: masked_attention(q, key, value, mask)
-        )
+        attend = self._memory(x_BWE, position_BW, own)
+        states_BWE = drafting.module.speaker.read_memory(x_BWE, position_BW, attend)
         states_BWE = drafting.module.exit(states_BWE, drafting.num_target_layers)
         if not drafting.num_target_layers:
             return states_BWE
@@ -220,18 +213,17 @@ class _Speaking(Level):
             write=cache.writer(self.indices, own.starts, width, visible),
         )
 
-    def _memory(
-        self, x_BWE: Tensor, position_BW: Tensor, own: Own
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and mask of what CA reads; drafts lie behind the root, as in the text."""
+    def _memory(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> CrossAttend:
+        """What CA reads; drafts, where it reads them too, lie behind the root, as in the text."""
         drafting = self.drafting
         if not drafting.module.reads_drafts:
-            return *self.memory, self.memory_mask
+            return self.memory
         width, visible = x_BWE.shape[1], max(self.roots) + own.sees_BWU.shape[2]
         drafting.memory.reserve(max(self.indices) + 1, self.slots)
         write = drafting.memory.writer(self.indices, own.starts, width, visible)
-        key, value = write(0, *drafting.module.project_kv(x_BWE, position_BW))
-        return key, value, tree_mask(self.roots, own.sees_BWU, visible)
+        write(0, *drafting.module.project_kv(x_BWE, position_BW))
+        mask = tree_mask(self.roots, own.sees_BWU, visible)
+        return StoredMemory(drafting.memory, self.indices, mask)
 
 
 def _check_place(drafter: MoADrafter, target: Target) -> None:
@@ -270,15 +262,10 @@ def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module
 
 
 def _packed(drafter: MoADrafter) -> MoADrafter:
-    weight = next(drafter.parameters())
-    packs = can_pack(weight.dtype, weight.device)
-    if drafter.training or _is_altered(drafter) or not packs:
+    if drafter.training or _is_altered(drafter):
         return drafter
-    copied = copy.deepcopy(drafter)
-    pack_linears(copied.speaker, drafts=True)
-    pack_linears(copied)
-    return_freed_memory()
-    return copied
+    # What the encoder makes of a prompt is cached and sent to devices.
+    return packed_copy(drafter, exact=[drafter.encoder])
 
 
 def _is_altered(drafter: MoADrafter) -> bool:

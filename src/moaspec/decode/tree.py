@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -129,7 +130,7 @@ class DraftTree:
     parents: tuple[int, ...] = ()
     num_copied: int = 0
 
-    @property
+    @cached_property
     def depths(self) -> list[int]:
         """Level of each node; children of the root are 1."""
         depths: list[int] = ancestor_matrix(self.parents).sum(1).tolist()

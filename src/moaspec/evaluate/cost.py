@@ -25,7 +25,8 @@ from moaspec.decode.protocols import RowText
 from moaspec.evaluate.meter import Meter
 from moaspec.evaluate.methods import Method
 from moaspec.target import Target
-from moaspec.target.packing import FusedPart, PackedLinear, compute_dtype
+from moaspec.target.forms import compute_dtype
+from moaspec.target.packing import FusedPart, PackedLinear
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)

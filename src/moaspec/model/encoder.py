@@ -95,7 +95,8 @@ class Encoder(nn.Module):
             kv_BTLK = kv_BTLK[:, :, -1:]
         flat_NLK = kv_BTLK.flatten(0, 1).to(self.memory_norm.weight.dtype)
         means = [self._mean(chunk) for chunk in flat_NLK.split(AGGREGATE_CHUNK_TOKENS)]
-        return torch.cat(means).unflatten(0, kv_BTLK.shape[:2])
+        joined = torch.cat(means) if len(means) > 1 else means[0]
+        return joined.unflatten(0, kv_BTLK.shape[:2])
 
     def _mean(self, x_NLK: Tensor) -> Tensor:
         layer_ids_1L = torch.arange(x_NLK.shape[1], device=x_NLK.device)[None]

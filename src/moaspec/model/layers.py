@@ -16,13 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedStack, Slots, attend, can_attend
 from moaspec.model.config import LayerConfig
 from moaspec.model.rope import CosSin, rotate
 
 SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(query_BHTD, key_BHTD, value_BHTD) of new tokens -> what they read, (B, H, T, D)."""
+"""(query_BHTD, key_BHTD, value_BHTD) of new tokens -> what they read, (B, H, T, D).
+
+One with attributes `slots` and `mask`, which say the same of a cache, lets kernels do it all."""
 CrossAttend = Callable[[Tensor], Tensor]
-"""query_BHTD -> what it reads from keys and values stored elsewhere, (B, H, T, D)."""
+"""query_BHTD -> what it reads from keys and values stored elsewhere, (B, H, T, D). See
+`SelfAttend`."""
 
 
 MOST_FOLDED = 4
@@ -54,6 +58,8 @@ def masked_attention(
     B, H, T, D = query_BHTD.shape
     groups = H // key_BJSD.shape[1]
     causal = causal and T > 1
+    if not causal and can_attend(query_BHTD, key_BJSD, value_BJSD, mask):
+        return attend(query_BHTD, key_BJSD, value_BJSD, mask, D**-0.5 if scale is None else scale)
     folds = groups > 1 and T <= MOST_FOLDED and not causal
     if folds:
         query_BHTD = query_BHTD.reshape(B, -1, groups * T, D)
@@ -150,7 +156,7 @@ class KeyValue(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         inner = config.num_kv_heads * config.head_dim
-        self.head_dim = config.head_dim
+        self.head_dim, self.num_heads = config.head_dim, config.num_kv_heads
         self.k_proj = nn.Linear(config.hidden_size, inner, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, inner, bias=config.qkv_bias)
 
@@ -165,7 +171,15 @@ class KeyValue(nn.Module):
 
 
 class ReadingLayer(nn.Module):
-    """What every decoder layer here does around its attention: norms, residuals, MLP."""
+    """What every decoder layer here does around its attention: norms, residuals, MLP.
+
+    Attributes:
+        fused: this layer as kernels compute it, set on packed copies that decode.
+        stack: the same with its attention, in one call.
+    """
+
+    fused: FusedLayer | None = None
+    stack: FusedStack | None = None
 
     def __init__(self, config: LayerConfig, *, eps: float, hidden_act: str) -> None:
         super().__init__()
@@ -174,8 +188,20 @@ class ReadingLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=eps)
         self.mlp = MLP(config, hidden_act)
 
+    def in_one_call(
+        self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend | CrossAttend
+    ) -> Tensor | None:
+        """The layer by kernels alone; None where they cannot compute all of it."""
+        slots: Slots | None = getattr(attend, "slots", None)
+        if self.stack is None or slots is None or x_BTE.shape[1] > MOST_QUERIES:
+            return None
+        mask: Tensor = attend.mask  # type: ignore[union-attr]
+        return self.stack.run(x_BTE, *_angles(cos_sin), mask.contiguous(), slots=slots, num=1)
+
     def finish(self, x_BTE: Tensor, read_BHTD: Tensor) -> Tensor:
         """Residual around the attention, then the residual MLP."""
+        if self.fused is not None:
+            return self.fused.finish(x_BTE, merge_heads(read_BHTD))
         x_BTE = x_BTE + self.self_attn.output(read_BHTD)
         inner_BTI = self.mlp.inner(self.post_attention_layernorm, x_BTE)
         return x_BTE + self.mlp.down_proj(inner_BTI)
@@ -185,6 +211,8 @@ class ReadingLayer(nn.Module):
 
         The MLP's last projection is linear: it may follow the mean, at one T-th of its cost.
         """
+        if self.fused is not None:
+            return self.fused.finish_mean(x_BTE, merge_heads(read_BHTD))
         x_BTE = x_BTE + self.self_attn.output(read_BHTD)
         inner_BTI = self.mlp.inner(self.post_attention_layernorm, x_BTE)
         return x_BTE.mean(dim=1) + self.mlp.down_proj(inner_BTI.mean(dim=1))
@@ -202,6 +230,9 @@ class DecoderLayer(ReadingLayer):
         return self.key_value(self.input_layernorm(x_BTE), cos_sin)
 
     def forward(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend) -> Tensor:
+        done = self.in_one_call(x_BTE, cos_sin, attend)
+        if done is not None:
+            return done
         return self.finish(x_BTE, self._read(x_BTE, cos_sin, attend))
 
     def mean(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend) -> Tensor:
@@ -210,6 +241,10 @@ class DecoderLayer(ReadingLayer):
 
     def _read(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend) -> Tensor:
         own, memory = self.self_attn, self.key_value
+        if self.fused is not None:
+            heads_BTXD = self.fused.project(x_BTE, *_angles(cos_sin))
+            counts = heads_BTXD.shape[2] - 2 * memory.num_heads, memory.num_heads, memory.num_heads
+            return attend(*(part.transpose(1, 2) for part in heads_BTXD.split(counts, dim=2)))
         linears = (own.q_proj, memory.k_proj, memory.v_proj)
         query, key, value = normed_products(self.input_layernorm, x_BTE, linears)
         return attend(own.rotated(query, cos_sin), *memory.rotated(key, value, cos_sin))
@@ -219,5 +254,17 @@ class CrossLayer(ReadingLayer):
     """Pre-norm decoder layer whose tokens read what the encoder wrote (CA)."""
 
     def forward(self, x_BTE: Tensor, cos_sin: CosSin, attend: CrossAttend) -> Tensor:
+        done = self.in_one_call(x_BTE, cos_sin, attend)
+        if done is not None:
+            return done
+        if self.fused is not None:
+            query = self.fused.project(x_BTE, *_angles(cos_sin)).transpose(1, 2)
+            return self.finish(x_BTE, attend(query))
         query = self.self_attn.query(self.input_layernorm(x_BTE), cos_sin)
         return self.finish(x_BTE, attend(query))
+
+
+def _angles(cos_sin: CosSin) -> CosSin:
+    """Cosines and sines as kernels read them, (B, T, D) each."""
+    cos_B1TD, sin_B1TD = cos_sin
+    return cos_B1TD[:, 0].contiguous(), sin_B1TD[:, 0].contiguous()

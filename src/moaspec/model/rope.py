@@ -95,8 +95,8 @@ class Rope(nn.Module):
         """
         angles_BTD = position_ids_BT[..., None].float() * self._frequencies(position_ids_BT)
         angles_B1TD = torch.cat((angles_BTD, angles_BTD), dim=-1)[:, None]
-        scale = self.attention_scaling
-        return angles_B1TD.cos() * scale, angles_B1TD.sin() * scale
+        cos, sin, scale = angles_B1TD.cos(), angles_B1TD.sin(), self.attention_scaling
+        return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
 
     def _frequencies(self, position_ids_BT: Tensor) -> Tensor:
         if self.long_inv_freq is None:

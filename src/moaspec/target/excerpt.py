@@ -13,16 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
-from moaspec.target.cache import cache_dir
+from moaspec.places import cache_dir
+from moaspec.target.forms import can_pack
 from moaspec.target.lean import make_lean
 from moaspec.target.model import Target
-from moaspec.target.packing import (
-    PackedLinear,
-    can_pack,
-    pack_like,
-    pack_linears,
-    return_freed_memory,
-)
+from moaspec.target.packing import PackedLinear, pack_like, pack_linears, return_freed_memory
 from moaspec.target.quantised import Int8Embedding, Int8Linear, quantise
 
 EMBEDDING, HEAD, NORM, LAYER = "embedding", "head", "norm", "layers"
@@ -128,7 +123,8 @@ class TargetExcerpt(Target):
             if isinstance(self._lm_head, nn.Linear):
                 self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
             return_freed_memory()
-        make_lean(layer for layer in self._base.layers if not isinstance(layer, _Absent))
+        present = [layer for layer in self._base.layers if not isinstance(layer, _Absent)]
+        self.fused = make_lean(present)
         self.lean = True
         return self.packed
 

@@ -128,7 +128,7 @@ def rotary_embeddings(
     Args:
         rotary: the model's rotary module.
         config: the model's config.
-        states_BTE: gives dtype and device.
+        states_BTE: gives dtype and device of the result.
         position_ids_BT: (B, T) int64.
         lengths_B: (B,) tokens of the text that each row belongs to. LongRoPE goes by these, so that
             neither batch mates nor the cut of a long prompt into pieces decide.

@@ -3,7 +3,8 @@
 A pass over a few tokens is short: on a CPU, half of it would go into the many small operations of
 transformers' layers. These compute the same numbers from the same modules' weights: projections of
 one input at once, rotary embeddings of queries and keys together, masks prepared once per pass, and
-no copies of keys and values for the query heads that share them.
+no copies of keys and values for the query heads that share them. Where `moaspec.kernels` has the
+weights, and the layer is built like Llama's, all of it but the attention is two calls.
 
 Legend: B batch, T new tokens, S visible keys, H query heads, J KV heads, G = H / J, D head dim,
 R rotated dims, E hidden size.
@@ -11,15 +12,17 @@ R rotated dims, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedStack
 from moaspec.model.layers import fold_mask, masked_attention, merge_heads
-from moaspec.target.packing import joint_product
+from moaspec.target.packing import is_silu, joint_matrix, joint_product
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -39,14 +42,14 @@ class Reading:
     """What layers of one type share in a pass.
 
     Attributes:
-        cos_BT1R: cosines.
-        sin_BT1R: sines, those of the first half of R negated.
-        mask: added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`); None is
-            plain causal attention.
+        cos_BTR: cosines; float32 for kernels.
+        sin_BTR: sines, likewise.
+        mask: added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`), or boolean
+            where kernels attend; None is plain causal attention.
     """
 
-    cos_BT1R: Tensor
-    sin_BT1R: Tensor
+    cos_BTR: Tensor
+    sin_BTR: Tensor
     mask: Tensor | None
 
     @classmethod
@@ -56,36 +59,41 @@ class Reading:
         mask_B1TS: Tensor | None,
         groups: int,
         dtype: torch.dtype,
+        *,
+        fused: bool,
     ) -> Reading:
         """From transformers' cosines and sines, (B, T, R), and a boolean mask.
 
         Args:
-            cos_sin: of the new tokens.
+            cos_sin: of the new tokens; float32 where `fused`.
             mask_B1TS: True where a token may attend; None for plain causal attention.
             groups: G.
             dtype: of queries.
+            fused: whether kernels compute the layers.
         """
-        cos_BTR, sin_BTR = cos_sin
-        first, second = sin_BTR.chunk(2, dim=-1)
-        mask = None
-        if mask_B1TS is not None:
+        cos_BTR, sin_BTR = (part.contiguous() for part in cos_sin)
+        mask = mask_B1TS
+        if mask_B1TS is not None and not (fused and mask_B1TS.shape[2] <= MOST_QUERIES):
             added = cos_BTR.new_zeros(mask_B1TS.shape, dtype=dtype)
             added.masked_fill_(~mask_B1TS, -torch.inf)
             mask = fold_mask(added, cos_BTR.shape[1], groups)
-        return cls(
-            cos_BT1R=cos_BTR[:, :, None],
-            sin_BT1R=torch.cat((-first, second), dim=-1)[:, :, None],
-            mask=mask,
-        )
+        return cls(cos_BTR=cos_BTR, sin_BTR=sin_BTR, mask=mask)
+
+    @cached_property
+    def _turn(self) -> tuple[Tensor, Tensor]:
+        """Cosines, and sines with those of the first half of R negated, (B, T, 1, R) each."""
+        first, second = self.sin_BTR.chunk(2, dim=-1)
+        return self.cos_BTR[:, :, None], torch.cat((-first, second), dim=-1)[:, :, None]
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
         """Rotary embedding of the first R numbers of each head."""
-        rotated = self.cos_BT1R.shape[-1]
+        cos_BT1R, sin_BT1R = self._turn
+        rotated = cos_BT1R.shape[-1]
         if rotated < x_BTHD.shape[-1]:
             head, rest = x_BTHD[..., :rotated], x_BTHD[..., rotated:]
             return torch.cat((self.rotate(head), rest), dim=-1)
         halves_swapped = x_BTHD.roll(rotated // 2, -1)
-        rotated_BTHD = torch.addcmul(x_BTHD * self.cos_BT1R, halves_swapped, self.sin_BT1R)
+        rotated_BTHD = torch.addcmul(x_BTHD * cos_BT1R, halves_swapped, sin_BT1R)
         return rotated_BTHD.to(x_BTHD.dtype)  # OLMo 2's cosines are float32
 
 
@@ -98,15 +106,20 @@ class LeanLayer:
 
     Args:
         layer: of a supported family, in evaluation mode.
+
+    Attributes:
+        fused: the layer as kernels compute it, or None.
+        scale: of the scores.
     """
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._own_forward = layer.forward
-        self._index, self._scale = attention.layer_idx, attention.scaling
+        self._index, self.scale = attention.layer_idx, attention.scaling
         self._head_dim = attention.head_dim
         self._num_kv_heads = attention.config.num_key_value_heads
         self._num_heads = attention.config.num_attention_heads
+        self._splits = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
         self._qkv = joint_product(_found(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj")))
         self._output = joint_product([attention.o_proj])
         # Norms of queries and keys: both or neither.
@@ -116,6 +129,7 @@ class LeanLayer:
         self._down = joint_product([mlp.down_proj])
         self._act = getattr(mlp, "act_fn", None) or mlp.activation_fn
         self._norms = _norms_around(layer)
+        self.fused = self._as_fused(attention, mlp)
 
     def __call__(
         self, states_BTE: Tensor, *args: Any, reading: Reading | None = None, **kwargs: Any
@@ -124,35 +138,64 @@ class LeanLayer:
             return self._own_forward(states_BTE, *args, **kwargs)
         return self._forward(states_BTE, reading, kwargs["past_key_values"])
 
+    def _as_fused(self, attention: Any, mlp: Any) -> FusedLayer | None:
+        before_read, after_read, before_mlp, after_mlp = self._norms
+        of_heads = () if self._q_norm is None else (_norm(self._q_norm), _norm(self._k_norm))
+        norms = _plain((before_read, before_mlp, *of_heads))
+        if (
+            norms is None
+            or (after_read, after_mlp) != (_unchanged, _unchanged)
+            or any(len(norm.weight) != self._head_dim for norm in norms[2:])
+            or not is_silu(self._act)
+        ):
+            return None
+        matrices = (
+            joint_matrix(_found(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"))),
+            joint_matrix([attention.o_proj]),
+            joint_matrix(_found(mlp, ("gate_up_proj",), ("gate_proj", "up_proj"))),
+            joint_matrix([mlp.down_proj]),
+        )
+        return FusedLayer.of(
+            matrices,
+            norms=[norm.weight for norm in norms[:2]],
+            head_norms=[norm.weight for norm in norms[2:]] or None,
+            eps=norms[0].eps,
+            heads=(self._num_heads, self._num_kv_heads),
+            head_dim=self._head_dim,
+        )
+
     def _forward(self, x_BTE: Tensor, reading: Reading, tap: Tap) -> Tensor:
+        if self.fused is not None and not x_BTE.requires_grad:
+            heads_BTXD = self.fused.project(x_BTE, reading.cos_BTR, reading.sin_BTR)
+            parts = heads_BTXD.split(self._splits, dim=2)
+            return self.fused.finish(x_BTE, self._read(parts, reading, tap))
         before_read, after_read, before_mlp, after_mlp = self._norms
         x_BTE = x_BTE + after_read(self._attend(before_read(x_BTE), reading, tap))
         return x_BTE + after_mlp(self._mlp(before_mlp(x_BTE)))
 
     def _attend(self, x_BTE: Tensor, reading: Reading, tap: Tap) -> Tensor:
-        query_BTHD, key_BTJD, value_BTJD = self._projected(x_BTE, reading)
-        key_BJSD, value_BJSD = tap.update(
-            key_BTJD.transpose(1, 2), value_BTJD.transpose(1, 2), self._index
-        )
-        read_BHTD = masked_attention(
-            query_BTHD.transpose(1, 2),
-            key_BJSD,
-            value_BJSD,
-            reading.mask,
-            scale=self._scale,
-            causal=reading.mask is None,
-        )
-        return self._output(merge_heads(read_BHTD))
-
-    def _projected(self, x_BTE: Tensor, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values; by token, then head."""
         H, J, D = self._num_heads, self._num_kv_heads, self._head_dim
         joined = self._qkv(x_BTE)
         if self._q_norm is not None:
             joined = self._with_norms(joined)
         heads = joined.unflatten(-1, (H + 2 * J, D))
         rotated = reading.rotate(heads[:, :, : H + J])
-        return rotated[:, :, :H], rotated[:, :, H:], heads[:, :, H + J :]
+        parts = (rotated[:, :, :H], rotated[:, :, H:], heads[:, :, H + J :])
+        return self._output(self._read(parts, reading, tap))
+
+    def _read(self, parts: Sequence[Tensor], reading: Reading, tap: Tap) -> Tensor:
+        """What tokens read, (B, T, H * D), of rotated queries and keys, and values, (B, T, , D)."""
+        query_BHTD, key_BJTD, value_BJTD = (part.transpose(1, 2) for part in parts)
+        key_BJSD, value_BJSD = tap.update(key_BJTD, value_BJTD, self._index)
+        read_BHTD = masked_attention(
+            query_BHTD,
+            key_BJSD,
+            value_BJSD,
+            reading.mask,
+            scale=self.scale,
+            causal=reading.mask is None,
+        )
+        return merge_heads(read_BHTD)
 
     def _with_norms(self, joined: Tensor) -> Tensor:
         """Normalise queries and keys: each head (Qwen3, Gemma 3), or all heads at once (OLMo 2)."""
@@ -170,10 +213,19 @@ class LeanLayer:
         return self._down(self._act(gate) * up)
 
 
-def make_lean(layers: Iterable[Any]) -> None:
-    """Let decoder layers compute as `LeanLayer` does, where they are asked to."""
-    for layer in layers:
-        layer.forward = LeanLayer(layer)
+def make_lean(layers: Sequence[Any]) -> FusedStack | None:
+    """Let decoder layers compute as `LeanLayer` does, where they are asked to.
+
+    Returns:
+        All of them in one call, where kernels can compute them.
+    """
+    lean = [LeanLayer(layer) for layer in layers]
+    fused = [one.fused for one in lean if one.fused is not None]
+    for layer, one in zip(layers, lean, strict=True):
+        if len(fused) < len(lean):
+            one.fused = None  # all or none, because they share a `Reading`
+        layer.forward = one
+    return FusedStack(fused, lean[0].scale) if lean and len(fused) == len(lean) else None
 
 
 def _found(module: nn.Module, joined: tuple[str, ...], apart: tuple[str, ...]) -> list[nn.Module]:
@@ -205,6 +257,13 @@ def _norm(module: Any) -> Norm:
     return _RMSNorm(module.weight, eps, rounds_late=type(module).__name__ == "Olmo2RMSNorm")
 
 
+def _plain(norms: Sequence[Norm]) -> list[_RMSNorm] | None:
+    """These norms, if all are of the kind that kernels compute, with one epsilon."""
+    found = [one for one in norms if isinstance(one, _RMSNorm) and not one.rounds_late]
+    alike = len(found) == len(norms) and len({one.eps for one in found}) == 1
+    return found if alike else None
+
+
 class _RMSNorm:
     """RMSNorm in few calls, rounded exactly where transformers' module rounds.
 
@@ -215,7 +274,7 @@ class _RMSNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float, *, rounds_late: bool) -> None:
-        self._weight, self._rounds_late = weight, rounds_late
+        self.weight, self.eps, self.rounds_late = weight, eps, rounds_late
         self._share = 1.0 / weight.shape[0]
         self._eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
 
@@ -223,9 +282,9 @@ class _RMSNorm:
         length = torch.linalg.vector_norm(x_BTE, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=self._share).rsqrt_()
         normed = x_BTE * scale
-        if self._rounds_late:
-            return (normed * self._weight).to(x_BTE.dtype)
-        return normed.to(x_BTE.dtype) * self._weight
+        if self.rounds_late:
+            return (normed * self.weight).to(x_BTE.dtype)
+        return normed.to(x_BTE.dtype) * self.weight
 
 
 def _unchanged(x_BTE: Tensor) -> Tensor:

@@ -18,20 +18,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moaspec.errors import UnsupportedTargetError
+from moaspec.kernels import MOST_QUERIES, FusedStack, Slots
 from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import LayerFeatures
 from moaspec.model.masks import text_mask, window_mask
+from moaspec.places import cache_dir
 from moaspec.target import families
-from moaspec.target.cache import cache_dir
 from moaspec.target.facts import TargetFacts
+from moaspec.target.forms import can_pack
 from moaspec.target.lean import Reading, make_lean
-from moaspec.target.packing import (
-    PackedLinear,
-    can_pack,
-    pack_like,
-    pack_linears,
-    return_freed_memory,
-)
+from moaspec.target.packing import PackedLinear, pack_like, pack_linears, return_freed_memory
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
@@ -64,6 +60,7 @@ class Target(TargetFacts):
 
     Attributes:
         packed: whether `pack` has laid the weights out for this CPU.
+        fused: its layers as `moaspec.kernels` compute them, or None.
 
     Raises:
         UnsupportedTargetError: keys and values of this family cannot be captured.
@@ -98,6 +95,7 @@ class Target(TargetFacts):
         self._forget_rows: Callable[[], None] = lambda: None
         self._layer_types = families.layer_types(model.config)
         self.lean = self.packed = False
+        self.fused: FusedStack | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,7 +120,7 @@ class Target(TargetFacts):
             pack_linears(self.model, keep=(self._lm_head,))
             self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
             return_freed_memory()
-        make_lean(self._base.layers)
+        self.fused = make_lean(list(self._base.layers))
         self.lean = True
         return self.packed
 
@@ -163,10 +161,11 @@ class Target(TargetFacts):
 
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
         """Logits in float32 by a head of this target, soft-capped where the model's are."""
-        return self._capped(head(states))
+        raw = head.single(states) if isinstance(head, PackedLinear) else head(states).float()
+        return self._capped(raw)
 
-    def _capped(self, raw: Tensor) -> Tensor:
-        logits, cap = raw.float(), getattr(self.config, "final_logit_softcapping", None)
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def run(
@@ -223,10 +222,17 @@ class Target(TargetFacts):
         """
         if lengths_B is None:
             lengths_B = position_ids_BT.amax(1) + 1
+        like = states_BTE if self.fused is None else states_BTE[:, :1].float()
         rope = families.rotary_embeddings(
-            self._base.rotary_emb, self.config, states_BTE, position_ids_BT, lengths_B
+            self._base.rotary_emb, self.config, like, position_ids_BT, lengths_B
         )
         masks = self._masks(mask_B1TS, position_ids_BT)
+        kinds = set(self._layer_types[self.num_layers - num :])
+        if watch is None and len(kinds) == 1:
+            (kind,) = kinds
+            done_BTE = self._in_one_call(states_BTE, rope[kind], masks[kind], write, num)
+            if done_BTE is not None:
+                return cast(Tensor, self._base.norm(done_BTE))
         shared = {
             kind: self._shared(rope[kind], mask, position_ids_BT) for kind, mask in masks.items()
         }
@@ -238,13 +244,42 @@ class Target(TargetFacts):
             states_BTE = self._base.layers[index](states_BTE, past_key_values=tap, **shared[kind])
         return cast(Tensor, self._base.norm(states_BTE))
 
+    def _in_one_call(
+        self,
+        states_BTE: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        mask_B1TS: Tensor | None,
+        write: WriteKV,
+        num: int,
+    ) -> Tensor | None:
+        """The last `num` layers over a few tokens by kernels; None where they are run one by one.
+
+        That is so where somebody watches them, or where keys and values go elsewhere than into a
+        cache that kernels know.
+        """
+        slots = getattr(write, "slots", None)
+        if (
+            self.fused is None
+            or mask_B1TS is None
+            or mask_B1TS.shape[2] > MOST_QUERIES
+            or not isinstance(slots, Slots)
+            or any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._base.layers)
+            or states_BTE.requires_grad
+        ):
+            return None
+        cos_BTR, sin_BTR = (part.contiguous() for part in cos_sin)
+        return self.fused.run(
+            states_BTE, cos_BTR, sin_BTR, mask_B1TS.contiguous(), slots=slots, num=num
+        )
+
     def _shared(
         self, cos_sin: tuple[Tensor, Tensor], mask_B1TS: Tensor | None, position_ids_BT: Tensor
     ) -> dict[str, Any]:
         """What all layers of one type are called with in a pass."""
         if self.lean:
             groups = int(self.config.num_attention_heads) // self.num_kv_heads
-            return {"reading": Reading.of(cos_sin, mask_B1TS, groups, self.dtype)}
+            fused = self.fused is not None
+            return {"reading": Reading.of(cos_sin, mask_B1TS, groups, self.dtype, fused=fused)}
         return {
             "attention_mask": mask_B1TS,
             "position_ids": position_ids_BT,

@@ -1,18 +1,4 @@
-"""Linear layers in the form that this CPU multiplies fastest.
-
-What a pass over a few tokens costs is what speculation lives on, and the kernels behind `nn.Linear`
-are poor at it, in ways that depend on dtype and CPU:
-
-- bf16, with bf16 instructions: the weight is copied into the kernel's own layout on every call. It
-  is laid out in advance instead (oneDNN).
-- bf16 without them: products are emulated, row by row; a second token adds half a pass. They are
-  computed in float32 instead, from weights kept in 16 bits (FBGEMM): float16 holds a bf16 weight
-  exactly, once the matrix is scaled by a power of two. Where an entry would still be lost, or
-  FBGEMM is missing, the weight is kept as float32. Sums run in float32, as the emulation's do, and
-  results are rounded to bf16.
-- float32: MKL streams the weight once for up to three rows on Intel's CPUs, faster than a packed
-  one, so it is left alone there. On other makers' it copies the weight for two rows and more, which
-  then cost twice as much as one: there it is laid out in advance too.
+"""Linear layers in the form that this CPU multiplies fastest, see `forms`.
 
 Projections of one input (query, key and value; gate and up) become one matrix. What only drafts may
 be rounded to four bits, of which a draft step reads a quarter of the bytes. An LM head in bf16
@@ -22,24 +8,26 @@ to a file then.
 
 from __future__ import annotations
 
+import copy
 import ctypes
-import math
 import mmap
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Protocol, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moaspec.kernels import FusedLayer, FusedStack, Matrix
+from moaspec.model.layers import ReadingLayer
+from moaspec.target.forms import Kernel, can_pack, fastest_form
+
+Drafter = TypeVar("Drafter", bound=nn.Module)
+
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read one and the same input, in the order in which they are called."""
-
-EXPECTED_ROWS = 8
-"""Rows that oneDNN's layout is chosen for; other numbers work and are nearly as fast."""
 
 
 class PackedLinear(nn.Module):
@@ -57,8 +45,7 @@ class PackedLinear(nn.Module):
         # Not a parameter: a packed tensor cannot be moved, cast or trained.
         bias = None if linear.bias is None else linear.bias.detach()
         weight = linear.weight.detach()
-        few_bits = drafts and _FourBits.can_hold(weight)
-        self._form = _FourBits(weight, bias) if few_bits else _fastest_form(weight, bias)
+        self._form = fastest_form(weight, bias, drafts=drafts)
 
     @property
     def weight(self) -> Tensor:
@@ -73,156 +60,25 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._form.product(x)
 
+    def single(self, x: Tensor) -> Tensor:
+        """`forward` in float32, of sums that were not rounded where that can be had."""
+        if isinstance(self._form, Kernel) and not x.requires_grad:
+            return self._form.matrix.product(x, single=True)
+        return self.forward(x).float()
+
     def product(self) -> Callable[[Tensor], Tensor]:
         """`forward` itself, without what PyTorch does around it."""
         return self._form.product
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """The weight as `moaspec.kernels` has it; None where another form is in use."""
+        return self._form.matrix if isinstance(self._form, Kernel) else None
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Appear in `state_dict` like the plain layer, so that a packed model can be saved."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         _save(self, destination, prefix)
-
-
-class _Form(Protocol):
-    """A weight (and bias) laid out for one kernel."""
-
-    bias: Tensor | None
-
-    def weight(self) -> Tensor: ...
-
-    def product(self, x: Tensor) -> Tensor:
-        """The product of x and the transposed weight, plus the bias, in the dtype of x."""
-        ...
-
-
-class _OneDNN:
-    """bf16 or float32, in oneDNN's own layout."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.bias = bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
-        self._kernel = torch.ops.mkldnn._linear_pointwise.default
-
-    def weight(self) -> Tensor:
-        return self._packed.to_dense()
-
-    def product(self, x: Tensor) -> Tensor:
-        if x.requires_grad:  # the kernel has no derivative
-            return F.linear(x, self.weight(), self.bias)
-        return cast(Tensor, self._kernel(x, self._packed, self.bias, "none", [], ""))
-
-
-class _Half:
-    """float16, times a power of two where that is needed, for products in float32."""
-
-    def __init__(self, scaled: Tensor, scale: float, bias: Tensor | None) -> None:
-        self.bias, self._scale = bias, scale
-        # A tensor: a Python number would be converted on every call.
-        self._back = None if scale == 1.0 else torch.tensor(1.0 / scale)
-        added = None if bias is None else bias.float() * scale
-        self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, added)
-        # The overload itself: choosing it on every call takes longer than rounding the result.
-        self._kernel = torch.ops.quantized.linear_dynamic_fp16.default
-
-    @classmethod
-    def exactly(cls, weight: Tensor, bias: Tensor | None) -> _Half | None:
-        """Of a float32 weight; None where float16 cannot hold each of its entries."""
-        for scale in (1.0, _into_highest_range(weight)):
-            scaled = weight * scale
-            if torch.equal(scaled.half().float(), scaled):
-                return cls(scaled, scale, bias)
-        return None
-
-    def weight(self) -> Tensor:
-        scaled, _ = torch.ops.quantized.linear_unpack_fp16(self._packed)
-        return scaled / self._scale
-
-    def product(self, x: Tensor) -> Tensor:
-        if x.requires_grad:  # the kernel has no derivative
-            added = None if self.bias is None else self.bias.float()
-            return F.linear(x.float(), self.weight(), added).to(x.dtype)
-        scaled = self._kernel(x.float(), self._packed)
-        return (scaled if self._back is None else scaled.mul_(self._back)).to(x.dtype)
-
-
-def _into_highest_range(weight: Tensor) -> float:
-    """The power of two that takes a weight's largest entry into float16's highest range."""
-    largest = float(weight.abs().max())
-    return 1.0 if largest == 0.0 else 2.0 ** (15 - math.frexp(largest)[1])
-
-
-class _Single:
-    """float32."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self.bias = weight, bias
-        self._added = None if bias is None else bias.float()
-
-    def weight(self) -> Tensor:
-        return self._weight
-
-    def product(self, x: Tensor) -> Tensor:
-        return F.linear(x.float(), self._weight, self._added).to(x.dtype)
-
-
-class _FourBits:
-    """Four bits for a few rows, which read a quarter of the bytes; the weight itself for more.
-
-    Groups of 32 inputs share a scale and a zero. What comes out is rounded, so it is for drafts.
-    """
-
-    GROUP, MOST_ROWS, BLOCK = 32, 8, 64
-    """More rows are multiplied faster by the weight itself. The kernel takes outputs in blocks."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.bias, self._whole = bias, _OneDNN(weight, bias)
-        codes_RI, self._scales = self._rounded(weight)
-        self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_RI, 1)
-        self._kernel = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-
-    @classmethod
-    def can_hold(cls, weight: Tensor) -> bool:
-        """Whether there is a kernel for this weight, and gain in it."""
-        return (
-            weight.dtype == torch.bfloat16
-            and _bf16_instructions()
-            and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-            and weight.shape[0] % cls.BLOCK == 0
-            and weight.shape[1] % cls.GROUP == 0
-        )
-
-    @classmethod
-    def _rounded(cls, weight_RI: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers 0 to 15, (R, I), of scale * (number - 8) + zero, (I / GROUP, R, 2) of both."""
-        groups_RGI = weight_RI.float().unflatten(1, (-1, cls.GROUP))
-        low_RG1, high_RG1 = groups_RGI.amin(-1, keepdim=True), groups_RGI.amax(-1, keepdim=True)
-        scale_RG1 = ((high_RG1 - low_RG1) / 15).clamp(min=1e-9).bfloat16()
-        zero_RG1 = (low_RG1 + 8 * scale_RG1.float()).bfloat16()
-        numbers_RGI = (groups_RGI - zero_RG1.float()) / scale_RG1.float() + 8
-        codes_RI = numbers_RGI.round().clamp(0, 15).to(torch.int32).flatten(1)
-        return codes_RI, torch.cat((scale_RG1, zero_RG1), dim=-1).transpose(0, 1).contiguous()
-
-    def weight(self) -> Tensor:
-        return self._whole.weight()
-
-    def product(self, x: Tensor) -> Tensor:
-        rows_NI = x.reshape(-1, x.shape[-1])
-        if x.requires_grad or len(rows_NI) > self.MOST_ROWS:
-            return self._whole.product(x)
-        out_NR = self._kernel(rows_NI, self._codes, self.GROUP, self._scales)
-        out_NR = out_NR if self.bias is None else out_NR + self.bias
-        return cast(Tensor, out_NR.view(*x.shape[:-1], out_NR.shape[-1]))
-
-
-def _fastest_form(weight: Tensor, bias: Tensor | None) -> _Form:
-    if compute_dtype(weight.dtype) == weight.dtype:
-        return _OneDNN(weight, bias)
-    single = weight.float()
-    if "fbgemm" in torch.backends.quantized.supported_engines:
-        half = _Half.exactly(single, bias)
-        if half is not None:
-            return half
-    return _Single(single, bias)
 
 
 class FusedPart(nn.Module):
@@ -308,28 +164,83 @@ def joint_product(parts: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.cat([part(x) for part in parts], dim=-1)
 
 
+def joint_matrix(parts: Sequence[nn.Module]) -> Matrix | None:
+    """The one matrix of layers which read the same input, as `moaspec.kernels` has it, or None."""
+    first = parts[0]
+    if isinstance(first, FusedPart) and all(first.beside(part) for part in parts):
+        return first.joined.matrix
+    return first.matrix if len(parts) == 1 and isinstance(first, PackedLinear) else None
+
+
+def packed_copy(drafter: Drafter, *, exact: Collection[nn.Module] = ()) -> Drafter:
+    """A drafter as this CPU runs it fastest; itself where there is nothing to gain.
+
+    Args:
+        drafter: stays as it is.
+        exact: children of it whose results are more than drafts, so that nothing is rounded.
+    """
+    weight = next(drafter.parameters())
+    if not can_pack(weight.dtype, weight.device):
+        return drafter
+    copied = copy.deepcopy(drafter)
+    kept = {name for name, child in drafter.named_children() if child in exact}
+    for name, child in copied.named_children():
+        for layer in child.modules():
+            if isinstance(layer, ReadingLayer):
+                pack_layer(layer, drafts=name not in kept)
+    pack_linears(copied)
+    return_freed_memory()
+    return copied
+
+
+def pack_layer(layer: ReadingLayer, *, drafts: bool) -> None:
+    """Pack a layer of a drafter, in place; kernels compute it where they can.
+
+    Its projections lie in two modules, and become one matrix all the same.
+
+    Args:
+        layer: that will only decode.
+        drafts: see `PackedLinear`.
+    """
+    own, memory = layer.self_attn, getattr(layer, "key_value", None)
+    homes = {"q_proj": own} | ({} if memory is None else {"k_proj": memory, "v_proj": memory})
+    reads = [getattr(home, name) for name, home in homes.items()]
+    if len({one.bias is None for one in reads}) == 1:
+        for part, (name, home) in zip(_joined(reads, drafts=drafts), homes.items(), strict=True):
+            setattr(home, name, part)
+    pack_linears(layer, drafts=drafts)
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    if norms[0].eps is None or not is_silu(layer.mlp.act):
+        return
+    matrices = (
+        joint_matrix([getattr(home, name) for name, home in homes.items()]),
+        joint_matrix([own.o_proj]),
+        joint_matrix([layer.mlp.gate_proj, layer.mlp.up_proj]),
+        joint_matrix([layer.mlp.down_proj]),
+    )
+    num_heads = reads[0].out_features // own.head_dim
+    layer.fused = FusedLayer.of(
+        matrices,
+        norms=[norm.weight for norm in norms],
+        head_norms=None,
+        eps=norms[0].eps,
+        heads=(num_heads, 0 if memory is None else memory.num_heads),
+        head_dim=own.head_dim,
+    )
+    if layer.fused is not None:
+        layer.stack = FusedStack([layer.fused], own.head_dim**-0.5)
+
+
+def is_silu(act: Callable[[Tensor], Tensor]) -> bool:
+    """Whether an activation is the one that kernels compute."""
+    probe = torch.linspace(-4, 4, 9)
+    return torch.equal(act(probe), F.silu(probe))
+
+
 def _save(layer: PackedLinear | FusedPart, destination: Any, prefix: str) -> None:
     destination[f"{prefix}weight"] = layer.weight
     if layer.bias is not None:
         destination[f"{prefix}bias"] = layer.bias
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products of this dtype are computed in on this CPU."""
-    if dtype == torch.bfloat16 and not _bf16_instructions():
-        return torch.float32
-    return dtype
-
-
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether linear layers can be packed here, on a CPU that oneDNN knows, and gain by it."""
-    return (
-        device.type == "cpu"
-        and (dtype == torch.bfloat16 or (dtype == torch.float32 and _mkl_copies_weights()))
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and torch.cpu._is_avx2_supported()
-    )
 
 
 def pack_linears(
@@ -370,11 +281,18 @@ def _fuse(module: nn.Module, keep: tuple[nn.Module, ...], *, drafts: bool) -> No
         biased = {one.bias is None for one in found}
         if len(found) < len(names) or len({one.in_features for one in found}) * len(biased) > 1:
             continue
-        fused, start = _Fused(found, drafts=drafts), 0
-        for name, linear in zip(names, found, strict=True):
-            columns = slice(start, start + linear.out_features)
-            setattr(module, name, FusedPart(fused, columns))
-            start = columns.stop
+        for name, part in zip(names, _joined(found, drafts=drafts), strict=True):
+            setattr(module, name, part)
+
+
+def _joined(linears: Sequence[nn.Linear], *, drafts: bool) -> list[FusedPart]:
+    """Layers that read one input, as parts of one matrix."""
+    fused, start = _Fused(linears, drafts=drafts), 0
+    parts: list[FusedPart] = []
+    for linear in linears:
+        parts.append(FusedPart(fused, slice(start, start + linear.out_features)))
+        start += linear.out_features
+    return parts
 
 
 class StreamedLinear(nn.Module):
@@ -452,17 +370,3 @@ def map_into_memory(table: Tensor, directory: Path) -> Callable[[], None]:
     if not hasattr(mmap, "MADV_DONTNEED"):
         return lambda: None
     return lambda: pages.madvise(mmap.MADV_DONTNEED)
-
-
-def _bf16_instructions() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def _mkl_copies_weights() -> bool:
-    """Whether float32 products are MKL's, on a CPU that it was not written for."""
-    return torch.backends.mkl.is_available() and "Intel" not in _cpu_name()
-
-
-@cache
-def _cpu_name() -> str:
-    return str(torch.cpu.get_capabilities().get("cpu_name", ""))

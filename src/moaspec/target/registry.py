@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from moaspec.errors import InputError, MoaSpecError, UnknownModelError
 from moaspec.model.weights import is_directory
-from moaspec.target.cache import cache_dir
+from moaspec.places import cache_dir
 from moaspec.target.facts import TargetFacts
 from moaspec.target.families import require_supported
 from moaspec.target.model import Target

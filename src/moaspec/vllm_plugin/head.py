@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moaspec.target.packing import PackedLinear, can_pack
+from moaspec.target.forms import can_pack
+from moaspec.target.packing import PackedLinear
 
 AllReduce = Callable[[Tensor], Tensor]
 

@@ -14,7 +14,8 @@ from vllm.logger import init_logger
 from moaspec.decode.api import find_drafter
 from moaspec.model import LayerConfig, MoADrafter, load_checkpoint
 from moaspec.target.facts import identity_of
-from moaspec.target.packing import can_pack, pack_linears
+from moaspec.target.forms import can_pack
+from moaspec.target.packing import pack_linears
 from moaspec.target.registry import load_tokenizer
 from moaspec.vllm_plugin import hooks, metrics
 from moaspec.vllm_plugin.caches import PagedLayer

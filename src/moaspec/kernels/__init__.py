@@ -1,0 +1,21 @@
+"""A decoder layer's arithmetic in C++, for CPUs with bf16 instructions; see `cpu.cpp`.
+
+It is compiled at its first use and kept. Where that cannot be, `why_not` says why, and callers go
+on with PyTorch's own operations.
+"""
+
+from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
+from moaspec.kernels.build import why_not
+from moaspec.kernels.layers import FusedLayer, FusedStack, Slots
+from moaspec.kernels.matrix import Matrix
+
+__all__ = [
+    "MOST_QUERIES",
+    "FusedLayer",
+    "FusedStack",
+    "Matrix",
+    "Slots",
+    "attend",
+    "can_attend",
+    "why_not",
+]

@@ -1,0 +1,132 @@
+"""Compiling `cpu.cpp`, once for each version of the sources and each compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import torch
+
+from moaspec.places import cache_dir
+
+SOURCES = Path(__file__).parent
+MAIN = SOURCES / "cpu.cpp"
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512bf16",
+    "-mfma",
+)
+"""`-fopenmp` finds the library that PyTorch has loaded: both then share one team of threads."""
+COMPILERS = ("g++", "clang++", "c++")
+TIMEOUT_S = 300.0
+SWITCH = "MOASPEC_KERNELS"
+"""Environment variable; "off" does without kernels."""
+
+log = logging.getLogger(__name__)
+
+
+class _UnavailableError(Exception):
+    """Kernels cannot be had here; says why."""
+
+
+def why_not() -> str | None:
+    """Why there are no kernels here; None where there are."""
+    return _loaded()[1]
+
+
+def library() -> ctypes.CDLL:
+    """The compiled kernels; only where `why_not` has nothing to say."""
+    found, reason = _loaded()
+    assert found is not None, reason
+    return found
+
+
+@cache
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    try:
+        _require_cpu()
+        return ctypes.CDLL(str(_compiled())), None
+    except _UnavailableError as error:
+        return None, str(error)
+    except OSError as error:
+        reason = f"the compiled kernels could not be stored or loaded ({error})"
+    except subprocess.TimeoutExpired:
+        reason = f"compiling them took more than {TIMEOUT_S:.0f} s"
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr or "").strip().splitlines()[-1:] or ["no message"]
+        reason = f"the compiler failed ({last[0]})"
+    log.warning("moaspec decodes without its own kernels, more slowly: %s.", reason)
+    return None, reason
+
+
+def _require_cpu() -> None:
+    if os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
+        raise _UnavailableError(f"{SWITCH} is off")
+    if platform.system() != "Linux" or not torch.cpu._is_avx512_bf16_supported():
+        raise _UnavailableError("they are for Linux on CPUs with AVX512-BF16")
+
+
+def _compiled() -> Path:
+    """The library's file, made where it is missing.
+
+    Raises:
+        OSError: there is no compiler, or no room for the file.
+        subprocess.SubprocessError: the compiler failed.
+    """
+    compiler = _compiler()
+    sources = [path.read_bytes() for path in (*sorted(SOURCES.glob("*.h")), MAIN)]
+    facts = (*sources, " ".join(FLAGS).encode(), compiler.encode(), platform.machine().encode())
+    digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]
+    final = cache_dir() / "kernels" / f"cpu-{digest}.so"
+    if final.exists():
+        return final
+    log.info("Compiling %s with %s, once; it takes some ten seconds.", MAIN.name, compiler)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside and renamed, so that a process killed meanwhile, or a second one, does no harm.
+    with NamedTemporaryFile(dir=final.parent, suffix=".so", delete=False) as made:
+        try:
+            subprocess.run(  # noqa: S603 - a compiler and our own source
+                [compiler, *FLAGS, str(MAIN), "-o", made.name],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+            Path(made.name).replace(final)
+        except BaseException:
+            Path(made.name).unlink(missing_ok=True)
+            raise
+    return final
+
+
+def _compiler() -> str:
+    """Where a C++ compiler is: `$CXX`, or a usual one.
+
+    Raises:
+        FileNotFoundError: nowhere.
+    """
+    asked = os.environ.get("CXX")
+    for name in (asked,) if asked else COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise FileNotFoundError(
+        f"no C++ compiler was found (looked for {asked or ', '.join(COMPILERS)}; "
+        "on Debian: apt install g++)"
+    )

@@ -1,0 +1,263 @@
+// Products, norms, rotary embeddings and attention of a decoder layer, for a few rows of bf16.
+//
+// A pass over a few tokens reads every weight once, so it can take no less than reading them does.
+// What keeps it from that limit is the way to and from many small operations. Here a layer is two
+// calls and its attention a third, or all layers are one, and sums stay in float32 until a layer's
+// half is over.
+//
+// Every output is summed in an order that depends neither on how many rows a call has nor on the
+// slot that a key is stored in. So a token's numbers are the same bits in a pass over one token, a
+// chain or a tree.
+//
+// Legend: see products.h.
+
+#include <vector>
+
+#include "attention.h"
+#include "products.h"
+
+extern "C" {
+
+struct Layer {
+  Matrix read;    // query, key and value
+  Matrix output;  // of the attention
+  Matrix inner;   // gate and up
+  Matrix down;
+  const bf16* norm;       // before `read`
+  const bf16* inner_norm; // before `inner`
+  const bf16* query_norm; // of each head, or null
+  const bf16* key_norm;
+  float eps;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;
+};
+
+// A pass of all layers over tokens whose keys and values are stored in one tensor,
+// (layers, 2, places, J, slots, D).
+struct Pass {
+  const float *cos, *sin;
+  int64_t turned;
+  bf16* cache;               // of the pass's first layer
+  int64_t layer, half, place, head;  // strides, in numbers
+  const int64_t* starts;     // the slot of each row's first token
+  Attention attention;       // but for query, key, value and out
+};
+
+}  // extern "C"
+
+namespace {
+
+// RMSNorm of n numbers, a multiple of 16.
+template <class Read>
+inline void normalise(const Read& read, const bf16* weight, float eps, int64_t n, bf16* out) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n; i += kLanes) squares = _mm512_fmadd_ps(read(i), read(i), squares);
+  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(n);
+  const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
+  for (int64_t i = 0; i < n; i += kLanes)
+    store(out + i, _mm512_mul_ps(_mm512_mul_ps(read(i), factor), load(weight + i)));
+}
+
+// Rotary embedding of one head: the first `turned` numbers, halves against each other.
+inline void rotate(const float* x, const float* cos, const float* sin, int64_t turned, int64_t dim,
+                   bf16* out) {
+  const int64_t half = turned / 2;
+  for (int64_t i = 0; i < half; i++) {
+    out[i] = rounded(x[i] * cos[i] - x[i + half] * sin[i]);
+    out[i + half] = rounded(x[i + half] * cos[i + half] + x[i] * sin[i + half]);
+  }
+  for (int64_t i = turned; i < dim; i++) out[i] = rounded(x[i]);
+}
+
+inline void rotate_fast(const float* x, const float* cos, const float* sin, int64_t half, bf16* out) {
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + i + half);
+    const __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
+    const __m512 d = _mm512_loadu_ps(cos + i + half), t = _mm512_loadu_ps(sin + i + half);
+    store(out + i, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, c)));
+    store(out + i + half, _mm512_fmadd_ps(a, t, _mm512_mul_ps(b, d)));
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// out = x times the transposed weight, plus the bias; (rows, outputs), contiguous.
+void moaspec_product(const Matrix* matrix, const bf16* x, int64_t rows, int64_t stride, void* out,
+                     int32_t single, int32_t threads) {
+  const int64_t outputs = matrix->outputs;
+#pragma omp parallel num_threads(threads)
+  multiply(*matrix, x, rows, stride, [&](int64_t row, int64_t output, __m512 sums) {
+    const __mmask16 inside = first(outputs - output);
+    const int64_t place = row * outputs + output;
+    if (single)
+      _mm512_mask_storeu_ps(static_cast<float*>(out) + place, inside, sums);
+    else
+      _mm256_mask_storeu_epi16(static_cast<bf16*>(out) + place, inside,
+                               (__m256i)_mm512_cvtneps_pbh(sums));
+  });
+}
+
+// Norm, products, norms of heads and rotary embeddings: (rows, H + 2 J, D), contiguous.
+// Cosines and sines are (period, turned), those of row 0, 1, ... and again from the start.
+void moaspec_project(const Layer* layer, const bf16* x, int64_t rows, const float* cos,
+                     const float* sin, int64_t turned, int64_t period, bf16* out,
+                     int32_t threads) {
+  const int64_t width = layer->read.inputs, dim = layer->head_dim;
+  const int64_t heads = layer->heads + 2 * layer->kv_heads, turning = heads - layer->kv_heads;
+  for (int64_t start = 0; start < rows; start += kChunkRows) {
+    const int64_t count = std::min<int64_t>(kChunkRows, rows - start);
+    bf16* normed = scratch.bf16s(count * width);
+    float* joined = scratch.floats(0, count * layer->read.outputs);
+#pragma omp parallel num_threads(threads)
+    {
+      const Share own(count);
+      for (int64_t row = own.start; row < own.stop; row++) {
+        const bf16* from = x + (start + row) * width;
+        normalise([&](int64_t i) { return load(from + i); }, layer->norm, layer->eps, width,
+                  normed + row * width);
+      }
+#pragma omp barrier
+      multiply(layer->read, normed, count, width, [&](int64_t row, int64_t output, __m512 sums) {
+        _mm512_storeu_ps(joined + row * heads * dim + output, sums);
+      });
+#pragma omp barrier
+      const Share share(count * heads);
+      for (int64_t i = share.start; i < share.stop; i++) {
+        const int64_t row = i / heads, head = i % heads;
+        float* from = joined + i * dim;
+        bf16* to = out + (start * heads + i) * dim;
+        const bf16* weight = head < layer->heads ? layer->query_norm : layer->key_norm;
+        if (weight && head < turning) {
+          normalise([&](int64_t k) { return _mm512_loadu_ps(from + k); }, weight, layer->eps, dim,
+                    to);
+          for (int64_t k = 0; k < dim; k += kLanes) _mm512_storeu_ps(from + k, load(to + k));
+        }
+        const float* c = cos + (start + row) % period * turned;
+        const float* s = sin + (start + row) % period * turned;
+        const int64_t angles = head < turning ? turned : 0;
+        if (angles == dim && dim % (2 * kLanes) == 0)
+          rotate_fast(from, c, s, dim / 2, to);
+        else
+          rotate(from, c, s, angles, dim, to);
+      }
+    }
+  }
+}
+
+// Output projection, residual, norm, gated MLP, residual: the mean of each `group` rows,
+// (rows / group, E). The last projection is linear, so it follows the mean.
+void moaspec_finish(const Layer* layer, const bf16* x, const bf16* read, int64_t rows,
+                    int64_t group, bf16* out, int32_t threads) {
+  const int64_t width = layer->output.outputs, inner = layer->inner.outputs / 2;
+  const int64_t read_width = layer->output.inputs;
+  const int64_t chunk = std::max<int64_t>(1, kChunkRows / group) * group;
+  const __m512 share_of_row = _mm512_set1_ps(1.0f / static_cast<float>(group));
+  for (int64_t start = 0; start < rows; start += chunk) {
+    const int64_t count = std::min<int64_t>(chunk, rows - start), means = count / group;
+    const bf16* from = x + start * width;
+    float* middle = scratch.floats(1, count * width);
+    float* both = scratch.floats(2, count * 2 * inner);
+    bf16* halves = scratch.bf16s(count * std::max(width, inner));
+#pragma omp parallel num_threads(threads)
+    {
+      multiply(layer->output, read + start * read_width, count, read_width,
+               [&](int64_t row, int64_t output, __m512 sums) {
+                 const int64_t place = row * width + output;
+                 _mm512_storeu_ps(middle + place, _mm512_add_ps(load(from + place), sums));
+               });
+#pragma omp barrier
+      const Share own(count);
+      for (int64_t row = own.start; row < own.stop; row++)
+        normalise([&](int64_t i) { return _mm512_loadu_ps(middle + row * width + i); },
+                  layer->inner_norm, layer->eps, width, halves + row * width);
+#pragma omp barrier
+      multiply(layer->inner, halves, count, width, [&](int64_t row, int64_t output, __m512 sums) {
+        _mm512_storeu_ps(both + row * 2 * inner + output, sums);
+      });
+#pragma omp barrier
+      const Share share(means * inner / kLanes);
+      for (int64_t i = share.start; i < share.stop; i++) {
+        const int64_t mean = i * kLanes / inner, column = i * kLanes % inner;
+        __m512 sums = _mm512_setzero_ps();
+        for (int64_t row = mean * group; row < (mean + 1) * group; row++) {
+          const float* gate = both + row * 2 * inner + column;
+          sums = _mm512_fmadd_ps(silu(_mm512_loadu_ps(gate)), _mm512_loadu_ps(gate + inner), sums);
+        }
+        store(halves + i * kLanes, _mm512_mul_ps(sums, share_of_row));
+      }
+#pragma omp barrier
+      multiply(layer->down, halves, means, inner, [&](int64_t mean, int64_t output, __m512 sums) {
+        __m512 residual = _mm512_setzero_ps();
+        for (int64_t row = mean * group; row < (mean + 1) * group; row++)
+          residual = _mm512_add_ps(residual, _mm512_loadu_ps(middle + row * width + output));
+        store(out + (start / group + mean) * width + output,
+              _mm512_fmadd_ps(residual, share_of_row, sums));
+      });
+    }
+  }
+}
+
+// Attention of few queries to keys and values wherever they are stored.
+void moaspec_attend(const Attention* call, int32_t threads) {
+  const int64_t groups = call->heads / call->kv_heads, queries = groups * call->tokens;
+  // Enough parts for all threads, each of at most kQueries queries.
+  const int64_t lanes = call->rows * call->kv_heads;
+  const int64_t wanted = std::max<int64_t>((queries + kQueries - 1) / kQueries,
+                                           (2 * threads + lanes - 1) / lanes);
+  const int64_t size = (queries + std::min(wanted, queries) - 1) / std::min(wanted, queries);
+  const int64_t parts = (queries + size - 1) / size;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+  for (int64_t task = 0; task < lanes * parts; task++) {
+    const int64_t row = task / parts / call->kv_heads, kv_head = task / parts % call->kv_heads;
+    const int64_t place = call->places ? call->places[row] : row, start = task % parts * size;
+    Group group;
+    group.count = static_cast<int>(std::min(size, queries - start));
+    for (int q = 0; q < group.count; q++) {
+      const int64_t token = (start + q) / groups, head = kv_head * groups + (start + q) % groups;
+      group.query[q] = call->query + row * call->query_row + token * call->query_token +
+                       head * call->query_head;
+      group.mask[q] =
+          call->mask ? call->mask + row * call->mask_row + token * call->mask_token : nullptr;
+      group.out[q] =
+          call->out + ((row * call->tokens + token) * call->heads + head) * call->head_dim;
+    }
+    attend(group, call->key + place * call->key_row + kv_head * call->key_head,
+           call->value + place * call->value_row + kv_head * call->value_head, *call);
+  }
+}
+
+// All layers, in place: x is (B * T, E).
+void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x,
+                   int32_t threads) {
+  Attention call = pass->attention;
+  const int64_t dim = call.head_dim, tokens = call.tokens, rows = call.rows * tokens;
+  const int64_t stored = layers->kv_heads, heads = call.heads + 2 * stored;
+  std::vector<bf16> turned(rows * heads * dim), read(rows * call.heads * dim);
+  call.query = turned.data();
+  call.query_head = dim;
+  call.query_token = heads * dim;
+  call.query_row = tokens * call.query_token;
+  call.out = read.data();
+  for (int64_t i = 0; i < count; i++) {
+    moaspec_project(layers + i, x, rows, pass->cos, pass->sin, pass->turned, rows, turned.data(),
+                    threads);
+    bf16* keys = pass->cache + i * pass->layer;
+    for (int64_t row = 0; row < rows; row++) {
+      const int64_t slot = pass->starts[row / tokens] + row % tokens;
+      for (int64_t head = 0; head < 2 * stored; head++) {
+        bf16* to = keys + head / stored * pass->half + call.places[row / tokens] * pass->place +
+                   head % stored * pass->head + slot * dim;
+        std::copy_n(turned.data() + (row * heads + call.heads + head) * dim, dim, to);
+      }
+    }
+    call.key = keys;
+    call.value = keys + pass->half;
+    moaspec_attend(&call, threads);
+    moaspec_finish(layers + i, x, read.data(), rows, 1, x, threads);
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,239 @@
+"""Decoder layers by kernels: bf16, on the CPU, without gradients.
+
+Legend: B rows, T tokens, L layers, R places of a cache, S slots, H query heads, J KV heads, D head
+dim, E hidden size, X = H * D. R is the number of rotated dims in `cos_BTR` and `sin_BTR`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moaspec.kernels.attention import MOST_DIM, PAIR_LANES
+from moaspec.kernels.build import library
+from moaspec.kernels.matrix import LANES, Matrix
+from moaspec.kernels.structures import AttentionFacts, LayerFacts, PassFacts
+
+
+class FusedLayer:
+    """A pre-norm decoder layer but for its attention, in two calls.
+
+    Args:
+        matrices: queries (with keys and values, where the layer has its own); the attention's
+            output; gate and up, for SiLU; back to the layer's width.
+        norms: RMSNorm's weights before attention and before the MLP, (E,) bf16.
+        head_norms: of queries and of keys, (D,) bf16, or None.
+        eps: of all norms.
+        heads: H and J; J = 0 where the first matrix gives queries alone.
+        head_dim: D.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        *,
+        norms: Sequence[Tensor],
+        head_norms: Sequence[Tensor] | None,
+        eps: float,
+        heads: tuple[int, int],
+        head_dim: int,
+    ) -> None:
+        self.matrices = tuple(matrices)
+        self._weights = (*norms, *(head_norms or (None, None)))
+        self._sizes = (eps, *heads, head_dim)
+        self._num_heads, self._head_dim = heads[0] + 2 * heads[1], head_dim
+        self._describe()
+        self._project, self._finish = library().moaspec_project, library().moaspec_finish
+
+    def _describe(self) -> None:
+        self.described = LayerFacts(
+            *(matrix.described for matrix in self.matrices),
+            *(None if weight is None else weight.data_ptr() for weight in self._weights),
+            *self._sizes,
+        )
+        self._reference = ctypes.byref(self.described)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the matrices."""
+        return sum(matrix.num_bytes for matrix in self.matrices)
+
+    def move(self, room: Tensor) -> None:
+        """Let the matrices live in these bytes, one after another; there are `num_bytes`."""
+        parts = room.split([matrix.num_bytes for matrix in self.matrices])
+        for matrix, part in zip(self.matrices, parts, strict=True):
+            matrix.move(part)
+        self._describe()
+
+    @classmethod
+    def of(
+        cls, matrices: Sequence[Matrix | None], *, head_dim: int, **rest: Any
+    ) -> FusedLayer | None:
+        """A layer of these parts, or None where kernels cannot compute it."""
+        found = [matrix for matrix in matrices if matrix is not None]
+        sizes = [size for one in found for size in (one.inputs, one.outputs)]
+        if len(found) < len(matrices) or any(size % LANES for size in sizes):
+            return None
+        if head_dim % PAIR_LANES or head_dim > MOST_DIM:  # as `can_attend`: a stack attends itself
+            return None
+        return cls(found, head_dim=head_dim, **rest)
+
+    def project(self, x_BTE: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
+        """Rotated queries and keys, and values, (B, T, H + 2 J, D).
+
+        Args:
+            x_BTE: what enters the layer.
+            cos_BTR: cosines, float32, contiguous; (1, T, R) where all rows share them.
+            sin_BTR: sines, likewise.
+        """
+        x_BTE = x_BTE.contiguous()
+        rows, tokens, _ = x_BTE.shape
+        out = x_BTE.new_empty((rows, tokens, self._num_heads, self._head_dim))
+        self._project(
+            self._reference,
+            c_void_p(x_BTE.data_ptr()),
+            c_int64(rows * tokens),
+            c_void_p(cos_BTR.data_ptr()),
+            c_void_p(sin_BTR.data_ptr()),
+            c_int64(cos_BTR.shape[-1]),
+            c_int64(cos_BTR.shape[0] * cos_BTR.shape[1]),
+            c_void_p(out.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return out
+
+    def finish(self, x_BTE: Tensor, read_BTX: Tensor) -> Tensor:
+        """Output projection and residual, norm, MLP and residual, (B, T, E)."""
+        return self._finished(x_BTE, read_BTX, group=1, out=x_BTE.new_empty(x_BTE.shape))
+
+    def finish_mean(self, x_BTE: Tensor, read_BTX: Tensor) -> Tensor:
+        """The mean over tokens of what `finish` gives, (B, E)."""
+        rows, tokens, width = x_BTE.shape
+        return self._finished(x_BTE, read_BTX, group=tokens, out=x_BTE.new_empty((rows, width)))
+
+    def _finished(self, x_BTE: Tensor, read_BTX: Tensor, *, group: int, out: Tensor) -> Tensor:
+        x_BTE, read_BTX = x_BTE.contiguous(), read_BTX.contiguous()
+        self._finish(
+            self._reference,
+            c_void_p(x_BTE.data_ptr()),
+            c_void_p(read_BTX.data_ptr()),
+            c_int64(x_BTE.shape[0] * x_BTE.shape[1]),
+            c_int64(group),
+            c_void_p(out.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return out
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where a pass stores keys and values, and finds those it reads.
+
+    Attributes:
+        cache: (L, 2, R, J, S, D) bf16, contiguous: keys and values of all layers.
+        rows_B: the pass's rows in it.
+        starts_B: first slot that each row writes.
+        visible: slots that are read, from the first on.
+    """
+
+    cache: Tensor
+    rows_B: Sequence[int]
+    starts_B: Sequence[int]
+    visible: int
+
+
+class FusedStack:
+    """Neighbouring layers in one call, their weights in one piece of memory.
+
+    Args:
+        layers: in order; their weights are moved. One without keys and values of its own reads
+            those that are stored, and stores none.
+        scale: of their scores.
+    """
+
+    def __init__(self, layers: Sequence[FusedLayer], scale: float) -> None:
+        self._layers, self._scale = tuple(layers), scale
+        sizes = [layer.num_bytes for layer in layers]
+        for layer, room in zip(layers, _large_pages(sum(sizes)).split(sizes), strict=True):
+            layer.move(room)
+        self._described = (LayerFacts * len(layers))(*(layer.described for layer in layers))
+        self._call = library().moaspec_stack
+
+    def run(
+        self,
+        x_BTE: Tensor,
+        cos_BTR: Tensor,
+        sin_BTR: Tensor,
+        mask_B1TS: Tensor,
+        *,
+        slots: Slots,
+        num: int,
+    ) -> Tensor:
+        """The last `num` layers, (B, T, E).
+
+        Args:
+            x_BTE: what enters them.
+            cos_BTR: cosines, float32, contiguous.
+            sin_BTR: sines, likewise.
+            mask_B1TS: bool, True: may attend; contiguous; B and T may be 1 for all alike.
+            slots: where keys and values are.
+            num: how many layers.
+        """
+        x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
+        B, T = x_BTE.shape[:2]
+        cache, last = slots.cache, self._layers[-1].described
+        layer, half, place, head, slot, _ = cache.stride()
+        first = len(self._layers) - num  # of ours, of which a device has only the last
+        rows, starts = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B)
+        attention = AttentionFacts(
+            places=ctypes.addressof(rows),
+            mask=mask_B1TS.data_ptr(),
+            rows=B,
+            tokens=T,
+            heads=last.heads,
+            kv_heads=cache.shape[3],
+            head_dim=last.head_dim,
+            slots=slots.visible,
+            key_row=place,
+            key_head=head,
+            key_slot=slot,
+            value_row=place,
+            value_head=head,
+            value_slot=slot,
+            mask_row=0 if mask_B1TS.shape[0] == 1 else mask_B1TS.stride(0),
+            mask_token=0 if mask_B1TS.shape[2] == 1 else mask_B1TS.stride(2),
+            scale=self._scale,
+        )
+        described = PassFacts(
+            cos_BTR.data_ptr(),
+            sin_BTR.data_ptr(),
+            cos_BTR.shape[-1],
+            cache[len(cache) - num].data_ptr(),
+            *(layer, half, place, head),
+            ctypes.addressof(starts),
+            attention,
+        )
+        self._call(
+            ctypes.byref(self._described[first]),
+            c_int64(num),
+            ctypes.byref(described),
+            c_void_p(x_BTE.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return x_BTE
+
+
+def _large_pages(num_bytes: int) -> Tensor:
+    """Memory in pages of 2 MiB where the system has them: a pass looks up fewer addresses."""
+    room = mmap.mmap(-1, num_bytes)
+    with suppress(AttributeError, OSError):
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=torch.uint8)

@@ -1,0 +1,70 @@
+"""The structures of `cpu.cpp`, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+
+
+class MatrixFacts(ctypes.Structure):
+    """A weight in panels."""
+
+    _fields_ = (
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("bits", c_int64),
+    )
+
+
+class LayerFacts(ctypes.Structure):
+    """A decoder layer but for its attention."""
+
+    _fields_ = (
+        ("read", MatrixFacts),
+        ("output", MatrixFacts),
+        ("inner", MatrixFacts),
+        ("down", MatrixFacts),
+        ("norm", c_void_p),
+        ("inner_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("eps", c_float),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
+class AttentionFacts(ctypes.Structure):
+    """Queries, keys and values, and where they are."""
+
+    _fields_ = (
+        ("query", c_void_p),
+        ("key", c_void_p),
+        ("value", c_void_p),
+        ("places", c_void_p),
+        ("mask", c_void_p),
+        ("out", c_void_p),
+        *((name, c_int64) for name in ("rows", "tokens", "heads", "kv_heads", "head_dim", "slots")),
+        *((f"query_{name}", c_int64) for name in ("row", "token", "head")),
+        *((f"key_{name}", c_int64) for name in ("row", "head", "slot")),
+        *((f"value_{name}", c_int64) for name in ("row", "head", "slot")),
+        *((f"mask_{name}", c_int64) for name in ("row", "token")),
+        ("scale", c_float),
+    )
+
+
+class PassFacts(ctypes.Structure):
+    """A pass of several layers over a cache."""
+
+    _fields_ = (
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("turned", c_int64),
+        ("cache", c_void_p),
+        *((name, c_int64) for name in ("layer", "half", "place", "head")),
+        ("starts", c_void_p),
+        ("attention", AttentionFacts),
+    )

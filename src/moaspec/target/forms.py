@@ -1,0 +1,177 @@
+"""Forms of a weight: how this CPU multiplies it fastest.
+
+What a pass over a few tokens costs is what speculation lives on, and the kernels behind `nn.Linear`
+are poor at it, in ways that depend on dtype and CPU:
+
+- bf16, with bf16 instructions: the weight is copied into the kernel's own layout on every call. It
+  is laid out in advance instead, for `moaspec.kernels` where they can be had, else for oneDNN.
+- bf16 without them: products are emulated, row by row; a second token adds half a pass. They are
+  computed in float32 instead, from weights kept in 16 bits (FBGEMM): float16 holds a bf16 weight
+  exactly, once the matrix is scaled by a power of two. Where an entry would still be lost, or
+  FBGEMM is missing, the weight is kept as float32. Sums run in float32, as the emulation's do, and
+  results are rounded to bf16.
+- float32: MKL streams the weight once for up to three rows on Intel's CPUs, faster than a packed
+  one, so it is left alone there. On other makers' it copies the weight for two rows and more, which
+  then cost twice as much as one: there it is laid out in advance too.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moaspec.kernels import Matrix
+
+EXPECTED_ROWS = 8
+"""Rows that oneDNN's layout is chosen for; other numbers work and are nearly as fast."""
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether linear layers can be packed here, on a CPU that oneDNN knows, and gain by it."""
+    return (
+        device.type == "cpu"
+        and (dtype == torch.bfloat16 or (dtype == torch.float32 and _mkl_copies_weights()))
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and torch.cpu._is_avx2_supported()
+    )
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that products of this dtype are computed in on this CPU."""
+    if dtype == torch.bfloat16 and not _bf16_instructions():
+        return torch.float32
+    return dtype
+
+
+class Form(Protocol):
+    """A weight (and bias) laid out for one kernel."""
+
+    bias: Tensor | None
+
+    def weight(self) -> Tensor: ...
+
+    def product(self, x: Tensor) -> Tensor:
+        """The product of x and the transposed weight, plus the bias, in the dtype of x."""
+        ...
+
+
+class Kernel:
+    """bf16, or four bits, in the layout of `moaspec.kernels`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, bits: int = 16) -> None:
+        self.bias, self.matrix = bias, Matrix(weight, bias, bits=bits)
+
+    def weight(self) -> Tensor:
+        return self.matrix.weight()
+
+    def product(self, x: Tensor) -> Tensor:
+        if x.requires_grad:  # the kernel has no derivative
+            return F.linear(x, self.weight(), self.bias)
+        return self.matrix.product(x)
+
+
+class OneDNN:
+    """bf16 or float32, in oneDNN's own layout."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.bias = bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
+        self._kernel = torch.ops.mkldnn._linear_pointwise.default
+
+    def weight(self) -> Tensor:
+        return self._packed.to_dense()
+
+    def product(self, x: Tensor) -> Tensor:
+        if x.requires_grad:  # the kernel has no derivative
+            return F.linear(x, self.weight(), self.bias)
+        return cast(Tensor, self._kernel(x, self._packed, self.bias, "none", [], ""))
+
+
+class Half:
+    """float16, times a power of two where that is needed, for products in float32."""
+
+    def __init__(self, scaled: Tensor, scale: float, bias: Tensor | None) -> None:
+        self.bias, self._scale = bias, scale
+        # A tensor: a Python number would be converted on every call.
+        self._back = None if scale == 1.0 else torch.tensor(1.0 / scale)
+        added = None if bias is None else bias.float() * scale
+        self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, added)
+        # The overload itself: choosing it on every call takes longer than rounding the result.
+        self._kernel = torch.ops.quantized.linear_dynamic_fp16.default
+
+    @classmethod
+    def exactly(cls, weight: Tensor, bias: Tensor | None) -> Half | None:
+        """Of a float32 weight; None where float16 cannot hold each of its entries."""
+        for scale in (1.0, _into_highest_range(weight)):
+            scaled = weight * scale
+            if torch.equal(scaled.half().float(), scaled):
+                return cls(scaled, scale, bias)
+        return None
+
+    def weight(self) -> Tensor:
+        scaled, _ = torch.ops.quantized.linear_unpack_fp16(self._packed)
+        return scaled / self._scale
+
+    def product(self, x: Tensor) -> Tensor:
+        if x.requires_grad:  # the kernel has no derivative
+            added = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight(), added).to(x.dtype)
+        scaled = self._kernel(x.float(), self._packed)
+        return (scaled if self._back is None else scaled.mul_(self._back)).to(x.dtype)
+
+
+def _into_highest_range(weight: Tensor) -> float:
+    """The power of two that takes a weight's largest entry into float16's highest range."""
+    largest = float(weight.abs().max())
+    return 1.0 if largest == 0.0 else 2.0 ** (15 - math.frexp(largest)[1])
+
+
+class Single:
+    """float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self.bias = weight, bias
+        self._added = None if bias is None else bias.float()
+
+    def weight(self) -> Tensor:
+        return self._weight
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self._weight, self._added).to(x.dtype)
+
+
+def fastest_form(weight: Tensor, bias: Tensor | None, *, drafts: bool) -> Form:
+    """The form for this weight here; one in four bits only where it serves `drafts`."""
+    if _bf16_instructions():
+        if drafts and Matrix.can_hold(weight, bits=4):
+            return Kernel(weight, bias, bits=4)
+        if Matrix.can_hold(weight):
+            return Kernel(weight, bias)
+    if compute_dtype(weight.dtype) == weight.dtype:
+        return OneDNN(weight, bias)
+    single = weight.float()
+    if "fbgemm" in torch.backends.quantized.supported_engines:
+        half = Half.exactly(single, bias)
+        if half is not None:
+            return half
+    return Single(single, bias)
+
+
+def _bf16_instructions() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _mkl_copies_weights() -> bool:
+    """Whether float32 products are MKL's, on a CPU that it was not written for."""
+    return torch.backends.mkl.is_available() and "Intel" not in _cpu_name()
+
+
+@cache
+def _cpu_name() -> str:
+    return str(torch.cpu.get_capabilities().get("cpu_name", ""))

@@ -1,0 +1,112 @@
+"""In bf16 by kernels, speculation gives the very ids of plain decoding.
+
+A token's numbers are the same bits in a pass over one token, a chain, a tree or a batch. So ties,
+of which bf16 has many, are broken alike, and sampling draws the same; for prompts of so many tokens
+as kernels attend from at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import moaspec
+from moaspec import Target
+from moaspec.kernels import MOST_QUERIES, why_not
+from moaspec.model import MoADrafter
+from moaspec.target.forms import can_pack
+from tiny import PROMPTS, kernel_target, random_drafter
+
+pytestmark = pytest.mark.skipif(
+    why_not() is not None or not can_pack(torch.bfloat16, torch.device("cpu")),
+    reason=f"no kernels: {why_not()}",
+)
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
+ALL_PROMPTS = (*PROMPTS, *(tuple((7 * step * i + 3) % 64 for i in range(n)) for step, n in (
+    (1, 40), (3, MOST_QUERIES),
+)))  # fmt: skip
+SHAPES = (moaspec.Chain(4), moaspec.Tree(3, 3, 8))
+LENGTH = 30
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "top_p": 0.95, "seed": 5},
+    "penalised": {"repetition_penalty": 1.3},
+}
+
+
+@functools.cache
+def parts(family: str) -> tuple[Target, MoADrafter]:
+    """A fused target, and a drafter that disagrees with it."""
+    target = kernel_target(family)
+    drafter = random_drafter(target).bfloat16()
+    assert target.pack()
+    assert target.fused is not None
+    return target, drafter
+
+
+def text(family: str, prompt: Sequence[int], law: str, **options: Any) -> list[int]:
+    result = moaspec.generate(
+        parts(family)[0], prompt, max_new_tokens=LENGTH, **LAWS[law], **options
+    )
+    return list(result.token_ids)
+
+
+@functools.cache
+def plain_texts(family: str, law: str) -> list[list[int]]:
+    """Each prompt decoded plainly and by itself."""
+    return [text(family, prompt, law) for prompt in ALL_PROMPTS]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    ("shape", "num_target_layers"), [(SHAPES[0], 0), (SHAPES[1], 0), (SHAPES[1], 2)], ids=str
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_change_no_id(
+    family: str, shape: moaspec.Tree, num_target_layers: int, law: str
+) -> None:
+    options = {"drafter": parts(family)[1], "tree": shape, "num_target_layers": num_target_layers}
+    drafted = [text(family, prompt, law, **options) for prompt in ALL_PROMPTS]
+    assert drafted == plain_texts(family, law)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("shape", [None, *SHAPES], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_change_no_id(family: str, shape: moaspec.Tree | None, law: str) -> None:
+    target, drafter = parts(family)
+    drafted: dict[str, Any] = {} if shape is None else {"drafter": drafter, "tree": shape}
+    results = moaspec.generate(target, ALL_PROMPTS, max_new_tokens=LENGTH, **drafted, **LAWS[law])
+    assert [result.token_ids for result in results] == plain_texts(family, law)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_out_of_the_text_change_no_id(family: str) -> None:
+    for drafter in (moaspec.PromptLookup(), parts(family)[1]):
+        options = {"drafter": drafter, "free_branches": True}
+        drafted = [text(family, prompt, "greedy", **options) for prompt in ALL_PROMPTS]
+        assert drafted == plain_texts(family, "greedy")
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_threads_change_no_id(num_threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        options = {"drafter": parts("llama")[1], "tree": SHAPES[1]}
+        drafted = [text("llama", prompt, "greedy", **options) for prompt in ALL_PROMPTS]
+        assert drafted == plain_texts("llama", "greedy")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_texts_are_no_repetition() -> None:
+    """Which would hide a difference, as it comes back to the same."""
+    for family in FAMILIES:
+        for one in plain_texts(family, "sampled"):
+            assert len(set(one)) > 5
