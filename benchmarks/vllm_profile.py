@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,14 +30,14 @@ LONGEST_PROMPT = 320
 OVERHEAD = ("proposer: capture", "proposer: encode", "proposer: draft", "proposer: other")
 """What the proposer costs beyond its matrix products and its attention."""
 
-Parts = Counter[str]
+Parts = dict[str, float]
 
 
 @dataclass
 class Clock:
     """Seconds by part, each without the parts that are timed inside it."""
 
-    seconds: Parts = field(default_factory=Counter)
+    seconds: Parts = field(default_factory=lambda: defaultdict(float))
     _inner: list[float] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -122,7 +122,7 @@ def _steps(
             outputs = step()
         took = time.perf_counter() - started
         if reading or len(rows) == len(prompts):
-            found["prompt" if reading else "decode"].append((took, Counter(clock.seconds)))
+            found["prompt" if reading else "decode"].append((took, clock.seconds.copy()))
         return outputs
 
     with mock.patch.object(llm.llm_engine, "step", watched):
@@ -169,13 +169,19 @@ def _clocks_of_target(runner: Any, around: Callable[[Any, str, str], None]) -> N
 
 
 def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -> None:
-    from moaspec.model import encoder
     from moaspec.target.packing import PackedLinear
+    from moaspec.vllm_plugin import lean
     from moaspec.vllm_plugin.capture import KVCapture
 
+    parts = drafter._parts
+    for layer in (parts.encoder.lsa, parts.speaker.text, parts.speaker.cross):
+        for name in ("inputs", "output", "gate_up", "down"):
+            around(layer, name, "proposer: products")
+    for name in ("projection", "key_value"):
+        around(parts.encoder, name, "proposer: products")
+    around(PackedLinear, "forward", "proposer: products")  # the head
+    around(lean, "masked_attention", "proposer: attention")
     around(KVCapture, "_take", "proposer: capture")
-    around(PackedLinear, "forward", "proposer: products")
-    around(encoder, "masked_attention", "proposer: attention")
     around(drafter, "propose", "proposer: other")
     around(drafter, "settle", "proposer: other")
     around(drafter._drafting, "encode", "proposer: encode")
@@ -187,7 +193,7 @@ def _row(
 ) -> dict[str, Any]:
     """Medians over steps, in milliseconds; the overhead also as a share of the step."""
     names = sorted({name for _, parts in steps for name in parts})
-    overhead = [sum(parts[name] for name in OVERHEAD) / took for took, parts in steps]
+    overhead = [sum(parts.get(name, 0.0) for name in OVERHEAD) / took for took, parts in steps]
     row = {
         "method": method,
         "concurrency": concurrency,
@@ -195,7 +201,7 @@ def _row(
         "steps": len(steps),
         "ms": _ms(took for took, _ in steps),
         "proposer_overhead_share": round(statistics.median(overhead), 4),
-        "parts_ms": {name: _ms(parts[name] for _, parts in steps) for name in names},
+        "parts_ms": {name: _ms(parts.get(name, 0.0) for _, parts in steps) for name in names},
     }
     print(row, flush=True)
     return row

@@ -5,13 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from moaspec.errors import ServingError
 from moaspec.model.encoder import layer_features
-from moaspec.vllm_plugin.capture import HeadShare, KVCapture, Run, index_of, require_capturable
+from moaspec.vllm_plugin.capture import (
+    HeadShare,
+    KVCapture,
+    require_capturable,
+    verified_index,
+)
 
 HEADS, DIM, LAYERS, TOKENS = 4, 6, 3, 5
 
@@ -66,7 +72,7 @@ def test_ranks_join_to_what_the_encoder_reads(ranks: int) -> None:
         key_LTHD.permute(0, 2, 1, 3)[:, None], value_LTHD.permute(0, 2, 1, 3)[:, None]
     )
     for capture in captures:
-        assert torch.equal(capture.read(chosen, gather), expected[:, chosen])
+        assert torch.equal(capture.read(chosen, gather), expected[0, chosen])
 
 
 def test_layers_go_on_writing_their_own_caches() -> None:
@@ -88,7 +94,7 @@ def test_padding_beyond_the_buffer_is_left_out() -> None:
     key_LTHD, value_LTHD = states(2)
     feed(layers, key_LTHD[:1], value_LTHD[:1])
     read = capture.read(slice(0, 2), gather_of([]))
-    assert torch.equal(read[0, :, 0].unflatten(-1, (HEADS, -1))[..., :DIM], key_LTHD[0, :2])
+    assert torch.equal(read[:, 0].unflatten(-1, (HEADS, -1))[..., :DIM], key_LTHD[0, :2])
 
 
 def test_uneven_heads_are_refused() -> None:
@@ -97,8 +103,11 @@ def test_uneven_heads_are_refused() -> None:
 
 
 def test_verified_tokens_of_a_step() -> None:
-    runs = [Run(0, 4, 2), Run(4, 4, 0), Run(4, 9, 5), Run(9, 10, 1)]
-    assert index_of(runs, torch.device("cpu")).tolist() == [0, 1, 4, 5, 6, 7, 8, 9]
+    starts = np.array([0, 4, 4, 9, 10], dtype=np.int32)
+    some = verified_index(starts, np.array([2, 0, 5, 99]))
+    assert some is not None
+    assert some.tolist() == [0, 1, 4, 5, 6, 7, 8, 9]
+    assert verified_index(starts, np.array([4, 0, 5, 1])) is None
 
 
 def test_layers_that_cannot_be_read_are_refused() -> None:

@@ -3,7 +3,8 @@
 They live in the same blocks as the target's, at the same slots, so that prefix caching, preemption
 and reordering carry them along without a line of code here.
 
-Legend: R requests, T tokens, H heads, C KV heads, D head dim, M blocks of a request.
+Legend: R requests, N tokens, H heads, C KV heads, D head dim, M blocks of a request, S drafted
+tokens of each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from moaspec.model.config import LayerConfig
+
+DENSE = torch.contiguous_format
 
 
 class PagedLayer:
@@ -43,28 +46,20 @@ class PagedLayer:
             prefix=prefix,
         )
 
-    def write(self, key_1CTD: Tensor, value_1CTD: Tensor, slots_T: Tensor) -> None:
+    def write(self, key_NCD: Tensor, value_NCD: Tensor, slots_N: Tensor) -> None:
         """Store keys and values at their slots."""
         layer = self.attention
-        layer.impl.do_kv_cache_update(
-            layer, _flat(key_1CTD), _flat(value_1CTD), layer.kv_cache, slots_T
-        )
+        layer.impl.do_kv_cache_update(layer, key_NCD, value_NCD, layer.kv_cache, slots_N)
 
-    def attend(
-        self, query_1HTD: Tensor, key_1CTD: Tensor | None = None, value_1CTD: Tensor | None = None
-    ) -> Tensor:
-        """What queries read; keys and values of their own, if given, are stored first."""
-        read_TE = self.attention(
-            _flat(query_1HTD),
-            None if key_1CTD is None else _flat(key_1CTD),
-            None if value_1CTD is None else _flat(value_1CTD),
-        )
-        return read_TE.unflatten(-1, (-1, query_1HTD.shape[-1])).transpose(0, 1)[None]
+    def read(self, query_NHD: Tensor, metadata: Any) -> Tensor:
+        """What each query reads of its row, (N, H * D).
 
-
-def _flat(x_1HTD: Tensor) -> Tensor:
-    """(1, H, T, D) -> (T, H, D), as vLLM lays tokens out."""
-    return x_1HTD[0].transpose(0, 1).contiguous()
+        Straight from vLLM's implementation: its layer would look for the metadata in a context
+        of the whole model, at more cost than the attention of a draft step.
+        """
+        layer, out_NHD = self.attention, torch.empty_like(query_NHD, memory_format=DENSE)
+        layer.impl.forward(layer, query_NHD, None, None, layer.kv_cache, metadata, output=out_NHD)
+        return out_NHD.flatten(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +74,10 @@ class Blocks:
     table_RM: Tensor
     size: int
 
-    def slots(self, position_R: Tensor) -> Tensor:
-        """The slot of one position per row, int64."""
-        block_R1 = self.table_RM.gather(1, (position_R // self.size)[:, None])
-        return block_R1[:, 0].long() * self.size + position_R % self.size
+    def slots(self, position_SR: Tensor) -> Tensor:
+        """The slots of some positions of each row, int64."""
+        block_RS = self.table_RM.gather(1, (position_SR // self.size).t())
+        return torch.add(position_SR % self.size, block_RS.t(), alpha=self.size)
 
 
 class CacheGroup:
@@ -101,6 +96,7 @@ class CacheGroup:
             if layer.name in group.layer_names
         )
         self._runner = runner
+        self._starts = torch.arange(runner.max_num_reqs + 1, dtype=torch.int32)
 
     @property
     def table(self) -> Any:
@@ -111,29 +107,35 @@ class CacheGroup:
         """Tokens that a request's blocks have slots for."""
         return int(self.table.num_blocks_per_row[row]) * int(self.table.block_size)
 
-    def slots(self, count: int) -> Tensor:
-        """Slots of the step's first tokens, int64."""
-        return self.table.slot_mapping.gpu[:count]
+    def slots(self, tokens_N: Tensor | slice) -> Tensor:
+        """Slots of some of the step's tokens, int64."""
+        return self.table.slot_mapping.gpu[tokens_N]
 
     def blocks(self, rows_R: Tensor, num_reqs: int) -> Blocks:
         """Blocks of the given rows."""
         table_RM = self.table.get_device_tensor(num_reqs)[rows_R]
         return Blocks(table_RM=table_RM, size=int(self.table.block_size))
 
-    def metadata(self, blocks: Blocks, seq_lens: list[int], slots_R: Tensor) -> Any:
-        """VLLM's metadata of one query per row that reads the row's first `seq_lens` tokens."""
-        num_rows, device = len(seq_lens), slots_R.device
-        starts = torch.arange(num_rows + 1, dtype=torch.int32)
-        lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    def metadata(self, blocks: Blocks, lengths_R: Tensor, longest: int, slots_R: Tensor) -> Any:
+        """VLLM's metadata of one query per row.
+
+        Args:
+            blocks: of the rows.
+            lengths_R: how many of a row's first tokens its query reads, int32, on the host.
+            longest: the largest of them.
+            slots_R: where each query's own key would go.
+        """
+        num_rows, device = len(lengths_R), slots_R.device
+        starts = self._starts[: num_rows + 1]
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
-            seq_lens=lengths.to(device),
-            seq_lens_cpu_upper_bound=lengths,
+            seq_lens=lengths_R.to(device),
+            seq_lens_cpu_upper_bound=lengths_R,
             num_reqs=num_rows,
             num_actual_tokens=num_rows,
             max_query_len=1,
-            max_seq_len=max(seq_lens),
+            max_seq_len=longest,
             block_table_tensor=blocks.table_RM,
             slot_mapping=slots_R,
             causal=True,

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from moaspec.errors import ServingError
 from moaspec.vllm_plugin.hooks import require
+
+Integers = npt.NDArray[np.integer[Any]]
 
 AllGather = Callable[[Tensor, int], Tensor]
 """(this rank's part, axis) -> the parts of all ranks, joined in order of rank."""
@@ -73,9 +77,15 @@ class KVCapture:
         head_dim = layers[0].head_size
         self.share = share
         self.staged_NLGK = like.new_empty(max_tokens, len(layers), share.own, 2 * head_dim)
+        self._places = [part.chunk(2, dim=-1) for part in self.staged_NLGK.unbind(1)]
         self.pending = False
         for index, layer in enumerate(layers):
             self._attach(index, layer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffer is."""
+        return self.staged_NLGK.device
 
     def __len__(self) -> int:
         """L."""
@@ -91,21 +101,22 @@ class KVCapture:
         layer.impl.do_kv_cache_update = update
 
     def _take(self, index: int, key_NGD: Tensor, value_NGD: Tensor) -> None:
+        keys_NGD, values_NGD = self._places[index]
         # A pass may be padded beyond the step's tokens, never below.
-        count, head_dim = min(len(key_NGD), len(self.staged_NLGK)), key_NGD.shape[-1]
-        staged_NGK = self.staged_NLGK[:count, index]
-        staged_NGK[..., :head_dim] = key_NGD[:count]
-        staged_NGK[..., head_dim:] = value_NGD[:count]
+        if len(key_NGD) > len(keys_NGD):
+            key_NGD, value_NGD = key_NGD[: len(keys_NGD)], value_NGD[: len(keys_NGD)]
+        keys_NGD[: len(key_NGD)].copy_(key_NGD)
+        values_NGD[: len(key_NGD)].copy_(value_NGD)
         self.pending = True
 
     def read(self, tokens_N: Tensor | slice, all_gather: AllGather) -> Tensor:
         """Keys and values of some of the step's tokens as a drafter's encoder reads them.
 
         Returns:
-            (1, N, L, K).
+            (N, L, K); with a slice, and one rank, it is a view of the buffer.
         """
         own_NLGK = self.staged_NLGK[tokens_N]
-        return self.share.join(own_NLGK, all_gather).flatten(2)[None]
+        return self.share.join(own_NLGK, all_gather).flatten(2)
 
 
 def require_capturable(layers: Sequence[Any], num_layers: int) -> None:
@@ -132,21 +143,18 @@ def require_capturable(layers: Sequence[Any], num_layers: int) -> None:
             )
 
 
-class Run(NamedTuple):
-    """One request's tokens in a step.
+def verified_index(starts: Integers, verified_R: Integers) -> Integers | None:
+    """Which of a step's tokens are verified.
 
-    Attributes:
-        start: index of its first token among the step's.
-        stop: index after its last.
-        verified: how many of them, from the first on, are verified.
+    Args:
+        starts: index of each request's first token among the step's, and after the last one's last.
+        verified_R: how many of each request's, from the first on, are verified; or more.
+
+    Returns:
+        Their indices in order, int64; None where all are.
     """
-
-    start: int
-    stop: int
-    verified: int
-
-
-def index_of(runs: Sequence[Run], device: torch.device) -> Tensor:
-    """Indices of all verified tokens of a step, in order, int64."""
-    kept = [torch.arange(run.start, run.start + run.verified) for run in runs]
-    return torch.cat(kept).to(device)
+    counts_R = np.diff(starts)
+    if (verified_R >= counts_R).all():
+        return None
+    places = np.arange(starts[-1]) - np.repeat(starts[:-1], counts_R)
+    return np.flatnonzero(places < np.repeat(verified_R, counts_R))

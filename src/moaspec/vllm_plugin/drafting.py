@@ -1,26 +1,23 @@
 """The drafter's two halves on vLLM's batch: encode what is verified, draft a chain per request.
 
-The layers are those of `moaspec.model`; only where keys and values live is vLLM's.
-
-Legend: R requests, T tokens, E hidden size.
+Legend: R requests, N tokens, S drafted tokens of each request, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
-from vllm.forward_context import set_forward_context
 
-from moaspec.model import MoADrafter
-from moaspec.vllm_plugin.caches import Blocks, CacheGroup, PagedLayer
-from moaspec.vllm_plugin.capture import KVCapture, Run, index_of
+from moaspec.vllm_plugin.caches import CacheGroup, PagedLayer
+from moaspec.vllm_plugin.capture import Integers, KVCapture, verified_index
 from moaspec.vllm_plugin.head import DraftHead
+from moaspec.vllm_plugin.lean import LeanEncoder, LeanSpeaker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +37,20 @@ class Root:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What drafting is made of, all of it on this rank."""
+    """What drafting is made of, all of it on this rank.
 
-    drafter: MoADrafter
-    target: Any
+    Attributes:
+        exit: CA's output as input of the head.
+    """
+
+    encoder: LeanEncoder
+    speaker: LeanSpeaker
+    exit: Callable[[Tensor], Tensor]
+    embed: Callable[[Tensor], Tensor]
     head: DraftHead
     text: PagedLayer
     memory: PagedLayer
     capture: KVCapture
-    vllm_config: Any
 
 
 class Drafting:
@@ -69,78 +71,62 @@ class Drafting:
         slots = min(self._text.room(root.row), self._memory.room(root.row))
         return slots - root.position
 
-    def encode(self, verified: Sequence[int | None]) -> None:
+    def encode(self, lengths_R: Integers | None = None) -> None:
         """Write what later drafts read of the step's tokens.
 
         Args:
-            verified: per request, how many of its tokens are verified and have activations; None
-                where all that the step computed are.
+            lengths_R: how many of each request's tokens are verified and have activations; as many
+                as it has, or more, where all that the step computed are. None: all are of all.
         """
         parts, runner = self._parts, self._runner
-        runs = self._runs(verified)
-        total, count = runs[-1].stop, sum(run.verified for run in runs)
-        device = runner.positions.device
-        chosen = slice(0, total) if count == total else index_of(runs, device)
-        positions_1T = runner.positions[:total][chosen][None]
-        states_1TE = parts.drafter.aggregate(
-            parts.capture.read(chosen, tensor_model_parallel_all_gather)
-        )
-        memory = parts.drafter.project_kv(states_1TE, positions_1T)
-        parts.memory.write(*memory, self._memory.slots(total)[chosen])
-        embeddings_1TE = parts.target.embed_input_ids(runner.input_ids.gpu[:total][chosen])[None]
-        text = parts.drafter.speaker.remember_text(embeddings_1TE, positions_1T)
-        parts.text.write(*text, self._text.slots(total)[chosen])
-
-    def _runs(self, verified: Sequence[int | None]) -> list[Run]:
-        batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
-        runs = []
-        for row, length in enumerate(verified):
-            start, stop = int(starts[row]), int(starts[row + 1])
-            known = int(batch.num_computed_tokens_cpu[row])
-            runs.append(Run(start, stop, stop - start if length is None else length - known))
-        return runs
+        num_reqs = runner.input_batch.num_reqs
+        starts = runner.query_start_loc.np[: num_reqs + 1]
+        total, chosen = int(starts[-1]), None
+        if lengths_R is not None:
+            known_R = runner.input_batch.num_computed_tokens_cpu[:num_reqs]
+            chosen = verified_index(starts, lengths_R - known_R)
+        kept: slice | Tensor = slice(0, total)
+        if chosen is not None:
+            kept = torch.from_numpy(chosen).to(runner.positions.device)
+        position_N, ids_N = runner.positions[kept], runner.input_ids.gpu[kept]
+        read_NLK = parts.capture.read(kept, tensor_model_parallel_all_gather)
+        key_NCD, value_NCD = parts.encoder.memory(read_NLK, position_N)
+        parts.memory.write(key_NCD, value_NCD, self._memory.slots(kept))
+        key_NCD, value_NCD = parts.speaker.remember(parts.embed(ids_N), position_N)
+        parts.text.write(key_NCD, value_NCD, self._text.slots(kept))
 
     def draft(self, roots: Sequence[Root], depth: int) -> list[list[int]]:
         """A chain of `depth` tokens below each root."""
         parts, num_reqs = self._parts, self._runner.input_batch.num_reqs
-        device = parts.capture.staged_NLGK.device
-        rows_R = torch.tensor([root.row for root in roots], device=device)
-        token_R = torch.tensor([root.token_id for root in roots], device=device)
-        verified = [root.position for root in roots]
-        position_R = torch.tensor(verified, device=device)
+        facts = [(root.row, root.token_id, root.position) for root in roots]
+        host_3R = torch.tensor(facts).t().contiguous()
+        rows_R, token_R, position_R = host_3R.to(parts.capture.device)
+        position_SR = position_R + torch.arange(depth, device=position_R.device)[:, None]
+        longest, verified_R = max(root.position for root in roots), host_3R[2].int()
         text = self._text.blocks(rows_R, num_reqs)
         memory = self._memory.blocks(rows_R, num_reqs)
-        reading = self._memory.metadata(memory, verified, memory.slots(position_R))
+        slots_SR = text.slots(position_SR)
+        # What may be read of the memory stays the same, and no key goes there.
+        reading = self._memory.metadata(memory, verified_R, longest, slots_SR[0])
+        ask = partial(parts.memory.read, metadata=reading)
         drafted = []
-        for step in range(depth):
-            lengths = [position + step + 1 for position in verified]
-            with self._context(text, lengths, position_R + step, reading):
-                token_R = self._next(token_R, (position_R + step)[None])
+        for step, (position_R, slots_R) in enumerate(zip(position_SR, slots_SR, strict=True), 1):
+            own = self._text.metadata(text, verified_R + step, longest + step, slots_R)
+            attend = partial(self._attend, slots_R=slots_R, metadata=own)
+            states_RE = parts.speaker.read(parts.embed(token_R), position_R, attend, ask)
+            token_R = parts.head.best(parts.exit(states_RE))
             drafted.append(token_R)
         return torch.stack(drafted, dim=1).tolist()
 
-    def _next(self, token_R: Tensor, position_1R: Tensor) -> Tensor:
-        """One step of every chain: (R,) -> (R,)."""
-        parts = self._parts
-        embeddings_1RE = parts.target.embed_input_ids(token_R)[None]
-        speaker = parts.drafter.speaker
-        states = speaker.read_text(embeddings_1RE, position_1R, parts.text.attend)
-        states = speaker.read_memory(states, position_1R, parts.memory.attend)
-        return parts.head.best(parts.drafter.exit(states, 0)[0])
-
-    @contextmanager
-    def _context(
-        self, text: Blocks, lengths: list[int], position_R: Tensor, reading: Any
-    ) -> Iterator[None]:
-        parts, slots_R = self._parts, text.slots(position_R)
-        metadata = {
-            parts.text.name: self._text.metadata(text, lengths, slots_R),
-            parts.memory.name: reading,
-        }
-        with set_forward_context(
-            metadata,
-            parts.vllm_config,
-            num_tokens=len(lengths),
-            slot_mapping={parts.text.name: slots_R},
-        ):
-            yield
+    def _attend(
+        self,
+        query_RHD: Tensor,
+        key_RCD: Tensor,
+        value_RCD: Tensor,
+        *,
+        slots_R: Tensor,
+        metadata: Any,
+    ) -> Tensor:
+        """SA: each token's own key and value are stored, then all of its text's are read."""
+        self._parts.text.write(key_RCD, value_RCD, slots_R)
+        return self._parts.text.read(query_RHD, metadata)

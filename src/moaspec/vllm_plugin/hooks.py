@@ -13,9 +13,11 @@ from moaspec.errors import ServingError
 from moaspec.vllm_plugin.settings import SUPPORTED_VERSIONS
 
 MODULE_HOOKS = (
+    ("vllm._custom_ops", "fused_add_rms_norm"),
+    ("vllm._custom_ops", "rms_norm"),
+    ("vllm._custom_ops", "rotary_embedding"),
     ("vllm.config", "get_layers_from_vllm_config"),
     ("vllm.distributed", "tensor_model_parallel_all_gather"),
-    ("vllm.forward_context", "set_forward_context"),
     ("vllm.model_executor.layers.attention", "Attention"),
     ("vllm.model_executor.models.utils", "extract_layer_index"),
     ("vllm.v1.attention.backend", "CommonAttentionMetadata"),
@@ -32,6 +34,7 @@ RUNNER_HOOKS = (
     "input_batch.random_reqs",
     "input_batch.req_ids",
     "input_ids.gpu",
+    "max_num_reqs",
     "positions",
     "query_start_loc.np",
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
@@ -14,20 +16,22 @@ from vllm.logger import init_logger
 from moaspec.decode.api import find_drafter
 from moaspec.model import LayerConfig, MoADrafter, load_checkpoint
 from moaspec.target.facts import identity_of
-from moaspec.target.forms import can_pack
-from moaspec.target.packing import pack_linears
 from moaspec.target.registry import load_tokenizer
 from moaspec.vllm_plugin import hooks, metrics
 from moaspec.vllm_plugin.caches import PagedLayer
+from moaspec.vllm_plugin.capture import Integers
 from moaspec.vllm_plugin.drafting import Drafting, Parts, Root
 from moaspec.vllm_plugin.head import DraftHead
 from moaspec.vllm_plugin.joined import Joined
+from moaspec.vllm_plugin.lean import LeanEncoder, LeanSpeaker
 from moaspec.vllm_plugin.refusals import check_drafter
 from moaspec.vllm_plugin.settings import drafter_name
 
 logger = init_logger(__name__)
 
 NO_DRAFT: list[int] = []
+EVERYTHING = np.iinfo(np.int32).max
+"""More tokens than any request has."""
 
 
 class MoAProposer(Joined):
@@ -64,20 +68,17 @@ class MoAProposer(Joined):
         for name in hooks.TARGET_HOOKS:
             hooks.require(target, name, owner_name=type(target).__name__)
         capture, like = self.capture(target), self.like(target)
-        drafter = self._load_drafter().to(like)
-        if can_pack(like.dtype, like.device):
-            pack_linears(drafter.speaker, drafts=True)
-            pack_linears(drafter)
-        index = len(capture)
-        ids = drafter.draft_token_ids
+        drafter = self._load_drafter().to(like).requires_grad_(False)
+        index, positions = len(capture), self.vllm_config.model_config.max_model_len
         self._parts = Parts(
-            drafter=drafter,
-            target=target,
-            head=DraftHead(target, ids, tensor_model_parallel_all_reduce),
+            encoder=LeanEncoder(drafter, num_layers=index, positions=positions),
+            speaker=LeanSpeaker(drafter, positions=positions),
+            exit=partial(drafter.exit, num_target_layers=0),
+            embed=target.embed_input_ids,
+            head=DraftHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
             text=self._paged(index, drafter.config.self_attention, "self_attn"),
             memory=self._paged(index + 1, drafter.config.cross_attention, "cross_attn"),
             capture=capture,
-            vllm_config=self.vllm_config,
         )
 
     def start(self, runner: Any) -> None:
@@ -114,20 +115,16 @@ class MoAProposer(Joined):
         drafts: list[list[int]] = [NO_DRAFT for _ in sampled_token_ids]
         if self._drafting is None:
             return drafts
-        lengths = num_tokens_no_spec[: len(sampled_token_ids)].tolist()
+        lengths_R = num_tokens_no_spec[: len(drafts)]
         with self._never_failing():
-            sampled = [bool(tokens) for tokens in sampled_token_ids]
-            self._encode(
-                [
-                    length - 1 if any_ else None
-                    for length, any_ in zip(lengths, sampled, strict=True)
-                ]
-            )
+            brought = np.array([bool(tokens) for tokens in sampled_token_ids])
+            # Of a request that is still in its prompt, all that was computed is verified.
+            self._encode(np.where(brought, lengths_R - 1, EVERYTHING))
             for root, chain in self._chains(
                 [
                     Root(row=row, token_id=int(token_ids_cpu[row, length - 1]), position=length - 1)
-                    for row, length in enumerate(lengths)
-                    if sampled[row] and self._may_draft(row)
+                    for row, length in enumerate(lengths_R.tolist())
+                    if brought[row] and self._may_draft(row)
                 ]
             ):
                 drafts[root.row] = chain
@@ -140,19 +137,19 @@ class MoAProposer(Joined):
         """
         if self._parts is not None and self._parts.capture.pending:
             with self._never_failing():
-                self._encode([None] * self.runner.input_batch.num_reqs)
+                self._encode(None)
 
     def _may_draft(self, row: int) -> bool:
         batch = self.runner.input_batch
         return not (self._only_greedy and batch.req_ids[row] in batch.random_reqs)
 
-    def _encode(self, verified: Sequence[int | None]) -> None:
+    def _encode(self, lengths_R: Integers | None) -> None:
         assert self._parts is not None
         assert self._drafting is not None
         # Whatever comes of it: a step is encoded once, or not at all.
         self._parts.capture.pending = False
         with _timed("encode"):
-            self._drafting.encode(verified)
+            self._drafting.encode(lengths_R)
 
     def _chains(self, roots: Sequence[Root]) -> Iterator[tuple[Root, list[int]]]:
         assert self._drafting is not None
