@@ -40,25 +40,20 @@ class Clock:
     seconds: Parts = field(default_factory=lambda: defaultdict(float))
     _inner: list[float] = field(default_factory=list)
 
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time what happens inside."""
-        self._inner.append(0.0)
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            took = time.perf_counter() - started
-            self.seconds[name] += took - self._inner.pop()
-            if self._inner:
-                self._inner[-1] += took
-
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """The call, timed."""
+        inner, seconds, now = self._inner, self.seconds, time.perf_counter
 
         def measured(*args: Any, **kwargs: Any) -> Any:
-            with self.part(name):
+            inner.append(0.0)
+            started = now()
+            try:
                 return call(*args, **kwargs)
+            finally:
+                took = now() - started
+                seconds[name] += took - inner.pop()
+                if inner:
+                    inner[-1] += took
 
         return measured
 
@@ -111,15 +106,14 @@ def _steps(
     """Seconds and parts of each step, by its kind."""
     found: dict[str, list[tuple[float, Parts]]] = defaultdict(list)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    step = llm.llm_engine.step
+    step = clock.timed("engine", llm.llm_engine.step)
 
     def watched() -> Any:
         rows = list(scheduler.requests.values())
         reading = any(row.num_computed_tokens < row.num_prompt_tokens for row in rows)
         clock.seconds.clear()
         started = time.perf_counter()
-        with clock.part("engine"):
-            outputs = step()
+        outputs = step()
         took = time.perf_counter() - started
         if reading or len(rows) == len(prompts):
             found["prompt" if reading else "decode"].append((took, clock.seconds.copy()))

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from moaspec.model.config import LayerConfig
+from moaspec.vllm_plugin.capture import Integers
 
 DENSE = torch.contiguous_format
 
@@ -103,9 +104,10 @@ class CacheGroup:
         """VLLM's block table; it may replace its batch, so none is kept."""
         return self._runner.input_batch.block_table[self.group.kv_cache_group_id]
 
-    def room(self, row: int) -> int:
-        """Tokens that a request's blocks have slots for."""
-        return int(self.table.num_blocks_per_row[row]) * int(self.table.block_size)
+    def room(self, count: int) -> Integers:
+        """Tokens that the blocks of each of the first requests have slots for."""
+        table = self.table
+        return table.num_blocks_per_row[:count] * int(table.block_size)
 
     def slots(self, tokens_N: Tensor | slice) -> Tensor:
         """Slots of some of the step's tokens, int64."""

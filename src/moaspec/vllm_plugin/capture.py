@@ -21,6 +21,7 @@ from torch import Tensor
 from moaspec.errors import ServingError
 from moaspec.vllm_plugin.hooks import require
 
+Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.integer[Any]]
 
 AllGather = Callable[[Tensor, int], Tensor]
@@ -77,7 +78,7 @@ class KVCapture:
         head_dim = layers[0].head_size
         self.share = share
         self.staged_NLGK = like.new_empty(max_tokens, len(layers), share.own, 2 * head_dim)
-        self._places = [part.chunk(2, dim=-1) for part in self.staged_NLGK.unbind(1)]
+        self._layers = self.staged_NLGK.unbind(1)
         self.pending = False
         for index, layer in enumerate(layers):
             self._attach(index, layer)
@@ -101,12 +102,10 @@ class KVCapture:
         layer.impl.do_kv_cache_update = update
 
     def _take(self, index: int, key_NGD: Tensor, value_NGD: Tensor) -> None:
-        keys_NGD, values_NGD = self._places[index]
         # A pass may be padded beyond the step's tokens, never below.
-        if len(key_NGD) > len(keys_NGD):
-            key_NGD, value_NGD = key_NGD[: len(keys_NGD)], value_NGD[: len(keys_NGD)]
-        keys_NGD[: len(key_NGD)].copy_(key_NGD)
-        values_NGD[: len(key_NGD)].copy_(value_NGD)
+        staged_NGK = self._layers[index][: key_NGD.shape[0]]
+        count = staged_NGK.shape[0]
+        torch.cat((key_NGD[:count], value_NGD[:count]), dim=-1, out=staged_NGK)
         self.pending = True
 
     def read(self, tokens_N: Tensor | slice, all_gather: AllGather) -> Tensor:

@@ -5,11 +5,12 @@ Legend: R requests, N tokens, S drafted tokens of each request, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
@@ -21,18 +22,18 @@ from moaspec.vllm_plugin.lean import LeanEncoder, LeanSpeaker
 
 
 @dataclass(frozen=True, kw_only=True)
-class Root:
-    """The newest token of a request: verified itself, its activations not yet there.
+class Roots:
+    """The newest tokens of some requests: verified themselves, their activations not yet there.
 
     Attributes:
-        row: the request's place in the batch.
-        token_id: the token.
-        position: its position, and so how many tokens before it have activations.
+        rows: the requests' places in the batch.
+        tokens: ids.
+        positions: theirs, and so how many tokens before each have activations.
     """
 
-    row: int
-    token_id: int
-    position: int
+    rows: Integers
+    tokens: Integers
+    positions: Integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +67,10 @@ class Drafting:
         self._text = CacheGroup(runner, parts.text)
         self._memory = CacheGroup(runner, parts.memory)
 
-    def room(self, root: Root) -> int:
-        """Tokens that may be drafted below this root before its request's slots end."""
-        slots = min(self._text.room(root.row), self._memory.room(root.row))
-        return slots - root.position
+    def room(self, positions_R: Integers) -> Integers:
+        """Tokens that may be drafted below each request's position before its slots end."""
+        count = len(positions_R)
+        return np.minimum(self._text.room(count), self._memory.room(count)) - positions_R
 
     def encode(self, lengths_R: Integers | None = None) -> None:
         """Write what later drafts read of the step's tokens.
@@ -86,7 +87,9 @@ class Drafting:
             known_R = runner.input_batch.num_computed_tokens_cpu[:num_reqs]
             chosen = verified_index(starts, lengths_R - known_R)
         kept: slice | Tensor = slice(0, total)
-        if chosen is not None:
+        if chosen is not None and num_reqs == 1:
+            kept = slice(0, len(chosen))
+        elif chosen is not None:
             kept = torch.from_numpy(chosen).to(runner.positions.device)
         position_N, ids_N = runner.positions[kept], runner.input_ids.gpu[kept]
         read_NLK = parts.capture.read(kept, tensor_model_parallel_all_gather)
@@ -95,23 +98,24 @@ class Drafting:
         key_NCD, value_NCD = parts.speaker.remember(parts.embed(ids_N), position_N)
         parts.text.write(key_NCD, value_NCD, self._text.slots(kept))
 
-    def draft(self, roots: Sequence[Root], depth: int) -> list[list[int]]:
+    def draft(self, roots: Roots, depth: int) -> list[list[int]]:
         """A chain of `depth` tokens below each root."""
         parts, num_reqs = self._parts, self._runner.input_batch.num_reqs
-        facts = [(root.row, root.token_id, root.position) for root in roots]
-        host_3R = torch.tensor(facts).t().contiguous()
+        facts = np.stack((roots.rows, roots.tokens, roots.positions)).astype(np.int64)
+        host_3R, longest = torch.from_numpy(facts), int(roots.positions.max())
         rows_R, token_R, position_R = host_3R.to(parts.capture.device)
         position_SR = position_R + torch.arange(depth, device=position_R.device)[:, None]
-        longest, verified_R = max(root.position for root in roots), host_3R[2].int()
+        lengths_SR = host_3R[2].int() + torch.arange(1, depth + 1, dtype=torch.int32)[:, None]
         text = self._text.blocks(rows_R, num_reqs)
         memory = self._memory.blocks(rows_R, num_reqs)
         slots_SR = text.slots(position_SR)
         # What may be read of the memory stays the same, and no key goes there.
-        reading = self._memory.metadata(memory, verified_R, longest, slots_SR[0])
+        reading = self._memory.metadata(memory, lengths_SR[0] - 1, longest, slots_SR[0])
         ask = partial(parts.memory.read, metadata=reading)
         drafted = []
-        for step, (position_R, slots_R) in enumerate(zip(position_SR, slots_SR, strict=True), 1):
-            own = self._text.metadata(text, verified_R + step, longest + step, slots_R)
+        for step in range(depth):
+            position_R, slots_R = position_SR[step], slots_SR[step]
+            own = self._text.metadata(text, lengths_SR[step], longest + step + 1, slots_R)
             attend = partial(self._attend, slots_R=slots_R, metadata=own)
             states_RE = parts.speaker.read(parts.embed(token_R), position_R, attend, ask)
             token_R = parts.head.best(parts.exit(states_RE))

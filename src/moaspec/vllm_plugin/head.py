@@ -40,11 +40,16 @@ class DraftHead:
     def best(self, states_TE: Tensor) -> Tensor:
         """(T,) int64."""
         if self._rows is not None and self._ids is not None:
-            return self._ids[self._rows(states_TE).argmax(-1)]
+            return self._ids[_best(self._rows(states_TE))]
         logits_TV = self._target.compute_logits(states_TE)
         if self._ids is None:
-            return logits_TV.argmax(-1)
-        return self._ids[logits_TV[:, self._ids].argmax(-1)]
+            return _best(logits_TV)
+        return self._ids[_best(logits_TV[:, self._ids])]
+
+
+def _best(logits_TV: Tensor) -> Tensor:
+    # On a CPU, four times as fast as in 16 bits.
+    return logits_TV.float().argmax(-1)
 
 
 def _is_plain(head: Any) -> bool:

@@ -94,7 +94,7 @@ class Layer:
 
     def projected(self, normed_NE: Tensor, position_N: Tensor) -> list[Tensor]:
         """Rotated queries, and rotated keys and values where the layer has them, by head."""
-        parts = self.inputs(normed_NE).split(self._widths, dim=-1)
+        parts = self.inputs(normed_NE).split_with_sizes(self._widths, dim=-1)
         self._rotary(position_N, *parts[:2])
         return [_by_head(part, self._head_dim) for part in parts]
 
@@ -143,11 +143,12 @@ class LeanEncoder:
 
     def _mean(self, sum_NLK: Tensor) -> Tensor:
         """LSA and the mean over layers: (N, L, K) -> (N, K)."""
-        layers, rows_RK = sum_NLK.shape[:2], sum_NLK.flatten(0, 1)
+        (tokens, layers, _), rows_RK = sum_NLK.shape, sum_NLK.flatten(0, 1)
         heads = self.lsa.projected(self.lsa.before(rows_RK), self._layer_ids[: len(rows_RK)])
-        read_NHLD = masked_attention(*(x.unflatten(0, layers).transpose(1, 2) for x in heads))
+        shape = (tokens, layers, -1, heads[0].shape[-1])
+        read_NHLD = masked_attention(*(x_RHD.view(shape).transpose(1, 2) for x_RHD in heads))
         inner_RI = self.lsa.inner(read_NHLD.transpose(1, 2).reshape(len(rows_RK), -1), rows_RK)
-        mean_NI = _mean(inner_RI.unflatten(0, layers))
+        mean_NI = _mean(inner_RI.view(tokens, layers, -1))
         return _mean(sum_NLK).add_(self.lsa.down(mean_NI))
 
 
@@ -204,7 +205,7 @@ def joined(linears: Sequence[nn.Linear], *, drafts: bool) -> Callable[[Tensor], 
 
 def _by_head(x_NX: Tensor, head_dim: int) -> Tensor:
     """(N, X) -> (N, heads, D)."""
-    return x_NX.unflatten(-1, (-1, head_dim))
+    return x_NX.view(x_NX.shape[0], -1, head_dim)
 
 
 def _mean(x_NLX: Tensor) -> Tensor:

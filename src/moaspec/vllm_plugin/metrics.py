@@ -17,3 +17,4 @@ SECONDS = Counter(
     "Host seconds that the drafter took, by part: encode (once per verified token) and draft.",
     ["part"],
 )
+SECONDS_OF = {part: SECONDS.labels(part) for part in ("encode", "draft")}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
 
@@ -19,8 +18,8 @@ from moaspec.target.facts import identity_of
 from moaspec.target.registry import load_tokenizer
 from moaspec.vllm_plugin import hooks, metrics
 from moaspec.vllm_plugin.caches import PagedLayer
-from moaspec.vllm_plugin.capture import Integers
-from moaspec.vllm_plugin.drafting import Drafting, Parts, Root
+from moaspec.vllm_plugin.capture import Flags, Integers
+from moaspec.vllm_plugin.drafting import Drafting, Parts, Roots
 from moaspec.vllm_plugin.head import DraftHead
 from moaspec.vllm_plugin.joined import Joined
 from moaspec.vllm_plugin.lean import LeanEncoder, LeanSpeaker
@@ -117,17 +116,14 @@ class MoAProposer(Joined):
             return drafts
         lengths_R = num_tokens_no_spec[: len(drafts)]
         with self._never_failing():
-            brought = np.array([bool(tokens) for tokens in sampled_token_ids])
+            brought_R = np.array([bool(tokens) for tokens in sampled_token_ids])
             # Of a request that is still in its prompt, all that was computed is verified.
-            self._encode(np.where(brought, lengths_R - 1, EVERYTHING))
-            for root, chain in self._chains(
-                [
-                    Root(row=row, token_id=int(token_ids_cpu[row, length - 1]), position=length - 1)
-                    for row, length in enumerate(lengths_R.tolist())
-                    if brought[row] and self._may_draft(row)
-                ]
-            ):
-                drafts[root.row] = chain
+            self._encode(np.where(brought_R, lengths_R - 1, EVERYTHING))
+            rows = self._to_draft(brought_R, lengths_R - 1)
+            last = lengths_R[rows] - 1
+            roots = Roots(rows=rows, tokens=token_ids_cpu[rows, last], positions=last)
+            for row, chain in zip(rows.tolist(), self._chains(roots), strict=True):
+                drafts[row] = chain
         return drafts
 
     def settle(self) -> None:
@@ -139,9 +135,15 @@ class MoAProposer(Joined):
             with self._never_failing():
                 self._encode(None)
 
-    def _may_draft(self, row: int) -> bool:
+    def _to_draft(self, brought_R: Flags, positions_R: Integers) -> Integers:
+        """Rows with a newest token, room for drafts below it, and drafts that can be verified."""
+        assert self._drafting is not None
+        chosen_R = brought_R & (self._drafting.room(positions_R) >= self._depth)
         batch = self.runner.input_batch
-        return not (self._only_greedy and batch.req_ids[row] in batch.random_reqs)
+        if self._only_greedy and batch.random_reqs:
+            names = batch.req_ids[: len(chosen_R)]
+            chosen_R &= np.array([name not in batch.random_reqs for name in names])
+        return np.flatnonzero(chosen_R)
 
     def _encode(self, lengths_R: Integers | None) -> None:
         assert self._parts is not None
@@ -151,13 +153,12 @@ class MoAProposer(Joined):
         with _timed("encode"):
             self._drafting.encode(lengths_R)
 
-    def _chains(self, roots: Sequence[Root]) -> Iterator[tuple[Root, list[int]]]:
+    def _chains(self, roots: Roots) -> list[list[int]]:
         assert self._drafting is not None
-        roomy = [root for root in roots if self._drafting.room(root) >= self._depth]
-        if not roomy:
-            return iter(())
+        if not len(roots.rows):
+            return []
         with _timed("draft"):
-            return zip(roomy, self._drafting.draft(roomy, self._depth), strict=True)
+            return self._drafting.draft(roots, self._depth)
 
     @contextmanager
     def _never_failing(self) -> Iterator[None]:
@@ -189,6 +190,5 @@ class MoAProposer(Joined):
 @contextmanager
 def _timed(part: str) -> Iterator[None]:
     started = time.perf_counter()
-    with torch.profiler.record_function(f"moaspec: {part}"):
-        yield
-    metrics.SECONDS.labels(part).inc(time.perf_counter() - started)
+    yield
+    metrics.SECONDS_OF[part].inc(time.perf_counter() - started)
