@@ -163,7 +163,6 @@ def _clocks_of_target(runner: Any, around: Callable[[Any, str, str], None]) -> N
 
 
 def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -> None:
-    from moaspec.target.packing import PackedLinear
     from moaspec.vllm_plugin import lean
     from moaspec.vllm_plugin.capture import KVCapture
 
@@ -173,7 +172,7 @@ def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -
             around(layer, name, "proposer: products")
     for name in ("projection", "key_value"):
         around(parts.encoder, name, "proposer: products")
-    around(PackedLinear, "forward", "proposer: products")  # the head
+    around(parts.head, "_rows", "proposer: products")
     around(lean, "masked_attention", "proposer: attention")
     around(KVCapture, "_take", "proposer: capture")
     around(drafter, "propose", "proposer: other")

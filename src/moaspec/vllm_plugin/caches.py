@@ -118,28 +118,31 @@ class CacheGroup:
         table_RM = self.table.get_device_tensor(num_reqs)[rows_R]
         return Blocks(table_RM=table_RM, size=int(self.table.block_size))
 
-    def metadata(self, blocks: Blocks, lengths_R: Tensor, longest: int, slots_R: Tensor) -> Any:
-        """VLLM's metadata of one query per row.
+    def metadata(self, rows: CommonAttentionMetadata, lengths_R: Tensor, longest: int) -> Any:
+        """VLLM's metadata of one query per row, for this layer's backend.
 
         Args:
-            blocks: of the rows.
+            rows: from `rows`; it is changed.
             lengths_R: how many of a row's first tokens its query reads, int32, on the host.
             longest: the largest of them.
-            slots_R: where each query's own key would go.
         """
-        num_rows, device = len(lengths_R), slots_R.device
+        rows.seq_lens = lengths_R.to(rows.slot_mapping.device)
+        rows.seq_lens_cpu_upper_bound, rows.max_seq_len = lengths_R, longest
+        return self.group.build_metadata_for_drafting(rows, draft_index=0)
+
+    def rows(self, blocks: Blocks, slots_R: Tensor) -> CommonAttentionMetadata:
+        """What all draft steps of a round share; each fills in how much it reads."""
+        num_rows, device = len(slots_R), slots_R.device
         starts = self._starts[: num_rows + 1]
-        common = CommonAttentionMetadata(
+        return CommonAttentionMetadata(
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
-            seq_lens=lengths_R.to(device),
-            seq_lens_cpu_upper_bound=lengths_R,
+            seq_lens=starts,
             num_reqs=num_rows,
             num_actual_tokens=num_rows,
             max_query_len=1,
-            max_seq_len=longest,
+            max_seq_len=0,
             block_table_tensor=blocks.table_RM,
             slot_mapping=slots_R,
             causal=True,
         )
-        return self.group.build_metadata_for_drafting(common, draft_index=0)

@@ -65,7 +65,9 @@ class Drafting:
     def __init__(self, parts: Parts, runner: Any) -> None:
         self._parts, self._runner = parts, runner
         self._text = CacheGroup(runner, parts.text)
-        self._memory = CacheGroup(runner, parts.memory)
+        # Of one size, both have their tokens at the same slots.
+        alike = parts.memory.name in self._text.group.layer_names
+        self._memory = self._text if alike else CacheGroup(runner, parts.memory)
 
     def room(self, positions_R: Integers) -> Integers:
         """Tokens that may be drafted below each request's position before its slots end."""
@@ -94,9 +96,12 @@ class Drafting:
         position_N, ids_N = runner.positions[kept], runner.input_ids.gpu[kept]
         read_NLK = parts.capture.read(kept, tensor_model_parallel_all_gather)
         key_NCD, value_NCD = parts.encoder.memory(read_NLK, position_N)
-        parts.memory.write(key_NCD, value_NCD, self._memory.slots(kept))
+        slots_N = self._memory.slots(kept)
+        parts.memory.write(key_NCD, value_NCD, slots_N)
         key_NCD, value_NCD = parts.speaker.remember(parts.embed(ids_N), position_N)
-        parts.text.write(key_NCD, value_NCD, self._text.slots(kept))
+        if self._text is not self._memory:
+            slots_N = self._text.slots(kept)
+        parts.text.write(key_NCD, value_NCD, slots_N)
 
     def draft(self, roots: Roots, depth: int) -> list[list[int]]:
         """A chain of `depth` tokens below each root."""
@@ -107,16 +112,20 @@ class Drafting:
         position_SR = position_R + torch.arange(depth, device=position_R.device)[:, None]
         lengths_SR = host_3R[2].int() + torch.arange(1, depth + 1, dtype=torch.int32)[:, None]
         text = self._text.blocks(rows_R, num_reqs)
-        memory = self._memory.blocks(rows_R, num_reqs)
-        slots_SR = text.slots(position_SR)
+        memory = text if self._memory is self._text else self._memory.blocks(rows_R, num_reqs)
+        slots = text.slots(position_SR).unbind()
         # What may be read of the memory stays the same, and no key goes there.
-        reading = self._memory.metadata(memory, lengths_SR[0] - 1, longest, slots_SR[0])
+        reading = self._memory.metadata(
+            self._memory.rows(memory, slots[0]), lengths_SR[0] - 1, longest
+        )
         ask = partial(parts.memory.read, metadata=reading)
-        drafted = []
-        for step in range(depth):
-            position_R, slots_R = position_SR[step], slots_SR[step]
-            own = self._text.metadata(text, lengths_SR[step], longest + step + 1, slots_R)
-            attend = partial(self._attend, slots_R=slots_R, metadata=own)
+        rows, drafted = self._text.rows(text, slots[0]), []
+        for step, (position_R, lengths_R) in enumerate(
+            zip(position_SR.unbind(), lengths_SR.unbind(), strict=True)
+        ):
+            rows.slot_mapping = slots[step]
+            own = self._text.metadata(rows, lengths_R, longest + step + 1)
+            attend = partial(self._attend, slots_R=slots[step], metadata=own)
             states_RE = parts.speaker.read(parts.embed(token_R), position_R, attend, ask)
             token_R = parts.head.best(parts.exit(states_RE))
             drafted.append(token_R)

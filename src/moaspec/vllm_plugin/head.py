@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moaspec.target.forms import can_pack
-from moaspec.target.packing import PackedLinear
+from moaspec.vllm_plugin.products import Product, product
 
 AllReduce = Callable[[Tensor], Tensor]
 
@@ -32,10 +31,10 @@ class DraftHead:
     def __init__(self, target: Any, draft_token_ids: Tensor | None, all_reduce: AllReduce) -> None:
         self._target = target
         self._ids = draft_token_ids
-        self._rows: nn.Module | None = None
+        self._rows: Product | None = None
         head = getattr(target, "lm_head", None)
         if draft_token_ids is not None and _is_plain(head):
-            self._rows = _layer(all_reduce(_own_rows(head, draft_token_ids)))
+            self._rows = product(all_reduce(_own_rows(head, draft_token_ids)))
 
     def best(self, states_TE: Tensor) -> Tensor:
         """(T,) int64."""
@@ -61,14 +60,6 @@ def _is_plain(head: Any) -> bool:
         and weight.is_floating_point()
         and getattr(head, "bias", None) is None
     )
-
-
-def _layer(rows_WE: Tensor) -> nn.Module:
-    """Rows of a head as a layer of their own, laid out for this CPU where that helps."""
-    with torch.device("meta"):
-        layer = nn.Linear(rows_WE.shape[1], rows_WE.shape[0], bias=False)
-    layer.weight = nn.Parameter(rows_WE, requires_grad=False)
-    return PackedLinear(layer) if can_pack(rows_WE.dtype, rows_WE.device) else layer
 
 
 def _own_rows(head: Any, ids_W: Tensor) -> Tensor:

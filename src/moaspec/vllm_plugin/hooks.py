@@ -16,6 +16,7 @@ MODULE_HOOKS = (
     ("vllm._custom_ops", "fused_add_rms_norm"),
     ("vllm._custom_ops", "rms_norm"),
     ("vllm._custom_ops", "rotary_embedding"),
+    ("vllm.config", "CompilationMode"),
     ("vllm.config", "get_layers_from_vllm_config"),
     ("vllm.distributed", "tensor_model_parallel_all_gather"),
     ("vllm.model_executor.layers.attention", "Attention"),

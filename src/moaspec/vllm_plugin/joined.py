@@ -53,7 +53,7 @@ class Joined:
         dtype = self.vllm_config.model_config.dtype
         return torch.empty(0, dtype=dtype, device=next(target.parameters()).device)
 
-    def capture(self, target: Any) -> KVCapture:
+    def capture(self, target: Any, *, may_hold: bool = False) -> KVCapture:
         """Read the target's keys and values from now on; to be called before other layers exist.
 
         Raises:
@@ -68,4 +68,6 @@ class Joined:
             ranks=config.parallel_config.tensor_parallel_size,
         )
         most = config.scheduler_config.max_num_batched_tokens
-        return KVCapture(layers, max_tokens=most, share=share, like=self.like(target))
+        return KVCapture(
+            layers, max_tokens=most, share=share, like=self.like(target), may_hold=may_hold
+        )

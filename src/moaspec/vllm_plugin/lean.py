@@ -13,15 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm import _custom_ops as ops
 
 from moaspec.model import MoADrafter
 from moaspec.model.layers import DecoderLayer, ReadingLayer, masked_attention
 from moaspec.model.rope import Rope
-from moaspec.target.forms import can_pack
-from moaspec.target.packing import PackedLinear
+from moaspec.vllm_plugin.products import Product, product
 
 PagedAttend = Callable[..., Tensor]
 """(query_NHD, key_NCD and value_NCD of their own or neither) -> what each query reads, (N, X)."""
@@ -188,19 +186,11 @@ class LeanSpeaker:
         return sum_NE.add_(self.cross.down(self.cross.inner(read_NX, sum_NE)))
 
 
-def joined(linears: Sequence[nn.Linear], *, drafts: bool) -> Callable[[Tensor], Tensor]:
-    """One product for layers that read the same input, laid out for this CPU where that helps."""
+def joined(linears: Sequence[nn.Linear], *, drafts: bool) -> Product:
+    """One product for layers that read the same input."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    bias = torch.cat(biases) if biases else None
-    if not can_pack(weight.dtype, weight.device):
-        return lambda x: F.linear(x, weight, bias)
-    with torch.device("meta"):
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases))
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias, requires_grad=False)
-    return PackedLinear(layer, drafts=drafts).product()
+    return product(weight, torch.cat(biases) if biases else None, drafts=drafts)
 
 
 def _by_head(x_NX: Tensor, head_dim: int) -> Tensor:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from vllm.config import CompilationMode
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
 
@@ -66,7 +67,7 @@ class MoAProposer(Joined):
         """
         for name in hooks.TARGET_HOOKS:
             hooks.require(target, name, owner_name=type(target).__name__)
-        capture, like = self.capture(target), self.like(target)
+        capture, like = self.capture(target, may_hold=self._eager), self.like(target)
         drafter = self._load_drafter().to(like).requires_grad_(False)
         index, positions = len(capture), self.vllm_config.model_config.max_model_len
         self._parts = Parts(
@@ -79,6 +80,10 @@ class MoAProposer(Joined):
             memory=self._paged(index + 1, drafter.config.cross_attention, "cross_attn"),
             capture=capture,
         )
+
+    @property
+    def _eager(self) -> bool:
+        return self.vllm_config.compilation_config.mode == CompilationMode.NONE
 
     def start(self, runner: Any) -> None:
         """Find everything that a step needs; vLLM's caches are allocated.
