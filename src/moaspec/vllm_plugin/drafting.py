@@ -106,26 +106,25 @@ class Drafting:
     def draft(self, roots: Roots, depth: int) -> list[list[int]]:
         """A chain of `depth` tokens below each root."""
         parts, num_reqs = self._parts, self._runner.input_batch.num_reqs
-        facts = np.stack((roots.rows, roots.tokens, roots.positions)).astype(np.int64)
-        host_3R, longest = torch.from_numpy(facts), int(roots.positions.max())
-        rows_R, token_R, position_R = host_3R.to(parts.capture.device)
-        position_SR = position_R + torch.arange(depth, device=position_R.device)[:, None]
-        lengths_SR = host_3R[2].int() + torch.arange(1, depth + 1, dtype=torch.int32)[:, None]
+        longest = int(roots.positions.max())
+        ahead_SR = roots.positions + np.arange(depth)[:, None]
+        lengths_SR = torch.from_numpy((ahead_SR + 1).astype(np.int32))
+        host_XR = torch.from_numpy(np.vstack((roots.rows, roots.tokens, ahead_SR)))
+        facts_XR = host_XR.to(parts.capture.device)
+        rows_R, token_R, position_SR = facts_XR[0], facts_XR[1], facts_XR[2:]
         text = self._text.blocks(rows_R, num_reqs)
         memory = text if self._memory is self._text else self._memory.blocks(rows_R, num_reqs)
-        slots = text.slots(position_SR).unbind()
+        slots_SR = text.slots(position_SR)
         # What may be read of the memory stays the same, and no key goes there.
         reading = self._memory.metadata(
-            self._memory.rows(memory, slots[0]), lengths_SR[0] - 1, longest
+            self._memory.rows(memory, slots_SR[0]), lengths_SR[0] - 1, longest
         )
         ask = partial(parts.memory.read, metadata=reading)
-        rows, drafted = self._text.rows(text, slots[0]), []
-        for step, (position_R, lengths_R) in enumerate(
-            zip(position_SR.unbind(), lengths_SR.unbind(), strict=True)
-        ):
-            rows.slot_mapping = slots[step]
+        rows, drafted = self._text.rows(text, slots_SR[0]), []
+        for step, (position_R, lengths_R) in enumerate(zip(position_SR, lengths_SR, strict=True)):
+            rows.slot_mapping = slots_SR[step]
             own = self._text.metadata(rows, lengths_R, longest + step + 1)
-            attend = partial(self._attend, slots_R=slots[step], metadata=own)
+            attend = partial(self._attend, slots_R=rows.slot_mapping, metadata=own)
             states_RE = parts.speaker.read(parts.embed(token_R), position_R, attend, ask)
             token_R = parts.head.best(parts.exit(states_RE))
             drafted.append(token_R)
