@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--suite", default="bundled")
     options.add_argument("--limit", type=int, default=30)
     options.add_argument("--draft-tokens", type=int, default=3)
+    options.add_argument(
+        "--draft-tokens-by-requests",
+        type=json.loads,
+        help="A list of [from, to, tokens]: fewer where more requests share a step.",
+    )
     return options
 
 
@@ -66,11 +72,14 @@ def speculative(
     """Arguments of `vllm.LLM` for a method: plain, ngram or moa."""
     model = find_weights(args.model)
     if method == "moa":
-        return Serving(
+        arguments = Serving(
             model=model,
             drafter=drafter or args.drafter,
             num_speculative_tokens=args.draft_tokens,
         ).engine_arguments
+        schedule = args.draft_tokens_by_requests
+        arguments["speculative_config"]["num_speculative_tokens_per_batch_size"] = schedule
+        return arguments
     if method == "plain":
         return {"model": model}
     settings = {

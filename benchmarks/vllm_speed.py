@@ -2,8 +2,7 @@
 
 One engine per method, each in a process of its own, run in turn on the same requests; medians of
 tokens/s over the runs and of each run's ratio to the plain run beside it. Where the dtype is
-float32 the texts must be equal, or there are no figures. With --profile, one engine in this process
-instead, and how the proposer's share of a step divides into matrix products, attention, the rest.
+float32 the texts must be equal, or there are no figures. `vllm_profile.py` says where a step goes.
 
     scripts/with_vllm.sh python benchmarks/vllm_speed.py --dtype bfloat16 --concurrency 1 4 16
 """
@@ -26,8 +25,6 @@ from moaspec.decode.calibrate import machine
 
 METHODS = ("plain", "ngram", "moa")
 LONGEST_PROMPT = 320
-PRODUCT_WORDS = ("linear", "addmm", "gemm", "weight_packed", "onednn", "::mm", "_mm")
-ATTENTION_WORDS = ("attention", "attn", "reshape_and_cache")
 
 
 def main() -> None:
@@ -38,7 +35,6 @@ def main() -> None:
     options.add_argument("--max-new-tokens", type=int, default=64)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--methods", nargs="+", default=[*METHODS])
-    options.add_argument("--profile", action="store_true")
     options.add_argument("--pause", action="store_true", help="Wait for Enter before measuring.")
     args = options.parse_args()
     prompts = prompt_ids(args.model, args.suite, args.limit, longest=LONGEST_PROMPT)
@@ -47,16 +43,10 @@ def main() -> None:
         "machine": machine(torch.device("cpu")),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "dtype": args.dtype,
-        "draft_tokens": args.draft_tokens,
+        "draft_tokens": args.draft_tokens_by_requests or args.draft_tokens,
     }
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if args.profile else "1"
-    if args.profile:
-        rows = [
-            _profile(args, prompts[:concurrency], concurrency) for concurrency in args.concurrency
-        ]
-    else:
-        rows = _speeds(args, prompts)
-    print(json.dumps(facts | {"rows": rows}))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    print(json.dumps(facts | {"rows": _speeds(args, prompts)}))
 
 
 def _arguments(args: Any, method: str) -> dict[str, Any]:
@@ -129,42 +119,6 @@ def _speed_row(
     }
     print(row, flush=True)
     return row
-
-
-def _profile(args: Any, prompts: list[list[int]], concurrency: int) -> dict[str, Any]:
-    """How the proposer's share of a step divides."""
-    from torch.profiler import ProfilerActivity, profile
-
-    requests = Requests(prompts, [args.max_new_tokens] * len(prompts))
-    with engine(**_arguments(args, "moa")) as llm:
-        serve(llm, Requests(prompts[:1], [8]), 1)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            started = time.perf_counter()
-            serve(llm, requests, concurrency)
-            wall = time.perf_counter() - started
-    events = profiler.events() or []
-    ours = [one for one in events if one.name.startswith("moaspec: ")]
-    proposer = sum(one.cpu_time_total for one in ours) / 1e6
-    products, attention = (
-        sum(_inside(one, words) for one in ours) / 1e6 for words in (PRODUCT_WORDS, ATTENTION_WORDS)
-    )
-    row = {
-        "concurrency": concurrency,
-        "wall_s": wall,
-        "proposer_share": proposer / wall,
-        "proposer_products_share": products / wall,
-        "proposer_attention_share": attention / wall,
-        "proposer_rest_share": (proposer - products - attention) / wall,
-    }
-    print(row, flush=True)
-    return row
-
-
-def _inside(event: Any, words: tuple[str, ...]) -> float:
-    """Microseconds of the outermost operations below an event whose name has one of the words."""
-    if any(word in event.name.lower() for word in words):
-        return float(event.cpu_time_total)
-    return sum(_inside(child, words) for child in event.cpu_children)
 
 
 if __name__ == "__main__":

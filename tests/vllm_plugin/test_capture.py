@@ -97,6 +97,25 @@ def test_padding_beyond_the_buffer_is_left_out() -> None:
     assert torch.equal(read[:, 0].unflatten(-1, (HEADS, -1))[..., :DIM], key_LTHD[0, :2])
 
 
+def test_what_is_held_reads_like_what_is_copied() -> None:
+    share, reads = HeadShare(total=HEADS, ranks=1), []
+    for may_hold in (False, True):
+        layers = [Layer() for _ in range(LAYERS)]
+        capture = KVCapture(
+            layers, max_tokens=999, share=share, like=torch.empty(0), may_hold=may_hold
+        )
+        own = []
+        for seed, repeats in ((3, 1), (4, 99), (5, 1)):  # the second step is too long to be held
+            key_LTHD, value_LTHD = (x.repeat(1, repeats, 1, 1) for x in states(seed))
+            feed(layers, key_LTHD, value_LTHD)
+            own += [capture.read(slice(0, 5), gather_of([]))]
+            own += [capture.read(torch.tensor([0, 3]), gather_of([]))]
+            own = [one.clone() for one in own]
+        reads.append(own)
+    for copied, held in zip(*reads, strict=True):
+        assert torch.equal(copied, held)
+
+
 def test_uneven_heads_are_refused() -> None:
     with pytest.raises(ServingError, match="3 key-value heads cannot be spread over 2 ranks"):
         HeadShare(total=3, ranks=2)

@@ -92,6 +92,29 @@ def test_drafts_are_those_of_moaspecs_own_chain(models: Models) -> None:
     assert rounds < 0.6 * sum(lengths)
 
 
+def test_fewer_tokens_are_drafted_for_more_requests(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option of vLLM's says how many; its scheduler would not tell a custom class."""
+    from moaspec.vllm_plugin.drafting import Drafting
+
+    draft, asked = Drafting.draft, set()
+
+    def noted(self: Any, roots: Any, depth: int) -> Any:
+        asked.add((len(roots.rows), depth))
+        return draft(self, roots, depth)
+
+    monkeypatch.setattr(Drafting, "draft", noted)
+    speculative = serving.arguments(models, models.taught)["speculative_config"]
+    schedule = {"num_speculative_tokens_per_batch_size": [(1, 1, 3), (2, 2, 1), (3, 3, 0)]}
+    prompts, lengths = tiny.PROMPTS[:3], [6, 12, 24]
+    with serving.engine(models, None) as plain:
+        expected = serving.texts(plain, prompts, lengths, concurrency=3)
+    with serving.engine(models, models.taught, speculative_config=speculative | schedule) as llm:
+        assert serving.texts(llm, prompts, lengths, concurrency=3) == expected
+    assert asked == {(1, 3), (2, 1)}
+
+
 @pytest.mark.parametrize("form", ["raw", "vllm"])
 def test_published_forms_load(models: Models, tmp_path: Path, form: Any) -> None:
     taught = load_drafter(models.taught, target=models.target)

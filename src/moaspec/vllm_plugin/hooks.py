@@ -24,6 +24,7 @@ MODULE_HOOKS = (
     ("vllm.v1.attention.backend", "CommonAttentionMetadata"),
     ("vllm.v1.core.sched.scheduler", "Scheduler"),
     ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
+    ("vllm.v1.spec_decode.dynamic.utils", "build_dynamic_sd_schedule_lookup"),
 )
 """What is imported of vLLM."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from vllm.config import CompilationMode
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from moaspec.decode.api import find_drafter
 from moaspec.model import LayerConfig, MoADrafter, load_checkpoint
@@ -52,7 +53,7 @@ class MoAProposer(Joined):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        self._depth = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._depths = _depths(vllm_config)
         self._name = drafter_name(vllm_config.additional_config)
         self._parts: Parts | None = None
         self._drafting: Drafting | None = None
@@ -124,10 +125,11 @@ class MoAProposer(Joined):
             brought_R = np.array([bool(tokens) for tokens in sampled_token_ids])
             # Of a request that is still in its prompt, all that was computed is verified.
             self._encode(np.where(brought_R, lengths_R - 1, EVERYTHING))
-            rows = self._to_draft(brought_R, lengths_R - 1)
+            depth = self._depths[len(drafts)]
+            rows = self._to_draft(brought_R, lengths_R - 1, depth)
             last = lengths_R[rows] - 1
             roots = Roots(rows=rows, tokens=token_ids_cpu[rows, last], positions=last)
-            for row, chain in zip(rows.tolist(), self._chains(roots), strict=True):
+            for row, chain in zip(rows.tolist(), self._chains(roots, depth), strict=True):
                 drafts[row] = chain
         return drafts
 
@@ -140,10 +142,10 @@ class MoAProposer(Joined):
             with self._never_failing():
                 self._encode(None)
 
-    def _to_draft(self, brought_R: Flags, positions_R: Integers) -> Integers:
+    def _to_draft(self, brought_R: Flags, positions_R: Integers, depth: int) -> Integers:
         """Rows with a newest token, room for drafts below it, and drafts that can be verified."""
         assert self._drafting is not None
-        chosen_R = brought_R & (self._drafting.room(positions_R) >= self._depth)
+        chosen_R = brought_R & (depth > 0) & (self._drafting.room(positions_R) >= depth)
         batch = self.runner.input_batch
         if self._only_greedy and batch.random_reqs:
             names = batch.req_ids[: len(chosen_R)]
@@ -158,12 +160,12 @@ class MoAProposer(Joined):
         with _timed("encode"):
             self._drafting.encode(lengths_R)
 
-    def _chains(self, roots: Roots) -> list[list[int]]:
+    def _chains(self, roots: Roots, depth: int) -> list[list[int]]:
         assert self._drafting is not None
         if not len(roots.rows):
             return []
         with _timed("draft"):
-            return self._drafting.draft(roots, self._depth)
+            return self._drafting.draft(roots, depth)
 
     @contextmanager
     def _never_failing(self) -> Iterator[None]:
@@ -190,6 +192,16 @@ class MoAProposer(Joined):
             prefix=f"moa_spec.layers.{index}.{kind}.attn",
             cache_config=self.vllm_config.cache_config,
         )
+
+
+def _depths(vllm_config: Any) -> list[int]:
+    """Tokens to draft, by the number of requests in a step."""
+    settings, most = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
+    depth = int(settings.num_speculative_tokens)
+    schedule = settings.num_speculative_tokens_per_batch_size
+    if schedule is None:
+        return [depth] * (most + 1)
+    return build_dynamic_sd_schedule_lookup(schedule, most, depth)
 
 
 @contextmanager
