@@ -1,7 +1,8 @@
 """Where a step of vLLM goes: the target, the proposer's products and attention, and all else.
 
-A step is one call of vLLM's engine. Steps that decode, at full concurrency and with no prompt among
-them, are told apart from steps that read one. Clocks stand around calls, a few hundred of them in a
+A step is one call of vLLM's engine, made in this process and without asynchronous scheduling. Steps
+that decode, at full concurrency and with no prompt among them, are told apart from steps that read
+one. Clocks stand around calls, a few hundred of them in a
 step, so that what is measured is not slowed down as under a profiler; time within two of them is
 the inner one's alone, so the parts add up to the step.
 
@@ -27,8 +28,25 @@ from vllm_common import Requests, engine, parser, prompt_ids, serve, speculative
 from moaspec.decode.calibrate import machine
 
 LONGEST_PROMPT = 320
-OVERHEAD = ("proposer: capture", "proposer: encode", "proposer: draft", "proposer: other")
-"""What the proposer costs beyond its matrix products and its attention."""
+SHARES = {
+    "target": (
+        "target: products",
+        "target: attention",
+        "target: head",
+        "target: other",
+        "sampling",
+    ),
+    "proposer's products": ("proposer: products",),
+    "proposer's attention": ("proposer: attention",),
+    "rest of the proposer": (
+        "proposer: capture",
+        "proposer: encode",
+        "proposer: draft",
+        "proposer: other",
+    ),
+    "engine": ("engine", "metadata", "bookkeeping"),
+}
+"""The parts of a step that belong together."""
 
 Parts = dict[str, float]
 
@@ -184,16 +202,19 @@ def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -
 def _row(
     method: str, concurrency: int, kind: str, steps: list[tuple[float, Parts]]
 ) -> dict[str, Any]:
-    """Medians over steps, in milliseconds; the overhead also as a share of the step."""
+    """Medians over steps, in milliseconds and as shares of the step."""
     names = sorted({name for _, parts in steps for name in parts})
-    overhead = [sum(parts.get(name, 0.0) for name in OVERHEAD) / took for took, parts in steps]
+    shares = {
+        group: [sum(parts.get(name, 0.0) for name in own) / took for took, parts in steps]
+        for group, own in SHARES.items()
+    }
     row = {
         "method": method,
         "concurrency": concurrency,
         "kind": kind,
         "steps": len(steps),
         "ms": _ms(took for took, _ in steps),
-        "proposer_overhead_share": round(statistics.median(overhead), 4),
+        "shares": {group: round(statistics.median(all_), 4) for group, all_ in shares.items()},
         "parts_ms": {name: _ms(parts.get(name, 0.0) for _, parts in steps) for name in names},
     }
     print(row, flush=True)

@@ -1,8 +1,9 @@
 """What drafting inside vLLM gains or costs, against plain vLLM and its n-gram drafter.
 
-One engine per method, each in a process of its own, run in turn on the same requests; medians of
-tokens/s over the runs and of each run's ratio to the plain run beside it. Where the dtype is
-float32 the texts must be equal, or there are no figures. `vllm_profile.py` says where a step goes.
+One engine per method, each in processes of its own unless asked otherwise (vLLM's n-gram drafter
+does not start beside others in one), run in turn on the same requests; medians of tokens/s and of
+each run's ratio to the plain run beside it. Where the dtype is float32 the texts must be equal, or
+there are no figures. `vllm_profile.py` says where a step goes.
 
     scripts/with_vllm.sh python benchmarks/vllm_speed.py --dtype bfloat16 --concurrency 1 4 16
 """
@@ -35,6 +36,11 @@ def main() -> None:
     options.add_argument("--max-new-tokens", type=int, default=64)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--methods", nargs="+", default=[*METHODS])
+    options.add_argument(
+        "--in-process",
+        action="store_true",
+        help="Engines in this process: apart, they take time of few cores while they wait.",
+    )
     options.add_argument("--pause", action="store_true", help="Wait for Enter before measuring.")
     args = options.parse_args()
     prompts = prompt_ids(args.model, args.suite, args.limit, longest=LONGEST_PROMPT)
@@ -45,7 +51,7 @@ def main() -> None:
         "dtype": args.dtype,
         "draft_tokens": args.draft_tokens_by_requests or args.draft_tokens,
     }
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if args.in_process else "1"
     print(json.dumps(facts | {"rows": _speeds(args, prompts)}))
 
 

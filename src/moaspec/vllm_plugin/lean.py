@@ -79,10 +79,8 @@ class Layer:
         linears = [own.q_proj]
         if isinstance(layer, DecoderLayer):
             linears += [layer.key_value.k_proj, layer.key_value.v_proj]
-        self.before, self.between = (
-            Norm(layer.input_layernorm),
-            Norm(layer.post_attention_layernorm),
-        )
+        self.before = Norm(layer.input_layernorm)
+        self.between = Norm(layer.post_attention_layernorm)
         self.inputs = joined(linears, drafts=drafts)
         self.output = joined([own.o_proj], drafts=drafts)
         self.gate_up = joined([mlp.gate_proj, mlp.up_proj], drafts=drafts)
@@ -130,8 +128,7 @@ class LeanEncoder:
 
     def memory(self, kv_NLK: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """CA's rotated keys and values, (N, C, D) each. Spends `kv_NLK`: it is written over."""
-        if self._last_layer_only:
-            kv_NLK = kv_NLK[:, -1:].contiguous()
+        kv_NLK = (kv_NLK[:, -1:] if self._last_layer_only else kv_NLK).contiguous()
         means = [self._mean(chunk_NLK) for chunk_NLK in kv_NLK.split(self._chunk)]
         means_NK = means[0] if len(means) == 1 else torch.cat(means)
         normed_NE = self._norm(self.projection(means_NK))
