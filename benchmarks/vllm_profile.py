@@ -23,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from vllm_common import Requests, engine, parser, prompt_ids, serve, speculative
 
 from moaspec.decode.calibrate import machine
@@ -181,17 +182,21 @@ def _clocks_of_target(runner: Any, around: Callable[[Any, str, str], None]) -> N
 
 
 def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -> None:
-    from moaspec.vllm_plugin import lean
+    """Kernels take norms, rotary embeddings and activations along: those count as products."""
+    from moaspec.model import encoder
+    from moaspec.model.layers import ReadingLayer
+    from moaspec.target.packing import PackedLinear
     from moaspec.vllm_plugin.capture import KVCapture
 
     parts = drafter._parts
-    for layer in (parts.encoder.lsa, parts.speaker.text, parts.speaker.cross):
-        for name in ("inputs", "output", "gate_up", "down"):
-            around(layer, name, "proposer: products")
-    for name in ("projection", "key_value"):
-        around(parts.encoder, name, "proposer: products")
+    for module in parts.drafter.modules():
+        if isinstance(module, ReadingLayer) and module.fused is not None:
+            for name in ("project", "finish", "finish_mean"):
+                around(module.fused, name, "proposer: products")
+        elif isinstance(module, PackedLinear | nn.Linear):
+            around(module, "forward", "proposer: products")
     around(parts.head, "_rows", "proposer: products")
-    around(lean, "masked_attention", "proposer: attention")
+    around(encoder, "masked_attention", "proposer: attention")
     around(KVCapture, "_take", "proposer: capture")
     around(drafter, "propose", "proposer: other")
     around(drafter, "settle", "proposer: other")

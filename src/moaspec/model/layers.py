@@ -227,6 +227,9 @@ class DecoderLayer(ReadingLayer):
 
     def remember(self, x_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens whose own output nobody needs: what later tokens read."""
+        if self.fused is not None:
+            _, key_BCTD, value_BCTD = self._projected(x_BTE, cos_sin)
+            return key_BCTD, value_BCTD
         return self.key_value(self.input_layernorm(x_BTE), cos_sin)
 
     def forward(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend) -> Tensor:
@@ -242,12 +245,17 @@ class DecoderLayer(ReadingLayer):
     def _read(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend) -> Tensor:
         own, memory = self.self_attn, self.key_value
         if self.fused is not None:
-            heads_BTXD = self.fused.project(x_BTE, *_angles(cos_sin))
-            counts = heads_BTXD.shape[2] - 2 * memory.num_heads, memory.num_heads, memory.num_heads
-            return attend(*(part.transpose(1, 2) for part in heads_BTXD.split(counts, dim=2)))
+            return attend(*self._projected(x_BTE, cos_sin))
         linears = (own.q_proj, memory.k_proj, memory.v_proj)
         query, key, value = normed_products(self.input_layernorm, x_BTE, linears)
         return attend(own.rotated(query, cos_sin), *memory.rotated(key, value, cos_sin))
+
+    def _projected(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:
+        """Rotated queries and keys, and values, each (B, heads, T, D), by kernels."""
+        assert self.fused is not None
+        heads_BTXD, own = self.fused.project(x_BTE, *_angles(cos_sin)), self.key_value.num_heads
+        counts = (heads_BTXD.shape[2] - 2 * own, own, own)
+        return [part.transpose(1, 2) for part in heads_BTXD.split(counts, dim=2)]
 
 
 class CrossLayer(ReadingLayer):

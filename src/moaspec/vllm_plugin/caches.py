@@ -47,20 +47,26 @@ class PagedLayer:
             prefix=prefix,
         )
 
-    def write(self, key_NCD: Tensor, value_NCD: Tensor, slots_N: Tensor) -> None:
+    def write(self, key_1CND: Tensor, value_1CND: Tensor, slots_N: Tensor) -> None:
         """Store keys and values at their slots."""
-        layer = self.attention
+        layer, key_NCD, value_NCD = self.attention, _by_token(key_1CND), _by_token(value_1CND)
         layer.impl.do_kv_cache_update(layer, key_NCD, value_NCD, layer.kv_cache, slots_N)
 
-    def read(self, query_NHD: Tensor, metadata: Any) -> Tensor:
-        """What each query reads of its row, (N, H * D).
+    def read(self, query_1HND: Tensor, metadata: Any) -> Tensor:
+        """What each query reads of its row, (1, H, N, D).
 
         Straight from vLLM's implementation: its layer would look for the metadata in a context
         of the whole model, at more cost than the attention of a draft step.
         """
-        layer, out_NHD = self.attention, torch.empty_like(query_NHD, memory_format=DENSE)
+        layer, query_NHD = self.attention, _by_token(query_1HND)
+        out_NHD = torch.empty_like(query_NHD, memory_format=DENSE)
         layer.impl.forward(layer, query_NHD, None, None, layer.kv_cache, metadata, output=out_NHD)
-        return out_NHD.flatten(1)
+        return out_NHD.transpose(0, 1)[None]
+
+
+def _by_token(x_1HND: Tensor) -> Tensor:
+    """(1, H, N, D) -> (N, H, D), as vLLM lays tokens out."""
+    return x_1HND[0].transpose(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from moaspec.decode.api import find_drafter
 from moaspec.model import LayerConfig, MoADrafter, load_checkpoint
 from moaspec.target.facts import identity_of
+from moaspec.target.packing import packed_copy
 from moaspec.target.registry import load_tokenizer
 from moaspec.vllm_plugin import hooks, metrics
 from moaspec.vllm_plugin.caches import PagedLayer
@@ -24,7 +24,6 @@ from moaspec.vllm_plugin.capture import Flags, Integers
 from moaspec.vllm_plugin.drafting import Drafting, Parts, Roots
 from moaspec.vllm_plugin.head import DraftHead
 from moaspec.vllm_plugin.joined import Joined
-from moaspec.vllm_plugin.lean import LeanEncoder, LeanSpeaker
 from moaspec.vllm_plugin.refusals import check_drafter
 from moaspec.vllm_plugin.settings import drafter_name
 
@@ -70,11 +69,9 @@ class MoAProposer(Joined):
             hooks.require(target, name, owner_name=type(target).__name__)
         capture, like = self.capture(target, may_hold=self._eager), self.like(target)
         drafter = self._load_drafter().to(like).requires_grad_(False)
-        index, positions = len(capture), self.vllm_config.model_config.max_model_len
+        index = len(capture)
         self._parts = Parts(
-            encoder=LeanEncoder(drafter, num_layers=index, positions=positions),
-            speaker=LeanSpeaker(drafter, positions=positions),
-            exit=partial(drafter.exit, num_target_layers=0),
+            drafter=packed_copy(drafter, exact=[drafter.encoder]),
             embed=target.embed_input_ids,
             head=DraftHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
             text=self._paged(index, drafter.config.self_attention, "self_attn"),
