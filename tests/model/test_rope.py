@@ -130,3 +130,20 @@ def test_frequencies_stay_in_float32() -> None:
 
 def test_nothing_is_saved() -> None:
     assert Rope.plain(8, 10.0).state_dict() == {}
+
+
+def test_a_table_gives_the_same_bits_and_grows() -> None:
+    rope, looked_up = Rope.plain(16, 5000.0), Rope.plain(16, 5000.0)
+    looked_up.tabulate()
+    for positions in ([0, 5], [1023, 7], [1024, 3], [9000, 0]):
+        ids_BT = torch.tensor([positions])
+        for found, expected in zip(looked_up(ids_BT), rope(ids_BT), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_frequencies_that_depend_on_a_text_are_not_tabulated() -> None:
+    rope = Rope.scaled(16, LONGROPE, 512)
+    before = rope(POSITIONS)
+    rope.tabulate()
+    for found, expected in zip(rope(POSITIONS), before, strict=True):
+        assert torch.equal(found, expected)

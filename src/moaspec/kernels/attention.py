@@ -27,7 +27,7 @@ def can_attend(
     """Whether `attend` takes these, and gains by it."""
     dim = query_BHTD.shape[3]
     return (
-        query_BHTD.dtype == torch.bfloat16
+        query_BHTD.dtype == key_BJSD.dtype == torch.bfloat16
         and query_BHTD.device.type == "cpu"
         and query_BHTD.shape[2] <= MOST_QUERIES
         and query_BHTD.numel() > 0
@@ -36,7 +36,10 @@ def can_attend(
         and dim <= MOST_DIM
         and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
         and query_BHTD.stride(3) == key_BJSD.stride(3) == value_BJSD.stride(3) == 1
-        and not (torch.is_grad_enabled() and query_BHTD.requires_grad)
+        and not (
+            torch.is_grad_enabled()
+            and (query_BHTD.requires_grad or key_BJSD.requires_grad or value_BJSD.requires_grad)
+        )
         and why_not() is None
     )
 

@@ -61,7 +61,7 @@ def library() -> ctypes.CDLL:
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         _require_cpu()
-        return ctypes.CDLL(str(_compiled())), None
+        return _opened(_compiled()), None
     except _UnavailableError as error:
         return None, str(error)
     except OSError as error:
@@ -73,6 +73,15 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         reason = f"the compiler failed ({last[0]})"
     log.warning("moaspec decodes without its own kernels, more slowly: %s.", reason)
     return None, reason
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """The library; one that was damaged is made anew, once."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink()
+        return ctypes.CDLL(str(_compiled()))
 
 
 def _require_cpu() -> None:

@@ -20,7 +20,9 @@ from torch import Tensor
 from moaspec.kernels.attention import MOST_DIM, PAIR_LANES
 from moaspec.kernels.build import library
 from moaspec.kernels.matrix import LANES, Matrix
-from moaspec.kernels.structures import AttentionFacts, LayerFacts, PassFacts
+from moaspec.kernels.structures import AttentionFacts, LayerFacts, MatrixFacts, PassFacts
+
+NUM_MATRICES = 4
 
 
 class FusedLayer:
@@ -28,11 +30,12 @@ class FusedLayer:
 
     Args:
         matrices: queries (with keys and values, where the layer has its own); the attention's
-            output; gate and up, for SiLU; back to the layer's width.
+            output; gate and up, for SiLU; back to the layer's width. The first alone for what
+            only projects.
         norms: RMSNorm's weights before attention and before the MLP, (E,) bf16.
         head_norms: of queries and of keys, (D,) bf16, or None.
         eps: of all norms.
-        heads: H and J; J = 0 where the first matrix gives queries alone.
+        heads: H and J; one is 0 where the first matrix gives queries, or keys and values, alone.
         head_dim: D.
     """
 
@@ -47,15 +50,17 @@ class FusedLayer:
         head_dim: int,
     ) -> None:
         self.matrices = tuple(matrices)
-        self._weights = (*norms, *(head_norms or (None, None)))
+        self._weights = (*norms, *(None,) * (2 - len(norms)), *(head_norms or (None, None)))
         self._sizes = (eps, *heads, head_dim)
         self._num_heads, self._head_dim = heads[0] + 2 * heads[1], head_dim
         self._describe()
         self._project, self._finish = library().moaspec_project, library().moaspec_finish
 
     def _describe(self) -> None:
+        absent = (MatrixFacts(),) * (NUM_MATRICES - len(self.matrices))
         self.described = LayerFacts(
             *(matrix.described for matrix in self.matrices),
+            *absent,
             *(None if weight is None else weight.data_ptr() for weight in self._weights),
             *self._sizes,
         )
@@ -94,6 +99,7 @@ class FusedLayer:
             cos_BTR: cosines, float32, contiguous; (1, T, R) where all rows share them.
             sin_BTR: sines, likewise.
         """
+        assert x_BTE.dtype == torch.bfloat16, x_BTE.dtype
         x_BTE = x_BTE.contiguous()
         rows, tokens, _ = x_BTE.shape
         out = x_BTE.new_empty((rows, tokens, self._num_heads, self._head_dim))
@@ -181,12 +187,14 @@ class FusedStack:
 
         Args:
             x_BTE: what enters them.
-            cos_BTR: cosines, float32, contiguous.
+            cos_BTR: cosines of every row, float32, contiguous.
             sin_BTR: sines, likewise.
             mask_B1TS: bool, True: may attend; contiguous; B and T may be 1 for all alike.
             slots: where keys and values are.
             num: how many layers.
         """
+        assert x_BTE.dtype == slots.cache.dtype == torch.bfloat16
+        assert cos_BTR.shape[:2] == x_BTE.shape[:2]
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         B, T = x_BTE.shape[:2]
         cache, last = slots.cache, self._layers[-1].described

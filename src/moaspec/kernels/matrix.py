@@ -85,6 +85,8 @@ class Matrix:
             x: (..., I) bf16.
             single: leave the sums in float32 instead of rounding them to bf16.
         """
+        assert x.dtype == torch.bfloat16, x.dtype
+        assert x.shape[-1] == self.inputs, (x.shape, self.inputs)
         x = x.contiguous()
         rows = x.numel() // self.inputs
         out = x.new_empty(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moaspec.kernels import FusedLayer
 from moaspec.model.config import DrafterConfig
-from moaspec.model.layers import DecoderLayer, KeyValue, masked_attention
+from moaspec.model.layers import DecoderLayer, KeyValue, angles, masked_attention
 from moaspec.model.rope import Rope
 
 AGGREGATE_CHUNK_TOKENS = 512
@@ -63,8 +64,13 @@ class Encoder(nn.Module):
 
     Runs once for every verified token and never for a draft.
 
+    Attributes:
+        fused: CA's norm, keys and values as kernels compute them, set on packed copies that decode.
+
     Source: arXiv 2410.03804, section 4.1 (layer self-attention) and 4.2 (cross-attention).
     """
+
+    fused: FusedLayer | None = None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -114,6 +120,10 @@ class Encoder(nn.Module):
             Two tensors (B, C, T, D of CA).
         """
         cos_sin = self.memory_rope(position_ids_BT)
+        if self.fused is not None:
+            heads_BTXD = self.fused.project(states_BTE, *angles(cos_sin))
+            key_BCTD, value_BCTD = heads_BTXD.transpose(1, 2).chunk(2, dim=1)
+            return key_BCTD, value_BCTD
         # Under mixed precision the projection answers in less than its norm has.
         states_BTE = states_BTE.to(self.memory_norm.weight.dtype)
         return self.memory_key_value(self.memory_norm(states_BTE), cos_sin)

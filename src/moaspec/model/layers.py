@@ -196,7 +196,7 @@ class ReadingLayer(nn.Module):
         if self.stack is None or slots is None or x_BTE.shape[1] > MOST_QUERIES:
             return None
         mask: Tensor = attend.mask  # type: ignore[union-attr]
-        return self.stack.run(x_BTE, *_angles(cos_sin), mask.contiguous(), slots=slots, num=1)
+        return self.stack.run(x_BTE, *angles(cos_sin), mask.contiguous(), slots=slots, num=1)
 
     def finish(self, x_BTE: Tensor, read_BHTD: Tensor) -> Tensor:
         """Residual around the attention, then the residual MLP."""
@@ -253,7 +253,7 @@ class DecoderLayer(ReadingLayer):
     def _projected(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:
         """Rotated queries and keys, and values, each (B, heads, T, D), by kernels."""
         assert self.fused is not None
-        heads_BTXD, own = self.fused.project(x_BTE, *_angles(cos_sin)), self.key_value.num_heads
+        heads_BTXD, own = self.fused.project(x_BTE, *angles(cos_sin)), self.key_value.num_heads
         counts = (heads_BTXD.shape[2] - 2 * own, own, own)
         return [part.transpose(1, 2) for part in heads_BTXD.split(counts, dim=2)]
 
@@ -266,13 +266,13 @@ class CrossLayer(ReadingLayer):
         if done is not None:
             return done
         if self.fused is not None:
-            query = self.fused.project(x_BTE, *_angles(cos_sin)).transpose(1, 2)
+            query = self.fused.project(x_BTE, *angles(cos_sin)).transpose(1, 2)
             return self.finish(x_BTE, attend(query))
         query = self.self_attn.query(self.input_layernorm(x_BTE), cos_sin)
         return self.finish(x_BTE, attend(query))
 
 
-def _angles(cos_sin: CosSin) -> CosSin:
+def angles(cos_sin: CosSin) -> CosSin:
     """Cosines and sines as kernels read them, (B, T, D) each."""
     cos_B1TD, sin_B1TD = cos_sin
     return cos_B1TD[:, 0].contiguous(), sin_B1TD[:, 0].contiguous()

@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moaspec.kernels import FusedLayer, FusedStack, Matrix
+from moaspec.model.encoder import Encoder
 from moaspec.model.layers import ReadingLayer
+from moaspec.model.rope import Rope
 from moaspec.target.forms import Kernel, can_pack, fastest_form
 
 Drafter = TypeVar("Drafter", bound=nn.Module)
@@ -49,7 +51,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as the plain layer had it, unpacked anew on every access."""
+        """The weight as the plain layer had it, or as it was rounded; unpacked on every access."""
         return self._form.weight().to(self._dtype)
 
     @property
@@ -189,8 +191,28 @@ def packed_copy(drafter: Drafter, *, exact: Collection[nn.Module] = ()) -> Draft
             if isinstance(layer, ReadingLayer):
                 pack_layer(layer, drafts=name not in kept)
     pack_linears(copied)
+    for module in copied.modules():
+        if isinstance(module, Rope):
+            module.tabulate()
+        elif isinstance(module, Encoder):
+            module.fused = _fused_memory(module)
     return_freed_memory()
     return copied
+
+
+def _fused_memory(encoder: Encoder) -> FusedLayer | None:
+    """CA's norm, keys and values in one call, where kernels can compute them."""
+    memory, norm = encoder.memory_key_value, encoder.memory_norm
+    if norm.eps is None:
+        return None
+    return FusedLayer.of(
+        [joint_matrix([memory.k_proj, memory.v_proj])],
+        norms=[norm.weight],
+        head_norms=None,
+        eps=norm.eps,
+        heads=(0, memory.num_heads),
+        head_dim=memory.head_dim,
+    )
 
 
 def pack_layer(layer: ReadingLayer, *, drafts: bool) -> None:
