@@ -110,6 +110,7 @@ def fingerprint(
         "inner": int(target.config.intermediate_size),
         "dtype": str(target.dtype),
         "packed": target.packed,
+        "kernels": target.fused is not None,
     }
     if drafter is not None:
         sizes = asdict(drafter.config)
