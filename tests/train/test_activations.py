@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import tiny
 from moaspec.errors import TrainingError
 from moaspec.train import Example
-from moaspec.train.activations import ActivationCache
+from moaspec.train.activations import ActivationCache, FinalStates
 from moaspec.train.data import collate
 
 EXAMPLES = [Example(p, t[:9]) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
@@ -57,6 +57,24 @@ def test_other_data_or_another_target_does_not_reuse_the_files(tmp_path: Path) -
     expected = tiny.target().encode(batch.input_ids_BT, batch.attention_mask_BT)
     real = batch.attention_mask_BT.bool()
     assert_close(got.kv_BTLK[real], expected.kv_BTLK[real].to(torch.bfloat16), rtol=0, atol=0)
+
+
+def test_final_states_alone_are_what_encode_gives_and_take_no_more_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, batch = tiny.fresh_target(), collate(EXAMPLES, [0, 2])
+    expected = target.encode(batch.input_ids_BT, batch.attention_mask_BT).hidden_BTE
+    real = batch.attention_mask_BT.bool()
+    first = FinalStates(tmp_path, EXAMPLES, target.identity).read(target, batch)
+    # Stored as bf16, so equal to the last bit of bf16.
+    assert_close(first[real], expected[real].to(torch.bfloat16), rtol=0, atol=0)
+    monkeypatch.setattr(target, "encode", None)
+    again = FinalStates(tmp_path, EXAMPLES, target.identity)
+    assert_close(
+        again.read(target, collate(EXAMPLES, [2, 0])).flip(0)[real], first[real], rtol=0, atol=0
+    )
+    (file,) = tmp_path.rglob("*.bf16")
+    assert file.stat().st_size == 2 * sum(map(len, EXAMPLES)) * target.identity.hidden_size
 
 
 def test_too_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

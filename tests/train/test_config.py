@@ -203,7 +203,6 @@ def test_ready_configs_are_valid(path: Path) -> None:
         {"num_target_layers": ()},
         {"num_target_layers": (1, 1)},
         {"num_target_layers": (-1,)},
-        {"num_target_layers": (1,), "frozen_lsa": 0.5},
         {"sharding": "fsdp", "frozen_lsa": 0.5},
         {"drafter": "eagle", "num_target_layers": (1,)},
         {"drafter": "independent", "frozen_lsa": 0.5},

@@ -9,6 +9,7 @@ import math
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -192,6 +193,29 @@ def test_stored_means_change_little(tmp_path: Path) -> None:
     frozen = trainer(tmp_path / "a", frozen_lsa=1.0).train_step()
     free = trainer(tmp_path / "b").train_step()
     assert frozen.total == pytest.approx(free.total, rel=0.02)
+
+
+def test_a_frozen_lsa_serves_reused_layers_too(tmp_path: Path) -> None:
+    """The first loss agrees to the rounding of means and states to bf16; then LSA stays."""
+    changes = {"num_target_layers": (0, 2), "activation_cache": False}
+    run = trainer(tmp_path / "a", frozen_lsa=1.0, **changes)
+    lsa = module(run).encoder.layer_self_attention
+    before = {name: value.clone() for name, value in lsa.state_dict().items()}
+    frozen = run.train_step()
+    free = trainer(tmp_path / "b", **changes).train_step()
+    assert frozen.total == pytest.approx(free.total, rel=0.02)
+    assert all(torch.equal(lsa.state_dict()[name], value) for name, value in before.items())
+
+
+def test_means_and_reused_layers_share_one_pass_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(tmp_path, frozen_lsa=1.0, num_target_layers=(1,), activation_cache=False)
+    encode = Mock(wraps=run.target.encode)
+    monkeypatch.setattr(run.target, "encode", encode)
+    run.train_step()
+    # Two short rows make one pass.
+    assert encode.call_count == 1
 
 
 def poison(run: Trainer) -> None:
@@ -607,6 +631,9 @@ def test_baselines_learn_by_the_same_loop(drafter: Any, tmp_path: Path) -> None:
     rounds = sum(result.num_rounds for result in results)
     assert sum(sum(result.accept_lengths) for result in results) / rounds > 1.2
     assert trainer(tmp_path, held_out=0, batch_size=4, steps=120, drafter=drafter).step == 120
+    # Nothing but final states was kept.
+    (kept,) = (tmp_path / "activations").rglob("*.bf16")
+    assert kept.name.startswith("hidden-")
 
 
 @pytest.mark.parametrize("without", [("lsa",), ("sa",), ("lsa", "sa"), ("ca",)], ids=str)

@@ -135,6 +135,35 @@ class ActivationCache:
         )
 
 
+class FinalStates:
+    """The target's final states alone of a fixed list of examples, filled on first use.
+
+    They are all that a baseline learns from: 1.2 KB a token for SmolLM2-135M, where keys and values
+    take 23.
+
+    Args:
+        directory: each list of examples and target has a folder in it, which later runs reuse.
+        examples: the examples, in an order that does not change.
+        identity: the target, for the sizes.
+
+    Raises:
+        TrainingError: the disk has too little room; the message says how much is needed.
+    """
+
+    def __init__(
+        self, directory: Path, examples: Sequence[Example], identity: TargetIdentity
+    ) -> None:
+        widths = {"hidden": identity.hidden_size}
+        self._store = ExampleStore(directory / fingerprint(examples, identity), examples, widths)
+
+    def read(self, target: Target, batch: Batch) -> Tensor:
+        """The batch's states (B, T, E), read back or computed and stored: bf16, pads are zero."""
+        if not self._store.holds(batch):
+            result = target.encode(batch.input_ids_BT, batch.attention_mask_BT)
+            self._store.write(batch, hidden=result.hidden_BTE.cpu())
+        return self._store.read("hidden", batch).to(target.device)
+
+
 def fingerprint(
     examples: Sequence[Example],
     identity: TargetIdentity,

@@ -57,7 +57,7 @@ class BaselineStudent:
     def run(self, model: nn.Module, part: Part, step: int) -> StudentPass:  # noqa: ARG002
         """Run over whole texts; EAGLE reads the target's true states."""
         batch = part.batch
-        hidden_BTE = self._reader.passes(batch).hidden_BTE.float()
+        hidden_BTE = self._reader.final_states(batch).float()
         mask_BT, loss_BT = batch.attention_mask_BT, part.blocks.loss_BT
         inputs = [self._target.embed(batch.input_ids_BT).float()]
         if self.module.kind == "eagle":

@@ -102,8 +102,9 @@ class TrainConfig:
         warm_start_tokens: tokens whose activations `warm_start` looks at.
         frozen_lsa: share of the steps, from the first on, in which LSA keeps its initial weights.
             Its means over layers are then computed once per example and kept on disk, and a step
-            costs a fraction.
-        activation_cache: keep the target's activations on disk.
+            costs a fraction; with N > 0 the target still runs, for its last layers.
+        activation_cache: keep the target's activations on disk; of a baseline, the target's final
+            states only.
         drafter: "moa", or a baseline: "eagle" (EAGLE-2's head) or "independent" (a small language
             model between the target's embeddings and its head).
         num_target_layers: N, target layers that drafts reuse; several values train one drafter
@@ -184,8 +185,8 @@ class TrainConfig:
             )
         if self.initial and self.drafter != "moa":
             raise InputError("initial goes on from a Mixture-of-Attentions drafter: drafter=moa.")
-        if self.frozen_lsa and (max(layers) or self.sharding != "none"):
-            raise InputError("frozen_lsa works with num_target_layers=[0] and sharding=none only.")
+        if self.frozen_lsa and self.sharding != "none":
+            raise InputError("frozen_lsa works with sharding=none only.")
         if not self.data:
             raise InputError("data must name at least one file.")
 

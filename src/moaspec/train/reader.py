@@ -14,7 +14,7 @@ from torch import Tensor
 from moaspec.model.drafter import TargetPass
 from moaspec.model.encoder import Encoder
 from moaspec.target import Target
-from moaspec.train.activations import ActivationCache, ExampleStore, fingerprint
+from moaspec.train.activations import ActivationCache, ExampleStore, FinalStates, fingerprint
 from moaspec.train.data import Batch, Example, collate
 
 
@@ -26,6 +26,7 @@ class TargetReader:
         examples: those that batches are made of.
         directory: where activations are kept; None computes them every time.
         before: the N > 0 of which the states before the last N layers are wanted.
+        finals_only: nobody asks for more than final states, so nothing else is kept.
     """
 
     def __init__(
@@ -34,19 +35,28 @@ class TargetReader:
         examples: Sequence[Example],
         directory: Path | None,
         before: Sequence[int] = (),
+        *,
+        finals_only: bool = False,
     ) -> None:
         self.target, self.examples, self._before = target, examples, tuple(before)
-        self._cache = (
-            ActivationCache(directory, examples, target.identity, self._before)
-            if directory
-            else None
-        )
+        self._cache: ActivationCache | None = None
+        self._finals: FinalStates | None = None
+        if directory and finals_only:
+            self._finals = FinalStates(directory, examples, target.identity)
+        elif directory:
+            self._cache = ActivationCache(directory, examples, target.identity, self._before)
 
     def passes(self, batch: Batch) -> TargetPass:
         """Activations of a batch that is on the target's device."""
         if self._cache is not None:
             return self._cache.passes(self.target, batch)
         return self.target.encode(batch.input_ids_BT, batch.attention_mask_BT, self._before)
+
+    def final_states(self, batch: Batch) -> Tensor:
+        """The final states alone, (B, T, E)."""
+        if self._finals is not None:
+            return self._finals.read(self.target, batch)
+        return self.passes(batch).hidden_BTE
 
     def sample(self, ids: Sequence[int], tokens: int) -> Iterator[tuple[Batch, TargetPass]]:
         """Examples one by one until there are so many tokens."""
@@ -82,11 +92,16 @@ class FrozenMeans:
             {"mean": identity.kv_size, "hidden": identity.hidden_size},
         )
 
-    def read(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Means over layers (B, T, K) and the target's final states (B, T, E)."""
+    def read(self, batch: Batch, result: TargetPass | None = None) -> tuple[Tensor, Tensor]:
+        """Means over layers (B, T, K) and the target's final states (B, T, E).
+
+        Args:
+            batch: on the target's device.
+            result: the target's pass over it, where the caller has one.
+        """
         store, device = self._store, self._reader.target.device
         if not store.holds(batch):
-            result = self._reader.passes(batch)
+            result = result or self._reader.passes(batch)
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
                 mean_BTK = self._encoder.mean_over_layers(result.kv_BTLK)
             store.write(batch, mean=mean_BTK.cpu(), hidden=result.hidden_BTE.cpu())

@@ -102,7 +102,13 @@ class Trainer:
         self.data = DataOrder(examples, config)
         directory = self.output / "activations" if config.activation_cache else None
         before = [n for n in config.num_target_layers if n]
-        self.reader = TargetReader(target, self.data.examples, directory, before)
+        self.reader = TargetReader(
+            target,
+            self.data.examples,
+            directory,
+            before,
+            finals_only=config.drafter != "moa",
+        )
         self.student = self._new_student()
         ids = self.student.draft_token_ids
         vocabulary = target.vocab_size if ids is None else len(ids)
