@@ -142,7 +142,10 @@ def _timed(
 ) -> tuple[GenerationResult, float]:
     """One decoding, and its seconds after the prompt's pass."""
     engine = local_engine(target, drafting)
-    result = engine.result(engine.add(ids, max_new_tokens=max_new_tokens, shape=shape))
+    row = engine.add(
+        ids, max_new_tokens=max_new_tokens, shape=shape, stop_token_ids=target.stop_token_ids
+    )
+    result = engine.result(row)
     engine.step()
     started = time.perf_counter()
     while engine.num_active:

@@ -78,8 +78,10 @@ def measured(
     figures: dict[str, dict[str, float]] = {}
     samples: list[float] = []
 
-    def seconds(run: Callable[[], object], device: torch.device) -> float:
-        samples[:] = times(run, device, repeats)
+    def seconds(
+        run: Callable[[], object], device: torch.device, before: Callable[[], object] | None = None
+    ) -> float:
+        samples[:] = times(run, device, repeats, before=before)
         return median(samples)
 
     bench = Bench(target, drafting, seconds)
