@@ -41,7 +41,7 @@ class EagleDrafting(Growing):
 
     def __init__(self, module: EagleDrafter, target: Target) -> None:
         super().__init__(target, *_parts(module, target))
-        self.module = packed_copy(module)
+        self.module, self.packed = module, packed_copy(module)
         self.hidden: dict[int, Tensor] = {}
 
     def encode(
@@ -80,7 +80,7 @@ class _EagleLevel(Level):
 
     def read_text(self, reading: Reading) -> Tensor:
         """True states with the text, predictions with drafts."""
-        (attend,), module = self._attentions(reading), self.drafting.module
+        (attend,), module = self._attentions(reading), self.drafting.packed
         embeddings = self.drafting.target.embed(reading.token_ids_BT)
         return module.read(embeddings, self._hidden(reading), reading.position_ids_BT, attend)
 
@@ -115,7 +115,7 @@ class IndependentDrafting(Growing):
 
     def __init__(self, module: IndependentDrafter, target: Target) -> None:
         super().__init__(target, *_parts(module, target))
-        self.module = packed_copy(module)
+        self.module, self.packed = module, packed_copy(module)
 
     def level(self, rows: Sequence[RowText], shape: Tree) -> Level:
         """The layers' passes of one round."""
@@ -127,7 +127,7 @@ class _IndependentLevel(Level):
 
     def read_text(self, reading: Reading) -> Tensor:
         """All layers."""
-        module = self.drafting.module
+        module = self.drafting.packed
         embeddings = self.drafting.target.embed(reading.token_ids_BT)
         return module.read(embeddings, reading.position_ids_BT, self._attentions(reading))
 

@@ -264,8 +264,9 @@ def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module
 def _packed(drafter: MoADrafter) -> MoADrafter:
     if drafter.training or _is_altered(drafter):
         return drafter
-    # What the encoder makes of a prompt is cached and sent to devices.
-    return packed_copy(drafter, exact=[drafter.encoder])
+    # What the encoder makes of a prompt is cached and sent to devices, which have no encoder.
+    encoder = getattr(drafter, "encoder", None)
+    return packed_copy(drafter, exact=[] if encoder is None else [encoder])
 
 
 def _is_altered(drafter: MoADrafter) -> bool:
