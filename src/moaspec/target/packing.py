@@ -227,6 +227,9 @@ def pack_layer(layer: ReadingLayer, *, drafts: bool) -> None:
     own, memory = layer.self_attn, getattr(layer, "key_value", None)
     homes = {"q_proj": own} | ({} if memory is None else {"k_proj": memory, "v_proj": memory})
     reads = [getattr(home, name) for name, home in homes.items()]
+    if not all(type(one) is nn.Linear for one in reads):  # a device's, in eight bits
+        pack_linears(layer, drafts=drafts)
+        return
     if len({one.bias is None for one in reads}) == 1:
         for part, (name, home) in zip(_joined(reads, drafts=drafts), homes.items(), strict=True):
             setattr(home, name, part)
