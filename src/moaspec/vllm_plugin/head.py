@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from moaspec.vllm_plugin.products import Product, product
+from moaspec.target.forms import can_pack
+from moaspec.target.packing import PackedLinear
 
 AllReduce = Callable[[Tensor], Tensor]
 
@@ -31,10 +33,10 @@ class DraftHead:
     def __init__(self, target: Any, draft_token_ids: Tensor | None, all_reduce: AllReduce) -> None:
         self._target = target
         self._ids = draft_token_ids
-        self._rows: Product | None = None
+        self._rows: Callable[[Tensor], Tensor] | None = None
         head = getattr(target, "lm_head", None)
         if draft_token_ids is not None and _is_plain(head):
-            self._rows = product(all_reduce(_own_rows(head, draft_token_ids)))
+            self._rows = _product(all_reduce(_own_rows(head, draft_token_ids)))
 
     def best(self, states_TE: Tensor) -> Tensor:
         """(T,) int64."""
@@ -60,6 +62,16 @@ def _is_plain(head: Any) -> bool:
         and weight.is_floating_point()
         and getattr(head, "bias", None) is None
     )
+
+
+def _product(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """What multiplies its input by a transposed weight, laid out for this CPU where that helps."""
+    if not can_pack(weight.dtype, weight.device):
+        return lambda x: F.linear(x, weight)
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return PackedLinear(layer).product()
 
 
 def _own_rows(head: Any, ids_W: Tensor) -> Tensor:
