@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from bits import ROWS, assert_one_rounding, needs_kernels, normal, same_bits, threads
 from moaspec.kernels import Matrix
-from moaspec.kernels.matrix import BLOCK
+from moaspec.kernels.codes import BLOCK
 
 pytestmark = needs_kernels
 
@@ -44,14 +44,14 @@ def test_products_are_rounded_once(outputs: int, inputs: int, biased: bool) -> N
         assert same_bits(single.bfloat16(), matrix.product(x))
 
 
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("shape", [(0,), (), (3, 0), (2, 5), (1, 2, 3)])
 def test_leading_axes_stay(shape: tuple[int, ...], bits: int) -> None:
-    matrix = Matrix(normal(40, 64), None, bits=bits)
-    x = normal(*shape, 64, seed=1)
+    matrix = Matrix(quantised(bits) if bits < 16 else normal(40, 96), None)
+    x = normal(*shape, 96, seed=1)
     got = matrix.product(x)
     assert got.shape == (*shape, 40)
-    assert same_bits(got, matrix.product(x.reshape(-1, 64)).view(got.shape))
+    assert same_bits(got, matrix.product(x.reshape(-1, 96)).view(got.shape))
 
 
 def test_inputs_may_be_strided() -> None:
@@ -79,24 +79,24 @@ def test_a_row_has_the_same_bits_in_every_call(
 
 
 def unrounded(matrix: Matrix) -> tuple[Tensor, Tensor]:
-    """What four bits stand for, by the description of panels in `cpu.cpp`; and their scales."""
+    """What four bits stand for, by the description of panels in `products.h`; and their scales."""
     panels_PNX = matrix._panels
-    assert panels_PNX.shape[2] == 160
+    assert panels_PNX.shape[2] == 320
     scale_PNO, zero_PNO = (
         panels_PNX[..., part].contiguous().view(torch.float16).double()
-        for part in (slice(0, 16), slice(16, 32))
+        for part in (slice(0, 32), slice(32, 64))
     )
-    words_PNjOh = panels_PNX[..., 32:].unflatten(2, (4, 16, 2)).int() & 0xFFFF
+    words_PNX = panels_PNX[..., 64:].contiguous().view(torch.int32)
     weight_OI = torch.empty(len(panels_PNX) * 16, matrix.inputs).double()
     scale_OI = torch.empty_like(weight_OI)
-    for block in range(panels_PNX.shape[1]):
-        for pair in range(16):
-            codes_POh = words_PNjOh[:, block, pair // 4] >> 4 * (pair % 4) & 15
-            for half in range(2):
-                column = 32 * block + 2 * pair + half
-                scale_PO, zero_PO = scale_PNO[:, block], zero_PNO[:, block]
-                weight_OI[:, column] = (scale_PO * codes_POh[..., half] + zero_PO).flatten()
-                scale_OI[:, column] = scale_PO.flatten()
+    for output in range(16):
+        for column in range(32):
+            pair, half = divmod(column, 2)
+            word = (pair // 8 * 2 + output // 8) * 16 + output % 8 * 2 + half
+            codes_PN = words_PNX[..., word] >> 4 * (pair % 8) & 15
+            scale_PN, zero_PN = scale_PNO[..., output], zero_PNO[..., output]
+            weight_OI[output::16, column::32] = scale_PN * codes_PN + zero_PN
+            scale_OI[output::16, column::32] = scale_PN
     return weight_OI[: matrix.outputs], scale_OI[: matrix.outputs]
 
 
@@ -133,21 +133,64 @@ def test_blocks_of_one_number_are_kept() -> None:
     assert torch.equal(read_OI[4, 32:64], weight_OI[4, 32:64])
 
 
+def quantised(bits: int, *, seed: int = 0) -> Tensor:
+    """A weight as a quantiser leaves it: usual blocks, and unusual ones of each kind."""
+    made = torch.Generator().manual_seed(seed)
+    lowest, highest = (0, 15) if bits == 4 else (-127, 127)
+    codes_ONI = torch.randint(lowest, highest + 1, (40, 3, BLOCK), generator=made).float()
+    codes_ONI[..., 3], codes_ONI[..., 17] = lowest, highest
+    scale_ON1 = (0.01 + 0.02 * torch.rand(40, 3, 1, generator=made)).half().float()
+    zero_ON1 = (-0.3 * torch.rand(40, 3, 1, generator=made)).half().float()
+    scale_ON1[1, 0], zero_ON1[1, 0] = 2.0**-20, 0.0  # float16's smallest numbers
+    scale_ON1[2, 1], zero_ON1[2, 1] = 1000.0, -4000.0
+    zero_ON1[3, 2] = 0.01  # no negative weight
+    zero_ON1[4, 0] = -0.5  # no positive one
+    codes_ONI[5, 1] = codes_ONI[5, 1, 3]  # all equal
+    codes_ONI[6, 2], zero_ON1[6, 2] = 0, 0.0  # all zero
+    zero_ON1 = zero_ON1 if bits == 4 else torch.zeros(())
+    return (scale_ON1 * codes_ONI + zero_ON1).flatten(1).bfloat16()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_few_bits_are_found_and_change_no_bit(bits: int, biased: bool) -> None:
+    for seed in range(20):
+        weight_OI, bias = quantised(bits, seed=seed), normal(40, seed=1) if biased else None
+        few, all_ = Matrix(weight_OI, bias), Matrix(weight_OI, bias, bits=16)
+        assert (few.bits, all_.bits) == (bits, 16)
+        assert few.num_bytes == 48 * 3 * (BLOCK * bits // 8 + (4 if bits == 4 else 2))
+        assert same_bits(few.weight(), weight_OI)
+        x = normal(max(ROWS), weight_OI.shape[1], seed=2)
+        for rows in ROWS:
+            expected = all_.product(x[:rows], single=True)
+            assert same_bits(few.product(x[:rows], single=True), expected)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_one_number_more_needs_all_bits(bits: int) -> None:
+    weight_OI = quantised(bits)
+    weight_OI[7, 40] += weight_OI[7].abs().amax() * 0.01
+    matrix = Matrix(weight_OI, None)
+    assert matrix.bits == 16
+    assert same_bits(matrix.weight(), weight_OI)
+
+
+def test_usual_weights_keep_all_bits() -> None:
+    assert Matrix(normal(40, 64), None).bits == 16
+    assert Matrix(normal(40, 34), None).bits == 16  # not in blocks
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_of_four_bits_are_those_of_their_codes(rows: int, biased: bool) -> None:
     bias = normal(40, seed=1) if biased else None
     matrix = Matrix(four_bit_weight(), bias, bits=4)
-    weight_OI, scale_OI = unrounded(matrix)
+    weight_OI, _ = unrounded(matrix)
+    assert same_bits(matrix.weight(), weight_OI.float().bfloat16())
     x = normal(rows, 128, seed=2)
-    exact, _ = product_in_float64(x, weight_OI, bias)
-    # Not the weights themselves are summed, but codes and, once for a block, the zero.
-    lowest_OI = weight_OI.unflatten(1, (-1, BLOCK)).amin(-1, keepdim=True).expand(-1, -1, BLOCK)
-    parts_OI = 15 * scale_OI + lowest_OI.flatten(1).abs()
-    _, terms = product_in_float64(x, parts_OI, bias)
-    # Sums of some hundred float32 numbers, 2 ** -24 of rounding each.
+    expected = Matrix(matrix.weight(), bias, bits=16).product(x, single=True)
     got = matrix.product(x, single=True)
-    assert ((got.double() - exact).abs() <= 131 * 2.0**-24 * terms).all()
+    assert same_bits(got, expected)
     assert same_bits(got.bfloat16(), matrix.product(x))
 
 
@@ -161,9 +204,10 @@ def test_what_kernels_refuse_to_hold() -> None:
     assert not Matrix.can_hold(normal(5, 48), bits=4)
 
 
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_a_matrix_may_be_moved(bits: int) -> None:
-    matrix, x = Matrix(normal(40, 64), normal(40, seed=1), bits=bits), normal(3, 64, seed=2)
+    weight_OI = quantised(bits) if bits < 16 else normal(40, 96)
+    matrix, x = Matrix(weight_OI, normal(40, seed=1)), normal(3, 96, seed=2)
     before, weight_OI = matrix.product(x), matrix.weight().clone()
     room = torch.zeros(matrix.num_bytes, dtype=torch.uint8)
     matrix.move(room)

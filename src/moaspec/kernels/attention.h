@@ -135,7 +135,8 @@ float soften(float* scores, const uint8_t* mask, int64_t slots, float scale, flo
     const __m512 below = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + s), top), factor);
     const __m512 weights = _mm512_maskz_mov_ps(here, exponential(below));
     _mm512_storeu_ps(scores + s, weights);
-    _mm512_mask_compressstoreu_ps(visible + count, here, weights);
+    // Compressed in a register: straight to memory takes some CPUs a hundred cycles.
+    _mm512_storeu_ps(visible + count, _mm512_maskz_compress_ps(here, weights));
     count += __builtin_popcount(here);
   }
   // Summed without the gaps, so that it does not matter in which slots the keys are.

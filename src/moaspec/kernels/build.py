@@ -31,6 +31,7 @@ FLAGS = (
     "-mavx512dq",
     "-mavx512bf16",
     "-mfma",
+    "-mf16c",
 )
 """`-fopenmp` finds the library that PyTorch has loaded: both then share one team of threads."""
 COMPILERS = ("g++", "clang++", "c++")

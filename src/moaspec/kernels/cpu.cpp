@@ -11,9 +11,11 @@
 //
 // Legend: see products.h.
 
+#include <atomic>
 #include <vector>
 
 #include "attention.h"
+#include "codes.h"
 #include "products.h"
 
 extern "C" {
@@ -98,6 +100,21 @@ void moaspec_product(const Matrix* matrix, const bf16* x, int64_t rows, int64_t 
       _mm256_mask_storeu_epi16(static_cast<bf16*>(out) + place, inside,
                                (__m256i)_mm512_cvtneps_pbh(sums));
   });
+}
+
+// What each block of a weight was made of in `bits` bits: scales and zeros (outputs, inputs / 32) in
+// float16, codes (outputs, inputs). Returns whether every weight is exactly that.
+int32_t moaspec_codes(const bf16* weight, int64_t outputs, int64_t inputs, int64_t bits,
+                      uint16_t* scale, uint16_t* zero, int8_t* codes, int32_t threads) {
+  const int64_t blocks = outputs * inputs / kBlock;
+  std::atomic<bool> exact{true};
+#pragma omp parallel for num_threads(threads)
+  for (int64_t i = 0; i < blocks; i++) {
+    if (!exact.load(std::memory_order_relaxed)) continue;
+    const auto find = bits == 4 ? in_four_bits : in_eight_bits;
+    if (!find(weight + i * kBlock, scale + i, zero + i, codes + i * kBlock)) exact = false;
+  }
+  return exact;
 }
 
 // Norm, products, norms of heads and rotary embeddings: (rows, H + 2 J, D), contiguous.

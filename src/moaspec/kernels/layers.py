@@ -19,7 +19,8 @@ from torch import Tensor
 
 from moaspec.kernels.attention import MOST_DIM, PAIR_LANES
 from moaspec.kernels.build import library
-from moaspec.kernels.matrix import LANES, Matrix
+from moaspec.kernels.codes import LANES
+from moaspec.kernels.matrix import Matrix
 from moaspec.kernels.structures import AttentionFacts, LayerFacts, MatrixFacts, PassFacts
 
 NUM_MATRICES = 4

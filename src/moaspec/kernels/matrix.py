@@ -1,6 +1,6 @@
 """A linear layer's weight as the kernels read it, and its product.
 
-Legend: I inputs and O outputs of a matrix, P = O / 16 panels, N = I / 32 blocks.
+Legend: I inputs and O outputs of a matrix, P = O / 16 panels.
 """
 
 from __future__ import annotations
@@ -13,30 +13,34 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moaspec.kernels.build import library, why_not
+from moaspec.kernels.codes import BLOCK, LANES, Coded, found_codes, rounded
 from moaspec.kernels.structures import MatrixFacts
-
-LANES = 16
-"""Outputs of a panel; widths of layers are multiples of it."""
-BLOCK = 32
-"""Inputs that share a scale and a zero in four bits."""
 
 
 class Matrix:
-    """A linear layer's weight in panels of 16 outputs, see `cpu.cpp`.
+    """A linear layer's weight in panels of 16 outputs, see `products.h`.
+
+    A weight that was made of four or eight bits, with a scale and perhaps a zero for each 32
+    inputs, as GGUF's Q4_1 and Q8_0 are, is found out and kept so. Products have the same bits as
+    those of 16, and a third or half of the bytes is read.
 
     Args:
         weight_OI: bf16, see `can_hold`.
         bias: (O,), or None.
-        bits: 16, or 4: then the weights are rounded, to 16 equidistant numbers for each 32 inputs.
+        bits: None: the fewest that keep every weight as it is. 16: as given. 4: the weights are
+            rounded, to 16 equidistant numbers for each 32 inputs.
     """
 
-    def __init__(self, weight_OI: Tensor, bias: Tensor | None, *, bits: int = 16) -> None:
+    def __init__(self, weight_OI: Tensor, bias: Tensor | None, *, bits: int | None = None) -> None:
         self.outputs, self.inputs = weight_OI.shape
         wide = -self.outputs % LANES
         padded_OI = pad(weight_OI, (0, 0, 0, wide)) if wide else weight_OI
-        self._panels = _panels(padded_OI) if bits == 16 else _four_bit_panels(padded_OI)
+        coded = None
+        if bits != 16:
+            coded = rounded(padded_OI) if bits == 4 else found_codes(padded_OI.contiguous())
+        self._panels = _panels(padded_OI) if coded is None else coded.panels()
+        self._bits = 16 if coded is None else coded.bits
         self._bias = None if bias is None else pad(bias.float(), (0, wide))
-        self._bits = bits
         self._describe()
         self._call = library().moaspec_product
 
@@ -59,14 +63,19 @@ class Matrix:
         self._panels = place
         self._describe()
 
+    @property
+    def bits(self) -> int:
+        """Of a weight, as it is kept."""
+        return self._bits
+
     @staticmethod
-    def can_hold(weight_OI: Tensor, *, bits: int = 16) -> bool:
+    def can_hold(weight_OI: Tensor, *, bits: int | None = None) -> bool:
         """Whether there are kernels for this weight here."""
         return (
             weight_OI.dtype == torch.bfloat16
             and weight_OI.device.type == "cpu"
             and weight_OI.numel() > 0
-            and weight_OI.shape[1] % (2 if bits == 16 else BLOCK) == 0
+            and weight_OI.shape[1] % (BLOCK if bits == 4 else 2) == 0
             and why_not() is None
         )
 
@@ -75,7 +84,7 @@ class Matrix:
         if self._bits == 16:
             weight_OI = self._panels.transpose(1, 2).reshape(-1, self.inputs)
         else:
-            weight_OI = _of_four_bits(self._panels)
+            weight_OI = Coded.of(self._panels, self._bits).weight()
         return weight_OI[: self.outputs]
 
     def product(self, x: Tensor, *, single: bool = False) -> Tensor:
@@ -108,31 +117,3 @@ def _panels(weight_OI: Tensor) -> Tensor:
     """(P, I / 2, 16, 2)."""
     outputs, inputs = weight_OI.shape
     return weight_OI.view(outputs // LANES, LANES, inputs // 2, 2).transpose(1, 2).contiguous()
-
-
-def _four_bit_panels(weight_OI: Tensor) -> Tensor:
-    """(P, N, 160) int16: 16 scales and 16 zeros as float16's bits, then 4 * 32 words of codes."""
-    blocks_PONI = weight_OI.float().unflatten(0, (-1, LANES)).unflatten(2, (-1, BLOCK))
-    low_PON1, high_PON1 = blocks_PONI.amin(-1, keepdim=True), blocks_PONI.amax(-1, keepdim=True)
-    zero_PON1 = low_PON1.half()
-    # float16's smallest normal number: a block of equal weights has all codes 0.
-    scale_PON1 = ((high_PON1 - zero_PON1.float()) / 15).clamp(min=2.0**-14).half()
-    codes_PONI = (blocks_PONI - zero_PON1.float()) / scale_PON1.float()
-    codes_PONI = codes_PONI.round().clamp(0, 15).to(torch.int16)
-    # Pair 4 j + k of a block is nibble k of word j; pairs' halves are neighbouring words.
-    nibbles_PNjkOh = codes_PONI.unflatten(3, (4, 4, 2)).permute(0, 2, 3, 4, 1, 5)
-    words_PNjOh = sum(nibbles_PNjkOh[:, :, :, k] << 4 * k for k in range(4))
-    facts_PN2O = torch.stack((scale_PON1, zero_PON1)).squeeze(-1).permute(1, 3, 0, 2)
-    facts_PNX = facts_PN2O.contiguous().view(torch.int16).flatten(2)
-    return torch.cat((facts_PNX, words_PNjOh.flatten(2)), dim=-1).contiguous()
-
-
-def _of_four_bits(panels_PNX: Tensor) -> Tensor:
-    """(O, I) bf16, what the codes stand for."""
-    facts_PNX, words_PNX = panels_PNX.split((2 * LANES, 4 * BLOCK), dim=-1)
-    scale_PNO, zero_PNO = facts_PNX.contiguous().view(torch.float16).float().chunk(2, dim=-1)
-    words_PNjOh = words_PNX.unflatten(2, (4, LANES, 2)).int()
-    nibbles = torch.stack([words_PNjOh >> 4 * k & 15 for k in range(4)], dim=3)
-    codes_PNOI = nibbles.permute(0, 1, 4, 2, 3, 5).flatten(3)
-    weights_PNOI = scale_PNO[..., None] * codes_PNOI + zero_PNO[..., None]
-    return weights_PNOI.transpose(1, 2).flatten(2).flatten(0, 1).bfloat16()

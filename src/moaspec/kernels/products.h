@@ -4,10 +4,11 @@
 // S slots. A pair is two neighbouring bf16 numbers, which one instruction multiplies and adds. A
 // panel is 16 outputs of a weight, laid out as (I / 2, 16, 2).
 //
-// A panel of four bits is a row of blocks, each of 32 inputs: 16 scales and 16 zeros in float16, one
-// of each for an output, then 4 * 32 words. The words have the order of a pair's 16 * 2 numbers, and
-// word w of the j-th 32 has the codes of pairs 4 j to 4 j + 3 in its four nibbles, the lowest first.
-// A weight is scale * code + zero.
+// A panel of fewer bits is a row of blocks of 32 inputs. A block of four bits has 16 scales and 16 zeros
+// in float16, one of each for an output, then four times 16 words: for pairs 0 to 7 and 8 to 15, of outputs
+// 0 to 7 and 8 to 15. A word's lane is an output and a half of the pair; its eight nibbles are the codes of
+// eight pairs, the lowest first. A weight is scale * code + zero, rounded to bf16. A block of eight bits has
+// 16 scales, then the signed codes in the order of a panel of bf16; a weight is scale * code, rounded.
 
 #pragma once
 
@@ -24,12 +25,10 @@ namespace {
 using bf16 = uint16_t;
 
 constexpr int kLanes = 16;        // float32 numbers of a register; outputs of a panel
-constexpr int kPanels = 4;        // panels that a tile computes together
-constexpr int kTileRows = 6;      // rows of a tile: 6 * 4 sums, 4 weights and a row fit 32 registers
+constexpr int kTileRows = 6;      // rows of a tile
 constexpr int kAhead = 32;        // pairs that weights are fetched ahead of their use
 constexpr int kBlock = 32;        // inputs that share a scale and a zero
-constexpr int kBlocksAhead = 4;   // the same in blocks
-constexpr int kBlockBytes = 2 * kLanes * 2 + kBlock * kLanes / 2;
+constexpr int kBlocksAhead = 4;   // blocks that weights are fetched ahead of their use
 constexpr int kChunkRows = 192;   // rows of a layer at once; bounds scratch memory
 constexpr int kQueries = 8;       // queries that share what is read of keys and values
 
@@ -43,7 +42,7 @@ struct Matrix {
   const float* bias;  // or null
   int64_t inputs;
   int64_t outputs;
-  int64_t bits;  // of a weight: 16 or 4
+  int64_t bits;  // of a weight: 16, 8 or 4
 };
 
 }  // extern "C"
@@ -131,143 +130,242 @@ struct Share {
   }
 };
 
-// M rows times V panels; `give(row, panel, sums)` takes each 16 outputs.
-template <int M, int V, class Give>
-inline void tile(const bf16* x, int64_t stride, const bf16* panels, int64_t panel_size,
-                 const bf16* next, int64_t pairs, const Give& give) {
-  __m512 sums[M][V];
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) sums[m][v] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < pairs; k++) {
-    const bf16* later = k + kAhead < pairs ? panels + (k + kAhead) * 2 * kLanes
-                                           : next + (k + kAhead - pairs) * 2 * kLanes;
-    __m512bh weights[V];
-    for (int v = 0; v < V; v++) {
-      weights[v] = (__m512bh)_mm512_loadu_si512(panels + v * panel_size + k * 2 * kLanes);
-      _mm_prefetch(reinterpret_cast<const char*>(later + v * panel_size), _MM_HINT_T0);
-    }
-    for (int m = 0; m < M; m++) {
-      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair(x + m * stride + 2 * k));
-      for (int v = 0; v < V; v++) sums[m][v] = _mm512_dpbf16_ps(sums[m][v], both, weights[v]);
-    }
-  }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) give(m, v, sums[m][v]);
-}
+// Sums of 16 outputs each. Written by one of few functions, whatever is done with them.
+struct Tile {
+  __m512 sums[kTileRows][4];
+};
 
-// The same for panels of four bits.
-template <int M, int V, class Give>
-inline void tile(const bf16* x, int64_t stride, const uint8_t* panels, int64_t panel_size,
-                 const uint8_t* next, int64_t pairs, const Give& give) {
-  // bf16 0 to 15, twice: a look-up takes five bits, of which the highest is the next code's.
-  alignas(64) static const bf16 kCodes[32] = {
-      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
-      0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
-      0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-  const __m512i codes = _mm512_load_si512(kCodes);
-  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  const int64_t blocks = pairs * 2 / kBlock;
-  __m512 sums[M][V];
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) sums[m][v] = _mm512_setzero_ps();
-  for (int64_t b = 0; b < blocks; b++) {
-    const uint8_t* later = b + kBlocksAhead < blocks ? panels + (b + kBlocksAhead) * kBlockBytes
-                                          : next + (b + kBlocksAhead - blocks) * kBlockBytes;
-    for (int v = 0; v < V; v++)
-      for (int line = 0; line < kBlockBytes; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(later + v * panel_size + line), _MM_HINT_T0);
-    const bf16* from = x + b * kBlock;
-    __m512 inner[M][V];
+// Weights as they are, 16 bits each.
+struct Sixteen {
+  static constexpr int kAtOnce = 4;  // panels of a tile: 6 * 4 sums, 4 weights and a row fit 32 registers
+  static int64_t panel_bytes(int64_t inputs) { return inputs * kLanes * sizeof(bf16); }
+
+  // M rows times V panels.
+  template <int M, int V>
+  static void tile(const bf16* x, int64_t stride, const uint8_t* panels, int64_t panel_size,
+                   const uint8_t* next, int64_t inputs, Tile& out) {
+    constexpr int64_t kPair = 2 * kLanes * sizeof(bf16);
+    const int64_t pairs = inputs / 2;
+    __m512 sums[M][V];
     for (int m = 0; m < M; m++)
-      for (int v = 0; v < V; v++) inner[m][v] = _mm512_setzero_ps();
-    for (int j = 0; j < 4; j++) {
-      __m512i words[V];
-      for (int v = 0; v < V; v++)
-        words[v] = _mm512_loadu_si512(panels + v * panel_size + b * kBlockBytes + 64 * (j + 1));
-      for (int k = 0; k < 4; k++) {
-        __m512bh weights[V];
-        for (int v = 0; v < V; v++) {
-          weights[v] = (__m512bh)_mm512_permutexvar_epi16(words[v], codes);
-          words[v] = _mm512_srli_epi16(words[v], 4);
-        }
-        for (int m = 0; m < M; m++) {
-          const __m512bh both =
-              (__m512bh)_mm512_set1_epi32(pair(from + m * stride + 8 * j + 2 * k));
-          for (int v = 0; v < V; v++) inner[m][v] = _mm512_dpbf16_ps(inner[m][v], both, weights[v]);
-        }
-      }
-    }
-    for (int m = 0; m < M; m++) {
-      // All of a row's 32 inputs, 16 sums of two, which every output adds times its zero.
-      const __m512 twos = _mm512_dpbf16_ps(
-          _mm512_setzero_ps(), (__m512bh)_mm512_loadu_si512(from + m * stride), ones);
-      const __m512 all = _mm512_set1_ps(_mm512_reduce_add_ps(twos));
+      for (int v = 0; v < V; v++) sums[m][v] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; k++) {
+      const uint8_t* later = k + kAhead < pairs ? panels + (k + kAhead) * kPair
+                                                : next + (k + kAhead - pairs) * kPair;
+      __m512bh weights[V];
       for (int v = 0; v < V; v++) {
-        const uint8_t* block = panels + v * panel_size + b * kBlockBytes;
-        const __m512 scale =
-            _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block)));
-        const __m512 zero =
-            _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + 32)));
-        sums[m][v] = _mm512_fmadd_ps(inner[m][v], scale, sums[m][v]);
-        sums[m][v] = _mm512_fmadd_ps(all, zero, sums[m][v]);
+        weights[v] = (__m512bh)_mm512_loadu_si512(panels + v * panel_size + k * kPair);
+        _mm_prefetch(reinterpret_cast<const char*>(later + v * panel_size), _MM_HINT_T0);
+      }
+      for (int m = 0; m < M; m++) {
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair(x + m * stride + 2 * k));
+        for (int v = 0; v < V; v++) sums[m][v] = _mm512_dpbf16_ps(sums[m][v], both, weights[v]);
+      }
+    }
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < V; v++) out.sums[m][v] = sums[m][v];
+  }
+};
+
+// One number for each of 16 outputs, twice, as the lanes of outputs 0 to 7 and 8 to 15 want it.
+inline void spread(const uint8_t* halves, __m512 to[2]) {
+  const __m512 all = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+  const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  to[0] = _mm512_permutexvar_ps(twice, all);
+  to[1] = _mm512_permutexvar_ps(_mm512_add_epi32(twice, _mm512_set1_epi32(8)), all);
+}
+
+// A block of four bits, unpacked pair by pair in their order.
+class FourBits {
+ public:
+  static constexpr int kBytes = 4 * kLanes + kBlock * kLanes / 2;
+
+  explicit FourBits(const uint8_t* block) : words_(block + 4 * kLanes) {
+    spread(block, scale_);
+    spread(block + 2 * kLanes, zero_);
+  }
+  __m512bh pair(int k) {
+    __m512 weights[2];
+    for (int half = 0; half < 2; half++) {
+      if (k % 8 == 0) codes_[half] = _mm512_loadu_si512(words_ + (k / 8 * 2 + half) * 64);
+      const __m512i lowest = _mm512_and_si512(codes_[half], _mm512_set1_epi32(15));
+      weights[half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(lowest), scale_[half], zero_[half]);
+      codes_[half] = _mm512_srli_epi32(codes_[half], 4);
+    }
+    return _mm512_cvtne2ps_pbh(weights[1], weights[0]);
+  }
+
+ private:
+  __m512 scale_[2], zero_[2];
+  __m512i codes_[2];
+  const uint8_t* words_;
+};
+
+// The same in eight bits.
+class EightBits {
+ public:
+  static constexpr int kBytes = 2 * kLanes + kBlock * kLanes;
+
+  explicit EightBits(const uint8_t* block) : codes_(block + 2 * kLanes) { spread(block, scale_); }
+  __m512bh pair(int k) {
+    __m512 weights[2];
+    for (int half = 0; half < 2; half++) {
+      const uint8_t* from = codes_ + (2 * k + half) * kLanes;
+      const __m512i codes =
+          _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+      weights[half] = _mm512_mul_ps(_mm512_cvtepi32_ps(codes), scale_[half]);
+    }
+    return _mm512_cvtne2ps_pbh(weights[1], weights[0]);
+  }
+
+ private:
+  __m512 scale_[2];
+  const uint8_t* codes_;
+};
+
+// Weights in blocks of fewer bits, of which each product has the same bits as of the 16 they stand for.
+template <class Block>
+struct Blocks {
+  static constexpr int kAtOnce = 2;
+  static int64_t panel_bytes(int64_t inputs) { return inputs / kBlock * Block::kBytes; }
+
+  template <int M, int V>
+  static void tile(const bf16* x, int64_t stride, const uint8_t* panels, int64_t panel_size,
+                   const uint8_t* next, int64_t inputs, Tile& out) {
+    const int64_t blocks = inputs / kBlock;
+    __m512 sums[M][V];
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < V; v++) sums[m][v] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++) {
+      const uint8_t* later = b + kBlocksAhead < blocks
+                                 ? panels + (b + kBlocksAhead) * Block::kBytes
+                                 : next + (b + kBlocksAhead - blocks) * Block::kBytes;
+      for (int v = 0; v < V; v++)
+        for (int line = 0; line < Block::kBytes; line += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(later + v * panel_size + line), _MM_HINT_T0);
+      add<M, V>(x + b * kBlock, stride, panels + b * Block::kBytes, panel_size, sums);
+    }
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < V; v++) out.sums[m][v] = sums[m][v];
+  }
+
+  // A panel in 16 bits.
+  static void unpack(const uint8_t* panel, int64_t inputs, bf16* to) {
+    for (int64_t b = 0; b < inputs / kBlock; b++) {
+      Block block(panel + b * Block::kBytes);
+      for (int k = 0; k < kBlock / 2; k++)
+        _mm512_storeu_si512(to + (b * kBlock + 2 * k) * kLanes, (__m512i)block.pair(k));
+    }
+  }
+
+ private:
+  template <int M, int V>
+  static void add(const bf16* x, int64_t stride, const uint8_t* first, int64_t panel_size,
+                  __m512 (&sums)[M][V]) {
+    Block low(first), high(first + (V - 1) * panel_size);
+#pragma GCC unroll 16
+    for (int k = 0; k < kBlock / 2; k++) {
+      __m512bh weights[2] = {low.pair(k)};
+      if (V == 2) weights[1] = high.pair(k);
+      for (int m = 0; m < M; m++) {
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(pair(x + m * stride + 2 * k));
+        for (int v = 0; v < V; v++) sums[m][v] = _mm512_dpbf16_ps(sums[m][v], both, weights[v]);
       }
     }
   }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) give(m, v, sums[m][v]);
+};
+
+template <class Format, int M, class... Rest>
+inline void tile_of(int count, Rest&... rest) {
+  if constexpr (Format::kAtOnce == 4) {
+    if (count == 4) return Format::template tile<M, 4>(rest...);
+    if (count == 3) return Format::template tile<M, 3>(rest...);
+  }
+  if (count == 2) return Format::template tile<M, 2>(rest...);
+  return Format::template tile<M, 1>(rest...);
 }
 
-template <int M, class... Rest>
-inline void tile_of(int panels_at_once, Rest&&... rest) {
-  switch (panels_at_once) {
-    case 4: return tile<M, 4>(rest...);
-    case 3: return tile<M, 3>(rest...);
-    case 2: return tile<M, 2>(rest...);
-    default: return tile<M, 1>(rest...);
+// Rows times `count` panels: `give(row, panel, sums)`. After them `following` is read.
+template <class Format, class Give>
+void multiply_panels(const bf16* x, int64_t rows, int64_t stride, const uint8_t* panels, int count,
+                     const uint8_t* following, int64_t inputs, const Give& give) {
+  const int64_t bytes = Format::panel_bytes(inputs);
+  for (int64_t row = 0; row < rows;) {
+    const int64_t left = rows - row;
+    const int64_t size = left == 7 || left == 8 ? 4 : std::min<int64_t>(kTileRows, left);
+    const uint8_t* next = left > size ? panels : following;
+    const bf16* from = x + row * stride;
+    Tile tile;
+    switch (size) {
+      case 6: tile_of<Format, 6>(count, from, stride, panels, bytes, next, inputs, tile); break;
+      case 5: tile_of<Format, 5>(count, from, stride, panels, bytes, next, inputs, tile); break;
+      case 4: tile_of<Format, 4>(count, from, stride, panels, bytes, next, inputs, tile); break;
+      case 3: tile_of<Format, 3>(count, from, stride, panels, bytes, next, inputs, tile); break;
+      case 2: tile_of<Format, 2>(count, from, stride, panels, bytes, next, inputs, tile); break;
+      default: tile_of<Format, 1>(count, from, stride, panels, bytes, next, inputs, tile);
+    }
+    for (int64_t m = 0; m < size; m++)
+      for (int v = 0; v < count; v++) give(row + m, v, tile.sums[m][v]);
+    row += size;
   }
 }
 
-// This thread's share of x times the transposed weight, of panels of one kind.
-template <class Panel, class Give>
-void multiply(const Matrix& matrix, int64_t panel_size, int64_t at_once, const bf16* x,
-              int64_t rows, int64_t stride, const Give& give) {
-  const Panel* const all = static_cast<const Panel*>(matrix.panels);
-  const int64_t pairs = matrix.inputs / 2;
+// This thread's share of panels of one format: `visit(first panel, how many, the first, the next)`.
+template <class Format, class Visit>
+void share_panels(const Matrix& matrix, int64_t at_once, const Visit& visit) {
+  const int64_t bytes = Format::panel_bytes(matrix.inputs);
+  const uint8_t* const all = static_cast<const uint8_t*>(matrix.panels);
   const Share share((matrix.outputs + kLanes - 1) / kLanes);
   for (int64_t panel = share.start; panel < share.stop; panel += at_once) {
     const int count = static_cast<int>(std::min<int64_t>(at_once, share.stop - panel));
-    const Panel* panels = all + panel * panel_size;
-    const Panel* following = panel + count < share.stop ? panels + count * panel_size : panels;
-    for (int64_t row = 0; row < rows;) {
-      const int64_t left = rows - row;
-      const int64_t size = left == 7 || left == 8 ? 4 : std::min<int64_t>(kTileRows, left);
-      const Panel* next = left > size ? panels : following;
-      const auto take = [&](int m, int v, __m512 sums) {
-        const int64_t output = (panel + v) * kLanes;
-        if (matrix.bias) sums = _mm512_add_ps(sums, _mm512_loadu_ps(matrix.bias + output));
-        give(row + m, output, sums);
-      };
-      const bf16* from = x + row * stride;
-      switch (size) {
-        case 6: tile_of<6>(count, from, stride, panels, panel_size, next, pairs, take); break;
-        case 5: tile_of<5>(count, from, stride, panels, panel_size, next, pairs, take); break;
-        case 4: tile_of<4>(count, from, stride, panels, panel_size, next, pairs, take); break;
-        case 3: tile_of<3>(count, from, stride, panels, panel_size, next, pairs, take); break;
-        case 2: tile_of<2>(count, from, stride, panels, panel_size, next, pairs, take); break;
-        default: tile_of<1>(count, from, stride, panels, panel_size, next, pairs, take);
-      }
-      row += size;
-    }
+    const uint8_t* panels = all + panel * bytes;
+    visit(panel, count, panels, panel + count < share.stop ? panels + count * bytes : panels);
   }
+}
+
+template <class Format, class Give>
+void multiply_as(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride,
+                 const Give& give) {
+  share_panels<Format>(matrix, Format::kAtOnce, [&](int64_t panel, int count, const uint8_t* panels,
+                                                    const uint8_t* following) {
+    multiply_panels<Format>(x, rows, stride, panels, count, following, matrix.inputs,
+                            [&](int64_t row, int v, __m512 sums) { give(row, panel + v, sums); });
+  });
+}
+
+// For more rows than a tile has, panels of blocks are unpacked first, once for all of them.
+template <class Block, class Give>
+void multiply_blocks(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride,
+                     const Give& give) {
+  if (rows <= kTileRows) return multiply_as<Blocks<Block>>(matrix, x, rows, stride, give);
+  const int64_t inputs = matrix.inputs, bytes = Blocks<Block>::panel_bytes(inputs);
+  const int64_t unpacked = Sixteen::panel_bytes(inputs);
+  own_scratch.resize(std::max<size_t>(own_scratch.size(), Sixteen::kAtOnce * unpacked / sizeof(float)));
+  uint8_t* const room = reinterpret_cast<uint8_t*>(own_scratch.data());
+  share_panels<Blocks<Block>>(
+      matrix, Sixteen::kAtOnce,
+      [&](int64_t panel, int count, const uint8_t* panels, const uint8_t*) {
+        for (int v = 0; v < count; v++)
+          Blocks<Block>::unpack(panels + v * bytes, inputs,
+                                reinterpret_cast<bf16*>(room + v * unpacked));
+        multiply_panels<Sixteen>(x, rows, stride, room, count, room, inputs,
+                                 [&](int64_t row, int v, __m512 sums) { give(row, panel + v, sums); });
+      });
 }
 
 // This thread's share of x times the transposed weight: `give(row, first output, sums)`.
 template <class Give>
 void multiply(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride, const Give& give) {
-  if (matrix.bits == 4)
-    multiply<uint8_t>(matrix, matrix.inputs / kBlock * kBlockBytes, 2, x, rows, stride, give);
-  else
-    multiply<bf16>(matrix, matrix.inputs * kLanes, kPanels, x, rows, stride, give);
+  const auto take = [&](int64_t row, int64_t panel, __m512 sums) {
+    const int64_t output = panel * kLanes;
+    if (matrix.bias) sums = _mm512_add_ps(sums, _mm512_loadu_ps(matrix.bias + output));
+    give(row, output, sums);
+  };
+  switch (matrix.bits) {
+    case 4: return multiply_blocks<FourBits>(matrix, x, rows, stride, take);
+    case 8: return multiply_blocks<EightBits>(matrix, x, rows, stride, take);
+    default: return multiply_as<Sixteen>(matrix, x, rows, stride, take);
+  }
 }
 
 }  // namespace

@@ -62,9 +62,9 @@ class Form(Protocol):
 
 
 class Kernel:
-    """bf16, or four bits, in the layout of `moaspec.kernels`."""
+    """bf16, or fewer bits, in the layout of `moaspec.kernels`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, bits: int = 16) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, bits: int | None = None) -> None:
         self.bias, self.matrix = bias, Matrix(weight, bias, bits=bits)
 
     def weight(self) -> Tensor:
