@@ -195,7 +195,7 @@ def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -
                 around(module.fused, name, "proposer: products")
         elif isinstance(module, PackedLinear | nn.Linear):
             around(module, "forward", "proposer: products")
-    around(parts.head, "_rows", "proposer: products")
+    around(parts.head, "_chosen", "proposer: products")
     around(encoder, "masked_attention", "proposer: attention")
     around(KVCapture, "_take", "proposer: capture")
     around(drafter, "propose", "proposer: other")

@@ -117,6 +117,42 @@ int32_t moaspec_codes(const bf16* weight, int64_t outputs, int64_t inputs, int64
   return exact;
 }
 
+// For each row the name of its largest output, the first of equal ones.
+void moaspec_best(const Matrix* matrix, const bf16* x, int64_t rows, int64_t stride,
+                  const int64_t* names, int64_t* out, int32_t threads) {
+  // Every lane of every thread keeps its own best, and where that was.
+  const int64_t lanes = rows * kLanes;
+  const __m512 lowest = _mm512_set1_ps(-INFINITY);
+  std::vector<float> tops(threads * lanes, -INFINITY);
+  std::vector<int32_t> places(threads * lanes, 0);
+#pragma omp parallel num_threads(threads)
+  {
+    float* own_tops = tops.data() + omp_get_thread_num() * lanes;
+    int32_t* own_places = places.data() + omp_get_thread_num() * lanes;
+    multiply(*matrix, x, rows, stride, [&](int64_t row, int64_t output, __m512 sums) {
+      sums = _mm512_mask_mov_ps(lowest, first(matrix->outputs - output), sums);
+      const __m512 top = _mm512_loadu_ps(own_tops + row * kLanes);
+      const __mmask16 better = _mm512_cmp_ps_mask(sums, top, _CMP_GT_OQ);
+      _mm512_mask_storeu_ps(own_tops + row * kLanes, better, sums);
+      _mm512_mask_storeu_epi32(own_places + row * kLanes, better,
+                               _mm512_set1_epi32(static_cast<int32_t>(output)));
+    });
+  }
+  for (int64_t row = 0; row < rows; row++) {
+    float top = -INFINITY;
+    int64_t best = 0;
+    for (int64_t i = 0; i < threads * kLanes; i++) {
+      const int64_t lane = i / kLanes * lanes + row * kLanes + i % kLanes;
+      const int64_t place = places[lane] + i % kLanes;
+      if (tops[lane] > top || (tops[lane] == top && place < best)) {
+        top = tops[lane];
+        best = place;
+      }
+    }
+    out[row] = names[best];
+  }
+}
+
 // Norm, products, norms of heads and rotary embeddings: (rows, H + 2 J, D), contiguous.
 // Cosines and sines are (period, turned), those of row 0, 1, ... and again from the start.
 void moaspec_project(const Layer* layer, const bf16* x, int64_t rows, const float* cos,

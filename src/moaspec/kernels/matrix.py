@@ -42,7 +42,7 @@ class Matrix:
         self._bits = 16 if coded is None else coded.bits
         self._bias = None if bias is None else pad(bias.float(), (0, wide))
         self._describe()
-        self._call = library().moaspec_product
+        self._call, self._call_best = library().moaspec_product, library().moaspec_best
 
     def _describe(self) -> None:
         bias = None if self._bias is None else self._bias.data_ptr()
@@ -111,6 +111,32 @@ class Matrix:
             c_int32(torch.get_num_threads()),
         )
         return out
+
+    def best(self, x_TI: Tensor, names_O: Tensor) -> Tensor:
+        """For each row the name of its largest product, the first of equal ones: (T,) int64.
+
+        Sums are compared in float32, and none is written to memory.
+
+        Args:
+            x_TI: bf16.
+            names_O: int64, contiguous.
+        """
+        assert x_TI.dtype == torch.bfloat16, x_TI.dtype
+        assert x_TI.shape[1:] == (self.inputs,), (x_TI.shape, self.inputs)
+        assert names_O.dtype == torch.int64 and names_O.is_contiguous()
+        assert names_O.shape == (self.outputs,), (names_O.shape, self.outputs)
+        x_TI = x_TI.contiguous()
+        out_T = names_O.new_empty(len(x_TI))
+        self._call_best(
+            self._reference,
+            c_void_p(x_TI.data_ptr()),
+            c_int64(len(x_TI)),
+            c_int64(self.inputs),
+            c_void_p(names_O.data_ptr()),
+            c_void_p(out_T.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return out_T
 
 
 def _panels(weight_OI: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Legend: T tokens, E hidden size, V rows of the vocabulary on this rank, W draft 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,15 +34,16 @@ class DraftHead:
     def __init__(self, target: Any, draft_token_ids: Tensor | None, all_reduce: AllReduce) -> None:
         self._target = target
         self._ids = draft_token_ids
-        self._rows: Callable[[Tensor], Tensor] | None = None
+        self._chosen: Callable[[Tensor], Tensor] | None = None
         head = getattr(target, "lm_head", None)
         if draft_token_ids is not None and _is_plain(head):
-            self._rows = _product(all_reduce(_own_rows(head, draft_token_ids)))
+            rows_WE = all_reduce(_own_rows(head, draft_token_ids))
+            self._chosen = _choosing(rows_WE, draft_token_ids)
 
     def best(self, states_TE: Tensor) -> Tensor:
         """(T,) int64."""
-        if self._rows is not None and self._ids is not None:
-            return self._ids[_best(self._rows(states_TE))]
+        if self._chosen is not None:
+            return self._chosen(states_TE)
         logits_TV = self._target.compute_logits(states_TE)
         if self._ids is None:
             return _best(logits_TV)
@@ -64,14 +66,20 @@ def _is_plain(head: Any) -> bool:
     )
 
 
-def _product(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """What multiplies its input by a transposed weight, laid out for this CPU where that helps."""
-    if not can_pack(weight.dtype, weight.device):
-        return lambda x: F.linear(x, weight)
+def _choosing(weight_WE: Tensor, ids_W: Tensor) -> Callable[[Tensor], Tensor]:
+    """What gives the best id of each state, (T, E) -> (T,), laid out for this CPU where it helps.
+
+    As in `moaspec.decode`, sums are compared before they are rounded wherever they can be had.
+    """
+    if not can_pack(weight_WE.dtype, weight_WE.device):
+        return lambda states_TE: ids_W[_best(F.linear(states_TE, weight_WE))]
     with torch.device("meta"):
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    return PackedLinear(layer).product()
+        layer = nn.Linear(weight_WE.shape[1], weight_WE.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight_WE, requires_grad=False)
+    packed = PackedLinear(layer)
+    if packed.matrix is not None:
+        return partial(packed.matrix.best, names_O=ids_W.contiguous())
+    return lambda states_TE: ids_W[packed.single(states_TE).argmax(-1)]
 
 
 def _own_rows(head: Any, ids_W: Tensor) -> Tensor:
