@@ -141,6 +141,16 @@ def test_a_table_gives_the_same_bits_and_grows() -> None:
             assert torch.equal(found, expected)
 
 
+def test_the_first_positions_of_a_text() -> None:
+    rope, looked_up = Rope.plain(16, 5000.0), Rope.plain(16, 5000.0)
+    looked_up.tabulate()
+    for count in (1, 30, 1024, 1025):
+        expected = rope(torch.arange(count)[None])
+        for found in (rope.first(count), looked_up.first(count)):
+            assert torch.equal(found[0], expected[0])
+            assert torch.equal(found[1], expected[1])
+
+
 def test_frequencies_that_depend_on_a_text_are_not_tabulated() -> None:
     rope = Rope.scaled(16, LONGROPE, 512)
     before = rope(POSITIONS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -122,11 +121,12 @@ def test_uneven_heads_are_refused() -> None:
 
 
 def test_verified_tokens_of_a_step() -> None:
-    starts = np.array([0, 4, 4, 9, 10], dtype=np.int32)
-    some = verified_index(starts, np.array([2, 0, 5, 99]))
-    assert some is not None
-    assert some.tolist() == [0, 1, 4, 5, 6, 7, 8, 9]
-    assert verified_index(starts, np.array([4, 0, 5, 1])) is None
+    starts = [0, 4, 4, 9, 10]
+    assert verified_index(starts, [2, 0, 5, 99]) == [0, 1, 4, 5, 6, 7, 8, 9]
+    assert verified_index(starts, [4, 0, 5, 1]) == slice(0, 10)
+    assert verified_index(starts, [0, 0, 3, 0]) == slice(4, 7)
+    assert verified_index([0, 4], [2]) == slice(0, 2)
+    assert verified_index([0, 4], [0]) == slice(0)
 
 
 def test_layers_that_cannot_be_read_are_refused() -> None:

@@ -156,7 +156,7 @@ class _Speaking(Level):
         embeddings = self.drafting.target.embed(reading.token_ids_BT)
         (attend,) = self._attentions(reading)
         speaker = self.drafting.module.speaker
-        return speaker.read_text(embeddings, reading.position_ids_BT, attend)
+        return speaker.read_text(embeddings, speaker.self_rope(reading.position_ids_BT), attend)
 
     def _without_missing(self, mask: Tensor) -> Tensor:
         """A mask over positions that hides those whose features have not come."""
@@ -197,7 +197,8 @@ class _Speaking(Level):
         """CA and the reused layers."""
         drafting = self.drafting
         attend = self._memory(x_BWE, position_BW, own)
-        states_BWE = drafting.module.speaker.read_memory(x_BWE, position_BW, attend)
+        speaker = drafting.module.speaker
+        states_BWE = speaker.read_memory(x_BWE, speaker.cross_rope(position_BW), attend)
         states_BWE = drafting.module.exit(states_BWE, drafting.num_target_layers)
         if not drafting.num_target_layers:
             return states_BWE

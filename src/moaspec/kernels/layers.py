@@ -97,7 +97,8 @@ class FusedLayer:
 
         Args:
             x_BTE: what enters the layer.
-            cos_BTR: cosines, float32, contiguous; (1, T, R) where all rows share them.
+            cos_BTR: cosines, float32, contiguous, of any axes before R; of T tokens alone where all
+                rows share them.
             sin_BTR: sines, likewise.
         """
         assert x_BTE.dtype == torch.bfloat16, x_BTE.dtype
@@ -111,7 +112,7 @@ class FusedLayer:
             c_void_p(cos_BTR.data_ptr()),
             c_void_p(sin_BTR.data_ptr()),
             c_int64(cos_BTR.shape[-1]),
-            c_int64(cos_BTR.shape[0] * cos_BTR.shape[1]),
+            c_int64(cos_BTR.numel() // cos_BTR.shape[-1]),
             c_void_p(out.data_ptr()),
             c_int32(torch.get_num_threads()),
         )
@@ -195,7 +196,7 @@ class FusedStack:
             num: how many layers.
         """
         assert x_BTE.dtype == slots.cache.dtype == torch.bfloat16
-        assert cos_BTR.shape[:2] == x_BTE.shape[:2]
+        assert cos_BTR.numel() == x_BTE.shape[:2].numel() * cos_BTR.shape[-1]
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         B, T = x_BTE.shape[:2]
         cache, last = slots.cache, self._layers[-1].described

@@ -119,13 +119,13 @@ class Matrix:
 
         Args:
             x_TI: bf16.
-            names_O: int64, contiguous.
+            names_O: int64.
         """
         assert x_TI.dtype == torch.bfloat16, x_TI.dtype
         assert x_TI.shape[1:] == (self.inputs,), (x_TI.shape, self.inputs)
-        assert names_O.dtype == torch.int64 and names_O.is_contiguous()
+        assert names_O.dtype == torch.int64, names_O.dtype
         assert names_O.shape == (self.outputs,), (names_O.shape, self.outputs)
-        x_TI = x_TI.contiguous()
+        x_TI, names_O = x_TI.contiguous(), names_O.contiguous()
         out_T = names_O.new_empty(len(x_TI))
         self._call_best(
             self._reference,

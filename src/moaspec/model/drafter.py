@@ -190,15 +190,20 @@ class MoADrafter(nn.Module):
             sa_mask = torch.where(staircase_B[:, None, None, None], narrow, sa_mask)
         key, value = self.project_kv(aggregated_BTE, position_ids_BT)
         ca_mask = memory_mask(attention_mask_BT, block_start_BT)
-        x_BTE = self.speaker.read_text(
-            embeddings_BTE, position_ids_BT, lambda q, k, v: masked_attention(q, k, v, sa_mask)
+        speaker = self.speaker
+        x_BTE = speaker.read_text(
+            embeddings_BTE,
+            speaker.self_rope(position_ids_BT),
+            lambda q, k, v: masked_attention(q, k, v, sa_mask),
         )
         if self.reads_drafts:
             own_key, own_value = self.project_kv(x_BTE, position_ids_BT)
             key, value = torch.cat((key, own_key), dim=2), torch.cat((value, own_value), dim=2)
             ca_mask = reused_layer_mask(text_mask(attention_mask_BT), block_start_BT)
-        return self.speaker.read_memory(
-            x_BTE, position_ids_BT, lambda q: masked_attention(q, key, value, ca_mask)
+        return speaker.read_memory(
+            x_BTE,
+            speaker.cross_rope(position_ids_BT),
+            lambda q: masked_attention(q, key, value, ca_mask),
         )
 
     def exit(self, states_BTE: Tensor, num_target_layers: int) -> Tensor:

@@ -105,8 +105,7 @@ class Encoder(nn.Module):
         return joined.unflatten(0, kv_BTLK.shape[:2])
 
     def _mean(self, x_NLK: Tensor) -> Tensor:
-        layer_ids_1L = torch.arange(x_NLK.shape[1], device=x_NLK.device)[None]
-        cos_sin = self.layer_rope(layer_ids_1L)
+        cos_sin = self.layer_rope.first(x_NLK.shape[1])
         return self.layer_self_attention.mean(x_NLK, cos_sin, masked_attention)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:

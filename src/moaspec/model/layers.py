@@ -23,7 +23,9 @@ from moaspec.model.rope import CosSin, rotate
 SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query_BHTD, key_BHTD, value_BHTD) of new tokens -> what they read, (B, H, T, D).
 
-One with attributes `slots` and `mask`, which say the same of a cache, lets kernels do it all."""
+One with attributes `slots` and `mask`, which say the same of a cache, lets kernels do it all. One
+with a method `joined` takes what kernels give as it lies there, (B, T, H + 2 J, D), and gives heads
+side by side, (B, T, H * D)."""
 CrossAttend = Callable[[Tensor], Tensor]
 """query_BHTD -> what it reads from keys and values stored elsewhere, (B, H, T, D). See
 `SelfAttend`."""
@@ -145,10 +147,6 @@ class QueryOutput(nn.Module):
         """What `q_proj` gave as rotated queries, (B, H, T, D)."""
         return rotate(split_heads(query_BTX, self.head_dim), cos_sin)
 
-    def output(self, read_BHTD: Tensor) -> Tensor:
-        """Attention output back at the layer's width, (B, T, E)."""
-        return self.o_proj(merge_heads(read_BHTD))
-
 
 class KeyValue(nn.Module):
     """The half of an attention block that belongs to what is read: keys and values."""
@@ -198,24 +196,40 @@ class ReadingLayer(nn.Module):
         mask: Tensor = attend.mask  # type: ignore[union-attr]
         return self.stack.run(x_BTE, *angles(cos_sin), mask.contiguous(), slots=slots, num=1)
 
-    def finish(self, x_BTE: Tensor, read_BHTD: Tensor) -> Tensor:
-        """Residual around the attention, then the residual MLP."""
+    def finish(self, x_BTE: Tensor, read_BTX: Tensor) -> Tensor:
+        """Output projection and residual connection, then the residual MLP.
+
+        Args:
+            x_BTE: what entered the layer.
+            read_BTX: what its attention gave, heads side by side.
+        """
         if self.fused is not None:
-            return self.fused.finish(x_BTE, merge_heads(read_BHTD))
-        x_BTE = x_BTE + self.self_attn.output(read_BHTD)
+            return self.fused.finish(x_BTE, read_BTX)
+        x_BTE = x_BTE + self.self_attn.o_proj(read_BTX)
         inner_BTI = self.mlp.inner(self.post_attention_layernorm, x_BTE)
         return x_BTE + self.mlp.down_proj(inner_BTI)
 
-    def finish_mean(self, x_BTE: Tensor, read_BHTD: Tensor) -> Tensor:
+    def finish_mean(self, x_BTE: Tensor, read_BTX: Tensor) -> Tensor:
         """The mean over tokens of what `finish` gives, (B, E).
 
         The MLP's last projection is linear: it may follow the mean, at one T-th of its cost.
         """
         if self.fused is not None:
-            return self.fused.finish_mean(x_BTE, merge_heads(read_BHTD))
-        x_BTE = x_BTE + self.self_attn.output(read_BHTD)
+            return self.fused.finish_mean(x_BTE, read_BTX)
+        x_BTE = x_BTE + self.self_attn.o_proj(read_BTX)
         inner_BTI = self.mlp.inner(self.post_attention_layernorm, x_BTE)
         return x_BTE.mean(dim=1) + self.mlp.down_proj(inner_BTI.mean(dim=1))
+
+    def _read(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend | CrossAttend) -> Tensor:
+        """What attention gives, heads side by side, (B, T, H * D)."""
+        joined = getattr(attend, "joined", None)
+        if self.fused is None or joined is None:
+            return merge_heads(attend(*self._projected(x_BTE, cos_sin)))
+        return joined(self.fused.project(x_BTE, *angles(cos_sin)))
+
+    def _projected(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:
+        """What attention is asked, each (B, heads, T, D)."""
+        raise NotImplementedError
 
 
 class DecoderLayer(ReadingLayer):
@@ -242,20 +256,16 @@ class DecoderLayer(ReadingLayer):
         """The mean over tokens of what `forward` gives, (B, E)."""
         return self.finish_mean(x_BTE, self._read(x_BTE, cos_sin, attend))
 
-    def _read(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend) -> Tensor:
+    def _projected(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:
+        """Rotated queries and keys, and values."""
         own, memory = self.self_attn, self.key_value
         if self.fused is not None:
-            return attend(*self._projected(x_BTE, cos_sin))
+            heads_BXTD = self.fused.project(x_BTE, *angles(cos_sin)).transpose(1, 2)
+            counts = (heads_BXTD.shape[1] - 2 * memory.num_heads, *(memory.num_heads,) * 2)
+            return heads_BXTD.split(counts, dim=1)
         linears = (own.q_proj, memory.k_proj, memory.v_proj)
         query, key, value = normed_products(self.input_layernorm, x_BTE, linears)
-        return attend(own.rotated(query, cos_sin), *memory.rotated(key, value, cos_sin))
-
-    def _projected(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:
-        """Rotated queries and keys, and values, each (B, heads, T, D), by kernels."""
-        assert self.fused is not None
-        heads_BTXD, own = self.fused.project(x_BTE, *angles(cos_sin)), self.key_value.num_heads
-        counts = (heads_BTXD.shape[2] - 2 * own, own, own)
-        return [part.transpose(1, 2) for part in heads_BTXD.split(counts, dim=2)]
+        return own.rotated(query, cos_sin), *memory.rotated(key, value, cos_sin)
 
 
 class CrossLayer(ReadingLayer):
@@ -265,14 +275,16 @@ class CrossLayer(ReadingLayer):
         done = self.in_one_call(x_BTE, cos_sin, attend)
         if done is not None:
             return done
+        return self.finish(x_BTE, self._read(x_BTE, cos_sin, attend))
+
+    def _projected(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:
+        """Rotated queries."""
         if self.fused is not None:
-            query = self.fused.project(x_BTE, *angles(cos_sin)).transpose(1, 2)
-            return self.finish(x_BTE, attend(query))
-        query = self.self_attn.query(self.input_layernorm(x_BTE), cos_sin)
-        return self.finish(x_BTE, attend(query))
+            return (self.fused.project(x_BTE, *angles(cos_sin)).transpose(1, 2),)
+        return (self.self_attn.query(self.input_layernorm(x_BTE), cos_sin),)
 
 
 def angles(cos_sin: CosSin) -> CosSin:
-    """Cosines and sines as kernels read them, (B, T, D) each."""
+    """Cosines and sines as kernels read them: as they are, but contiguous."""
     cos_B1TD, sin_B1TD = cos_sin
-    return cos_B1TD[:, 0].contiguous(), sin_B1TD[:, 0].contiguous()
+    return cos_B1TD.contiguous(), sin_B1TD.contiguous()

@@ -112,6 +112,13 @@ class Rope(nn.Module):
             cos, sin = self._looked_up(position_ids_BT, self._table)
         return cos[:, None], sin[:, None]
 
+    def first(self, count: int) -> CosSin:
+        """Those of positions 0, 1, ... of one text, (1, 1, `count`, D) each."""
+        if self._table is None or count > len(self._table[0]):
+            return self(torch.arange(count, device=self.inv_freq.device)[None])
+        cos, sin = self._table
+        return cos[:count][None, None], sin[:count][None, None]
+
     def _looked_up(self, position_ids_BT: Tensor, table: CosSin) -> CosSin:
         try:
             return table[0][position_ids_BT], table[1][position_ids_BT]

@@ -12,11 +12,17 @@ from torch import Tensor, nn
 
 from moaspec.model.config import DrafterConfig
 from moaspec.model.layers import CrossAttend, CrossLayer, DecoderLayer, SelfAttend
-from moaspec.model.rope import Rope
+from moaspec.model.rope import CosSin, Rope
 
 
 class Speaker(nn.Module):
-    """SA and CA's query side. Source: arXiv 2410.03804, section 4.2."""
+    """SA and CA's query side. Source: arXiv 2410.03804, section 4.2.
+
+    Attributes:
+        self_rope: SA's rotary embeddings. They are looked up by callers, who may do so for several
+            passes at once.
+        cross_rope: CA's.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -32,20 +38,28 @@ class Speaker(nn.Module):
         self.cross_attention = CrossLayer(ca, eps=eps, hidden_act=act)
         self.cross_rope = Rope.plain(ca.head_dim, config.rope_theta)
 
-    def read_text(
-        self, embeddings_BTE: Tensor, position_ids_BT: Tensor, attend: SelfAttend
-    ) -> Tensor:
-        """SA: depends on the tokens alone, so verified tokens never need recomputing."""
+    def read_text(self, embeddings_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend) -> Tensor:
+        """SA: depends on the tokens alone, so verified tokens never need recomputing.
+
+        Args:
+            embeddings_BTE: of the tokens.
+            cos_sin: what `self_rope` gives for their positions.
+            attend: see `SelfAttend`.
+        """
         if self.without_text:
             return embeddings_BTE
-        return self.self_attention(embeddings_BTE, self.self_rope(position_ids_BT), attend)
+        return self.self_attention(embeddings_BTE, cos_sin, attend)
 
-    def remember_text(
-        self, embeddings_BTE: Tensor, position_ids_BT: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def remember_text(self, embeddings_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """SA's keys and values of tokens from which nothing is drafted, (B, heads, T, D) each."""
-        return self.self_attention.remember(embeddings_BTE, self.self_rope(position_ids_BT))
+        return self.self_attention.remember(embeddings_BTE, cos_sin)
 
-    def read_memory(self, x_BTE: Tensor, position_ids_BT: Tensor, attend: CrossAttend) -> Tensor:
-        """CA: each token reads what the encoder wrote of the verified tokens."""
-        return self.cross_attention(x_BTE, self.cross_rope(position_ids_BT), attend)
+    def read_memory(self, x_BTE: Tensor, cos_sin: CosSin, attend: CrossAttend) -> Tensor:
+        """CA: each token reads what the encoder wrote of the verified tokens.
+
+        Args:
+            x_BTE: what `read_text` gave.
+            cos_sin: what `cross_rope` gives for the tokens' positions.
+            attend: see `CrossAttend`.
+        """
+        return self.cross_attention(x_BTE, cos_sin, attend)

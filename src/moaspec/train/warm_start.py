@@ -262,8 +262,9 @@ def balanced(queries_HD: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
 def _text_states(target: Target, drafter: MoADrafter, batch: Batch) -> Tensor:
     """SA's output for one example, (T, E)."""
     mask = text_mask(batch.attention_mask_BT)
-    return drafter.speaker.read_text(
+    speaker = drafter.speaker
+    return speaker.read_text(
         target.embed(batch.input_ids_BT).float(),
-        positions(batch.attention_mask_BT),
+        speaker.self_rope(positions(batch.attention_mask_BT)),
         lambda q, k, v: masked_attention(q, k, v, mask),
     )[0]

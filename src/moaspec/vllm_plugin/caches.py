@@ -3,8 +3,8 @@
 They live in the same blocks as the target's, at the same slots, so that prefix caching, preemption
 and reordering carry them along without a line of code here.
 
-Legend: R requests, N tokens, H heads, C KV heads, D head dim, M blocks of a request, S drafted
-tokens of each.
+Legend: R requests, N tokens, H heads, C KV heads, D head dim, X = H + 2 * C, M blocks of a request,
+S drafted tokens of each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
@@ -20,8 +21,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from moaspec.model.config import LayerConfig
 from moaspec.vllm_plugin.capture import Integers
-
-DENSE = torch.contiguous_format
 
 
 class PagedLayer:
@@ -38,6 +37,7 @@ class PagedLayer:
         unlimited = copy.copy(cache_config)
         unlimited.sliding_window = None
         self.name = prefix
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.attention = Attention(
             config.num_heads,
             config.head_dim,
@@ -49,42 +49,59 @@ class PagedLayer:
 
     def write(self, key_1CND: Tensor, value_1CND: Tensor, slots_N: Tensor) -> None:
         """Store keys and values at their slots."""
-        layer, key_NCD, value_NCD = self.attention, _by_token(key_1CND), _by_token(value_1CND)
+        self.write_tokens(_by_token(key_1CND), _by_token(value_1CND), slots_N)
+
+    def write_tokens(self, key_NCD: Tensor, value_NCD: Tensor, slots_N: Tensor) -> None:
+        """The same for keys and values as vLLM lays them out."""
+        layer = self.attention
         layer.impl.do_kv_cache_update(layer, key_NCD, value_NCD, layer.kv_cache, slots_N)
 
-    def read(self, query_1HND: Tensor, metadata: Any) -> Tensor:
-        """What each query reads of its row, (1, H, N, D).
+    def read(self, query_NHD: Tensor, metadata: Any) -> Tensor:
+        """What each query reads of its row, (N, H, D).
 
         Straight from vLLM's implementation: its layer would look for the metadata in a context
         of the whole model, at more cost than the attention of a draft step.
         """
-        layer, query_NHD = self.attention, _by_token(query_1HND)
-        out_NHD = torch.empty_like(query_NHD, memory_format=DENSE)
+        layer, out_NHD = self.attention, query_NHD.new_empty(query_NHD.shape)
         layer.impl.forward(layer, query_NHD, None, None, layer.kv_cache, metadata, output=out_NHD)
-        return out_NHD.transpose(0, 1)[None]
+        return out_NHD
+
+
+@dataclass(frozen=True)
+class PagedAttend:
+    """What a draft step of one of the layers reads: a `SelfAttend`, or a `CrossAttend`.
+
+    Attributes:
+        layer: whose keys and values.
+        metadata: vLLM's, of one query per row.
+        slots_N: where SA's tokens store their own keys and values before they read; None for CA.
+    """
+
+    layer: PagedLayer
+    metadata: Any
+    slots_N: Tensor | None = None
+
+    def __call__(self, *heads_1XND: Tensor) -> Tensor:
+        """From queries, and SA's keys and values: (1, H, N, D)."""
+        read_NHD = self._attend(*(_by_token(part_1XND) for part_1XND in heads_1XND))
+        return read_NHD.transpose(0, 1)[None]
+
+    def joined(self, heads_1NXD: Tensor) -> Tensor:
+        """The same of all heads in one tensor, side by side: (1, N, H * D)."""
+        heads_NXD = heads_1NXD[0]
+        parts = (heads_NXD,) if self.slots_N is None else heads_NXD.split(self.layer.heads, dim=1)
+        return self._attend(*parts).view(1, len(heads_NXD), -1)
+
+    def _attend(self, query_NHD: Tensor, *own_NCD: Tensor) -> Tensor:
+        if self.slots_N is not None:
+            key_NCD, value_NCD = own_NCD
+            self.layer.write_tokens(key_NCD, value_NCD, self.slots_N)
+        return self.layer.read(query_NHD, self.metadata)
 
 
 def _by_token(x_1HND: Tensor) -> Tensor:
     """(1, H, N, D) -> (N, H, D), as vLLM lays tokens out."""
     return x_1HND[0].transpose(0, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """Where the rows of a round have their tokens.
-
-    Attributes:
-        table_RM: blocks of each row, int32.
-        size: slots of a block.
-    """
-
-    table_RM: Tensor
-    size: int
-
-    def slots(self, position_SR: Tensor) -> Tensor:
-        """The slots of some positions of each row, int64."""
-        block_RS = self.table_RM.gather(1, (position_SR // self.size).t())
-        return torch.add(position_SR % self.size, block_RS.t(), alpha=self.size)
 
 
 class CacheGroup:
@@ -119,36 +136,48 @@ class CacheGroup:
         """Slots of some of the step's tokens, int64."""
         return self.table.slot_mapping.gpu[tokens_N]
 
-    def blocks(self, rows_R: Tensor, num_reqs: int) -> Blocks:
-        """Blocks of the given rows."""
-        table_RM = self.table.get_device_tensor(num_reqs)[rows_R]
-        return Blocks(table_RM=table_RM, size=int(self.table.block_size))
+    def slots_of(self, rows_R: Integers, position_SR: Integers) -> Integers:
+        """Slots of some positions of the given rows, int64."""
+        size = int(self.table.block_size)
+        place_SR, offset_SR = np.divmod(position_SR, size)
+        block_SR = self.table.get_numpy_array()[rows_R, place_SR]
+        return np.multiply(block_SR, size, dtype=np.int64) + offset_SR
 
-    def metadata(self, rows: CommonAttentionMetadata, lengths_R: Tensor, longest: int) -> Any:
+    def queries(self, rows_R: Integers, num_reqs: int) -> CommonAttentionMetadata:
+        """What all metadata of a round share: one query for each of the given rows.
+
+        Args:
+            rows_R: places in the batch, in order.
+            num_reqs: of the batch.
+        """
+        count, table_RM = len(rows_R), self.table.get_device_tensor(num_reqs)
+        if count < num_reqs:
+            table_RM = table_RM[torch.from_numpy(rows_R).to(table_RM.device)]
+        starts = self._starts[: count + 1]
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(table_RM.device),
+            query_start_loc_cpu=starts,
+            seq_lens=starts,
+            num_reqs=count,
+            num_actual_tokens=count,
+            max_query_len=1,
+            max_seq_len=0,
+            block_table_tensor=table_RM,
+            slot_mapping=starts,
+            causal=True,
+        )
+
+    def metadata(
+        self, queries: CommonAttentionMetadata, slots_R: Tensor, lengths_R: Tensor, longest: int
+    ) -> Any:
         """VLLM's metadata of one query per row, for this layer's backend.
 
         Args:
-            rows: from `rows`; it is changed.
+            queries: from `queries`; it is changed.
+            slots_R: where the queries' own keys go, if anywhere.
             lengths_R: how many of a row's first tokens its query reads, int32, on the host.
             longest: the largest of them.
         """
-        rows.seq_lens = lengths_R.to(rows.slot_mapping.device)
-        rows.seq_lens_cpu_upper_bound, rows.max_seq_len = lengths_R, longest
-        return self.group.build_metadata_for_drafting(rows, draft_index=0)
-
-    def rows(self, blocks: Blocks, slots_R: Tensor) -> CommonAttentionMetadata:
-        """What all draft steps of a round share; each fills in how much it reads."""
-        num_rows, device = len(slots_R), slots_R.device
-        starts = self._starts[: num_rows + 1]
-        return CommonAttentionMetadata(
-            query_start_loc=starts.to(device),
-            query_start_loc_cpu=starts,
-            seq_lens=starts,
-            num_reqs=num_rows,
-            num_actual_tokens=num_rows,
-            max_query_len=1,
-            max_seq_len=0,
-            block_table_tensor=blocks.table_RM,
-            slot_mapping=slots_R,
-            causal=True,
-        )
+        queries.slot_mapping, queries.seq_lens = slots_R, lengths_R.to(slots_R.device)
+        queries.seq_lens_cpu_upper_bound, queries.max_seq_len = lengths_R, longest
+        return self.group.build_metadata_for_drafting(queries, draft_index=0)

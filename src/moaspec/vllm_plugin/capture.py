@@ -21,7 +21,6 @@ from torch import Tensor
 from moaspec.errors import ServingError
 from moaspec.vllm_plugin.hooks import require
 
-Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.integer[Any]]
 
 HELD_TOKENS = 256
@@ -164,7 +163,7 @@ def require_capturable(layers: Sequence[Any], num_layers: int) -> None:
             )
 
 
-def verified_index(starts: Integers, verified_R: Integers) -> Integers | None:
+def verified_index(starts: Sequence[int], verified_R: Sequence[int]) -> slice | list[int]:
     """Which of a step's tokens are verified.
 
     Args:
@@ -172,10 +171,11 @@ def verified_index(starts: Integers, verified_R: Integers) -> Integers | None:
         verified_R: how many of each request's, from the first on, are verified; or more.
 
     Returns:
-        Their indices in order, int64; None where all are.
+        Their indices in order; a slice where they are neighbours.
     """
-    counts_R = np.diff(starts)
-    if (verified_R >= counts_R).all():
-        return None
-    places = np.arange(starts[-1]) - np.repeat(starts[:-1], counts_R)
-    return np.flatnonzero(places < np.repeat(verified_R, counts_R))
+    index = list[int]()
+    for start, stop, verified in zip(starts, starts[1:], verified_R, strict=False):
+        index.extend(range(start, min(stop, start + verified)))
+    if index and index[-1] - index[0] >= len(index):
+        return index
+    return slice(index[0], index[-1] + 1) if index else slice(0)

@@ -1,13 +1,12 @@
 """The drafter's two halves on vLLM's batch: encode what is verified, draft a chain per request.
 
-Legend: R requests, N tokens, S drafted tokens of each request, E hidden size.
+Legend: R requests, N tokens, S drafted tokens of each request, D head dim, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
 
 from moaspec.model import MoADrafter
-from moaspec.vllm_plugin.caches import CacheGroup, PagedLayer
+from moaspec.model.rope import CosSin
+from moaspec.vllm_plugin.caches import CacheGroup, PagedAttend, PagedLayer
 from moaspec.vllm_plugin.capture import Integers, KVCapture, verified_index
 from moaspec.vllm_plugin.head import DraftHead
 
@@ -67,12 +67,14 @@ class Drafting:
         alike = parts.memory.name in self._text.group.layer_names
         self._memory = self._text if alike else CacheGroup(runner, parts.memory)
 
-    def room(self, positions_R: Integers) -> Integers:
-        """Tokens that may be drafted below each request's position before its slots end."""
-        count = len(positions_R)
-        return np.minimum(self._text.room(count), self._memory.room(count)) - positions_R
+    def room(self, count: int) -> list[int]:
+        """Tokens that each of the first requests has slots for."""
+        room_R = self._text.room(count)
+        if self._memory is not self._text:
+            room_R = np.minimum(room_R, self._memory.room(count))
+        return room_R.tolist()
 
-    def encode(self, lengths_R: Integers | None = None) -> None:
+    def encode(self, lengths_R: Sequence[int] | None = None) -> None:
         """Write what later drafts read of the step's tokens.
 
         Args:
@@ -80,65 +82,74 @@ class Drafting:
                 as it has, or more, where all that the step computed are. None: all are of all.
         """
         parts, runner = self._parts, self._runner
-        num_reqs = runner.input_batch.num_reqs
-        starts = runner.query_start_loc.np[: num_reqs + 1]
-        total, chosen = int(starts[-1]), None
-        if lengths_R is not None:
-            known_R = runner.input_batch.num_computed_tokens_cpu[:num_reqs]
-            chosen = verified_index(starts, lengths_R - known_R)
-        kept: slice | Tensor = slice(0, total)
-        if chosen is not None and num_reqs == 1:
-            kept = slice(0, len(chosen))
-        elif chosen is not None:
-            kept = torch.from_numpy(chosen).to(runner.positions.device)
-        position_N, ids_N = runner.positions[kept], runner.input_ids.gpu[kept]
+        kept = self._kept(lengths_R)
+        position_1N, ids_N = runner.positions[kept][None], runner.input_ids.gpu[kept]
         read_NLK = parts.capture.read(kept, tensor_model_parallel_all_gather)
         states_1NE = parts.drafter.aggregate(read_NLK[None])
         slots_N = self._memory.slots(kept)
-        parts.memory.write(*parts.drafter.project_kv(states_1NE, position_N[None]), slots_N)
+        parts.memory.write(*parts.drafter.project_kv(states_1NE, position_1N), slots_N)
         speaker, embeddings_1NE = parts.drafter.speaker, parts.embed(ids_N)[None]
         if self._text is not self._memory:
             slots_N = self._text.slots(kept)
-        parts.text.write(*speaker.remember_text(embeddings_1NE, position_N[None]), slots_N)
+        turns = speaker.self_rope(position_1N)
+        parts.text.write(*speaker.remember_text(embeddings_1NE, turns), slots_N)
+
+    def _kept(self, lengths_R: Sequence[int] | None) -> slice | Tensor:
+        """Which of the step's tokens are encoded."""
+        batch = self._runner.input_batch
+        starts = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
+        if lengths_R is None:
+            return slice(0, starts[-1])
+        known_R = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+        verified_R = [last - known for last, known in zip(lengths_R, known_R, strict=True)]
+        index = verified_index(starts, verified_R)
+        if isinstance(index, slice):
+            return index
+        return torch.tensor(index, device=self._runner.positions.device)
 
     def draft(self, roots: Roots, depth: int) -> list[list[int]]:
         """A chain of `depth` tokens below each root."""
-        parts, num_reqs = self._parts, self._runner.input_batch.num_reqs
-        longest = int(roots.positions.max())
-        ahead_SR = roots.positions + np.arange(depth)[:, None]
-        lengths_SR = torch.from_numpy((ahead_SR + 1).astype(np.int32))
-        host_XR = torch.from_numpy(np.vstack((roots.rows, roots.tokens, ahead_SR)))
-        facts_XR = host_XR.to(parts.capture.device)
-        rows_R, token_R, position_SR = facts_XR[0], facts_XR[1], facts_XR[2:]
-        text = self._text.blocks(rows_R, num_reqs)
-        memory = text if self._memory is self._text else self._memory.blocks(rows_R, num_reqs)
-        slots_SR = text.slots(position_SR)
-        # What may be read of the memory stays the same, and no key goes there.
-        reading = self._memory.metadata(
-            self._memory.rows(memory, slots_SR[0]), lengths_SR[0] - 1, longest
-        )
-        ask = partial(parts.memory.read, metadata=reading)
-        rows, drafted = self._text.rows(text, slots_SR[0]), []
-        speaker = parts.drafter.speaker
-        for step, (position_R, lengths_R) in enumerate(zip(position_SR, lengths_SR, strict=True)):
-            rows.slot_mapping = slots_SR[step]
-            own = self._text.metadata(rows, lengths_R, longest + step + 1)
-            attend = partial(self._attend, slots_R=rows.slot_mapping, metadata=own)
-            states_1RE = speaker.read_text(parts.embed(token_R)[None], position_R[None], attend)
-            states_1RE = speaker.read_memory(states_1RE, position_R[None], ask)
+        parts, speaker = self._parts, self._parts.drafter.speaker
+        token_R, position_SR, slots_SR = self._places(roots, depth)
+        text_turns = _by_step(speaker.self_rope(position_SR))
+        memory_turns = _by_step(speaker.cross_rope(position_SR))
+        ask, *attends = self._attends(roots, slots_SR)
+        drafted = []
+        for attend, text_turn, memory_turn in zip(attends, text_turns, memory_turns, strict=True):
+            states_1RE = speaker.read_text(parts.embed(token_R)[None], text_turn, attend)
+            states_1RE = speaker.read_memory(states_1RE, memory_turn, ask)
             token_R = parts.head.best(parts.drafter.exit(states_1RE, 0)[0])
             drafted.append(token_R)
         return torch.stack(drafted, dim=1).tolist()
 
-    def _attend(
-        self,
-        query_1HRD: Tensor,
-        key_1CRD: Tensor,
-        value_1CRD: Tensor,
-        *,
-        slots_R: Tensor,
-        metadata: Any,
-    ) -> Tensor:
-        """SA: each token's own key and value are stored, then all of its text's are read."""
-        self._parts.text.write(key_1CRD, value_1CRD, slots_R)
-        return self._parts.text.read(query_1HRD, metadata)
+    def _places(self, roots: Roots, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The roots' ids; and for each draft step its tokens' positions, and their slots of SA."""
+        ahead_SR = roots.positions + np.arange(depth)[:, None]
+        slots_SR = self._text.slots_of(roots.rows, ahead_SR)
+        host_XR = torch.from_numpy(np.concatenate((roots.tokens[None], ahead_SR, slots_SR)))
+        token_1R, position_SR, slots_SR = host_XR.to(self._parts.capture.device).split(
+            (1, depth, depth)
+        )
+        return token_1R[0], position_SR, slots_SR
+
+    def _attends(self, roots: Roots, slots_SR: Tensor) -> Iterator[PagedAttend]:
+        """CA's of all draft steps, then SA's of each."""
+        parts, text, memory = self._parts, self._text, self._memory
+        num_reqs, longest = self._runner.input_batch.num_reqs, int(roots.positions.max())
+        steps = np.arange(len(slots_SR) + 1, dtype=np.int32)[:, None]
+        known_R, *lengths = torch.from_numpy(roots.positions.astype(np.int32) + steps).unbind()
+        slots = slots_SR.unbind()
+        queries = memory.queries(roots.rows, num_reqs)
+        # What may be read of the memory stays the same, and no key goes there.
+        yield PagedAttend(parts.memory, memory.metadata(queries, slots[0], known_R, longest))
+        if text is not memory:
+            queries = text.queries(roots.rows, num_reqs)
+        for step, (slots_R, lengths_R) in enumerate(zip(slots, lengths, strict=True), start=1):
+            metadata = text.metadata(queries, slots_R, lengths_R, longest + step)
+            yield PagedAttend(parts.text, metadata, slots_R)
+
+
+def _by_step(cos_sin: CosSin) -> Iterable[CosSin]:
+    """(S, 1, R, D) each -> S pairs of (1, 1, R, D)."""
+    cos_S1RD, sin_S1RD = cos_sin
+    return zip(cos_S1RD.split(1), sin_S1RD.split(1), strict=True)

@@ -20,7 +20,6 @@ from moaspec.target.packing import packed_copy
 from moaspec.target.registry import load_tokenizer
 from moaspec.vllm_plugin import hooks, metrics
 from moaspec.vllm_plugin.caches import PagedLayer
-from moaspec.vllm_plugin.capture import Flags, Integers
 from moaspec.vllm_plugin.drafting import Drafting, Parts, Roots
 from moaspec.vllm_plugin.head import DraftHead
 from moaspec.vllm_plugin.joined import Joined
@@ -30,7 +29,7 @@ from moaspec.vllm_plugin.settings import drafter_name
 logger = init_logger(__name__)
 
 NO_DRAFT: list[int] = []
-EVERYTHING = np.iinfo(np.int32).max
+EVERYTHING = 2**31
 """More tokens than any request has."""
 
 
@@ -117,16 +116,15 @@ class MoAProposer(Joined):
         drafts: list[list[int]] = [NO_DRAFT for _ in sampled_token_ids]
         if self._drafting is None:
             return drafts
-        lengths_R = num_tokens_no_spec[: len(drafts)]
+        lengths_R = num_tokens_no_spec[: len(drafts)].tolist()
+        newest = {row: lengths_R[row] - 1 for row, new in enumerate(sampled_token_ids) if new}
         with self._never_failing():
-            brought_R = np.array([bool(tokens) for tokens in sampled_token_ids])
             # Of a request that is still in its prompt, all that was computed is verified.
-            self._encode(np.where(brought_R, lengths_R - 1, EVERYTHING))
+            self._encode([newest.get(row, EVERYTHING) for row in range(len(drafts))])
             depth = self._depths[len(drafts)]
-            rows = self._to_draft(brought_R, lengths_R - 1, depth)
-            last = lengths_R[rows] - 1
-            roots = Roots(rows=rows, tokens=token_ids_cpu[rows, last], positions=last)
-            for row, chain in zip(rows.tolist(), self._chains(roots, depth), strict=True):
+            roots = self._roots(newest, depth, token_ids_cpu)
+            chains = self._chains(roots, depth)
+            for row, chain in zip(roots.rows.tolist(), chains, strict=True):
                 drafts[row] = chain
         return drafts
 
@@ -139,17 +137,28 @@ class MoAProposer(Joined):
             with self._never_failing():
                 self._encode(None)
 
-    def _to_draft(self, brought_R: Flags, positions_R: Integers, depth: int) -> Integers:
-        """Rows with a newest token, room for drafts below it, and drafts that can be verified."""
-        assert self._drafting is not None
-        chosen_R = brought_R & (depth > 0) & (self._drafting.room(positions_R) >= depth)
-        batch = self.runner.input_batch
-        if self._only_greedy and batch.random_reqs:
-            names = batch.req_ids[: len(chosen_R)]
-            chosen_R &= np.array([name not in batch.random_reqs for name in names])
-        return np.flatnonzero(chosen_R)
+    def _roots(self, newest: dict[int, int], depth: int, token_ids_cpu: Any) -> Roots:
+        """Rows with a newest token, room for drafts below it, and drafts that can be verified.
 
-    def _encode(self, lengths_R: Integers | None) -> None:
+        Args:
+            newest: positions of rows' newest tokens.
+            depth: how many tokens would be drafted.
+            token_ids_cpu: the requests' tokens.
+        """
+        assert self._drafting is not None
+        batch = self.runner.input_batch
+        room_R = self._drafting.room(batch.num_reqs)
+        sampled = batch.random_reqs if self._only_greedy else ()
+        rows = [
+            row
+            for row, last in newest.items()
+            if 0 < depth <= room_R[row] - last and not (sampled and batch.req_ids[row] in sampled)
+        ]
+        positions = np.array([newest[row] for row in rows], dtype=np.int64)
+        tokens = token_ids_cpu[rows, positions]
+        return Roots(rows=np.array(rows, dtype=np.int64), tokens=tokens, positions=positions)
+
+    def _encode(self, lengths_R: list[int] | None) -> None:
         assert self._parts is not None
         assert self._drafting is not None
         # Whatever comes of it: a step is encoded once, or not at all.
