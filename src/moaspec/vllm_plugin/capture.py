@@ -130,13 +130,13 @@ class KVCapture:
         Returns:
             (N, L, K); with a slice, and one rank, it may be a view of the buffer.
         """
-        own_NLGK = (self._joined() if self._held else self.staged_NLGK)[tokens_N]
+        own_NLGK = self._joined(tokens_N) if self._held else self.staged_NLGK[tokens_N]
         return self.share.join(own_NLGK, all_gather).flatten(2)
 
-    def _joined(self) -> Tensor:
-        """What is held, as it would be staged."""
-        keys, values = zip(*(self._held[index] for index in range(len(self))), strict=True)
-        return torch.cat((torch.stack(keys, dim=1), torch.stack(values, dim=1)), dim=-1)
+    def _joined(self, tokens_N: Tensor | slice) -> Tensor:
+        """Of what is held, these tokens as they would be staged."""
+        halves = zip(*(self._held[index] for index in range(len(self))), strict=True)
+        return torch.cat([torch.stack(half, dim=1)[tokens_N] for half in halves], dim=-1)
 
 
 def require_capturable(layers: Sequence[Any], num_layers: int) -> None:

@@ -5,7 +5,7 @@ Legend: R requests, N tokens, S drafted tokens of each request, D head dim, E hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from moaspec.model import MoADrafter
 from moaspec.model.rope import CosSin
 from moaspec.vllm_plugin.caches import CacheGroup, PagedAttend, PagedLayer
 from moaspec.vllm_plugin.capture import Integers, KVCapture, verified_index
+from moaspec.vllm_plugin.embedding import Embed
 from moaspec.vllm_plugin.head import DraftHead
 
 
@@ -45,7 +46,7 @@ class Parts:
     """
 
     drafter: MoADrafter
-    embed: Callable[[Tensor], Tensor]
+    embed: Embed
     head: DraftHead
     text: PagedLayer
     memory: PagedLayer
@@ -120,7 +121,8 @@ class Drafting:
             states_1RE = speaker.read_memory(states_1RE, memory_turn, ask)
             token_R = parts.head.best(parts.drafter.exit(states_1RE, 0)[0])
             drafted.append(token_R)
-        return torch.stack(drafted, dim=1).tolist()
+        ids = torch.cat(drafted).tolist()
+        return [ids[row :: len(roots.rows)] for row in range(len(roots.rows))]
 
     def _places(self, roots: Roots, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """The roots' ids; and for each draft step its tokens' positions, and their slots of SA."""

@@ -20,6 +20,7 @@ MODULE_HOOKS = (
     ("vllm.config", "get_layers_from_vllm_config"),
     ("vllm.distributed", "tensor_model_parallel_all_gather"),
     ("vllm.model_executor.layers.attention", "Attention"),
+    ("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
     ("vllm.model_executor.models.utils", "extract_layer_index"),
     ("vllm.v1.attention.backend", "CommonAttentionMetadata"),
     ("vllm.v1.core.sched.scheduler", "Scheduler"),

@@ -11,6 +11,7 @@ import numpy as np
 from vllm.config import CompilationMode
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from moaspec.decode.api import find_drafter
@@ -21,6 +22,7 @@ from moaspec.target.registry import load_tokenizer
 from moaspec.vllm_plugin import hooks, metrics
 from moaspec.vllm_plugin.caches import PagedLayer
 from moaspec.vllm_plugin.drafting import Drafting, Parts, Roots
+from moaspec.vllm_plugin.embedding import embedding_of
 from moaspec.vllm_plugin.head import DraftHead
 from moaspec.vllm_plugin.joined import Joined
 from moaspec.vllm_plugin.refusals import check_drafter
@@ -71,7 +73,7 @@ class MoAProposer(Joined):
         index = len(capture)
         self._parts = Parts(
             drafter=packed_copy(drafter, exact=[drafter.encoder]),
-            embed=target.embed_input_ids,
+            embed=embedding_of(target, target.embed_input_ids, VocabParallelEmbedding),
             head=DraftHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
             text=self._paged(index, drafter.config.self_attention, "self_attn"),
             memory=self._paged(index + 1, drafter.config.cross_attention, "cross_attn"),
