@@ -89,7 +89,8 @@ class KVCapture:
         head_dim = layers[0].head_size
         self.share = share
         self.staged_NLGK = like.new_empty(max_tokens, len(layers), share.own, 2 * head_dim)
-        self._may_hold, self._held = may_hold, dict[int, tuple[Tensor, Tensor]]()
+        self._may_hold, self._holds = may_hold, False
+        self._held = dict[int, tuple[Tensor, Tensor]]()
         self._layers = self.staged_NLGK.unbind(1)
         self.pending = False
         for index, layer in enumerate(layers):
@@ -114,15 +115,21 @@ class KVCapture:
         layer.impl.do_kv_cache_update = update
 
     def _take(self, index: int, key_NGD: Tensor, value_NGD: Tensor) -> None:
-        self.pending = True
-        if self._may_hold and key_NGD.shape[0] <= HELD_TOKENS:
+        if index == 0:
+            self._begin(key_NGD.shape[0])
+        if self._holds:
             self._held[index] = key_NGD, value_NGD
             return
-        self._held.clear()
         # A pass may be padded beyond the step's tokens, never below.
         staged_NGK = self._layers[index][: key_NGD.shape[0]]
         count = staged_NGK.shape[0]
         torch.cat((key_NGD[:count], value_NGD[:count]), dim=-1, out=staged_NGK)
+
+    def _begin(self, num_tokens: int) -> None:
+        """The first layer of a step writes so many tokens, and so will all others."""
+        self.pending = True
+        self._holds = self._may_hold and num_tokens <= HELD_TOKENS
+        self._held.clear()
 
     def read(self, tokens_N: Tensor | slice, all_gather: AllGather) -> Tensor:
         """Keys and values of some of the step's tokens as a drafter's encoder reads them.
@@ -130,7 +137,7 @@ class KVCapture:
         Returns:
             (N, L, K); with a slice, and one rank, it may be a view of the buffer.
         """
-        own_NLGK = self._joined(tokens_N) if self._held else self.staged_NLGK[tokens_N]
+        own_NLGK = self._joined(tokens_N) if self._holds else self.staged_NLGK[tokens_N]
         return self.share.join(own_NLGK, all_gather).flatten(2)
 
     def _joined(self, tokens_N: Tensor | slice) -> Tensor:

@@ -32,9 +32,9 @@ class Roots:
         positions: theirs, and so how many tokens before each have activations.
     """
 
-    rows: Integers
-    tokens: Integers
-    positions: Integers
+    rows: Sequence[int]
+    tokens: Sequence[int]
+    positions: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +111,13 @@ class Drafting:
     def draft(self, roots: Roots, depth: int) -> list[list[int]]:
         """A chain of `depth` tokens below each root."""
         parts, speaker = self._parts, self._parts.drafter.speaker
-        token_R, position_SR, slots_SR = self._places(roots, depth)
+        row_R, token_R, position_R = np.array((roots.rows, roots.tokens, roots.positions))
+        # How many tokens are before each root and each of its drafts.
+        length_XR = position_R + np.arange(depth + 1)[:, None]
+        token_R, position_SR, slots_SR = self._moved(row_R, token_R, length_XR[:-1])
+        ask, *attends = self._attends(row_R, slots_SR, length_XR.astype(np.int32))
         text_turns = _by_step(speaker.self_rope(position_SR))
         memory_turns = _by_step(speaker.cross_rope(position_SR))
-        ask, *attends = self._attends(roots, slots_SR)
         drafted = []
         for attend, text_turn, memory_turn in zip(attends, text_turns, memory_turns, strict=True):
             states_1RE = speaker.read_text(parts.embed(token_R)[None], text_turn, attend)
@@ -122,30 +125,37 @@ class Drafting:
             token_R = parts.head.best(parts.drafter.exit(states_1RE, 0)[0])
             drafted.append(token_R)
         ids = torch.cat(drafted).tolist()
-        return [ids[row :: len(roots.rows)] for row in range(len(roots.rows))]
+        return [ids[place :: len(row_R)] for place in range(len(row_R))]
 
-    def _places(self, roots: Roots, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The roots' ids; and for each draft step its tokens' positions, and their slots of SA."""
-        ahead_SR = roots.positions + np.arange(depth)[:, None]
-        slots_SR = self._text.slots_of(roots.rows, ahead_SR)
-        host_XR = torch.from_numpy(np.concatenate((roots.tokens[None], ahead_SR, slots_SR)))
-        token_1R, position_SR, slots_SR = host_XR.to(self._parts.capture.device).split(
-            (1, depth, depth)
-        )
-        return token_1R[0], position_SR, slots_SR
+    def _moved(
+        self, row_R: Integers, token_R: Integers, position_SR: Integers
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The roots' ids; each draft step's positions, and SA's slots of them; on the device."""
+        slots_SR = self._text.slots_of(row_R, position_SR)
+        host_XR = torch.from_numpy(np.concatenate((token_R[None], position_SR, slots_SR)))
+        sizes = (1, len(position_SR), len(slots_SR))
+        token_1R, positions, slots = host_XR.to(self._parts.capture.device).split(sizes)
+        return token_1R[0], positions, slots
 
-    def _attends(self, roots: Roots, slots_SR: Tensor) -> Iterator[PagedAttend]:
-        """CA's of all draft steps, then SA's of each."""
+    def _attends(
+        self, row_R: Integers, slots_SR: Tensor, length_XR: Integers
+    ) -> Iterator[PagedAttend]:
+        """CA's of all draft steps, then SA's of each.
+
+        Args:
+            row_R: places in the batch.
+            slots_SR: where SA's keys and values go.
+            length_XR: tokens of each row that CA reads, then that each of SA's steps reads, int32.
+        """
         parts, text, memory = self._parts, self._text, self._memory
-        num_reqs, longest = self._runner.input_batch.num_reqs, int(roots.positions.max())
-        steps = np.arange(len(slots_SR) + 1, dtype=np.int32)[:, None]
-        known_R, *lengths = torch.from_numpy(roots.positions.astype(np.int32) + steps).unbind()
+        num_reqs, longest = self._runner.input_batch.num_reqs, int(length_XR[0].max())
+        known_R, *lengths = torch.from_numpy(length_XR).unbind()
         slots = slots_SR.unbind()
-        queries = memory.queries(roots.rows, num_reqs)
+        queries = memory.queries(row_R, num_reqs)
         # What may be read of the memory stays the same, and no key goes there.
         yield PagedAttend(parts.memory, memory.metadata(queries, slots[0], known_R, longest))
         if text is not memory:
-            queries = text.queries(roots.rows, num_reqs)
+            queries = text.queries(row_R, num_reqs)
         for step, (slots_R, lengths_R) in enumerate(zip(slots, lengths, strict=True), start=1):
             metadata = text.metadata(queries, slots_R, lengths_R, longest + step)
             yield PagedAttend(parts.text, metadata, slots_R)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from vllm.config import CompilationMode
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
@@ -105,15 +104,14 @@ class MoAProposer(Joined):
         self,
         sampled_token_ids: list[list[int]],
         num_tokens_no_spec: Any,
-        token_ids_cpu: Any,
-        **_: Any,
+        *_: Any,
+        **__: Any,
     ) -> list[list[int]]:
         """Drafts for each request of the batch, in its order; none for one still in its prompt.
 
         Args:
             sampled_token_ids: what the step verified and sampled, per request.
             num_tokens_no_spec: tokens of each request, those included.
-            token_ids_cpu: the requests' tokens.
         """
         drafts: list[list[int]] = [NO_DRAFT for _ in sampled_token_ids]
         if self._drafting is None:
@@ -124,9 +122,10 @@ class MoAProposer(Joined):
             # Of a request that is still in its prompt, all that was computed is verified.
             self._encode([newest.get(row, EVERYTHING) for row in range(len(drafts))])
             depth = self._depths[len(drafts)]
-            roots = self._roots(newest, depth, token_ids_cpu)
-            chains = self._chains(roots, depth)
-            for row, chain in zip(roots.rows.tolist(), chains, strict=True):
+            rows = self._to_draft(newest, depth)
+            tokens = [sampled_token_ids[row][-1] for row in rows]
+            roots = Roots(rows=rows, tokens=tokens, positions=[newest[row] for row in rows])
+            for row, chain in zip(rows, self._chains(roots, depth), strict=True):
                 drafts[row] = chain
         return drafts
 
@@ -139,26 +138,22 @@ class MoAProposer(Joined):
             with self._never_failing():
                 self._encode(None)
 
-    def _roots(self, newest: dict[int, int], depth: int, token_ids_cpu: Any) -> Roots:
-        """Rows with a newest token, room for drafts below it, and drafts that can be verified.
+    def _to_draft(self, newest: dict[int, int], depth: int) -> list[int]:
+        """Rows with room for drafts, and drafts that can be verified.
 
         Args:
             newest: positions of rows' newest tokens.
             depth: how many tokens would be drafted.
-            token_ids_cpu: the requests' tokens.
         """
         assert self._drafting is not None
         batch = self.runner.input_batch
         room_R = self._drafting.room(batch.num_reqs)
         sampled = batch.random_reqs if self._only_greedy else ()
-        rows = [
+        return [
             row
             for row, last in newest.items()
             if 0 < depth <= room_R[row] - last and not (sampled and batch.req_ids[row] in sampled)
         ]
-        positions = np.array([newest[row] for row in rows], dtype=np.int64)
-        tokens = token_ids_cpu[rows, positions]
-        return Roots(rows=np.array(rows, dtype=np.int64), tokens=tokens, positions=positions)
 
     def _encode(self, lengths_R: list[int] | None) -> None:
         assert self._parts is not None
@@ -170,7 +165,7 @@ class MoAProposer(Joined):
 
     def _chains(self, roots: Roots, depth: int) -> list[list[int]]:
         assert self._drafting is not None
-        if not len(roots.rows):
+        if not roots.rows:
             return []
         with _timed("draft"):
             return self._drafting.draft(roots, depth)
