@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bits import needs_kernels
 from moaspec.vllm_plugin.head import DraftHead
 
 VOCAB, WIDTH = 20, 8
@@ -49,3 +50,14 @@ def test_other_heads_answer_through_the_target() -> None:
     target.lm_head = SimpleNamespace(weight=weight_VE.to(torch.int8))  # quantised
     trimmed = DraftHead(target, IDS, torch.clone).best(states_TE)
     assert torch.equal(trimmed, IDS[logits[:, IDS].argmax(-1)])
+
+
+@needs_kernels
+def test_sums_are_compared_before_they_are_rounded() -> None:
+    """256 and 256.5 are one number in bf16, of which the first would be taken."""
+    weight_VE = torch.zeros(VOCAB, WIDTH)
+    weight_VE[17, 0], weight_VE[9, :2] = 256.0, torch.tensor([256.0, 1.0])
+    states_TE = torch.tensor([[1.0, 0.5] + [0.0] * (WIDTH - 2)]).bfloat16()
+    target = SimpleNamespace(lm_head=shard(weight_VE, 0, VOCAB))
+    target.lm_head.weight = target.lm_head.weight.bfloat16()
+    assert DraftHead(target, IDS, torch.clone).best(states_TE).tolist() == [9]

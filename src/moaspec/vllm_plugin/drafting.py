@@ -111,10 +111,10 @@ class Drafting:
     def draft(self, roots: Roots, depth: int) -> list[list[int]]:
         """A chain of `depth` tokens below each root."""
         parts, speaker = self._parts, self._parts.drafter.speaker
-        row_R, token_R, position_R = np.array((roots.rows, roots.tokens, roots.positions))
+        row_R, root_R, position_R = np.array((roots.rows, roots.tokens, roots.positions))
         # How many tokens are before each root and each of its drafts.
         length_XR = position_R + np.arange(depth + 1)[:, None]
-        token_R, position_SR, slots_SR = self._moved(row_R, token_R, length_XR[:-1])
+        token_R, position_SR, slots_SR = self._on_device(row_R, root_R, length_XR[:-1])
         ask, *attends = self._attends(row_R, slots_SR, length_XR.astype(np.int32))
         text_turns = _by_step(speaker.self_rope(position_SR))
         memory_turns = _by_step(speaker.cross_rope(position_SR))
@@ -127,12 +127,12 @@ class Drafting:
         ids = torch.cat(drafted).tolist()
         return [ids[place :: len(row_R)] for place in range(len(row_R))]
 
-    def _moved(
-        self, row_R: Integers, token_R: Integers, position_SR: Integers
+    def _on_device(
+        self, row_R: Integers, root_R: Integers, position_SR: Integers
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The roots' ids; each draft step's positions, and SA's slots of them; on the device."""
         slots_SR = self._text.slots_of(row_R, position_SR)
-        host_XR = torch.from_numpy(np.concatenate((token_R[None], position_SR, slots_SR)))
+        host_XR = torch.from_numpy(np.concatenate((root_R[None], position_SR, slots_SR)))
         sizes = (1, len(position_SR), len(slots_SR))
         token_1R, positions, slots = host_XR.to(self._parts.capture.device).split(sizes)
         return token_1R[0], positions, slots
