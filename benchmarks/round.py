@@ -109,7 +109,7 @@ class _TimedTarget:
     def __init__(self, target: Any, watch: Stopwatch) -> None:
         self._target = target
         self.run = watch.wrap("target", target.run)
-        self.head = watch.wrap("head", target.head)
+        self.best = watch.wrap("head", target.best)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)

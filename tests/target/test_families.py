@@ -24,10 +24,10 @@ from moaspec.target import SUPPORTED_FAMILIES
 from moaspec.target.families import (
     FULL,
     SLIDING,
+    RotaryEmbeddings,
     layer_types,
     plain_layer_state,
     require_supported,
-    rotary_embeddings,
 )
 
 
@@ -112,7 +112,7 @@ def test_longrope_goes_by_each_rows_own_length() -> None:
     rotary, states = model.model.rotary_emb, torch.zeros(3, 4, 48)
     positions = torch.tensor([[0, 1, 2, 3], [12, 13, 14, 15], [13, 14, 15, 16]])
     lengths = torch.tensor([40, 16, 17])
-    cos, sin = rotary_embeddings(rotary, model.config, states, positions, lengths)[FULL]
+    cos, sin = RotaryEmbeddings(rotary, model.config)(states, positions, lengths)[FULL]
     # The first row is the start of a long text; transformers sees that only in the whole of it.
     whole = rotary(states[:1], torch.arange(40)[None])
     assert_close(cos[0], whole[0][0, :4], rtol=0, atol=0)
@@ -126,8 +126,22 @@ def test_longrope_goes_by_each_rows_own_length() -> None:
 def test_each_layer_type_may_have_its_own_rotary_embeddings() -> None:
     model = tiny.model("gemma3_text")
     ids = torch.arange(4)[None]
-    made = rotary_embeddings(
-        model.model.rotary_emb, model.config, torch.zeros(1, 4, 48), ids, torch.tensor([4])
-    )
+    rotary = RotaryEmbeddings(model.model.rotary_emb, model.config)
+    made = rotary(torch.zeros(1, 4, 48), ids, torch.tensor([4]))
     assert set(made) == {FULL, SLIDING}
     assert not torch.allclose(made[FULL][0], made[SLIDING][0])
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_rotary_embeddings_that_are_looked_up_are_the_computed_ones(family: str) -> None:
+    model = tiny.model(family)
+    rotary = RotaryEmbeddings(model.model.rotary_emb, model.config)
+    states, lengths = torch.zeros(2, 3, 48), torch.tensor([3, 5000])
+    positions = torch.tensor([[0, 1, 2], [7, 4999, 12]])  # beyond the first table
+    computed = rotary(states, positions, lengths)
+    rotary.tabulate()
+    for _ in range(2):
+        found = rotary(states, positions, lengths)
+        assert set(found) == set(computed)
+        for kind in found:
+            assert_close(found[kind], computed[kind], rtol=0, atol=0)

@@ -240,7 +240,7 @@ class Bench:
         """Seconds of the head and the choice."""
         width = int(self.target.config.hidden_size)
         states = torch.zeros(num_tokens, width, dtype=self.target.dtype, device=self.target.device)
-        return self.seconds(lambda: self.target.head(states).argmax(-1), self.target.device)
+        return self.seconds(lambda: self.target.best(states), self.target.device)
 
     def draft(self, shape: Tree) -> float:
         """Seconds of growing a tree over a text of the first context length."""

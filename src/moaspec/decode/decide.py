@@ -115,11 +115,7 @@ def decide(
     Raises:
         InputError: a custom processor misbehaved.
     """
-    walks: list[_Walk] = []
-    first = 0
-    for request, text in zip(requests, texts, strict=True):
-        walks.append(_Walk(request, text, first))
-        first += 1 + len(request.tree.tokens)
+    walks = _at_roots(requests, texts)
     greedy = [one for one in walks if one.request.sampling.takes_argmax]
     if greedy:
         chosen_N = logits_NV.argmax(-1).tolist()
@@ -127,6 +123,31 @@ def decide(
             one.choose_all(chosen_N)
     _walk_in_step([one for one in walks if not one.request.sampling.takes_argmax], logits_NV)
     return [one.decision(logits_NV) for one in walks]
+
+
+def follow(
+    requests: Sequence[Request], texts: Sequence[list[int]], chosen_N: Sequence[int]
+) -> list[Decision]:
+    """`decide` for rows that need nothing of the logits but their argmax, which is known.
+
+    Args:
+        requests: rows whose `sampling.needs_logits` is false.
+        texts: see `decide`.
+        chosen_N: the target's choice after each root and its nodes, row after row.
+    """
+    walks = _at_roots(requests, texts)
+    for one in walks:
+        one.choose_all(chosen_N)
+    return [Decision(tuple(one.path), one.next_token, ()) for one in walks]
+
+
+def _at_roots(requests: Sequence[Request], texts: Sequence[list[int]]) -> list[_Walk]:
+    walks: list[_Walk] = []
+    first = 0
+    for request, text in zip(requests, texts, strict=True):
+        walks.append(_Walk(request, text, first))
+        first += 1 + len(request.tree.tokens)
+    return walks
 
 
 def _walk_in_step(walks: list[_Walk], logits_NV: Tensor) -> None:

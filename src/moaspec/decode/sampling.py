@@ -114,6 +114,11 @@ class SamplingParams:
         """Whether the choice is nothing but the best of the target's logits."""
         return not self.samples and not self.changes_logits
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether anything but the best of the target's logits is asked for."""
+        return bool(self.logprobs) or not self.takes_argmax
+
     def resolved(self) -> SamplingParams:
         """The same with a seed, drawn now where noise takes part and none was given."""
         if self.seed is not None or not self.samples:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moaspec.decode.cache import KVCache, tree_mask
-from moaspec.decode.decide import Decision, decide
+from moaspec.decode.decide import Decision, decide, follow
 from moaspec.decode.protocols import Drafter, Need, Request, Verdict
 from moaspec.decode.tree import ancestor_matrix
 from moaspec.model.encoder import layer_features
@@ -223,9 +223,15 @@ class LocalVerifier:
                 states_TE[plan.num_known - 1 :] for plan, states_TE in zip(group, own, strict=True)
             ]
             requests = [plan.request for plan in group]
-            with self._timed():
-                logits_NV = self.target.head(torch.cat(needed))
-            decisions += decide(requests, [self._text(one) for one in requests], logits_NV)
+            states_NE, texts = torch.cat(needed), [self._text(one) for one in requests]
+            if any(one.sampling.needs_logits for one in requests):
+                with self._timed():
+                    logits_NV = self.target.head(states_NE)
+                decisions += decide(requests, texts, logits_NV)
+            else:
+                with self._timed():
+                    chosen_N = self.target.best(states_NE).tolist()
+                decisions += follow(requests, texts, chosen_N)
         return decisions
 
     def _text(self, request: Request) -> list[int]:

@@ -195,7 +195,7 @@ def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
             mask_B1TS=tree_mask(starts, causal_BTT, visible),
             write=cache.writer(rows, starts, tokens, visible),
         )
-        target.head(hidden_BTE).argmax(-1).tolist()
+        target.best(hidden_BTE.flatten(0, 1)).tolist()
 
     return _median_s(once, device)
 

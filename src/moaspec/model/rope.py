@@ -5,6 +5,7 @@ Legend: B batch, H heads, T tokens, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,34 @@ CosSin = tuple[Tensor, Tensor]
 
 FIRST_TABULATED = 1024
 """Positions of a new table: 0.5 MiB for heads of 64."""
+
+
+class AngleTable:
+    """Cosines and sines by position, looked up on a CPU; it grows as it must.
+
+    Args:
+        compute: gives those of positions (S,), each (S, D).
+    """
+
+    def __init__(self, compute: Callable[[Tensor], CosSin]) -> None:
+        self._compute = compute
+        self._cos_SD, self._sin_SD = compute(torch.arange(FIRST_TABULATED))
+
+    def __len__(self) -> int:
+        return len(self._cos_SD)
+
+    def __call__(self, position_ids: Tensor) -> CosSin:
+        """Those of positions of any shape, (..., D) each."""
+        try:
+            return self._cos_SD[position_ids], self._sin_SD[position_ids]
+        except IndexError:  # asking for the largest position every time costs as much as looking
+            size = 2 * max(int(position_ids.max()), len(self))
+            self._cos_SD, self._sin_SD = self._compute(torch.arange(size))
+            return self._cos_SD[position_ids], self._sin_SD[position_ids]
+
+    def first(self, count: int) -> CosSin:
+        """Views of the first, (`count`, D) each; no more than there are."""
+        return self._cos_SD[:count], self._sin_SD[:count]
 
 
 class Rope(nn.Module):
@@ -41,7 +70,7 @@ class Rope(nn.Module):
         self.register_buffer("long_inv_freq", long_inv_freq, persistent=False)
         self.attention_scaling = attention_scaling
         self.switch = switch
-        self._table: CosSin | None = None
+        self._table: AngleTable | None = None
 
     @classmethod
     def plain(cls, head_dim: int, theta: float) -> Rope:
@@ -99,33 +128,23 @@ class Rope(nn.Module):
         is changed.
         """
         if self.long_inv_freq is None and self.inv_freq.device.type == "cpu":
-            self._table = self._computed(torch.arange(FIRST_TABULATED))
+            self._table = AngleTable(self._computed)
 
     def forward(self, position_ids_BT: Tensor) -> CosSin:
         """Return cosines and sines, each (B, 1, T, D) in float32.
 
         Each row's largest position tells LongRoPE how long its text is.
         """
-        if self._table is None:
-            cos, sin = self._computed(position_ids_BT)
-        else:
-            cos, sin = self._looked_up(position_ids_BT, self._table)
+        look_up = self._computed if self._table is None else self._table
+        cos, sin = look_up(position_ids_BT)
         return cos[:, None], sin[:, None]
 
     def first(self, count: int) -> CosSin:
         """Those of positions 0, 1, ... of one text, (1, 1, `count`, D) each."""
-        if self._table is None or count > len(self._table[0]):
+        if self._table is None or count > len(self._table):
             return self(torch.arange(count, device=self.inv_freq.device)[None])
-        cos, sin = self._table
-        return cos[:count][None, None], sin[:count][None, None]
-
-    def _looked_up(self, position_ids_BT: Tensor, table: CosSin) -> CosSin:
-        try:
-            return table[0][position_ids_BT], table[1][position_ids_BT]
-        except IndexError:  # asking for the largest position every time costs as much as looking
-            size = 2 * max(int(position_ids_BT.max()), len(table[0]))
-            self._table = self._computed(torch.arange(size))
-            return self._table[0][position_ids_BT], self._table[1][position_ids_BT]
+        cos, sin = self._table.first(count)
+        return cos[None, None], sin[None, None]
 
     def _computed(self, position_ids: Tensor) -> CosSin:
         """Cosines and sines, (..., T, D) each."""

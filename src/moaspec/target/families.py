@@ -9,12 +9,14 @@ Legend: B batch, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moaspec.errors import UnsupportedTargetError
+from moaspec.model.rope import AngleTable, CosSin
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -31,6 +33,9 @@ FAMILIES: dict[str, Literal["none", "all", "by_type"]] = {
 config's `layer_types` names."""
 
 SUPPORTED_FAMILIES = tuple(FAMILIES)
+
+BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
+"""Kinds of rotary embeddings that depend on a token's position alone."""
 
 _STATE_SIZES = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_ssm", "lru_width")
 _REASONS: tuple[tuple[Callable[[Any], Any], str], ...] = (
@@ -120,39 +125,64 @@ def _switch(parameters: Mapping[str, Any]) -> int | None:
     return int(parameters["original_max_position_embeddings"])
 
 
-def rotary_embeddings(
-    rotary: Any, config: Any, states_BTE: Tensor, position_ids_BT: Tensor, lengths_B: Tensor
-) -> dict[str, tuple[Tensor, Tensor]]:
+class RotaryEmbeddings:
     """Cosines and sines of each layer type, as the model's own module computes them.
 
     Args:
-        rotary: the model's rotary module.
+        module: the model's rotary module.
         config: the model's config.
-        states_BTE: gives dtype and device of the result.
-        position_ids_BT: (B, T) int64.
-        lengths_B: (B,) tokens of the text that each row belongs to. LongRoPE goes by these, so that
-            neither batch mates nor the cut of a long prompt into pieces decide.
     """
-    result: dict[str, tuple[Tensor, Tensor]] = {}
-    for kind, parameters in rope_by_type(config).items():
 
-        def embed(
-            ids_BT: Tensor, options: Any = {} if kind is None else {"layer_type": kind}
-        ) -> Any:
-            return rotary(states_BTE, ids_BT, **options)
+    def __init__(self, module: Any, config: Any) -> None:
+        self._module, self._parameters = module, rope_by_type(config)
+        self._tables: dict[str | None, AngleTable] = {}
 
-        pair = _by_length(embed, position_ids_BT, lengths_B, _switch(parameters))
-        result |= dict.fromkeys((FULL, SLIDING) if kind is None else (kind,), pair)
-    return result
+    def tabulate(self) -> None:
+        """Look them up from now on, in float32, where they depend on nothing but positions."""
+        for kind, parameters in self._parameters.items():
+            if parameters["rope_type"] in BY_POSITION:
+                self._tables[kind] = AngleTable(partial(self._of_positions, kind))
+
+    def __call__(
+        self, states_BTE: Tensor, position_ids_BT: Tensor, lengths_B: Tensor
+    ) -> dict[str, CosSin]:
+        """(B, T, D) each, by layer type.
+
+        Args:
+            states_BTE: gives dtype and device of the result where there is no table.
+            position_ids_BT: (B, T) int64.
+            lengths_B: (B,) tokens of the text that each row belongs to. LongRoPE goes by these, so
+                that neither batch mates nor the cut of a long prompt into pieces decide.
+        """
+        result: dict[str, CosSin] = {}
+        for kind, parameters in self._parameters.items():
+            if kind in self._tables:
+                pair = self._tables[kind](position_ids_BT)
+            else:
+                embed = partial(self._embed, kind, states_BTE)
+                pair = _by_length(embed, position_ids_BT, lengths_B, _switch(parameters))
+            result |= dict.fromkeys((FULL, SLIDING) if kind is None else (kind,), pair)
+        return result
+
+    def _embed(self, kind: str | None, like: Tensor, position_ids_BT: Tensor) -> CosSin:
+        options = {} if kind is None else {"layer_type": kind}
+        cos, sin = self._module(like, position_ids_BT, **options)
+        return cos, sin
+
+    def _of_positions(self, kind: str | None, position_ids_S: Tensor) -> CosSin:
+        cos_1SD, sin_1SD = self._embed(kind, torch.empty(0), position_ids_S[None])
+        return cos_1SD[0], sin_1SD[0]
 
 
 def _by_length(
-    embed: Callable[[Tensor], Any], position_ids_BT: Tensor, lengths_B: Tensor, switch: int | None
-) -> tuple[Tensor, Tensor]:
+    embed: Callable[[Tensor], CosSin],
+    position_ids_BT: Tensor,
+    lengths_B: Tensor,
+    switch: int | None,
+) -> CosSin:
     """Transformers picks LongRoPE's factors by the largest position of a call; pick by row."""
     if switch is None:
-        cos, sin = embed(position_ids_BT)
-        return cos, sin
+        return embed(position_ids_BT)
     beyond_B1 = torch.full_like(position_ids_BT[:, :1], switch)
     short = embed(position_ids_BT.clamp(max=switch - 1))
     long = embed(torch.cat((position_ids_BT, beyond_B1), dim=1))

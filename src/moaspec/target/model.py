@@ -93,6 +93,8 @@ class Target(TargetFacts):
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
         self._fast_head: nn.Module = self._lm_head
         self._forget_rows: Callable[[], None] = lambda: None
+        self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        self._rotary = families.RotaryEmbeddings(self._base.rotary_emb, model.config)
         self._layer_types = families.layer_types(model.config)
         self.lean = self.packed = False
         self.fused: FusedStack | None = None
@@ -121,6 +123,8 @@ class Target(TargetFacts):
             self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
             return_freed_memory()
         self.fused = make_lean(list(self._base.layers))
+        if self.fused is not None:
+            self._rotary.tabulate()
         self.lean = True
         return self.packed
 
@@ -159,14 +163,20 @@ class Target(TargetFacts):
         head = self._fast_head if token_ids is None else self.head_rows(token_ids)
         return self.logits(states, head)
 
+    def best(self, states_NE: Tensor) -> Tensor:
+        """The argmax of `head`, (N,) int64; where kernels have the head, no logits are written."""
+        matrix = self._fast_head.matrix if isinstance(self._fast_head, PackedLinear) else None
+        if matrix is None or self._cap is not None or states_NE.requires_grad:
+            return self.head(states_NE).argmax(-1)
+        return matrix.best(states_NE, torch.arange(matrix.outputs))
+
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
         """Logits in float32 by a head of this target, soft-capped where the model's are."""
         raw = head.single(states) if isinstance(head, PackedLinear) else head(states).float()
         return self._capped(raw)
 
     def _capped(self, logits: Tensor) -> Tensor:
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
 
     def run(
         self,
@@ -223,9 +233,7 @@ class Target(TargetFacts):
         if lengths_B is None:
             lengths_B = position_ids_BT.amax(1) + 1
         like = states_BTE if self.fused is None else states_BTE[:, :1].float()
-        rope = families.rotary_embeddings(
-            self._base.rotary_emb, self.config, like, position_ids_BT, lengths_B
-        )
+        rope = self._rotary(like, position_ids_BT, lengths_B)
         masks = self._masks(mask_B1TS, position_ids_BT)
         kinds = set(self._layer_types[self.num_layers - num :])
         if watch is None and len(kinds) == 1:
