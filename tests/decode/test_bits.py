@@ -16,7 +16,11 @@ import torch
 
 import moaspec
 from moaspec import Target
-from moaspec.kernels import MOST_QUERIES, why_not
+from moaspec.decode import moa
+from moaspec.decode.moa import MoADrafting
+from moaspec.decode.protocols import RowText
+from moaspec.decode.tree import DraftTree
+from moaspec.kernels import MOST_QUERIES, draft_chain, why_not
 from moaspec.model import MoADrafter
 from moaspec.target.forms import can_pack
 from tiny import PROMPTS, kernel_target, random_drafter
@@ -110,3 +114,36 @@ def test_texts_are_no_repetition() -> None:
     for family in FAMILIES:
         for one in plain_texts(family, "sampled"):
             assert len(set(one)) > 5
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chain_in_one_call_is_what_levels_draft(
+    family: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> list[int]:
+        calls.append(depth)
+        return draft_chain(*args, **kwargs)
+
+    monkeypatch.setattr(moa, "draft_chain", counted)
+    in_one_call = chains(family, depth)
+    assert len(calls) == len(in_one_call)
+    monkeypatch.setattr(moa._Speaking, "chain", lambda *_: None)
+    assert chains(family, depth) == in_one_call
+    assert len(calls) == len(in_one_call)
+
+
+def chains(family: str, depth: int) -> list[DraftTree]:
+    """What is drafted after the ends of all prompts, as each grows token by token."""
+    target, drafter = parts(family)
+    drafting, drafted = MoADrafting(drafter, target), []
+    for row, prompt in enumerate(ALL_PROMPTS):
+        for length in range(max(2, len(prompt) - 3), len(prompt) + 1):
+            known = torch.tensor([prompt[: length - 1]])
+            kv_1TLK = target.encode(known, torch.ones_like(known)).kv_BTLK
+            (features,) = drafting.encode(kv_1TLK, torch.arange(length - 1)[None], [length - 1])
+            drafting.place(row, 0, features)
+            drafted += drafting.propose([RowText(row, prompt[:length])], moaspec.Chain(depth))
+    return drafted

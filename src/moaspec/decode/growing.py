@@ -76,6 +76,8 @@ class Growing(ABC):
 
     Attributes:
         vocabulary: how many tokens can be drafted.
+        vocabulary_ids: their ids.
+        draft_head: the argument `head`.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -87,9 +89,9 @@ class Growing(ABC):
         self, target: Target, draft_token_ids: Tensor | None, text: KVCache, head: nn.Module
     ) -> None:
         self.target, self.text = target, text
-        self._head, self._draft_token_ids = head, draft_token_ids
+        self.draft_head, self._draft_token_ids = head, draft_token_ids
         self.vocabulary = target.vocab_size if draft_token_ids is None else len(draft_token_ids)
-        self._vocabulary_ids = self._token_ids(torch.arange(self.vocabulary, device=target.device))
+        self.vocabulary_ids = self._token_ids(torch.arange(self.vocabulary, device=target.device))
         self.read: dict[int, int] = {}
 
     @abstractmethod
@@ -98,7 +100,7 @@ class Growing(ABC):
 
     def log_q(self, states_BWE: Tensor) -> Tensor:
         """Log-probabilities over the draft vocabulary, float32."""
-        return self.target.logits(states_BWE, self._head).log_softmax(-1)
+        return self.target.logits(states_BWE, self.draft_head).log_softmax(-1)
 
     def encode(
         self, _activations_1N: Tensor, _position_ids_1N: Tensor, counts: Sequence[int]
@@ -129,8 +131,12 @@ class Growing(ABC):
         """
         shape = shape.narrowed(self.vocabulary)
         level = self.level(rows, shape)
-        ranking = Ranking(rows, self._vocabulary_ids)
-        children = ranking.children(level.read_root(), shape.breadth, 0)
+        ranking = Ranking(rows, self.vocabulary_ids)
+        root_B1E = level.read_root()
+        chain = level.chain(root_B1E, shape.depth) if _is_best_chain(rows, shape) else None
+        if chain is not None:
+            return [DraftTree(tuple(chain), tuple(range(-1, len(chain) - 1)))]
+        children = ranking.children(self.log_q(root_B1E), shape.breadth, 0)
         nodes, frontier = _first_level(*children)
         for depth in range(1, shape.depth):
             log_q_BWV = level.extend(self._token_ids(nodes.tokens), nodes.parents, frontier)
@@ -189,7 +195,7 @@ class Level(ABC):
         return x_BWE
 
     def read_root(self) -> Tensor:
-        """Read all text that was not read yet; log q after the root, (B, 1, V).
+        """Read all text that was not read yet; the root's final state, (B, 1, E).
 
         A root is read again where the same text is drafted for twice.
         """
@@ -215,7 +221,11 @@ class Level(ABC):
             root_B1E = torch.where(ends_B11, here_B1E, root_B1E) if first else here_B1E
         for row in self.rows:
             drafting.read[row.row] = len(row.token_ids) - drafting.lag
-        return self._log_q(root_B1E, roots_B1, Own(self.roots, self.own_BNU))
+        return self._finished(root_B1E, roots_B1, Own(self.roots, self.own_BNU))
+
+    def chain(self, _root_B1E: Tensor, _depth: int) -> list[int] | None:
+        """The best drafts of the only row, one below another, where one call gives them all."""
+        return None
 
     def _stretch(
         self, fresh: Sequence[list[int]], starts: Sequence[int], first: int, roots_B1: Tensor
@@ -265,12 +275,12 @@ class Level(ABC):
         mask = tree_mask(self.roots, rows_BWU, max(self.roots) + used)
         tokens_BW = token_ids_BN.gather(1, frontier_BW)
         x_BWE = self.read_text(Reading(tokens_BW, position_BW, starts, mask, parent_slot_BW))
-        return self._log_q(x_BWE, position_BW, Own(starts, rows_BWU))
+        return self.drafting.log_q(self._finished(x_BWE, position_BW, Own(starts, rows_BWU)))
 
-    def _log_q(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> Tensor:
+    def _finished(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> Tensor:
         states_BWE = self.finish(x_BWE, position_BW, own)
         self.finished(states_BWE)
-        return self.drafting.log_q(states_BWE)
+        return states_BWE
 
     def finished(self, states_BWE: Tensor) -> None:  # noqa: B027 - most need not know
         """Told of every node's final state, the root's first, in the order of drafted slots."""
@@ -288,6 +298,11 @@ class Level(ABC):
         """Drafted slot of nodes that were in the last frontier."""
         match_BWF = parent_nodes_BW[..., None] == self._frontier[:, None]
         return self._first_slot + match_BWF.long().argmax(-1)
+
+
+def _is_best_chain(rows: Sequence[RowText], shape: Tree) -> bool:
+    """Whether the best draft after another is all that is wanted, for one row."""
+    return len(rows) == 1 and shape.breadth == 1 and not rows[0].sampling.samples
 
 
 def _as_trees(tokens_BN: Tensor, parents_BN: Tensor) -> list[DraftTree]:

@@ -17,11 +17,13 @@ from moaspec.decode.growing import Growing, Level, Own, Reading, layer_cache
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import Tree
 from moaspec.errors import InputError
+from moaspec.kernels import ChainPart, Slots, draft_chain
 from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import check_target
 from moaspec.model.layers import CrossAttend
+from moaspec.model.rope import CosSin
 from moaspec.target import Target
-from moaspec.target.packing import packed_copy
+from moaspec.target.packing import PackedLinear, packed_copy
 
 
 class MoADrafting(Growing):
@@ -214,6 +216,28 @@ class _Speaking(Level):
             write=cache.writer(self.indices, own.starts, width, visible),
         )
 
+    def chain(self, root_B1E: Tensor, depth: int) -> list[int] | None:
+        """By kernels, where they have all layers and each draft is read by SA and CA alone."""
+        drafting, module, (root,) = self.drafting, self.drafting.module, self.roots
+        speaker, embeddings = module.speaker, drafting.target.embeddings
+        sa, ca = speaker.self_attention.stack, speaker.cross_attention.stack
+        head = drafting.draft_head.matrix if isinstance(drafting.draft_head, PackedLinear) else None
+        if sa is None or ca is None or head is None or embeddings is None:
+            return None
+        if drafting.num_target_layers or module.exits or module.config.without or self.missing[0]:
+            return None
+        position_1T = torch.arange(root, root + depth)[None]
+        slots = Slots(drafting.text.data, self.indices, [root + 1], root + 2)
+        return draft_chain(
+            root_B1E[0, 0],
+            depth,
+            text=ChainPart(sa, *_behind_root(speaker.self_rope(position_1T)), slots),
+            memory=ChainPart(ca, *_behind_root(speaker.cross_rope(position_1T)), self.memory.slots),
+            head=head,
+            names_O=drafting.vocabulary_ids,
+            embeddings_VE=embeddings,
+        )
+
     def _memory(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> CrossAttend:
         """What CA reads; drafts, where it reads them too, lie behind the root, as in the text."""
         drafting = self.drafting
@@ -225,6 +249,12 @@ class _Speaking(Level):
         write(0, *drafting.module.project_kv(x_BWE, position_BW))
         mask = tree_mask(self.roots, own.sees_BWU, visible)
         return StoredMemory(drafting.memory, self.indices, mask)
+
+
+def _behind_root(cos_sin: CosSin) -> CosSin:
+    """(1, 1, 1 + T, D) -> (T, D), each; the root itself has been read."""
+    cos, sin = cos_sin
+    return cos[0, 0, 1:].contiguous(), sin[0, 0, 1:].contiguous()
 
 
 def _check_place(drafter: MoADrafter, target: Target) -> None:

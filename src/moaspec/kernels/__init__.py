@@ -6,16 +6,18 @@ on with PyTorch's own operations.
 
 from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
 from moaspec.kernels.build import why_not
-from moaspec.kernels.layers import FusedLayer, FusedStack, Slots
+from moaspec.kernels.layers import ChainPart, FusedLayer, FusedStack, Slots, draft_chain
 from moaspec.kernels.matrix import Matrix
 
 __all__ = [
     "MOST_QUERIES",
+    "ChainPart",
     "FusedLayer",
     "FusedStack",
     "Matrix",
     "Slots",
     "attend",
     "can_attend",
+    "draft_chain",
     "why_not",
 ]

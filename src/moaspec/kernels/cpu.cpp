@@ -46,6 +46,16 @@ struct Pass {
   Attention attention;       // but for query, key, value and out
 };
 
+// A drafter that reads one token at a time, by one layer over the text and one over its memory.
+struct Chain {
+  const Layer *text, *memory;
+  Pass text_pass, memory_pass;  // of the first token that is read; angles of all of them
+  const Matrix* head;
+  const int64_t* names;    // of the head's outputs, as rows of `embeddings`
+  const bf16* embeddings;  // (vocabulary, E)
+  int64_t width;           // E
+};
+
 }  // extern "C"
 
 namespace {
@@ -310,6 +320,28 @@ void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x
     call.value = keys + pass->half;
     moaspec_attend(&call, threads);
     moaspec_finish(layers + i, x, read.data(), rows, 1, x, threads);
+  }
+}
+
+// The best token after a final state, the best one after that, and so on: `count` names.
+void moaspec_chain(const Chain* chain, const bf16* state, int64_t count, int64_t* out,
+                   int32_t threads) {
+  std::vector<bf16> x(state, state + chain->width);
+  for (int64_t i = 0; i < count; i++) {
+    if (i > 0) {
+      std::copy_n(chain->embeddings + out[i - 1] * chain->width, chain->width, x.data());
+      Pass text = chain->text_pass, memory = chain->memory_pass;
+      const int64_t start = *text.starts + i - 1;
+      text.starts = &start;
+      text.attention.slots += i - 1;
+      for (Pass* pass : {&text, &memory}) {
+        pass->cos += (i - 1) * pass->turned;
+        pass->sin += (i - 1) * pass->turned;
+      }
+      moaspec_stack(chain->text, 1, &text, x.data(), threads);
+      moaspec_stack(chain->memory, 1, &memory, x.data(), threads);
+    }
+    moaspec_best(chain->head, x.data(), 1, chain->width, chain->names, out + i, threads);
   }
 }
 

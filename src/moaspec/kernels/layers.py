@@ -21,7 +21,13 @@ from moaspec.kernels.attention import MOST_DIM, PAIR_LANES
 from moaspec.kernels.build import library
 from moaspec.kernels.codes import LANES
 from moaspec.kernels.matrix import Matrix
-from moaspec.kernels.structures import AttentionFacts, LayerFacts, MatrixFacts, PassFacts
+from moaspec.kernels.structures import (
+    AttentionFacts,
+    ChainFacts,
+    LayerFacts,
+    MatrixFacts,
+    PassFacts,
+)
 
 NUM_MATRICES = 4
 
@@ -165,10 +171,14 @@ class FusedStack:
         layers: in order; their weights are moved. One without keys and values of its own reads
             those that are stored, and stores none.
         scale: of their scores.
+
+    Attributes:
+        layers: the same.
+        scale: the same.
     """
 
     def __init__(self, layers: Sequence[FusedLayer], scale: float) -> None:
-        self._layers, self._scale = tuple(layers), scale
+        self.layers, self.scale = tuple(layers), scale
         sizes = [layer.num_bytes for layer in layers]
         for layer, room in zip(layers, _large_pages(sum(sizes)).split(sizes), strict=True):
             layer.move(room)
@@ -198,16 +208,60 @@ class FusedStack:
         assert x_BTE.dtype == slots.cache.dtype == torch.bfloat16
         assert cos_BTR.numel() == x_BTE.shape[:2].numel() * cos_BTR.shape[-1]
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
-        B, T = x_BTE.shape[:2]
-        cache, last = slots.cache, self._layers[-1].described
+        angles = (cos_BTR, sin_BTR)
+        described = _Pass(self, x_BTE.shape[1], angles, mask_B1TS=mask_B1TS, slots=slots, num=num)
+        self._call(
+            c_void_p(self.address(num)),
+            c_int64(num),
+            ctypes.byref(described.facts),
+            c_void_p(x_BTE.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return x_BTE
+
+    def address(self, num: int) -> int:
+        """Where the last `num` layers are described."""
+        first = len(self.layers) - num  # of ours, of which a device has only the last
+        return ctypes.addressof(self._described[first])
+
+
+class _Pass:
+    """A pass of a stack's last layers, described.
+
+    Args:
+        stack: whose.
+        tokens: T.
+        cos_sin: float32, contiguous, (..., R) each.
+        mask_B1TS: see `FusedStack.run`; None: all slots are visible.
+        slots: where keys and values are.
+        num: how many layers.
+    """
+
+    def __init__(
+        self,
+        stack: FusedStack,
+        tokens: int,
+        cos_sin: tuple[Tensor, Tensor],
+        *,
+        mask_B1TS: Tensor | None = None,
+        slots: Slots,
+        num: int,
+    ) -> None:
+        B, (cos, sin), cache = len(slots.rows_B), cos_sin, slots.cache
+        last = stack.layers[-1].described
         layer, half, place, head, slot, _ = cache.stride()
-        first = len(self._layers) - num  # of ours, of which a device has only the last
-        rows, starts = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B)
+        # Kept, because the description has only their addresses.
+        self._held = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B), cos_sin, slots
+        rows, starts, *_ = self._held
+        mask_row = mask_token = 0
+        if mask_B1TS is not None:
+            mask_row = 0 if mask_B1TS.shape[0] == 1 else mask_B1TS.stride(0)
+            mask_token = 0 if mask_B1TS.shape[2] == 1 else mask_B1TS.stride(2)
         attention = AttentionFacts(
             places=ctypes.addressof(rows),
-            mask=mask_B1TS.data_ptr(),
+            mask=None if mask_B1TS is None else mask_B1TS.data_ptr(),
             rows=B,
-            tokens=T,
+            tokens=tokens,
             heads=last.heads,
             kv_heads=cache.shape[3],
             head_dim=last.head_dim,
@@ -218,27 +272,87 @@ class FusedStack:
             value_row=place,
             value_head=head,
             value_slot=slot,
-            mask_row=0 if mask_B1TS.shape[0] == 1 else mask_B1TS.stride(0),
-            mask_token=0 if mask_B1TS.shape[2] == 1 else mask_B1TS.stride(2),
-            scale=self._scale,
+            mask_row=mask_row,
+            mask_token=mask_token,
+            scale=stack.scale,
         )
-        described = PassFacts(
-            cos_BTR.data_ptr(),
-            sin_BTR.data_ptr(),
-            cos_BTR.shape[-1],
+        self.facts = PassFacts(
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[-1],
             cache[len(cache) - num].data_ptr(),
             *(layer, half, place, head),
             ctypes.addressof(starts),
             attention,
         )
-        self._call(
-            ctypes.byref(self._described[first]),
-            c_int64(num),
-            ctypes.byref(described),
-            c_void_p(x_BTE.data_ptr()),
-            c_int32(torch.get_num_threads()),
-        )
-        return x_BTE
+
+
+@dataclass(frozen=True)
+class ChainPart:
+    """One layer of a drafter over all tokens of a chain.
+
+    Attributes:
+        stack: of that layer alone.
+        cos_TR: cosines of the tokens that are read, float32, contiguous.
+        sin_TR: sines, likewise.
+        slots: of the first of those tokens, all of them visible.
+    """
+
+    stack: FusedStack
+    cos_TR: Tensor
+    sin_TR: Tensor
+    slots: Slots
+
+    def described(self) -> _Pass:
+        """The pass over the first token."""
+        return _Pass(self.stack, 1, (self.cos_TR, self.sin_TR), slots=self.slots, num=1)
+
+
+def draft_chain(
+    state_E: Tensor,
+    count: int,
+    *,
+    text: ChainPart,
+    memory: ChainPart,
+    head: Matrix,
+    names_O: Tensor,
+    embeddings_VE: Tensor,
+) -> list[int]:
+    """The head's best token after a state, the best after that one is read, and so on.
+
+    Args:
+        state_E: final state of the last token that was read, bf16.
+        count: of tokens.
+        text: SA; each token is stored one slot behind the one before it, and sees it.
+        memory: CA, which sees the same slots from every token.
+        head: of the drafter.
+        names_O: int64, the ids of its outputs.
+        embeddings_VE: of all ids, bf16.
+    """
+    assert state_E.dtype == embeddings_VE.dtype == torch.bfloat16
+    assert names_O.dtype == torch.int64
+    assert len(names_O) == head.outputs
+    assert len(text.cos_TR) == len(memory.cos_TR) == count - 1
+    state_E, names_O = state_E.contiguous(), names_O.contiguous()
+    passes = text.described(), memory.described()
+    facts = ChainFacts(
+        text.stack.address(1),
+        memory.stack.address(1),
+        *(one.facts for one in passes),
+        ctypes.addressof(head.described),
+        names_O.data_ptr(),
+        embeddings_VE.data_ptr(),
+        embeddings_VE.shape[1],
+    )
+    drafted = (c_int64 * count)()
+    library().moaspec_chain(
+        ctypes.byref(facts),
+        c_void_p(state_E.data_ptr()),
+        c_int64(count),
+        drafted,
+        c_int32(torch.get_num_threads()),
+    )
+    return list(drafted)
 
 
 def _large_pages(num_bytes: int) -> Tensor:

@@ -68,3 +68,18 @@ class PassFacts(ctypes.Structure):
         ("starts", c_void_p),
         ("attention", AttentionFacts),
     )
+
+
+class ChainFacts(ctypes.Structure):
+    """A drafter that reads one token at a time."""
+
+    _fields_ = (
+        ("text", c_void_p),
+        ("memory", c_void_p),
+        ("text_pass", PassFacts),
+        ("memory_pass", PassFacts),
+        ("head", c_void_p),
+        ("names", c_void_p),
+        ("embeddings", c_void_p),
+        ("width", c_int64),
+    )

@@ -140,6 +140,13 @@ class Target(TargetFacts):
         """Token embeddings as they enter the first layer (scaled in Gemma 3), (..., E)."""
         return self._base.embed_tokens(input_ids)
 
+    @property
+    def embeddings(self) -> Tensor | None:
+        """What `embed` looks up, (V, E), where it does nothing else; else None."""
+        table = self._base.embed_tokens
+        plain = type(table) is nn.Embedding and not table._forward_hooks
+        return table.weight if plain and not table._forward_pre_hooks else None
+
     def head_rows(self, token_ids: Tensor) -> nn.Linear:
         """The LM head for these ids alone, a copy."""
         weight, bias = self._lm_head.weight[token_ids], self._lm_head.bias
