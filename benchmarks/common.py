@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import moaspec
+import moaspec.kernels.matrix
 from moaspec import Target
 from moaspec.cli.console import chat_ids
 from moaspec.decode.calibrate import machine
@@ -31,6 +32,11 @@ def parser(
     options.add_argument("--dtype", default=dtype)
     options.add_argument("--device", default="cpu")
     options.add_argument("--threads", type=int, default=threads)
+    options.add_argument(
+        "--full-bits",
+        action="store_true",
+        help="Keep 16 bits of weights that were made of fewer, as of any other bf16 model.",
+    )
     return options
 
 
@@ -57,6 +63,8 @@ def text_setting(args: argparse.Namespace, target: Target) -> dict[str, Any]:
 def load(args: argparse.Namespace) -> tuple[Target, MoADrafter]:
     """Target and drafter, after setting the threads."""
     torch.set_num_threads(args.threads)
+    if args.full_bits:
+        moaspec.kernels.matrix.found_codes = lambda _: None  # type: ignore[assignment]
     target = moaspec.load_target(args.model, dtype=args.dtype, device=args.device)
     return target, moaspec.load_drafter(args.drafter, target=target)
 

@@ -70,7 +70,10 @@ def _serve(requests: Connection, gguf: str, threads: int, context: int) -> None:
     server: Any = xllamacpp.Server(params)
     requests.send(str(xllamacpp.__version__))
     while True:
-        prompt_ids, num_tokens = requests.recv()
+        try:
+            prompt_ids, num_tokens = requests.recv()
+        except EOFError:  # whoever asked has ended
+            return
         answer = server.handle_completions(
             {
                 "prompt": prompt_ids,
