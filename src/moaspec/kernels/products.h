@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -25,7 +26,8 @@ namespace {
 using bf16 = uint16_t;
 
 constexpr int kLanes = 16;        // float32 numbers of a register; outputs of a panel
-constexpr int kTileRows = 6;      // rows of a tile
+constexpr int kTileRows = 8;      // rows of a tile, at most
+constexpr int kUnpackedRows = 16; // rows above which blocks are unpacked first
 constexpr int kAhead = 32;        // pairs that weights are fetched ahead of their use
 constexpr int kBlock = 32;        // inputs that share a scale and a zero
 constexpr int kBlocksAhead = 4;   // blocks that weights are fetched ahead of their use
@@ -137,7 +139,8 @@ struct Tile {
 
 // Weights as they are, 16 bits each.
 struct Sixteen {
-  static constexpr int kAtOnce = 4;  // panels of a tile: 6 * 4 sums, 4 weights and a row fit 32 registers
+  static constexpr int kMostRows = 6;  // of a tile: 6 * 4 sums, 4 weights and a row fit 32 registers
+  static int64_t panels_at_once(int64_t) { return 4; }
   static int64_t panel_bytes(int64_t inputs) { return inputs * kLanes * sizeof(bf16); }
 
   // M rows times V panels.
@@ -226,7 +229,8 @@ class EightBits {
 // Weights in blocks of fewer bits, of which each product has the same bits as of the 16 they stand for.
 template <class Block>
 struct Blocks {
-  static constexpr int kAtOnce = 2;
+  static constexpr int kMostRows = 8;
+  static int64_t panels_at_once(int64_t rows) { return rows <= 6 ? 2 : 1; }
   static int64_t panel_bytes(int64_t inputs) { return inputs / kBlock * Block::kBytes; }
 
   template <int M, int V>
@@ -277,12 +281,15 @@ struct Blocks {
 
 template <class Format, int M, class... Rest>
 inline void tile_of(int count, Rest&... rest) {
-  if constexpr (Format::kAtOnce == 4) {
-    if (count == 4) return Format::template tile<M, 4>(rest...);
-    if (count == 3) return Format::template tile<M, 3>(rest...);
+  if constexpr (M <= Format::kMostRows) {
+    if constexpr (std::is_same_v<Format, Sixteen>) {
+      if (count == 4) return Format::template tile<M, 4>(rest...);
+      if (count == 3) return Format::template tile<M, 3>(rest...);
+    }
+    if constexpr (M <= 6)
+      if (count == 2) return Format::template tile<M, 2>(rest...);
+    return Format::template tile<M, 1>(rest...);
   }
-  if (count == 2) return Format::template tile<M, 2>(rest...);
-  return Format::template tile<M, 1>(rest...);
 }
 
 // Rows times `count` panels: `give(row, panel, sums)`. After them `following` is read.
@@ -291,12 +298,15 @@ void multiply_panels(const bf16* x, int64_t rows, int64_t stride, const uint8_t*
                      const uint8_t* following, int64_t inputs, const Give& give) {
   const int64_t bytes = Format::panel_bytes(inputs);
   for (int64_t row = 0; row < rows;) {
-    const int64_t left = rows - row;
-    const int64_t size = left == 7 || left == 8 ? 4 : std::min<int64_t>(kTileRows, left);
+    // Tiles of nearly one size: a small one reads its weights for little.
+    const int64_t left = rows - row, tiles = (left + Format::kMostRows - 1) / Format::kMostRows;
+    const int64_t size = (left + tiles - 1) / tiles;
     const uint8_t* next = left > size ? panels : following;
     const bf16* from = x + row * stride;
     Tile tile;
     switch (size) {
+      case 8: tile_of<Format, 8>(count, from, stride, panels, bytes, next, inputs, tile); break;
+      case 7: tile_of<Format, 7>(count, from, stride, panels, bytes, next, inputs, tile); break;
       case 6: tile_of<Format, 6>(count, from, stride, panels, bytes, next, inputs, tile); break;
       case 5: tile_of<Format, 5>(count, from, stride, panels, bytes, next, inputs, tile); break;
       case 4: tile_of<Format, 4>(count, from, stride, panels, bytes, next, inputs, tile); break;
@@ -326,25 +336,25 @@ void share_panels(const Matrix& matrix, int64_t at_once, const Visit& visit) {
 template <class Format, class Give>
 void multiply_as(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride,
                  const Give& give) {
-  share_panels<Format>(matrix, Format::kAtOnce, [&](int64_t panel, int count, const uint8_t* panels,
-                                                    const uint8_t* following) {
-    multiply_panels<Format>(x, rows, stride, panels, count, following, matrix.inputs,
-                            [&](int64_t row, int v, __m512 sums) { give(row, panel + v, sums); });
-  });
+  share_panels<Format>(
+      matrix, Format::panels_at_once(rows),
+      [&](int64_t panel, int count, const uint8_t* panels, const uint8_t* following) {
+        multiply_panels<Format>(x, rows, stride, panels, count, following, matrix.inputs,
+                                [&](int64_t row, int v, __m512 sums) { give(row, panel + v, sums); });
+      });
 }
 
-// For more rows than a tile has, panels of blocks are unpacked first, once for all of them.
+// For many rows, panels of blocks are unpacked first, once for all of them.
 template <class Block, class Give>
 void multiply_blocks(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride,
                      const Give& give) {
-  if (rows <= kTileRows) return multiply_as<Blocks<Block>>(matrix, x, rows, stride, give);
+  if (rows <= kUnpackedRows) return multiply_as<Blocks<Block>>(matrix, x, rows, stride, give);
   const int64_t inputs = matrix.inputs, bytes = Blocks<Block>::panel_bytes(inputs);
-  const int64_t unpacked = Sixteen::panel_bytes(inputs);
-  own_scratch.resize(std::max<size_t>(own_scratch.size(), Sixteen::kAtOnce * unpacked / sizeof(float)));
+  const int64_t unpacked = Sixteen::panel_bytes(inputs), at_once = Sixteen::panels_at_once(rows);
+  own_scratch.resize(std::max<size_t>(own_scratch.size(), at_once * unpacked / sizeof(float)));
   uint8_t* const room = reinterpret_cast<uint8_t*>(own_scratch.data());
   share_panels<Blocks<Block>>(
-      matrix, Sixteen::kAtOnce,
-      [&](int64_t panel, int count, const uint8_t* panels, const uint8_t*) {
+      matrix, at_once, [&](int64_t panel, int count, const uint8_t* panels, const uint8_t*) {
         for (int v = 0; v < count; v++)
           Blocks<Block>::unpack(panels + v * bytes, inputs,
                                 reinterpret_cast<bf16*>(room + v * unpacked));
