@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,16 +85,30 @@ def engine(models: Models, drafter: Path | None, **changes: Any) -> Iterator[Any
 
 
 def texts(
-    llm: Any, prompts: Sequence[Sequence[int]], lengths: Sequence[int], *, concurrency: int
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    *,
+    concurrency: int,
+    sampled: Collection[int] = (),
 ) -> list[list[int]]:
-    """Greedy texts; a request joins whenever one leaves."""
+    """Greedy texts; a request joins whenever one leaves.
+
+    Args:
+        llm: vLLM's.
+        prompts: token ids.
+        lengths: of the texts.
+        concurrency: requests at a time.
+        sampled: which of them have a temperature, and one token to choose from.
+    """
     from vllm import SamplingParams
 
     waiting, done, running = deque(range(len(prompts))), {}, 0
     while waiting or running:
         while waiting and running < concurrency:
             index = waiting.popleft()
-            settings = SamplingParams(temperature=0, max_tokens=lengths[index], ignore_eos=True)
+            chosen = {"temperature": 0.8, "top_k": 1} if index in sampled else {"temperature": 0}
+            settings = SamplingParams(**chosen, max_tokens=lengths[index], ignore_eos=True)
             prompt = {"prompt_token_ids": list(prompts[index])}
             llm.llm_engine.add_request(str(index), prompt, settings)
             running += 1

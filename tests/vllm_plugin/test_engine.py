@@ -69,6 +69,28 @@ def test_texts_are_those_of_plain_vllm_under_chunks_hits_and_preemption(models: 
             assert serving.counter(llm, "spec_decode_num_drafts") > 0
 
 
+def test_a_temperature_spoils_no_text_of_its_step(models: Models) -> None:
+    """Drafts wait to be verified when it comes, and vLLM fills in some of its own.
+
+    It does so for a prompt whose blocks are found but for the last token, and for all requests
+    where a text is near the model's limit.
+    """
+    prompts, lengths = crowd()
+    again = [*prompts[0], *range(33)][:33]
+    prompts[1::5] = [again] * len(prompts[1::5])
+    lengths[11] = serving.ENGINE["max_model_len"] - len(again)
+    sampled = range(1, len(prompts), 2)
+    with serving.engine(models, None) as plain:
+        expected = serving.texts(plain, prompts, lengths, concurrency=8)
+    changes: dict[str, Any] = {"block_size": 32, "enable_prefix_caching": True}
+    with serving.engine(models, models.taught, **changes) as llm:
+        for concurrency in (8, 1):
+            got = serving.texts(llm, prompts, lengths, concurrency=concurrency, sampled=sampled)
+            assert got == expected
+        assert serving.counter(llm, "prefix_cache_hits") > 0
+        assert serving.counter(llm, "spec_decode_num_accepted_tokens") > 0
+
+
 def test_drafts_are_those_of_moaspecs_own_chain(models: Models) -> None:
     lengths = [tiny.NEW_TOKENS] * len(tiny.PROMPTS)
     drafter = load_drafter(models.taught, target=models.target)

@@ -30,12 +30,12 @@ MODULE_HOOKS = (
 """What is imported of vLLM."""
 
 RUNNER_HOOKS = (
+    "_sample",
     "attn_groups",
+    "input_batch.all_greedy",
     "input_batch.block_table",
     "input_batch.num_computed_tokens_cpu",
     "input_batch.num_reqs",
-    "input_batch.random_reqs",
-    "input_batch.req_ids",
     "input_ids.gpu",
     "max_num_reqs",
     "positions",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from vllm.config import CompilationMode
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
@@ -56,7 +59,7 @@ class MoAProposer(Joined):
         self._name = drafter_name(vllm_config.additional_config)
         self._parts: Parts | None = None
         self._drafting: Drafting | None = None
-        self._only_greedy = False
+        self._verify: Callable[[Tensor, Any], Any] | None = None
 
     def load_model(self, target: Any) -> None:
         """Load the drafter, join it to the target, and ask vLLM for its caches.
@@ -92,11 +95,11 @@ class MoAProposer(Joined):
         super().start(runner)
         assert self._parts is not None, "vLLM loads the model before it allocates caches"
         self._drafting = Drafting(self._parts, runner)
-        self._only_greedy = not hooks.verifies_sampled_drafts(runner.positions.device)
-        if self._only_greedy:
+        if not hooks.verifies_sampled_drafts(runner.positions.device):
+            self._verify, runner._sample = runner._sample, self._sample
             logger.warning(
-                "vLLM %s applies no request's temperature to drafted tokens here. Requests with a "
-                "temperature are decoded without drafts; greedy ones are drafted.",
+                "vLLM %s applies no request's temperature to drafted tokens here. Steps are "
+                "drafted while all of their requests are greedy.",
                 hooks.installed_version(),
             )
 
@@ -129,6 +132,23 @@ class MoAProposer(Joined):
                 drafts[row] = chain
         return drafts
 
+    def _sample(self, logits_NV: Tensor, metadata: Any) -> Any:
+        """As vLLM does it, but no drafts are verified in a step that has a temperature.
+
+        There may be some all the same: those of greedy requests that another has joined, and those
+        that vLLM fills in itself, where a prompt's blocks are found or a text is near its limit.
+
+        Args:
+            logits_NV: of each request those of its newest token, then of its drafts.
+            metadata: vLLM's, of the drafts; None: there are none.
+        """
+        assert self._verify is not None
+        if metadata is not None and not self.runner.input_batch.all_greedy:
+            newest_R = np.cumsum([0, *metadata.num_draft_tokens[:-1]])
+            newest_R += np.arange(len(newest_R))
+            logits_NV, metadata = logits_NV[torch.from_numpy(newest_R)], None
+        return self._verify(logits_NV, metadata)
+
     def settle(self) -> None:
         """Encode a step for which vLLM wanted no drafts, because a text is near its limit.
 
@@ -147,13 +167,10 @@ class MoAProposer(Joined):
         """
         assert self._drafting is not None
         batch = self.runner.input_batch
+        if self._verify is not None and not batch.all_greedy:
+            return []
         room_R = self._drafting.room(batch.num_reqs)
-        sampled = batch.random_reqs if self._only_greedy else ()
-        return [
-            row
-            for row, last in newest.items()
-            if 0 < depth <= room_R[row] - last and not (sampled and batch.req_ids[row] in sampled)
-        ]
+        return [row for row, last in newest.items() if 0 < depth <= room_R[row] - last]
 
     def _encode(self, lengths_R: list[int] | None) -> None:
         assert self._parts is not None
