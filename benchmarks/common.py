@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 
 import moaspec
-import moaspec.kernels.matrix
 from moaspec import Target
 from moaspec.cli.console import chat_ids
 from moaspec.decode.calibrate import machine
@@ -64,7 +64,7 @@ def load(args: argparse.Namespace) -> tuple[Target, MoADrafter]:
     """Target and drafter, after setting the threads."""
     torch.set_num_threads(args.threads)
     if args.full_bits:
-        moaspec.kernels.matrix.found_codes = lambda _: None  # type: ignore[assignment]
+        mock.patch("moaspec.kernels.matrix.found_codes", return_value=None).start()
     target = moaspec.load_target(args.model, dtype=args.dtype, device=args.device)
     return target, moaspec.load_drafter(args.drafter, target=target)
 
