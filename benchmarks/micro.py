@@ -16,9 +16,7 @@ STARTED = time.perf_counter()
 import hashlib  # noqa: E402
 import json  # noqa: E402
 from collections.abc import Callable  # noqa: E402
-from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
-from statistics import median  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
@@ -27,8 +25,9 @@ from common import load, parser, setting, spread  # noqa: E402
 import moaspec  # noqa: E402
 from moaspec import Chain, Tree  # noqa: E402
 from moaspec.decode import CostTable  # noqa: E402
+from moaspec.decode.bench import Bench, Part  # noqa: E402
 from moaspec.decode.cache import tree_mask  # noqa: E402
-from moaspec.decode.calibrate import Bench, fingerprint, times  # noqa: E402
+from moaspec.decode.calibrate import fingerprint  # noqa: E402
 from moaspec.decode.cost import Acceptance, Prospect  # noqa: E402
 from moaspec.decode.lookup import NgramIndex  # noqa: E402
 from moaspec.decode.moa import MoADrafting  # noqa: E402
@@ -39,6 +38,7 @@ SHAPE = Tree(3, 2, 6)
 LEAST_NOISE = 0.05
 """Share of a median below which no difference is believed, however quiet a run was."""
 CPU = torch.device("cpu")
+WARM_UPS = 2
 
 
 def main() -> None:
@@ -75,30 +75,21 @@ def measured(
     target: moaspec.Target, drafting: MoADrafting, repeats: int
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of each part."""
-    figures: dict[str, dict[str, float]] = {}
-    samples: list[float] = []
-
-    def seconds(
-        run: Callable[[], object], device: torch.device, before: Callable[[], object] | None = None
-    ) -> float:
-        samples[:] = times(run, device, repeats, before=before)
-        return median(samples)
-
-    bench = Bench(target, drafting, seconds)
-    device_parts: dict[str, Callable[[], float]] = {
-        **{f"target pass, {n} tokens": partial(bench.target_pass, n, 64) for n in (1, 8, 16)},
-        "target pass after 1024": lambda: bench.target_pass(1, 1024),
-        "head, 1 token": lambda: bench.head(1),
-        "draft, one level": lambda: bench.draft(Chain(1)),
-        f"draft, {SHAPE}": lambda: bench.draft(SHAPE),
-        "encode, 1 token": lambda: bench.encode(1),
-        "encode, 64 tokens": lambda: bench.encode(64),
+    bench = Bench(target, drafting)
+    parts = {
+        **{f"target pass, {n} tokens": bench.target_pass(n, 64) for n in (1, 8, 16)},
+        "target pass after 1024": bench.target_pass(1, 1024),
+        "head, 1 token": bench.head(1),
+        "draft, one level": bench.draft(Chain(1)),
+        f"draft, {SHAPE}": bench.draft(SHAPE),
+        "encode, 1 token": bench.encode(1),
+        "encode, 64 tokens": bench.encode(64),
+        **{name: Part(run, CPU) for name, run in _host().items()},
     }
-    host_parts = {name: partial(seconds, run, CPU) for name, run in _host().items()}
-    for name, part in (device_parts | host_parts).items():
-        part()
-        figures[name] = spread([1000 * s for s in samples])
-    return figures
+    for part in parts.values():
+        for turn in range(WARM_UPS + repeats):
+            part.time(counts=turn >= WARM_UPS)
+    return {name: spread([1000 * s for s in part.seconds]) for name, part in parts.items()}
 
 
 def _host() -> dict[str, Callable[[], Any]]:

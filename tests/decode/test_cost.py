@@ -100,3 +100,12 @@ def test_dear_passes_and_full_batches_draft_less() -> None:
 
 def test_the_prior_is_a_distribution_over_siblings() -> None:
     assert all(sum(line) <= 1.0 for line in PRIOR)
+
+
+def test_what_a_round_takes_around_its_parts_counts_once() -> None:
+    alone, around = table(), table(plain_rest_s=0.002, draft_rest_s=0.003)
+    assert around.plain_s(64, 2) - alone.plain_s(64, 2) == pytest.approx(0.001)
+    assert around.draft_s(3, 2, 4) - alone.draft_s(3, 2, 4) == pytest.approx(0.003)
+    assert float(around.verify_s(5, 64)) == float(alone.verify_s(5, 64))
+    with pytest.raises(InputError, match="at least 0"):
+        table(draft_rest_s=-1.0)

@@ -98,6 +98,50 @@ def test_nothing_is_encoded_while_nothing_may_be_drafted() -> None:
     assert [feature for _, feature in wanted].count(True) <= 2 * len(drafting) + 1
 
 
+DEAR = (0.001, 0.008, 0.1, 1.0)
+"""Encoding of 1, 8, 16, 64 tokens: a prompt of 64 takes as long as a hundred plain rounds."""
+
+
+@pytest.mark.parametrize(
+    ("prior", "room", "drafts"),
+    [
+        (0.9, 1000, True),  # promises to gain it back
+        (0.9, 50, False),  # the answer is too short for that
+        (0.05, 1000, False),  # drafts gain nothing
+    ],
+)
+def test_a_long_prompt_is_encoded_where_drafts_gain_it_back(
+    prior: float, room: int, drafts: bool
+) -> None:
+    policy = CostShape(table(encode_s=DEAR), [[prior]])
+    policy.begin(64, room)
+    assert policy.wants_features is drafts
+    assert (policy.shape(64, 1) is not None) is drafts
+
+
+@pytest.mark.parametrize("room", [50, 1000])
+def test_a_short_prompt_is_always_encoded(room: int) -> None:
+    policy = CostShape(table(encode_s=DEAR), [[0.05]])
+    policy.begin(1, room)
+    assert policy.wants_features
+
+
+def test_the_engine_says_what_a_prompt_would_take() -> None:
+    target = tiny.target()
+    engine = local_engine(target, tiny.random_drafter(target))
+    policies = [CostShape(table(encode_s=(seconds,) * 4), [[0.05]]) for seconds in (0.0, 100.0)]
+    handles = [
+        engine.add(tiny.PROMPTS[0], max_new_tokens=tiny.NEW_TOKENS, shape=policy)
+        for policy in policies
+    ]
+    engine.step()
+    assert [policy.wants_features for policy in policies] == [True, False]
+    list(engine.run())
+    cheap, dear = (engine.result(handle) for handle in handles)
+    assert tuple(cheap.token_ids) == tuple(dear.token_ids) == tiny.own_texts("llama")[0]
+    assert dear.num_drafted == 0
+
+
 def test_branches_stop_where_copies_are_wrong_and_come_back() -> None:
     dear = table(pass_s=((0.01, 0.06, 0.12, 0.48), (0.01, 0.06, 0.12, 0.48)))
     for costs, right in ((table(), True), (dear, False)):

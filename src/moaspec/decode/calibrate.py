@@ -3,8 +3,6 @@
 A measurement belongs to one machine, target, drafter, dtype, device and number of threads; a
 fingerprint of all of them names its file. Nothing is measured behind a caller's back: only when
 `calibrate` is called.
-
-Legend: B rows (one here), T tokens, L layers, K one layer's key and value.
 """
 
 from __future__ import annotations
@@ -12,37 +10,40 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from moaspec.decode.cache import tree_mask
+from moaspec.decode.bench import Bench, Part, Rounds
 from moaspec.decode.cost import CostTable
 from moaspec.decode.moa import MoADrafting
-from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import Chain, Tree
-from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.places import cache_dir
 from moaspec.target import Target
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 WIDTHS = (1, 2, 3, 4, 6, 8)
 CONTEXTS = (64, 1024)
 LEVELS = 3
 """Levels of the trees whose growth is timed; what they cost beyond one level is shared out."""
-WARM_UPS, REPEATS = 2, 5
-"""Of which the median counts: one hiccup of the machine must not decide for months."""
+DRAFTS = 2
+"""Length of the chains in whole rounds that are timed."""
+WARM_UPS, FEWEST, MOST = 1, 5, 15
+"""Turns in which every part is timed once, of which the median counts: a machine that was busy for
+a second was so for all parts alike. The first does not count; MOST where they take little."""
+ENOUGH_S = 10.0
+"""Seconds after which there are no more turns than FEWEST."""
 
 
 def calibrate(
@@ -60,7 +61,7 @@ def calibrate(
         target: in the dtype and on the device that it will be used with.
         drafter: None measures the target alone.
         num_target_layers: N; None takes the drafter's default.
-        advance: called with the name of each part before it is measured.
+        advance: told how far it is, now and then.
 
     Raises:
         InputError: N outside the target's layers.
@@ -159,28 +160,40 @@ def _measured(
     bench = Bench(target, drafting)
     longest = max(TOKENS)
     contexts = tuple(c for c in CONTEXTS if c + longest <= target.max_positions) or (1,)
-    passes = []
-    for context in contexts:
-        advance(f"target, {context} tokens of context")
-        passes.append(_rising([bench.target_pass(n, context) for n in TOKENS]))
-    advance("head")
-    head_s = _rising([bench.head(n) for n in TOKENS])
-    advance("drafter")
-    first_s = bench.draft(Chain(1)) if drafting is not None else 0.0
-    widths = tuple(w for w in WIDTHS if drafting is not None and w <= drafting.vocabulary)
-    steps = [(bench.draft(_grown(w)) - bench.draft(_one_level(w))) / (LEVELS - 1) for w in widths]
-    advance("encoder")
-    encode_s = [bench.encode(n) if drafting is not None else 0.0 for n in TOKENS]
-    return CostTable(
+    passes = [[bench.target_pass(n, context) for n in TOKENS] for context in contexts]
+    heads, root, grown, encoded = [bench.head(n) for n in TOKENS], [], [], []
+    rounds = [Rounds(bench, None)]
+    widths: tuple[int, ...] = ()
+    if drafting is not None:
+        widths = tuple(w for w in WIDTHS if w <= drafting.vocabulary)
+        root = [bench.draft(Chain(1))]
+        grown = [(bench.draft(_one_level(w)), bench.draft(_grown(w))) for w in widths]
+        encoded = [bench.encode(n) for n in TOKENS]
+        rounds.append(Rounds(bench, Chain(DRAFTS)))
+    parts: list[Part | Rounds] = [*chain(*passes), *heads, *root, *chain(*grown), *encoded, *rounds]
+    for turn in _turns():
+        advance(f"all parts, for the {turn + 1}. time")
+        for part in parts:
+            part.time(counts=turn >= WARM_UPS)
+    costs = CostTable(
         contexts=contexts,
         tokens=TOKENS,
-        pass_s=tuple(passes),
-        head_s=head_s,
-        root_s=first_s,
+        pass_s=tuple(_rising([part.median_s for part in line]) for line in passes),
+        head_s=_rising([part.median_s for part in heads]),
+        root_s=root[0].median_s if root else 0.0,
         widths=widths,
-        step_s=_rising(steps),
-        encode_s=_rising(encode_s),
+        step_s=_rising([(many.median_s - one.median_s) / (LEVELS - 1) for one, many in grown]),
+        encode_s=_rising([part.median_s for part in encoded] or [0.0 for _ in TOKENS]),
     )
+    plain_rest_s, *draft_rest_s = (one.rest_s(costs) for one in rounds)
+    return replace(costs, plain_rest_s=plain_rest_s, draft_rest_s=sum(draft_rest_s))
+
+
+def _turns() -> Iterator[int]:
+    started = time.perf_counter()
+    for turn in range(WARM_UPS + MOST):
+        if turn < WARM_UPS + FEWEST or time.perf_counter() - started < ENOUGH_S:
+            yield turn
 
 
 def _one_level(width: int) -> Tree:
@@ -194,110 +207,3 @@ def _grown(width: int) -> Tree:
 def _rising(seconds: list[float]) -> tuple[float, ...]:
     """More work never takes less time; where it seemed to, something else was running."""
     return tuple(np.maximum.accumulate([max(0.0, s) for s in seconds]).tolist())
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Runs each part by itself, on made-up tokens: costs do not depend on which they are.
-
-    Attributes:
-        target: what is timed.
-        drafting: the same; None where only the target is.
-        seconds: times a call on a device; before each time, another call that does not count.
-    """
-
-    target: Target
-    drafting: MoADrafting | None
-    seconds: Callable[..., float] = field(
-        default=lambda run, device, before=None: statistics.median(
-            times(run, device, before=before)
-        )
-    )
-
-    def target_pass(self, num_tokens: int, context: int) -> float:
-        """Seconds of a pass over so many tokens after `context` others, without the head."""
-        return self.seconds(self._pass(num_tokens, context), self.target.device)
-
-    def _pass(self, num_tokens: int, context: int) -> Callable[[], None]:
-        target, device = self.target, self.target.device
-        cache = LocalVerifier(target).cache
-        visible = context + num_tokens
-        cache.reserve(1, visible)
-        positions_1T = torch.arange(context, visible, device=device)[None]
-        chain_1TT = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
-
-        def run() -> None:
-            target.run(
-                torch.zeros_like(positions_1T),
-                positions_1T,
-                mask_B1TS=tree_mask([context], chain_1TT, visible),
-                write=cache.writer([0], [context], num_tokens, visible),
-            )
-
-        return run
-
-    def head(self, num_tokens: int) -> float:
-        """Seconds of the head and the choice."""
-        width = int(self.target.config.hidden_size)
-        states = torch.zeros(num_tokens, width, dtype=self.target.dtype, device=self.target.device)
-        return self.seconds(lambda: self.target.best(states), self.target.device)
-
-    def draft(self, shape: Tree) -> float:
-        """Seconds of growing a tree over a text of the first context length."""
-        assert self.drafting is not None
-        drafting, length = self.drafting, min(CONTEXTS[0], self.target.max_positions // 2)
-        drafting.borrow(LocalVerifier(self.target).cache)
-        drafting.close(0)
-        drafting.observe(0, self._features(length - 1))
-        row = RowText(0, [0] * length)
-
-        def run() -> None:
-            drafting.read[0] = length - 1
-            drafting.propose([row], shape)
-
-        # In a round, the target's weights have just gone through the caches.
-        return self.seconds(run, self.target.device, self._pass(1, 1))
-
-    def encode(self, num_tokens: int) -> float:
-        """Seconds of encoding so many verified tokens."""
-        run = partial(self._features, num_tokens)
-        return self.seconds(run, self.target.device, self._pass(1, 1))
-
-    def _features(self, num_tokens: int) -> Any:
-        assert self.drafting is not None
-        target = self.target
-        kv_1TLK = torch.zeros(
-            (1, num_tokens, target.num_layers, target.identity.kv_size),
-            dtype=target.dtype,
-            device=target.device,
-        )
-        positions = torch.arange(num_tokens, device=target.device)[None]
-        (features,) = self.drafting.encode(kv_1TLK, positions, [num_tokens])
-        return features
-
-
-def times(
-    run: Callable[[], object],
-    device: torch.device,
-    repeats: int = REPEATS,
-    *,
-    before: Callable[[], object] | None = None,
-) -> list[float]:
-    """Seconds of repeated runs, after some that do not count, each with an untimed one before."""
-    for _ in range(WARM_UPS):
-        run()
-    seconds = []
-    for _ in range(repeats):
-        if before is not None:
-            before()
-        _synchronise(device)
-        started = time.perf_counter()
-        run()
-        _synchronise(device)
-        seconds.append(time.perf_counter() - started)
-    return seconds
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -50,6 +50,8 @@ class CostTable:
         widths: of further levels, ascending from 1.
         step_s: of one further level, by width; empty where nothing is drafted by a model.
         encode_s: of encoding verified tokens, by number of `tokens`.
+        plain_rest_s: of a round without drafts, beyond its pass and head.
+        draft_rest_s: of a round with drafts, beyond all of these parts.
 
     Raises:
         InputError: lists that do not fit one another, or a number that is not a positive time.
@@ -63,12 +65,15 @@ class CostTable:
     widths: tuple[int, ...]
     step_s: tuple[float, ...]
     encode_s: tuple[float, ...]
+    plain_rest_s: float = 0.0
+    draft_rest_s: float = 0.0
 
     def __post_init__(self) -> None:
         fits = len(self.pass_s) == len(self.contexts) > 0 and len(self.step_s) == len(self.widths)
         lines = (*self.pass_s, self.head_s, self.encode_s)
         fits = fits and all(len(line) == len(self.tokens) > 0 for line in lines)
-        times = [self.root_s, *self.step_s, *(t for line in lines for t in line)]
+        single = (self.root_s, self.plain_rest_s, self.draft_rest_s)
+        times = [*single, *self.step_s, *(t for line in lines for t in line)]
         if not fits or not np.isfinite(times).all() or min(times) < 0:
             raise InputError(
                 "A cost table needs one pass line per context, one time per width, and times of at "
@@ -85,9 +90,10 @@ class CostTable:
         return part + _between(num_tokens, self.tokens, self.head_s)
 
     def draft_s(self, depth: int, breadth: int, num_rows: int) -> float:
-        """Growing trees for so many rows together."""
+        """Growing trees for so many rows together, and what else a round with drafts takes."""
         wider = self._step(num_rows) - self._step(1)
-        return self.root_s + wider + (depth - 1) * self._step(breadth * num_rows)
+        first = self.root_s + wider + self.draft_rest_s
+        return first + (depth - 1) * self._step(breadth * num_rows)
 
     def accept_s(self, num_tokens: Floats | float) -> Floats:
         """Encoding of so many newly verified tokens."""
@@ -98,7 +104,7 @@ class CostTable:
 
     def plain_s(self, context: int, num_rows: int = 1) -> float:
         """One row's share of a round without drafts."""
-        return float(self.verify_s(num_rows, context)) / num_rows
+        return (float(self.verify_s(num_rows, context)) + self.plain_rest_s) / num_rows
 
 
 def _between(x: Floats | float, xs: Sequence[int], ys: Sequence[float]) -> Floats:

@@ -234,6 +234,8 @@ class Engine:
 
     async def _prefill(self, rows: Sequence[Row]) -> list[Event]:
         started = time.perf_counter()
+        for row in rows:
+            row.policy.begin(len(row.token_ids) - row.base, row.max_new_tokens)
         requests = [row.request(row.base, row.token_ids[row.base :], DraftTree()) for row in rows]
         verdicts = await self._verifier.verify(requests)
         events = [

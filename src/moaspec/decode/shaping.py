@@ -57,6 +57,15 @@ FreeBranches = Literal["auto"] | bool
 class ShapePolicy(Protocol):
     """What one row drafts. Asked once before every round, told the outcome after it."""
 
+    def begin(self, unread: int, room: int) -> None:
+        """A prompt is about to be read.
+
+        Args:
+            unread: tokens of it whose activations would have to be encoded for drafts.
+            room: tokens that may be written after it.
+        """
+        ...
+
     def shape(self, length: int, num_rows: int) -> Tree | None:
         """The shape of the next drafts, None for a round without.
 
@@ -125,6 +134,9 @@ class FixedShape:
 
     tree: Tree | None = AUTO
 
+    def begin(self, _unread: int, _room: int) -> None:
+        """Nothing to decide."""
+
     @property
     def wants_features(self) -> bool:
         """See `ShapePolicy`."""
@@ -145,7 +157,9 @@ class CostShape:
     tokens (and for `CREDIT_TOKENS` in advance), all in the cost table's seconds: a round that could
     break this is put off until enough plain rounds have been made. Where no shape promises
     anything, single rounds probe at growing intervals, so that a text which becomes easier is
-    noticed.
+    noticed. What encoding the prompt takes is no part of the debt; a prompt for which that is
+    more than the row may lose is encoded only where drafts promise to gain it back, and else its
+    row never drafts.
 
     Args:
         costs: of this machine, target and drafter.
@@ -164,6 +178,15 @@ class CostShape:
         self._drafting: Tree | None = None
         self._pause, self._waiting, self._unencoded, self._drafted = FIRST_PAUSE, 0, 0, 0
         self.lost_s = self.plain_s = 0.0
+
+    def begin(self, unread: int, room: int) -> None:
+        """See `ShapePolicy`."""
+        prospect = Prospect(self._costs, self._acceptance.rates, unread)
+        written_s = room * prospect.plain_s
+        gain_s = written_s * (1.0 - 1.0 / prospect.best().speedup)
+        tolerated_s = TOLERATED_LOSS * (written_s + CREDIT_TOKENS * prospect.plain_s)
+        if float(self._costs.accept_s(unread)) > max(gain_s, tolerated_s):
+            self._waiting = NEVER
 
     @property
     def wants_features(self) -> bool:
@@ -255,6 +278,9 @@ class CostBranches:
         # How often the first copied token of a round was right, and each one after a right one.
         self._first, self._next = _Rate(0.25), _Rate(0.6)
         self._drafted = 0
+
+    def begin(self, _unread: int, _room: int) -> None:
+        """Nothing to decide."""
 
     def shape(self, length: int, num_rows: int) -> Tree | None:
         """See `ShapePolicy`."""
