@@ -135,6 +135,22 @@ def test_a_chain_in_one_call_is_what_levels_draft(
     assert len(calls) == len(in_one_call)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 5, 64, 150])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoding_in_one_call_is_what_its_parts_give(family: str, tokens: int) -> None:
+    target, drafter = parts(family)
+    module = MoADrafting(drafter, target).module
+    assert module.encoder.in_one_call is not None
+    generator = torch.Generator().manual_seed(tokens)
+    size = (1, tokens, target.num_layers, target.identity.kv_size)
+    kv_1TLK = torch.randn(size, generator=generator).bfloat16()
+    positions_1T = torch.arange(7, 7 + tokens)[None]
+    with torch.inference_mode():
+        expected = module.project_kv(module.aggregate(kv_1TLK), positions_1T)
+        for got, wanted in zip(module.encode(kv_1TLK, positions_1T), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
 def chains(family: str, depth: int) -> list[DraftTree]:
     """What is drafted after the ends of all prompts, as each grows token by token."""
     target, drafter = parts(family)

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from bits import BF16_STEP, ROWS, needs_kernels, normal, same_bits, threads
 from moaspec.decode.cache import KVCache, StoredMemory, prefix_mask, tree_mask
-from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedStack, Matrix, attend
+from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedStack, Matrix, attend, normed
 from moaspec.model.config import LayerConfig
 from moaspec.model.layers import CrossLayer, DecoderLayer, masked_attention
 from moaspec.model.rope import Rope, rotate
@@ -438,3 +438,18 @@ def test_a_cross_layer_without_memory_reads_nothing() -> None:
     x_BTE = normal(1, 3, 64)
     got = packed(x_BTE, angles(CONFIG, 1, 3), memory)
     assert same_bits(got, packed.fused.finish(x_BTE, torch.zeros(1, 3, 128).bfloat16()))
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 32), (0, 2, 16), (2, 150, 576)])
+@torch.inference_mode()
+def test_a_norm_by_a_kernel(shape: tuple[int, ...]) -> None:
+    x, weight_E = normal(*shape, seed=3), normal(shape[-1], seed=4)
+    norm = torch.nn.RMSNorm(shape[-1], eps=EPS)
+    norm.weight = torch.nn.Parameter(weight_E.float())
+    exact = norm(x.float())
+    got = normed(x, weight_E, EPS)
+    assert got.shape == x.shape
+    # One rounding of numbers that float32 has to seven digits.
+    torch.testing.assert_close(got.float(), exact, rtol=2.0**-8, atol=1e-6)
+    for one, many in zip(x.view(-1, shape[-1]), got.view(-1, shape[-1]), strict=True):
+        assert torch.equal(normed(one, weight_E, EPS), many)

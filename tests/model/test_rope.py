@@ -141,12 +141,12 @@ def test_a_table_gives_the_same_bits_and_grows() -> None:
             assert torch.equal(found, expected)
 
 
-def test_the_first_positions_of_a_text() -> None:
+def test_neighbouring_positions_of_a_text() -> None:
     rope, looked_up = Rope.plain(16, 5000.0), Rope.plain(16, 5000.0)
     looked_up.tabulate()
-    for count in (1, 30, 1024, 1025):
-        expected = rope(torch.arange(count)[None])
-        for found in (rope.first(count), looked_up.first(count)):
+    for start, stop in ((0, 1), (0, 30), (7, 9), (1000, 1024), (1020, 1025), (9000, 9001)):
+        expected = rope(torch.arange(start, stop)[None])
+        for found in (rope.between(start, stop), looked_up.between(start, stop)):
             assert torch.equal(found[0], expected[0])
             assert torch.equal(found[1], expected[1])
 

@@ -123,6 +123,11 @@ class KVCache:
         part = self._data[:, :, row, :, start:stop]
         return part[:, 0], part[:, 1]
 
+    def features(self, row: int, start: int, stop: int) -> Tensor:
+        """The same slots as `layer_features` lays them out, (1, T, L, K), in one copy."""
+        part_L2HTD = self._data[:, :, row, :, start:stop]
+        return part_L2HTD.permute(3, 0, 2, 1, 4).flatten(2)[None]
+
     def attentions(
         self, rows: Sequence[int], starts: Sequence[int], num_tokens: int, mask_B1TS: Tensor
     ) -> list[StoredAttention]:
@@ -249,6 +254,8 @@ def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
 
 def prefix_mask(lengths: Sequence[int], visible: int, device: torch.device) -> Tensor:
     """True for slots below each row's length, (B, 1, 1, visible)."""
+    if min(lengths) == visible:
+        return torch.ones(len(lengths), 1, 1, visible, dtype=torch.bool, device=device)
     lengths_B = torch.tensor(lengths, device=device)
     return (torch.arange(visible, device=device) < lengths_B[:, None])[:, None, None]
 

@@ -131,12 +131,11 @@ class Growing(ABC):
         """
         shape = shape.narrowed(self.vocabulary)
         level = self.level(rows, shape)
-        ranking = Ranking(rows, self.vocabulary_ids)
-        root_B1E = level.read_root()
-        chain = level.chain(root_B1E, shape.depth) if _is_best_chain(rows, shape) else None
+        chain = level.chain(shape.depth) if _is_best_chain(rows, shape) else None
         if chain is not None:
             return [DraftTree(tuple(chain), tuple(range(-1, len(chain) - 1)))]
-        children = ranking.children(self.log_q(root_B1E), shape.breadth, 0)
+        ranking = Ranking(rows, self.vocabulary_ids)
+        children = ranking.children(self.log_q(level.read_root()), shape.breadth, 0)
         nodes, frontier = _first_level(*children)
         for depth in range(1, shape.depth):
             log_q_BWV = level.extend(self._token_ids(nodes.tokens), nodes.parents, frontier)
@@ -208,28 +207,29 @@ class Level(ABC):
             list(row.token_ids[start + drafting.lag :])
             for row, start in zip(self.rows, starts, strict=True)
         ]
-        roots_B1 = torch.tensor(self.roots, device=self.device)[:, None]
-        last_B = torch.tensor([len(tokens) - 1 for tokens in fresh], device=self.device)
-        root_B1E = torch.empty(0)
-        for first in range(0, max(map(len, fresh)), READ_CHUNK_TOKENS):
-            reading = self._stretch(fresh, starts, first, roots_B1)
+        lasts = [len(tokens) - 1 for tokens in fresh]
+        roots: list[Tensor] = [torch.empty(0)] * len(fresh)
+        for first in range(0, max(lasts) + 1, READ_CHUNK_TOKENS):
+            reading = self._stretch(fresh, starts, first)
             x_BTE = self.read_text(reading)
             self.pass_by(x_BTE[:, :READ_CHUNK_TOKENS], reading.starts)
-            place_B = (last_B - first).clamp(0, x_BTE.shape[1] - 1)
-            here_B1E = x_BTE[torch.arange(len(fresh), device=self.device), place_B][:, None]
-            ends_B11 = (last_B >= first)[:, None, None]
-            root_B1E = torch.where(ends_B11, here_B1E, root_B1E) if first else here_B1E
+            for i, last in enumerate(lasts):
+                if first <= last < first + READ_CHUNK_TOKENS:
+                    roots[i] = x_BTE[i : i + 1, last - first : last - first + 1]
         for row in self.rows:
             drafting.read[row.row] = len(row.token_ids) - drafting.lag
+        root_B1E = torch.cat(roots) if len(roots) > 1 else roots[0]
+        roots_B1 = torch.tensor(self.roots, device=self.device)[:, None]
         return self._finished(root_B1E, roots_B1, Own(self.roots, self.own_BNU))
 
-    def chain(self, _root_B1E: Tensor, _depth: int) -> list[int] | None:
-        """The best drafts of the only row, one below another, where one call gives them all."""
+    def chain(self, _depth: int) -> list[int] | None:
+        """The best drafts of the only row, one below another, where one call gives them all.
+
+        It reads the text that was not read yet, as `read_root` does.
+        """
         return None
 
-    def _stretch(
-        self, fresh: Sequence[list[int]], starts: Sequence[int], first: int, roots_B1: Tensor
-    ) -> Reading:
+    def _stretch(self, fresh: Sequence[list[int]], starts: Sequence[int], first: int) -> Reading:
         """The tokens of one pass: those from `first` on of every row's fresh ones.
 
         LongRoPE goes by a row's largest position in a pass. So pads stay within the text, and where
@@ -238,19 +238,20 @@ class Level(ABC):
         longest = max(map(len, fresh)) - first
         count = min(longest, READ_CHUNK_TOKENS)
         width = count + (longest > count)
-        tokens = [tokens[first : first + count] for tokens in fresh]
-        offsets_T = torch.arange(width, device=self.device)
         starts = [start + first for start in starts]
-        position_BT = torch.tensor(starts, device=self.device)[:, None] + offsets_T
-        position_BT[:, count:] = roots_B1
-        causal_BTT = (offsets_T[:, None] >= offsets_T).expand(len(starts), -1, -1)
+        tokens = [tokens[first : first + count] for tokens in fresh]
+        positions = [
+            [min(start + i, root) for i in range(count)] + [root] * (width - count)
+            for start, root in zip(starts, self.roots, strict=True)
+        ]
+        causal_TT = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
         visible = max(starts) + width
         self.drafting.text.reserve(max(self.indices) + 1, visible)
         return Reading(
             torch.tensor([row + [0] * (width - len(row)) for row in tokens], device=self.device),
-            position_BT.minimum(roots_B1),
+            torch.tensor(positions, device=self.device),
             starts,
-            tree_mask(starts, causal_BTT, visible),
+            tree_mask(starts, causal_TT.expand(len(starts), -1, -1), visible),
         )
 
     def extend(self, token_ids_BN: Tensor, parents_BN: Tensor, frontier_BW: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from moaspec.decode.growing import Growing, Level, Own, Reading, layer_cache
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import Tree
 from moaspec.errors import InputError
-from moaspec.kernels import ChainPart, Slots, draft_chain
+from moaspec.kernels import MOST_QUERIES, ChainPart, Slots, draft_chain
 from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import check_target
 from moaspec.model.layers import CrossAttend
-from moaspec.model.rope import CosSin
+from moaspec.model.rope import CosSin, Rope
 from moaspec.target import Target
 from moaspec.target.packing import PackedLinear, packed_copy
 
@@ -79,7 +79,7 @@ class MoADrafting(Growing):
         self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Sequence[int]
     ) -> list[Features]:
         """CA's keys and values of N verified tokens, split by row: pairs of (1, C, n, D)."""
-        key, value = self.module.project_kv(self.module.aggregate(kv_1NLK), position_ids_1N)
+        key, value = self.module.encode(kv_1NLK, position_ids_1N)
         sizes = list(counts)
         return list(zip(key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True))
 
@@ -216,9 +216,9 @@ class _Speaking(Level):
             write=cache.writer(self.indices, own.starts, width, visible),
         )
 
-    def chain(self, root_B1E: Tensor, depth: int) -> list[int] | None:
+    def chain(self, depth: int) -> list[int] | None:
         """By kernels, where they have all layers and each draft is read by SA and CA alone."""
-        drafting, module, (root,) = self.drafting, self.drafting.module, self.roots
+        drafting, module = self.drafting, self.drafting.module
         speaker, embeddings = module.speaker, drafting.target.embeddings
         sa, ca = speaker.self_attention.stack, speaker.cross_attention.stack
         head = drafting.draft_head.matrix if isinstance(drafting.draft_head, PackedLinear) else None
@@ -226,17 +226,24 @@ class _Speaking(Level):
             return None
         if drafting.num_target_layers or module.exits or module.config.without or self.missing[0]:
             return None
-        position_1T = torch.arange(root, root + depth)[None]
-        slots = Slots(drafting.text.data, self.indices, [root + 1], root + 2)
-        return draft_chain(
-            root_B1E[0, 0],
+        (row,), (root,) = self.rows, self.roots
+        start = min(drafting.read.get(row.row, 0), root)
+        if root + 1 - start > MOST_QUERIES:
+            return None
+        slots = Slots(drafting.text.data, self.indices, [start], root + 1)
+        tokens = draft_chain(
+            row.token_ids[start:],
             depth,
-            text=ChainPart(sa, *_behind_root(speaker.self_rope(position_1T)), slots),
-            memory=ChainPart(ca, *_behind_root(speaker.cross_rope(position_1T)), self.memory.slots),
+            text=ChainPart(sa, *_angles(speaker.self_rope, start, root + depth), slots),
+            memory=ChainPart(
+                ca, *_angles(speaker.cross_rope, root, root + depth), self.memory.slots
+            ),
             head=head,
             names_O=drafting.vocabulary_ids,
             embeddings_VE=embeddings,
         )
+        drafting.read[row.row] = root + 1
+        return tokens
 
     def _memory(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> CrossAttend:
         """What CA reads; drafts, where it reads them too, lie behind the root, as in the text."""
@@ -251,10 +258,10 @@ class _Speaking(Level):
         return StoredMemory(drafting.memory, self.indices, mask)
 
 
-def _behind_root(cos_sin: CosSin) -> CosSin:
-    """(1, 1, 1 + T, D) -> (T, D), each; the root itself has been read."""
-    cos, sin = cos_sin
-    return cos[0, 0, 1:].contiguous(), sin[0, 0, 1:].contiguous()
+def _angles(rope: Rope, start: int, stop: int) -> CosSin:
+    """Those of neighbouring positions of one text, (stop - start, D) each."""
+    cos, sin = rope.between(start, stop)
+    return cos[0, 0].contiguous(), sin[0, 0].contiguous()
 
 
 def _check_place(drafter: MoADrafter, target: Target) -> None:

@@ -19,7 +19,6 @@ from moaspec.decode.cache import KVCache, tree_mask
 from moaspec.decode.decide import Decision, decide, follow
 from moaspec.decode.protocols import Drafter, Need, Request, Verdict
 from moaspec.decode.tree import ancestor_matrix
-from moaspec.model.encoder import layer_features
 from moaspec.target import Target
 
 PREFILL_CHUNK_TOKENS = 1024
@@ -268,7 +267,7 @@ class LocalVerifier:
             self._encoded[request.row] = stop
         if self._encode is not None and counts:
             position_ids_1N = torch.tensor([positions], device=self.target.device)
-            joined = torch.cat(activations, dim=1)
+            joined = torch.cat(activations, dim=1) if len(activations) > 1 else activations[0]
             encoded = self._encode(joined, position_ids_1N, list(counts.values()))
             for i, feature in zip(counts, encoded, strict=True):
                 features[i] = feature
@@ -285,8 +284,7 @@ class LocalVerifier:
         """What the drafter encodes of a row's tokens: (1, n, L, K), or final states (1, n, E)."""
         if "hidden" in self._needs:
             return self._held.pop(row)[None]
-        key_LHTD, value_LHTD = self.cache.read(row, start, stop)
-        return layer_features(key_LHTD[:, None], value_LHTD[:, None])
+        return self.cache.features(row, start, stop)
 
 
 def _width(plans: Sequence[_Plan]) -> int:

@@ -6,12 +6,21 @@ on with PyTorch's own operations.
 
 from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
 from moaspec.kernels.build import why_not
-from moaspec.kernels.layers import ChainPart, FusedLayer, FusedStack, Slots, draft_chain
+from moaspec.kernels.layers import (
+    ChainPart,
+    FusedEncoder,
+    FusedLayer,
+    FusedStack,
+    Slots,
+    draft_chain,
+    normed,
+)
 from moaspec.kernels.matrix import Matrix
 
 __all__ = [
     "MOST_QUERIES",
     "ChainPart",
+    "FusedEncoder",
     "FusedLayer",
     "FusedStack",
     "Matrix",
@@ -19,5 +28,6 @@ __all__ = [
     "attend",
     "can_attend",
     "draft_chain",
+    "normed",
     "why_not",
 ]

@@ -46,14 +46,26 @@ struct Pass {
   Attention attention;       // but for query, key, value and out
 };
 
-// A drafter that reads one token at a time, by one layer over the text and one over its memory.
+// A drafter that reads text by one layer, and each token that it drafts behind by another one as well,
+// over its memory.
 struct Chain {
   const Layer *text, *memory;
-  Pass text_pass, memory_pass;  // of the first token that is read; angles of all of them
+  Pass text_pass, memory_pass;  // of the unread text, of its last token; angles of drafts follow theirs
   const Matrix* head;
   const int64_t* names;    // of the head's outputs, as rows of `embeddings`
   const bf16* embeddings;  // (vocabulary, E)
   int64_t width;           // E
+};
+
+// What becomes of a token's keys and values in all layers, until a drafter can attend to it.
+struct Encoder {
+  const Layer* layer;        // over the layers of one token
+  const float *cos, *sin;    // (layers, turned)
+  int64_t turned;
+  int64_t layers;
+  float scale;               // of the scores
+  const Matrix* projection;  // of the mean over layers
+  const Layer* memory;       // keys and values alone
 };
 
 }  // extern "C"
@@ -127,9 +139,9 @@ int32_t moaspec_codes(const bf16* weight, int64_t outputs, int64_t inputs, int64
   return exact;
 }
 
-// For each row the name of its largest output, the first of equal ones.
-void moaspec_best(const Matrix* matrix, const bf16* x, int64_t rows, int64_t stride,
-                  const int64_t* names, int64_t* out, int32_t threads) {
+// For each row the index of its largest output, the first of equal ones.
+void moaspec_best(const Matrix* matrix, const bf16* x, int64_t rows, int64_t stride, int64_t* out,
+                  int32_t threads) {
   // Every lane of every thread keeps its own best, and where that was.
   const int64_t lanes = rows * kLanes;
   const __m512 lowest = _mm512_set1_ps(-INFINITY);
@@ -159,7 +171,17 @@ void moaspec_best(const Matrix* matrix, const bf16* x, int64_t rows, int64_t str
         best = place;
       }
     }
-    out[row] = names[best];
+    out[row] = best;
+  }
+}
+
+// RMSNorm of each row.
+void moaspec_norm(const bf16* x, const bf16* weight, float eps, int64_t rows, int64_t width, bf16* out,
+                  int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows > kChunkRows)
+  for (int64_t row = 0; row < rows; row++) {
+    const bf16* from = x + row * width;
+    normalise([&](int64_t i) { return load(from + i); }, weight, eps, width, out + row * width);
   }
 }
 
@@ -323,25 +345,81 @@ void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x
   }
 }
 
-// The best token after a final state, the best one after that, and so on: `count` names.
-void moaspec_chain(const Chain* chain, const bf16* state, int64_t count, int64_t* out,
-                   int32_t threads) {
-  std::vector<bf16> x(state, state + chain->width);
+// Reads unread text, the last token of which is the root of `count` drafts: the best token after it,
+// the best one after that, and so on.
+void moaspec_chain(const Chain* chain, const int64_t* unread, int64_t tokens, int64_t count,
+                   int64_t* out, int32_t threads) {
+  const int64_t width = chain->width, start = *chain->text_pass.starts;
+  std::vector<bf16> x(tokens * width);
+  for (int64_t i = 0; i < tokens; i++)
+    std::copy_n(chain->embeddings + unread[i] * width, width, x.data() + i * width);
+  // Each of the unread tokens sees those before it, and itself.
+  const int64_t visible = start + tokens;
+  std::vector<uint8_t> mask(tokens * visible, 0);
+  for (int64_t i = 0; i < tokens; i++) std::fill_n(mask.data() + i * visible, start + i + 1, 1);
+  Pass text = chain->text_pass, memory = chain->memory_pass;
+  text.attention.tokens = tokens;
+  text.attention.slots = visible;
+  text.attention.mask = mask.data();
+  text.attention.mask_token = visible;
+  moaspec_stack(chain->text, 1, &text, x.data(), threads);
+  bf16* root = x.data() + (tokens - 1) * width;
+  text.cos += (tokens - 1) * text.turned;
+  text.sin += (tokens - 1) * text.turned;
+  text.attention.tokens = 1;
+  text.attention.mask = nullptr;
   for (int64_t i = 0; i < count; i++) {
     if (i > 0) {
-      std::copy_n(chain->embeddings + out[i - 1] * chain->width, chain->width, x.data());
-      Pass text = chain->text_pass, memory = chain->memory_pass;
-      const int64_t start = *text.starts + i - 1;
-      text.starts = &start;
-      text.attention.slots += i - 1;
+      std::copy_n(chain->embeddings + out[i - 1] * width, width, root);
+      const int64_t slot = visible + i - 1;
+      text.starts = &slot;
+      text.attention.slots = slot + 1;
       for (Pass* pass : {&text, &memory}) {
-        pass->cos += (i - 1) * pass->turned;
-        pass->sin += (i - 1) * pass->turned;
+        pass->cos += pass->turned;
+        pass->sin += pass->turned;
       }
-      moaspec_stack(chain->text, 1, &text, x.data(), threads);
-      moaspec_stack(chain->memory, 1, &memory, x.data(), threads);
+      moaspec_stack(chain->text, 1, &text, root, threads);
     }
-    moaspec_best(chain->head, x.data(), 1, chain->width, chain->names, out + i, threads);
+    moaspec_stack(chain->memory, 1, &memory, root, threads);
+    moaspec_best(chain->head, root, 1, width, out + i, threads);
+    out[i] = chain->names[out[i]];
+  }
+}
+
+// Keys and values of all layers, (tokens, L, K), as what a drafter attends to, (tokens, 2 J, D).
+void moaspec_encode(const Encoder* encoder, const bf16* x, int64_t tokens, const float* cos,
+                    const float* sin, int64_t turned, bf16* out, int32_t threads) {
+  const Layer *layer = encoder->layer, *memory = encoder->memory;
+  const int64_t layers = encoder->layers, dim = layer->head_dim, width = layer->read.inputs;
+  const int64_t heads = layer->heads + 2 * layer->kv_heads;
+  const int64_t states = encoder->projection->outputs, given = 2 * memory->kv_heads * memory->head_dim;
+  const int64_t most = std::min(tokens, kEncodedTokens);
+  std::vector<bf16> asked(most * layers * heads * dim), read(most * layers * layer->heads * dim);
+  std::vector<bf16> means(most * width), projected(most * states);
+  Attention call = {};
+  call.query = asked.data();
+  call.key = call.query + layer->heads * dim;
+  call.value = call.key + layer->kv_heads * dim;
+  call.out = read.data();
+  call.tokens = call.slots = layers;
+  call.heads = layer->heads;
+  call.kv_heads = layer->kv_heads;
+  call.head_dim = dim;
+  call.query_head = call.key_head = call.value_head = dim;
+  call.query_token = call.key_slot = call.value_slot = heads * dim;
+  call.query_row = call.key_row = call.value_row = layers * heads * dim;
+  call.scale = encoder->scale;
+  for (int64_t start = 0; start < tokens; start += most) {
+    const int64_t count = std::min(most, tokens - start), rows = count * layers;
+    const bf16* from = x + start * layers * width;
+    moaspec_project(layer, from, rows, encoder->cos, encoder->sin, encoder->turned, layers,
+                    asked.data(), threads);
+    call.rows = count;
+    moaspec_attend(&call, threads);
+    moaspec_finish(layer, from, read.data(), rows, layers, means.data(), threads);
+    moaspec_product(encoder->projection, means.data(), count, width, projected.data(), 0, threads);
+    moaspec_project(memory, projected.data(), count, cos + start * turned, sin + start * turned,
+                    turned, count, out + start * given, threads);
   }
 }
 

@@ -10,7 +10,7 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from moaspec.kernels.matrix import Matrix
 from moaspec.kernels.structures import (
     AttentionFacts,
     ChainFacts,
+    EncoderFacts,
     LayerFacts,
     MatrixFacts,
     PassFacts,
@@ -145,6 +146,31 @@ class FusedLayer:
             c_int32(torch.get_num_threads()),
         )
         return out
+
+
+def normed(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """RMSNorm as the layers have it, of x's shape.
+
+    Args:
+        x: (..., E) bf16; E is a multiple of 16.
+        weight_E: bf16.
+        eps: added to the mean square.
+    """
+    assert x.dtype == weight_E.dtype == torch.bfloat16
+    assert x.shape[-1] == len(weight_E)
+    assert len(weight_E) % LANES == 0
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    library().moaspec_norm(
+        c_void_p(x.data_ptr()),
+        c_void_p(weight_E.data_ptr()),
+        c_float(eps),
+        c_int64(x.numel() // len(weight_E)),
+        c_int64(len(weight_E)),
+        c_void_p(out.data_ptr()),
+        c_int32(torch.get_num_threads()),
+    )
+    return out
 
 
 @dataclass(frozen=True)
@@ -287,15 +313,72 @@ class _Pass:
         )
 
 
+class FusedEncoder:
+    """Layer self-attention, its mean, the projection and what cross-attention keeps, in one call.
+
+    Args:
+        layer: over the layers of one token.
+        projection: of the mean.
+        memory: keys and values alone.
+        scale: of the scores.
+    """
+
+    def __init__(
+        self, layer: FusedLayer, projection: Matrix, memory: FusedLayer, scale: float
+    ) -> None:
+        # Kept, because the description has only their addresses.
+        self._parts, self._scale = (layer, projection, memory), scale
+        self._call = library().moaspec_encode
+
+    def run(
+        self,
+        x_NLK: Tensor,
+        layer_angles: tuple[Tensor, Tensor],
+        token_angles: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Keys (rotated), then values: (N, 2 J, D).
+
+        Args:
+            x_NLK: keys and values of N tokens in L layers, bf16.
+            layer_angles: cosines and sines of the layers, float32, contiguous, (..., L, R) each.
+            token_angles: those of the tokens, (..., N, R) each.
+        """
+        assert x_NLK.dtype == torch.bfloat16
+        layer, projection, memory = (part.described for part in self._parts)
+        assert x_NLK.shape[2] == layer.read.inputs
+        assert token_angles[0].numel() == len(x_NLK) * token_angles[0].shape[-1]
+        x_NLK = x_NLK.contiguous()
+        out = x_NLK.new_empty((len(x_NLK), 2 * memory.kv_heads, memory.head_dim))
+        facts = EncoderFacts(
+            ctypes.addressof(layer),
+            *(part.data_ptr() for part in layer_angles),
+            layer_angles[0].shape[-1],
+            x_NLK.shape[1],
+            self._scale,
+            ctypes.addressof(projection),
+            ctypes.addressof(memory),
+        )
+        self._call(
+            ctypes.byref(facts),
+            c_void_p(x_NLK.data_ptr()),
+            c_int64(len(x_NLK)),
+            *(c_void_p(part.data_ptr()) for part in token_angles),
+            c_int64(token_angles[0].shape[-1]),
+            c_void_p(out.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return out
+
+
 @dataclass(frozen=True)
 class ChainPart:
-    """One layer of a drafter over all tokens of a chain.
+    """One layer of a drafter over all tokens that it reads for a chain.
 
     Attributes:
         stack: of that layer alone.
-        cos_TR: cosines of the tokens that are read, float32, contiguous.
+        cos_TR: cosines of those tokens, neighbours, float32, contiguous.
         sin_TR: sines, likewise.
-        slots: of the first of those tokens, all of them visible.
+        slots: of the first of those tokens.
     """
 
     stack: FusedStack
@@ -309,7 +392,7 @@ class ChainPart:
 
 
 def draft_chain(
-    state_E: Tensor,
+    unread: Sequence[int],
     count: int,
     *,
     text: ChainPart,
@@ -318,22 +401,25 @@ def draft_chain(
     names_O: Tensor,
     embeddings_VE: Tensor,
 ) -> list[int]:
-    """The head's best token after a state, the best after that one is read, and so on.
+    """The best token after a text, the best after that one is read, and so on.
 
     Args:
-        state_E: final state of the last token that was read, bf16.
-        count: of tokens.
-        text: SA; each token is stored one slot behind the one before it, and sees it.
-        memory: CA, which sees the same slots from every token.
+        unread: the end of the text, at least one token.
+        count: of tokens to draft.
+        text: SA, of the unread tokens and then of the drafts; each is stored one slot behind the
+            one before it, and sees all slots up to its own.
+        memory: CA, of the last unread token and then of the drafts; it sees the same slots from
+            every token.
         head: of the drafter.
         names_O: int64, the ids of its outputs.
         embeddings_VE: of all ids, bf16.
     """
-    assert state_E.dtype == embeddings_VE.dtype == torch.bfloat16
+    assert embeddings_VE.dtype == torch.bfloat16
     assert names_O.dtype == torch.int64
     assert len(names_O) == head.outputs
-    assert len(text.cos_TR) == len(memory.cos_TR) == count - 1
-    state_E, names_O = state_E.contiguous(), names_O.contiguous()
+    assert len(text.cos_TR) == len(unread) + count - 1
+    assert len(memory.cos_TR) == count
+    names_O = names_O.contiguous()
     passes = text.described(), memory.described()
     facts = ChainFacts(
         text.stack.address(1),
@@ -347,7 +433,8 @@ def draft_chain(
     drafted = (c_int64 * count)()
     library().moaspec_chain(
         ctypes.byref(facts),
-        c_void_p(state_E.data_ptr()),
+        (c_int64 * len(unread))(*unread),
+        c_int64(len(unread)),
         c_int64(count),
         drafted,
         c_int32(torch.get_num_threads()),

@@ -112,27 +112,23 @@ class Matrix:
         )
         return out
 
-    def best(self, x_TI: Tensor, names_O: Tensor) -> Tensor:
-        """For each row the name of its largest product, the first of equal ones: (T,) int64.
+    def best(self, x_TI: Tensor) -> Tensor:
+        """For each row the index of its largest product, the first of equal ones: (T,) int64.
 
         Sums are compared in float32, and none is written to memory.
 
         Args:
             x_TI: bf16.
-            names_O: int64.
         """
         assert x_TI.dtype == torch.bfloat16, x_TI.dtype
         assert x_TI.shape[1:] == (self.inputs,), (x_TI.shape, self.inputs)
-        assert names_O.dtype == torch.int64, names_O.dtype
-        assert names_O.shape == (self.outputs,), (names_O.shape, self.outputs)
-        x_TI, names_O = x_TI.contiguous(), names_O.contiguous()
-        out_T = names_O.new_empty(len(x_TI))
+        x_TI = x_TI.contiguous()
+        out_T = torch.empty(len(x_TI), dtype=torch.int64)
         self._call_best(
             self._reference,
             c_void_p(x_TI.data_ptr()),
             c_int64(len(x_TI)),
             c_int64(self.inputs),
-            c_void_p(names_O.data_ptr()),
             c_void_p(out_T.data_ptr()),
             c_int32(torch.get_num_threads()),
         )

@@ -32,6 +32,7 @@ constexpr int kAhead = 32;        // pairs that weights are fetched ahead of the
 constexpr int kBlock = 32;        // inputs that share a scale and a zero
 constexpr int kBlocksAhead = 4;   // blocks that weights are fetched ahead of their use
 constexpr int kChunkRows = 192;   // rows of a layer at once; bounds scratch memory
+constexpr int64_t kEncodedTokens = 64; // tokens that are encoded at once; bounds scratch memory
 constexpr int kQueries = 8;       // queries that share what is read of keys and values
 
 }  // namespace

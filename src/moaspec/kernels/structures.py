@@ -70,8 +70,23 @@ class PassFacts(ctypes.Structure):
     )
 
 
+class EncoderFacts(ctypes.Structure):
+    """What becomes of a token's keys and values in all layers."""
+
+    _fields_ = (
+        ("layer", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("turned", c_int64),
+        ("layers", c_int64),
+        ("scale", c_float),
+        ("projection", c_void_p),
+        ("memory", c_void_p),
+    )
+
+
 class ChainFacts(ctypes.Structure):
-    """A drafter that reads one token at a time."""
+    """A drafter that reads text, then its own drafts one by one."""
 
     _fields_ = (
         ("text", c_void_p),

@@ -154,16 +154,24 @@ class MoADrafter(nn.Module):
         Raises:
             ShapeError: the last axis is not this drafter's K.
         """
-        if kv_BTLK.ndim != 4 or kv_BTLK.shape[-1] != self.config.kv_size:
-            raise ShapeError(
-                f"Expected keys and values of shape (B, T, L, {self.config.kv_size}), got "
-                f"{tuple(kv_BTLK.shape)}. Is this drafter used with another target?"
-            )
+        self._check_width(kv_BTLK)
         return self.encoder.aggregate(kv_BTLK)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         """CA's key (after rotary embedding) and value, each (B, ca_kv_heads, T, D)."""
         return self.encoder.project_kv(states_BTE, position_ids_BT)
+
+    def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """`project_kv` of what `aggregate` gives, in one call where kernels can."""
+        self._check_width(kv_BTLK)
+        return self.encoder.encode(kv_BTLK, position_ids_BT)
+
+    def _check_width(self, kv_BTLK: Tensor) -> None:
+        if kv_BTLK.ndim != 4 or kv_BTLK.shape[-1] != self.config.kv_size:
+            raise ShapeError(
+                f"Expected keys and values of shape (B, T, L, {self.config.kv_size}), got "
+                f"{tuple(kv_BTLK.shape)}. Is this drafter used with another target?"
+            )
 
     def block_states(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moaspec.kernels import FusedLayer
+from moaspec.kernels import FusedEncoder, FusedLayer
 from moaspec.model.config import DrafterConfig
 from moaspec.model.layers import DecoderLayer, KeyValue, angles, masked_attention
 from moaspec.model.rope import Rope
@@ -66,11 +66,13 @@ class Encoder(nn.Module):
 
     Attributes:
         fused: CA's norm, keys and values as kernels compute them, set on packed copies that decode.
+        in_one_call: all of it, likewise.
 
     Source: arXiv 2410.03804, section 4.1 (layer self-attention) and 4.2 (cross-attention).
     """
 
     fused: FusedLayer | None = None
+    in_one_call: FusedEncoder | None = None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -83,6 +85,19 @@ class Encoder(nn.Module):
         self.memory_norm = nn.RMSNorm(config.hidden_size, eps=eps)
         self.memory_key_value = KeyValue(ca)
         self.memory_rope = Rope.plain(ca.head_dim, config.rope_theta)
+
+    def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """`project_kv` of what `aggregate` gives."""
+        if self.in_one_call is None or kv_BTLK.dtype != torch.bfloat16 or not kv_BTLK.numel():
+            return self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
+        heads_NXD = self.in_one_call.run(
+            kv_BTLK.flatten(0, 1),
+            angles(self.layer_rope.between(0, kv_BTLK.shape[2])),
+            angles(self.memory_rope(position_ids_BT)),
+        )
+        heads_BTXD = heads_NXD.unflatten(0, kv_BTLK.shape[:2])
+        key_BCTD, value_BCTD = heads_BTXD.transpose(1, 2).chunk(2, dim=1)
+        return key_BCTD, value_BCTD
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:
         """Summarise all target layers of each token.
@@ -105,7 +120,7 @@ class Encoder(nn.Module):
         return joined.unflatten(0, kv_BTLK.shape[:2])
 
     def _mean(self, x_NLK: Tensor) -> Tensor:
-        cos_sin = self.layer_rope.first(x_NLK.shape[1])
+        cos_sin = self.layer_rope.between(0, x_NLK.shape[1])
         return self.layer_self_attention.mean(x_NLK, cos_sin, masked_attention)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,13 +38,18 @@ class AngleTable:
         try:
             return self._cos_SD[position_ids], self._sin_SD[position_ids]
         except IndexError:  # asking for the largest position every time costs as much as looking
-            size = 2 * max(int(position_ids.max()), len(self))
-            self._cos_SD, self._sin_SD = self._compute(torch.arange(size))
+            self._grow(int(position_ids.max()))
             return self._cos_SD[position_ids], self._sin_SD[position_ids]
 
-    def first(self, count: int) -> CosSin:
-        """Views of the first, (`count`, D) each; no more than there are."""
-        return self._cos_SD[:count], self._sin_SD[:count]
+    def between(self, start: int, stop: int) -> CosSin:
+        """Views of those of positions start..stop - 1, (stop - start, D) each."""
+        if stop > len(self):
+            self._grow(stop)
+        return self._cos_SD[start:stop], self._sin_SD[start:stop]
+
+    def _grow(self, size: int) -> None:
+        size = 2 * max(size, len(self))
+        self._cos_SD, self._sin_SD = self._compute(torch.arange(size))
 
 
 class Rope(nn.Module):
@@ -139,11 +144,11 @@ class Rope(nn.Module):
         cos, sin = look_up(position_ids_BT)
         return cos[:, None], sin[:, None]
 
-    def first(self, count: int) -> CosSin:
-        """Those of positions 0, 1, ... of one text, (1, 1, `count`, D) each."""
-        if self._table is None or count > len(self._table):
-            return self(torch.arange(count, device=self.inv_freq.device)[None])
-        cos, sin = self._table.first(count)
+    def between(self, start: int, stop: int) -> CosSin:
+        """Those of positions start..stop - 1 of one text, (1, 1, stop - start, D) each."""
+        if self._table is None:
+            return self(torch.arange(start, stop, device=self.inv_freq.device)[None])
+        cos, sin = self._table.between(start, stop)
         return cos[None, None], sin[None, None]
 
     def _computed(self, position_ids: Tensor) -> CosSin:

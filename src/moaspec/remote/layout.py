@@ -116,7 +116,7 @@ class WireEncoder:
     def encode(self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Any) -> list[Parts]:
         """`Parts` of each row's tokens."""
         with torch.inference_mode():
-            key, value = self._module.project_kv(self._module.aggregate(kv_1NLK), position_ids_1N)
+            key, value = self._module.encode(kv_1NLK, position_ids_1N)
         sizes = list(counts)
         layers = self._last(kv_1NLK).split(sizes, dim=3) if self._layers else [None] * len(sizes)
         split = zip(key.split(sizes, dim=2), value.split(sizes, dim=2), layers, strict=True)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
 from moaspec.places import cache_dir
 from moaspec.target.forms import can_pack
-from moaspec.target.lean import make_lean
+from moaspec.target.lean import kernel_norm, make_lean
 from moaspec.target.model import Target
 from moaspec.target.packing import PackedLinear, pack_like, pack_linears, return_freed_memory
 from moaspec.target.quantised import Int8Embedding, Int8Linear, quantise
@@ -125,6 +125,7 @@ class TargetExcerpt(Target):
             return_freed_memory()
         present = [layer for layer in self._base.layers if not isinstance(layer, _Absent)]
         self.fused = make_lean(present)
+        self._fast_norm = kernel_norm(self._base.norm) if self.fused is not None else None
         self.lean = True
         return self.packed
 

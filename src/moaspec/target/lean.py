@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedStack
+from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedStack, normed
 from moaspec.model.layers import fold_mask, masked_attention, merge_heads
 from moaspec.target.packing import is_silu, joint_matrix, joint_product
 
@@ -140,7 +140,9 @@ class LeanLayer:
 
     def _as_fused(self, attention: Any, mlp: Any) -> FusedLayer | None:
         before_read, after_read, before_mlp, after_mlp = self._norms
-        of_heads = () if self._q_norm is None else (_norm(self._q_norm), _norm(self._k_norm))
+        of_heads = (
+            () if self._q_norm is None else (lean_norm(self._q_norm), lean_norm(self._k_norm))
+        )
         norms = _plain((before_read, before_mlp, *of_heads))
         if (
             norms is None
@@ -243,11 +245,11 @@ def _norms_around(layer: Any) -> tuple[Norm, Norm, Norm, Norm]:
         before_mlp,
         "post_feedforward_layernorm",
     )
-    before, after, middle, end = (_norm(getattr(layer, name, None)) for name in names)
+    before, after, middle, end = (lean_norm(getattr(layer, name, None)) for name in names)
     return before, after, middle, end
 
 
-def _norm(module: Any) -> Norm:
+def lean_norm(module: Any) -> Norm:
     """RMSNorm in one call where the module is the usual one, rounded exactly where it rounds."""
     if module is None:
         return _unchanged
@@ -255,6 +257,14 @@ def _norm(module: Any) -> Norm:
     if eps is None:  # Gemma 3: the weight is an offset from one, in float32
         return cast(Norm, module)
     return _RMSNorm(module.weight, eps, rounds_late=type(module).__name__ == "Olmo2RMSNorm")
+
+
+def kernel_norm(module: Any) -> Norm | None:
+    """A norm behind layers that kernels compute, by a kernel as well; None where it cannot be."""
+    plain = _plain([lean_norm(module)])
+    if plain is None:
+        return None
+    return partial(normed, weight_E=plain[0].weight.detach(), eps=plain[0].eps)
 
 
 def _plain(norms: Sequence[Norm]) -> list[_RMSNorm] | None:

@@ -26,7 +26,7 @@ from moaspec.places import cache_dir
 from moaspec.target import families
 from moaspec.target.facts import TargetFacts
 from moaspec.target.forms import can_pack
-from moaspec.target.lean import Reading, make_lean
+from moaspec.target.lean import Norm, Reading, kernel_norm, make_lean
 from moaspec.target.packing import PackedLinear, pack_like, pack_linears, return_freed_memory
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -98,6 +98,7 @@ class Target(TargetFacts):
         self._layer_types = families.layer_types(model.config)
         self.lean = self.packed = False
         self.fused: FusedStack | None = None
+        self._fast_norm: Norm | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,6 +126,7 @@ class Target(TargetFacts):
         self.fused = make_lean(list(self._base.layers))
         if self.fused is not None:
             self._rotary.tabulate()
+            self._fast_norm = kernel_norm(self._base.norm)
         self.lean = True
         return self.packed
 
@@ -175,7 +177,7 @@ class Target(TargetFacts):
         matrix = self._fast_head.matrix if isinstance(self._fast_head, PackedLinear) else None
         if matrix is None or self._cap is not None or states_NE.requires_grad:
             return self.head(states_NE).argmax(-1)
-        return matrix.best(states_NE, torch.arange(matrix.outputs))
+        return matrix.best(states_NE)
 
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
         """Logits in float32 by a head of this target, soft-capped where the model's are."""
@@ -247,7 +249,7 @@ class Target(TargetFacts):
             (kind,) = kinds
             done_BTE = self._in_one_call(states_BTE, rope[kind], masks[kind], write, num)
             if done_BTE is not None:
-                return cast(Tensor, self._base.norm(done_BTE))
+                return self._normed(done_BTE)
         shared = {
             kind: self._shared(rope[kind], mask, position_ids_BT) for kind, mask in masks.items()
         }
@@ -257,7 +259,14 @@ class Target(TargetFacts):
             if watch is not None:
                 watch(index, states_BTE)
             states_BTE = self._base.layers[index](states_BTE, past_key_values=tap, **shared[kind])
-        return cast(Tensor, self._base.norm(states_BTE))
+        return self._normed(states_BTE)
+
+    def _normed(self, states_BTE: Tensor) -> Tensor:
+        """The final norm; the same bits however many tokens a pass has."""
+        norm = self._base.norm
+        if self._fast_norm is None or states_BTE.requires_grad or norm._forward_hooks:
+            return cast(Tensor, norm(states_BTE))
+        return self._fast_norm(states_BTE)
 
     def _in_one_call(
         self,

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moaspec.kernels import FusedLayer, FusedStack, Matrix
+from moaspec.kernels import FusedEncoder, FusedLayer, FusedStack, Matrix
 from moaspec.model.encoder import Encoder
 from moaspec.model.layers import ReadingLayer
 from moaspec.model.rope import Rope
@@ -196,6 +196,7 @@ def packed_copy(drafter: Drafter, *, exact: Collection[nn.Module] = ()) -> Draft
             module.tabulate()
         elif isinstance(module, Encoder):
             module.fused = _fused_memory(module)
+            module.in_one_call = _fused_encoder(module)
     return_freed_memory()
     return copied
 
@@ -213,6 +214,15 @@ def _fused_memory(encoder: Encoder) -> FusedLayer | None:
         heads=(0, memory.num_heads),
         head_dim=memory.head_dim,
     )
+
+
+def _fused_encoder(encoder: Encoder) -> FusedEncoder | None:
+    """All that becomes of keys and values, where kernels have each part of it."""
+    layer, memory = encoder.layer_self_attention, encoder.fused
+    projection = joint_matrix([encoder.projection])
+    if layer.fused is None or memory is None or projection is None or encoder.last_layer_only:
+        return None
+    return FusedEncoder(layer.fused, projection, memory, layer.self_attn.head_dim**-0.5)
 
 
 def pack_layer(layer: ReadingLayer, *, drafts: bool) -> None:

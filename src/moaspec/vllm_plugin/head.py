@@ -6,7 +6,6 @@ Legend: T tokens, E hidden size, V rows of the vocabulary on this rank, W draft 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,8 +76,9 @@ def _choosing(weight_WE: Tensor, ids_W: Tensor) -> Callable[[Tensor], Tensor]:
         layer = nn.Linear(weight_WE.shape[1], weight_WE.shape[0], bias=False)
     layer.weight = nn.Parameter(weight_WE, requires_grad=False)
     packed = PackedLinear(layer)
-    if packed.matrix is not None:
-        return partial(packed.matrix.best, names_O=ids_W.contiguous())
+    matrix = packed.matrix
+    if matrix is not None:
+        return lambda states_TE: ids_W[matrix.best(states_TE)]
     return lambda states_TE: ids_W[packed.single(states_TE).argmax(-1)]
 
 
