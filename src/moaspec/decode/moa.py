@@ -295,8 +295,13 @@ def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module
     )
     return cast(
         tuple[MoADrafter, nn.Module],
-        drafter.prepared.get(key, lambda: (_packed(drafter), target.draft_head(ids))),
+        drafter.prepared.get(key, lambda: _prepared(drafter, target)),
     )
+
+
+def _prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
+    head = target.draft_head(drafter.draft_token_ids)
+    return _packed(drafter), head  # packing, the last of both, gives freed memory back
 
 
 def _packed(drafter: MoADrafter) -> MoADrafter:

@@ -122,10 +122,10 @@ class TargetExcerpt(Target):
             pack_linears(self.model, keep=(self._lm_head,))
             if isinstance(self._lm_head, nn.Linear):
                 self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
-            return_freed_memory()
         present = [layer for layer in self._base.layers if not isinstance(layer, _Absent)]
         self.fused = make_lean(present)
         self._fast_norm = kernel_norm(self._base.norm) if self.fused is not None else None
+        return_freed_memory()
         self.lean = True
         return self.packed
 

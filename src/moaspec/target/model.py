@@ -122,11 +122,11 @@ class Target(TargetFacts):
         if self.packed:
             pack_linears(self.model, keep=(self._lm_head,))
             self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
-            return_freed_memory()
         self.fused = make_lean(list(self._base.layers))
         if self.fused is not None:
             self._rotary.tabulate()
             self._fast_norm = kernel_norm(self._base.norm)
+        return_freed_memory()
         self.lean = True
         return self.packed
 
