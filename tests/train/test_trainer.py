@@ -207,15 +207,19 @@ def test_a_frozen_lsa_serves_reused_layers_too(tmp_path: Path) -> None:
     assert all(torch.equal(lsa.state_dict()[name], value) for name, value in before.items())
 
 
-def test_means_and_reused_layers_share_one_pass_of_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layers", [(0,), (1,), (0, 2)])
+def test_with_a_frozen_lsa_the_target_runs_once_for_every_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...]
 ) -> None:
-    run = trainer(tmp_path, frozen_lsa=1.0, num_target_layers=(1,), activation_cache=False)
+    run = trainer(tmp_path, frozen_lsa=1.0, num_target_layers=layers, activation_cache=False)
     encode = Mock(wraps=run.target.encode)
     monkeypatch.setattr(run.target, "encode", encode)
+    for _ in range(-(-len(run.data.train_ids) // run.config.batch_size)):
+        run.train_step()
+    assert encode.call_count > 0
+    encode.reset_mock()
     run.train_step()
-    # Two short rows make one pass.
-    assert encode.call_count == 1
+    assert encode.call_count == 0
 
 
 def poison(run: Trainer) -> None:

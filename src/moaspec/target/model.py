@@ -364,11 +364,15 @@ class Target(TargetFacts):
         """On-policy pass through the last `num` layers for training.
 
         Each layer attends to [the target's true keys; the keys of `states_BTE`] under `mask`,
-        (B, 1, T, 2 T).
+        (B, 1, T, 2 T). `kv_BTLK` holds at least the last `num` layers.
         """
 
         def join(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            pairs = kv_BTLK[:, :, layer].unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+            pairs = (
+                kv_BTLK[:, :, layer - self.num_layers]
+                .unflatten(-1, (self.num_kv_heads, -1))
+                .transpose(1, 2)
+            )
             true_key, true_value = pairs.to(key.dtype).chunk(2, dim=-1)
             return torch.cat((true_key, key), dim=2), torch.cat((true_value, value), dim=2)
 

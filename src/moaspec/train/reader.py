@@ -38,19 +38,19 @@ class TargetReader:
         *,
         finals_only: bool = False,
     ) -> None:
-        self.target, self.examples, self._before = target, examples, tuple(before)
+        self.target, self.examples, self.before = target, examples, tuple(before)
         self._cache: ActivationCache | None = None
         self._finals: FinalStates | None = None
         if directory and finals_only:
             self._finals = FinalStates(directory, examples, target.identity)
         elif directory:
-            self._cache = ActivationCache(directory, examples, target.identity, self._before)
+            self._cache = ActivationCache(directory, examples, target.identity, self.before)
 
     def passes(self, batch: Batch) -> TargetPass:
         """Activations of a batch that is on the target's device."""
         if self._cache is not None:
             return self._cache.passes(self.target, batch)
-        return self.target.encode(batch.input_ids_BT, batch.attention_mask_BT, self._before)
+        return self.target.encode(batch.input_ids_BT, batch.attention_mask_BT, self.before)
 
     def final_states(self, batch: Batch) -> Tensor:
         """The final states alone, (B, T, E)."""
@@ -72,6 +72,9 @@ class TargetReader:
 class FrozenMeans:
     """What a frozen LSA makes of each example, once and for all, on disk.
 
+    Beside it lies what training reads of the target itself: its final states and, with N > 0, keys
+    and values of its last N layers and the states that enter them.
+
     Args:
         reader: where its inputs come from.
         encoder: with the LSA, which must not change as long as this is used.
@@ -86,24 +89,45 @@ class FrozenMeans:
         identity = reader.target.identity
         weights = encoder.layer_self_attention.state_dict()
         name = fingerprint(reader.examples, identity, weights)
-        self._store = ExampleStore(
-            directory / (f"{name}-bf16" if bf16 else name),
-            reader.examples,
-            {"mean": identity.kv_size, "hidden": identity.hidden_size},
-        )
+        self._last = max(reader.before, default=0)
+        widths = {"mean": identity.kv_size, "hidden": identity.hidden_size}
+        if self._last:
+            widths["last"] = self._last * identity.kv_size
+        widths |= {f"before{n}": identity.hidden_size for n in reader.before}
+        directory /= f"{name}-bf16" if bf16 else name
+        self._store = ExampleStore(directory, reader.examples, widths)
 
-    def read(self, batch: Batch, result: TargetPass | None = None) -> tuple[Tensor, Tensor]:
-        """Means over layers (B, T, K) and the target's final states (B, T, E).
+    def read(self, batch: Batch) -> tuple[Tensor, TargetPass]:
+        """Means over layers (B, T, K), and the target's pass with its last layers alone.
 
         Args:
             batch: on the target's device.
-            result: the target's pass over it, where the caller has one.
         """
-        store, device = self._store, self._reader.target.device
-        if not store.holds(batch):
-            result = result or self._reader.passes(batch)
-            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
-                mean_BTK = self._encoder.mean_over_layers(result.kv_BTLK)
-            store.write(batch, mean=mean_BTK.cpu(), hidden=result.hidden_BTE.cpu())
-        mean_BTK = store.read("mean", batch).to(device).float()
-        return mean_BTK, store.read("hidden", batch).to(device).float()
+        if not self._store.holds(batch):
+            self._write(batch)
+        return self._stored("mean", batch), TargetPass(
+            self._last_layers(batch),
+            self._stored("hidden", batch),
+            {n: self._stored(f"before{n}", batch) for n in self._reader.before},
+        )
+
+    def _write(self, batch: Batch) -> None:
+        result, device = self._reader.passes(batch), self._reader.target.device
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
+            mean_BTK = self._encoder.mean_over_layers(result.kv_BTLK)
+        arrays = {"mean": mean_BTK, "hidden": result.hidden_BTE}
+        arrays |= {f"before{n}": states for n, states in result.before.items()}
+        if self._last:
+            arrays["last"] = result.kv_BTLK[:, :, -self._last :].flatten(2)
+        self._store.write(batch, **{name: array.cpu() for name, array in arrays.items()})
+
+    def _last_layers(self, batch: Batch) -> Tensor:
+        """Keys and values of the last N layers, (B, T, N, K)."""
+        target = self._reader.target
+        if not self._last:
+            empty = torch.empty(*batch.input_ids_BT.shape, 0, target.identity.kv_size)
+            return empty.to(target.device)
+        return self._stored("last", batch).unflatten(2, (self._last, -1))
+
+    def _stored(self, name: str, batch: Batch) -> Tensor:
+        return self._store.read(name, batch).to(self._reader.target.device).float()

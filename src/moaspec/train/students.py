@@ -222,12 +222,7 @@ class MoAStudent:
             directory = self._output / "means"
             bf16 = self._config.mixed_precision == "bf16"
             self._means = FrozenMeans(self._reader, self.module.encoder, directory, bf16=bf16)
-        if any(self.exits):
-            # Reused layers read true keys and values, which are too many to keep beside the means.
-            result = self._reader.passes(part.batch)
-            return self._means.read(part.batch, result)[0], result
-        mean_BTK, hidden_BTE = self._means.read(part.batch)
-        return mean_BTK, TargetPass(mean_BTK, hidden_BTE)
+        return self._means.read(part.batch)
 
     def _exit(self, n: int, states_BTE: Tensor, part: Part, result: TargetPass) -> ExitStates:
         """Final states of an exit, after the reused layers, at the queries with loss."""
