@@ -6,15 +6,8 @@ on with PyTorch's own operations.
 
 from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
 from moaspec.kernels.build import why_not
-from moaspec.kernels.layers import (
-    ChainPart,
-    FusedEncoder,
-    FusedLayer,
-    FusedStack,
-    Slots,
-    draft_chain,
-    normed,
-)
+from moaspec.kernels.drafter import ChainPart, FusedEncoder, draft_chain
+from moaspec.kernels.layers import FusedLayer, FusedStack, Slots, normed
 from moaspec.kernels.matrix import Matrix
 
 __all__ = [

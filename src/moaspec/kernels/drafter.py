@@ -1,0 +1,149 @@
+"""What a drafter does in one call: encoding verified tokens, and drafting a chain.
+
+Legend: N tokens, T tokens read, L layers, K one layer's key and value, J KV heads, D head dim, R
+the rotated dims, O outputs of the head, V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moaspec.kernels.build import library
+from moaspec.kernels.layers import FusedLayer, FusedStack, Pass, Slots
+from moaspec.kernels.matrix import Matrix
+from moaspec.kernels.structures import ChainFacts, EncoderFacts
+
+
+class FusedEncoder:
+    """Layer self-attention, its mean, the projection and what cross-attention keeps, in one call.
+
+    Args:
+        layer: over the layers of one token.
+        projection: of the mean.
+        memory: keys and values alone.
+        scale: of the scores.
+    """
+
+    def __init__(
+        self, layer: FusedLayer, projection: Matrix, memory: FusedLayer, scale: float
+    ) -> None:
+        # Kept, because the description has only their addresses.
+        self._parts, self._scale = (layer, projection, memory), scale
+        self._call = library().moaspec_encode
+
+    def run(
+        self,
+        x_NLK: Tensor,
+        layer_angles: tuple[Tensor, Tensor],
+        token_angles: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Keys (rotated), then values: (N, 2 J, D).
+
+        Args:
+            x_NLK: keys and values of N tokens in L layers, bf16.
+            layer_angles: cosines and sines of the layers, float32, contiguous, (..., L, R) each.
+            token_angles: those of the tokens, (..., N, R) each.
+        """
+        assert x_NLK.dtype == torch.bfloat16
+        layer, projection, memory = (part.described for part in self._parts)
+        assert x_NLK.shape[2] == layer.read.inputs
+        assert token_angles[0].numel() == len(x_NLK) * token_angles[0].shape[-1]
+        x_NLK = x_NLK.contiguous()
+        out = x_NLK.new_empty((len(x_NLK), 2 * memory.kv_heads, memory.head_dim))
+        facts = EncoderFacts(
+            ctypes.addressof(layer),
+            *(part.data_ptr() for part in layer_angles),
+            layer_angles[0].shape[-1],
+            x_NLK.shape[1],
+            self._scale,
+            ctypes.addressof(projection),
+            ctypes.addressof(memory),
+        )
+        self._call(
+            ctypes.byref(facts),
+            c_void_p(x_NLK.data_ptr()),
+            c_int64(len(x_NLK)),
+            *(c_void_p(part.data_ptr()) for part in token_angles),
+            c_int64(token_angles[0].shape[-1]),
+            c_void_p(out.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return out
+
+
+@dataclass(frozen=True)
+class ChainPart:
+    """One layer of a drafter over all tokens that it reads for a chain.
+
+    Attributes:
+        stack: of that layer alone.
+        cos_TR: cosines of those tokens, neighbours, float32, contiguous.
+        sin_TR: sines, likewise.
+        slots: of the first of those tokens.
+    """
+
+    stack: FusedStack
+    cos_TR: Tensor
+    sin_TR: Tensor
+    slots: Slots
+
+    def described(self) -> Pass:
+        """The pass over the first token."""
+        return Pass(self.stack, 1, (self.cos_TR, self.sin_TR), slots=self.slots, num=1)
+
+
+def draft_chain(
+    unread: Sequence[int],
+    count: int,
+    *,
+    text: ChainPart,
+    memory: ChainPart,
+    head: Matrix,
+    names_O: Tensor,
+    embeddings_VE: Tensor,
+) -> list[int]:
+    """The best token after a text, the best after that one is read, and so on.
+
+    Args:
+        unread: the end of the text, at least one token.
+        count: of tokens to draft.
+        text: SA, of the unread tokens and then of the drafts; each is stored one slot behind the
+            one before it, and sees all slots up to its own.
+        memory: CA, of the last unread token and then of the drafts; it sees the same slots from
+            every token.
+        head: of the drafter.
+        names_O: int64, the ids of its outputs.
+        embeddings_VE: of all ids, bf16.
+    """
+    assert embeddings_VE.dtype == torch.bfloat16
+    assert names_O.dtype == torch.int64
+    assert len(names_O) == head.outputs
+    assert len(text.cos_TR) == len(unread) + count - 1
+    assert len(memory.cos_TR) == count
+    names_O = names_O.contiguous()
+    passes = text.described(), memory.described()
+    facts = ChainFacts(
+        text.stack.address(1),
+        memory.stack.address(1),
+        *(one.facts for one in passes),
+        ctypes.addressof(head.described),
+        names_O.data_ptr(),
+        embeddings_VE.data_ptr(),
+        embeddings_VE.shape[1],
+    )
+    drafted = (c_int64 * count)()
+    library().moaspec_chain(
+        ctypes.byref(facts),
+        (c_int64 * len(unread))(*unread),
+        c_int64(len(unread)),
+        c_int64(count),
+        drafted,
+        c_int32(torch.get_num_threads()),
+    )
+    return list(drafted)
