@@ -514,7 +514,7 @@ def test_demo(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("computes", "options", "taken"),
+    ("fastest", "options", "taken"),
     [
         (torch.bfloat16, (), "bfloat16"),
         (torch.float32, (), "float32"),
@@ -522,7 +522,7 @@ def test_demo(cli: Cli) -> None:
     ],
 )
 def test_the_demo_takes_the_dtype_that_the_cpu_has_instructions_for(
-    computes: torch.dtype,
+    fastest: torch.dtype,
     options: tuple[str, ...],
     taken: str,
     cli: Cli,
@@ -535,7 +535,7 @@ def test_the_demo_takes_the_dtype_that_the_cpu_has_instructions_for(
         dtypes.append(dtype)
         return loaded
 
-    monkeypatch.setattr("moaspec.cli.evaluate.compute_dtype", lambda _: computes)
+    monkeypatch.setattr("moaspec.cli.evaluate.fastest_dtype", lambda: fastest)
     monkeypatch.setattr("moaspec.cli.sources.load_target", load)
     assert cli("demo", "--max-new-tokens", "2", *options).code == 0
     assert set(dtypes) == {taken}

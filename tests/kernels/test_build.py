@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import moaspec
-from bits import needs_kernels
+from bits import needs_kernels, needs_unpacking
 from moaspec.kernels import Matrix, build, can_attend, why_not
-from moaspec.target.forms import Kernel, OneDNN, can_pack
+from moaspec.target import forms
+from moaspec.target.forms import Half, Kernel, OneDNN, can_pack
 from moaspec.target.packing import PackedLinear
 from tiny import PROMPTS, fresh_target, random_drafter
 
@@ -31,9 +32,7 @@ SIZES: dict[str, Any] = {
 }
 """Such as kernels take."""
 
-needs_cpu = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="the CPU has no AVX512-BF16"
-)
+needs_cpu = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="the CPU has no AVX2")
 
 
 @pytest.fixture
@@ -156,12 +155,22 @@ def test_they_can_be_switched_off(
     assert left_behind(afresh) == []
 
 
+@needs_cpu
+@pytest.mark.usefixtures("afresh")
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_what_kernels_are_compiled_for(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    assert build._instructions() == ("avx512" if has_bf16 else "avx2")
+    monkeypatch.setenv(build.SWITCH, "avx2")
+    assert build._instructions() == "avx2"
+
+
 @pytest.mark.usefixtures("afresh")
 def test_other_cpus_do_without_and_nobody_is_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert why_not() == "they are for Linux on CPUs with AVX512-BF16"
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    assert why_not() == "they are for Linux on CPUs with AVX2 or AVX512-BF16"
     assert warnings(caplog) == []
 
 
@@ -169,7 +178,7 @@ def test_other_cpus_do_without_and_nobody_is_warned(
 @pytest.mark.skipif(
     not can_pack(torch.bfloat16, torch.device("cpu")), reason="oneDNN cannot pack weights here"
 )
-def test_without_kernels_text_comes_by_onednn(
+def test_without_kernels_text_comes_by_other_libraries(
     afresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", str(afresh / "nothing"))
@@ -181,7 +190,7 @@ def test_without_kernels_text_comes_by_onednn(
     assert target.fused is None
     down = target.model.model.layers[0].mlp.down_proj
     assert isinstance(down, PackedLinear)
-    assert type(down._form) is OneDNN
+    assert type(down._form) is (OneDNN if forms._bf16_instructions() else Half)
     assert down.matrix is None
     results = moaspec.generate(
         target, PROMPTS, drafter=drafter, tree=moaspec.Tree(3, 3, 8), max_new_tokens=12
@@ -310,6 +319,17 @@ def test_a_damaged_library_is_made_anew(counting: Path, afresh: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "None\n"
     assert len(counting.read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+@needs_unpacking
+def test_kernels_for_avx2_have_the_same_tests() -> None:
+    """On a CPU that would not choose them."""
+    here = Path(__file__).parent
+    files = [here / f"test_{name}.py" for name in ("attention", "layers", "matrix")]
+    command = [sys.executable, "-m", "pytest", "--quiet", "--exitfirst", "-p", "no:cacheprovider"]
+    environment = {**os.environ, build.SWITCH: "avx2"}
+    subprocess.run([*command, *files], check=True, env=environment, timeout=600)
 
 
 @needs_kernels

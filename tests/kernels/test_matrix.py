@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from bits import ROWS, assert_one_rounding, needs_kernels, normal, same_bits, threads
-from moaspec.kernels import Matrix
+from bits import (
+    ROWS,
+    assert_one_rounding,
+    needs_kernels,
+    needs_unpacking,
+    normal,
+    same_bits,
+    threads,
+)
+from moaspec.kernels import Matrix, unpacks
 from moaspec.kernels.codes import BLOCK
 
 pytestmark = needs_kernels
@@ -125,6 +133,7 @@ def four_bit_weight() -> Tensor:
     return weight_OI.bfloat16()
 
 
+@needs_unpacking
 def test_four_bits_are_within_half_a_step() -> None:
     weight_OI = four_bit_weight()
     matrix = Matrix(weight_OI, None, bits=4)
@@ -166,6 +175,7 @@ def quantised(bits: int, *, seed: int = 0) -> Tensor:
     return (scale_ON1 * codes_ONI + zero_ON1).flatten(1).bfloat16()
 
 
+@needs_unpacking
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_few_bits_are_found_and_change_no_bit(bits: int, biased: bool) -> None:
@@ -195,6 +205,7 @@ def test_usual_weights_keep_all_bits() -> None:
     assert Matrix(normal(40, 34), None).bits == 16  # not in blocks
 
 
+@needs_unpacking
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_of_four_bits_are_those_of_their_codes(rows: int, biased: bool) -> None:
@@ -215,7 +226,7 @@ def test_what_kernels_refuse_to_hold() -> None:
     assert not Matrix.can_hold(normal(0, 2))
     assert not Matrix.can_hold(normal(5, 2).float())
     assert not Matrix.can_hold(normal(5, 2).to("meta"))
-    assert Matrix.can_hold(normal(5, 64), bits=4)
+    assert Matrix.can_hold(normal(5, 64), bits=4) is unpacks()
     assert not Matrix.can_hold(normal(5, 48), bits=4)
 
 

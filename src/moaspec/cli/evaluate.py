@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-import torch
 import typer
 
 from moaspec.cli import console
@@ -29,7 +28,7 @@ from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
 from moaspec.evaluate.store import prepare, write_whole
 from moaspec.target import Target
-from moaspec.target.forms import compute_dtype
+from moaspec.target.forms import fastest_dtype
 
 DEFAULT_METHODS = "hf,plain,moa"
 
@@ -275,7 +274,7 @@ def demo(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16 or float16; bfloat16 where this CPU has instructions for it, "
+            help="float32, bfloat16 or float16; bfloat16 where it is the faster one on this CPU, "
             "else float32."
         ),
     ] = None,
@@ -285,7 +284,7 @@ def demo(
 
     Example: moaspec demo
     """
-    dtype = dtype or str(compute_dtype(torch.bfloat16)).removeprefix("torch.")
+    dtype = dtype or str(fastest_dtype()).removeprefix("torch.")
     settings = Settings(max_new_tokens=max_new_tokens)
     console.set_threads(threads)
     console.quiet_libraries()

@@ -1,11 +1,11 @@
-"""A decoder layer's arithmetic in C++, for CPUs with bf16 instructions; see `cpu.cpp`.
+"""A decoder layer's arithmetic in C++, for CPUs with AVX512-BF16 or AVX2; see `cpu.cpp`.
 
 It is compiled at its first use and kept. Where that cannot be, `why_not` says why, and callers go
 on with PyTorch's own operations.
 """
 
 from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
-from moaspec.kernels.build import why_not
+from moaspec.kernels.build import unpacks, why_not
 from moaspec.kernels.drafter import ChainPart, FusedEncoder, draft_chain
 from moaspec.kernels.layers import FusedLayer, FusedStack, Slots, normed
 from moaspec.kernels.matrix import Matrix
@@ -22,5 +22,6 @@ __all__ = [
     "can_attend",
     "draft_chain",
     "normed",
+    "unpacks",
     "why_not",
 ]

@@ -30,62 +30,37 @@ struct Group {
   int count;
 };
 
-inline void transpose(__m512i rows[kLanes]) {
-  __m512i even[kLanes];
-  for (int i = 0; i < kLanes; i += 2) {
-    even[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    even[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < kLanes; i += 4) {
-    rows[i] = _mm512_unpacklo_epi64(even[i], even[i + 2]);
-    rows[i + 1] = _mm512_unpackhi_epi64(even[i], even[i + 2]);
-    rows[i + 2] = _mm512_unpacklo_epi64(even[i + 1], even[i + 3]);
-    rows[i + 3] = _mm512_unpackhi_epi64(even[i + 1], even[i + 3]);
-  }
-  for (int i = 0; i < 4; i++) {
-    even[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
-    even[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
-    even[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
-    even[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 8; i++) {
-    rows[i] = _mm512_shuffle_i32x4(even[i], even[i + 8], 0x88);
-    rows[i + 8] = _mm512_shuffle_i32x4(even[i], even[i + 8], 0xdd);
-  }
-}
-
 // Scores of Q queries against 16 keys, whose pairs are rows of `keys`.
 template <int Q>
-inline void score(const Group& group, const __m512i* keys, int64_t pairs, float* scores,
+inline void score(const Group& group, const Words* keys, int64_t count, float* scores,
                   int64_t stride) {
-  __m512 sums[Q];
-  for (int q = 0; q < Q; q++) sums[q] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < pairs; k++)
-    for (int q = 0; q < Q; q++)
-      sums[q] = _mm512_dpbf16_ps(sums[q], (__m512bh)_mm512_set1_epi32(pair(group.query[q] + 2 * k)),
-                                 (__m512bh)keys[k]);
-  for (int q = 0; q < Q; q++) _mm512_storeu_ps(scores + q * stride, sums[q]);
+  Floats sums[Q];
+  for (int q = 0; q < Q; q++) sums[q] = all(0.0f);
+  for (int64_t k = 0; k < count; k++) {
+    const Pairs both = pairs(keys[k]);
+    for (int q = 0; q < Q; q++) sums[q] = multiply_add(pair(group.query[q] + 2 * k), both, sums[q]);
+  }
+  for (int q = 0; q < Q; q++) store(scores + q * stride, sums[q]);
 }
 
 // Sums of values, weighted, of 32 numbers of each head, slot after slot.
 template <int Q>
 inline void gather(const Group& group, const float* weights, int64_t stride, const bf16* value,
                    int64_t slot_stride, int64_t slots, const float* factors, int64_t offset) {
-  __m512 sums[Q][2];
-  for (int q = 0; q < Q; q++) sums[q][0] = sums[q][1] = _mm512_setzero_ps();
+  Floats sums[Q][2];
+  for (int q = 0; q < Q; q++) sums[q][0] = sums[q][1] = all(0.0f);
   for (int64_t s = 0; s < slots; s++) {
-    const __m512 low = load(value + s * slot_stride + offset);
-    const __m512 high = load(value + s * slot_stride + offset + kLanes);
+    const Floats low = load(value + s * slot_stride + offset);
+    const Floats high = load(value + s * slot_stride + offset + kLanes);
     for (int q = 0; q < Q; q++) {
-      const __m512 weight = _mm512_set1_ps(weights[q * stride + s]);
-      sums[q][0] = _mm512_fmadd_ps(weight, low, sums[q][0]);
-      sums[q][1] = _mm512_fmadd_ps(weight, high, sums[q][1]);
+      const Floats weight = all(weights[q * stride + s]);
+      sums[q][0] = multiply_add(weight, low, sums[q][0]);
+      sums[q][1] = multiply_add(weight, high, sums[q][1]);
     }
   }
   for (int q = 0; q < Q; q++) {
-    const __m512 factor = _mm512_set1_ps(factors[q]);
-    store(group.out[q] + offset, _mm512_mul_ps(sums[q][0], factor));
-    store(group.out[q] + offset + kLanes, _mm512_mul_ps(sums[q][1], factor));
+    store(group.out[q] + offset, sums[q][0] * all(factors[q]));
+    store(group.out[q] + offset + kLanes, sums[q][1] * all(factors[q]));
   }
 }
 
@@ -117,50 +92,43 @@ struct Gather {
 
 // Scores become weights, zero where nothing is visible; returns one over their sum.
 float soften(float* scores, const uint8_t* mask, int64_t slots, float scale, float* visible) {
-  const __m512 lowest = _mm512_set1_ps(-INFINITY);
-  __m512 highest = lowest;
+  const Floats nothing = all(-INFINITY);
+  Floats most = nothing;
   const auto seen = [&](int64_t s) {
-    const __mmask16 inside = first(slots - s);
-    if (!mask) return inside;
-    const __m128i bytes = _mm_maskz_loadu_epi8(inside, mask + s);
-    return static_cast<__mmask16>(_mm_test_epi8_mask(bytes, bytes));
+    return mask ? nonzero(mask + s, slots - s) : first(slots - s);
   };
   for (int64_t s = 0; s < slots; s += kLanes)
-    highest = _mm512_mask_max_ps(highest, seen(s), highest, _mm512_loadu_ps(scores + s));
-  const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
-  const __m512 factor = _mm512_set1_ps(scale);
+    most = larger(most, chosen(seen(s), load(scores + s), nothing));
+  const Floats top = all(highest(most)), factor = all(scale);
   int64_t count = 0;
   for (int64_t s = 0; s < slots; s += kLanes) {
-    const __mmask16 here = seen(s);
-    const __m512 below = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + s), top), factor);
-    const __m512 weights = _mm512_maskz_mov_ps(here, exponential(below));
-    _mm512_storeu_ps(scores + s, weights);
-    // Compressed in a register: straight to memory takes some CPUs a hundred cycles.
-    _mm512_storeu_ps(visible + count, _mm512_maskz_compress_ps(here, weights));
-    count += __builtin_popcount(here);
+    const Mask here = seen(s);
+    const Floats weights =
+        chosen(here, exponential((load(scores + s) - top) * factor), all(0.0f));
+    store(scores + s, weights);
+    count += squeeze(visible + count, here, weights);
   }
   // Summed without the gaps, so that it does not matter in which slots the keys are.
-  __m512 sums = _mm512_setzero_ps();
+  Floats sums = all(0.0f);
   for (int64_t s = 0; s < count; s += kLanes)
-    sums = _mm512_add_ps(sums, _mm512_maskz_loadu_ps(first(count - s), visible + s));
-  return count ? 1.0f / _mm512_reduce_add_ps(sums) : 0.0f;
+    sums = sums + chosen(first(count - s), load(visible + s), all(0.0f));
+  return count ? 1.0f / total(sums) : 0.0f;
 }
 
 void attend(const Group& group, const bf16* key, const bf16* value, const Attention& call) {
   const int64_t slots = call.slots, stride = (slots + kLanes - 1) / kLanes * kLanes;
-  const int64_t pairs = call.head_dim / 2;
+  const int64_t count = call.head_dim / 2;
   own_scratch.resize(std::max<size_t>(own_scratch.size(), (kQueries + 1) * stride + kLanes));
   float* scores = own_scratch.data();
-  alignas(64) __m512i keys[128];
+  alignas(64) Words keys[128];
   for (int64_t s = 0; s < slots; s += kLanes) {
-    for (int64_t part = 0; part < pairs; part += kLanes) {
+    for (int64_t part = 0; part < count; part += kLanes) {
       for (int i = 0; i < kLanes; i++)
-        keys[part + i] = s + i < slots
-                             ? _mm512_loadu_si512(key + (s + i) * call.key_slot + 2 * part)
-                             : _mm512_setzero_si512();
+        keys[part + i] =
+            s + i < slots ? words(key + (s + i) * call.key_slot + 2 * part) : no_words();
       transpose(keys + part);
     }
-    with_queries<Score>(group.count, group, keys, pairs, scores + s, stride);
+    with_queries<Score>(group.count, group, keys, count, scores + s, stride);
   }
   float factors[kQueries];
   for (int q = 0; q < group.count; q++)

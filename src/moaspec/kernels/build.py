@@ -19,25 +19,17 @@ from moaspec.places import cache_dir
 
 SOURCES = Path(__file__).parent
 MAIN = SOURCES / "cpu.cpp"
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-shared",
-    "-fopenmp",
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mavx512dq",
-    "-mavx512bf16",
-    "-mfma",
-    "-mf16c",
-)
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-mfma", "-mf16c")
 """`-fopenmp` finds the library that PyTorch has loaded: both then share one team of threads."""
+INSTRUCTIONS = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
+    "avx2": ("-mavx2",),
+}
+"""What kernels are compiled for, the fastest first; `registers.h` has both."""
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300.0
 SWITCH = "MOASPEC_KERNELS"
-"""Environment variable; "off" does without kernels."""
+"""Environment variable; "off" does without kernels, "avx2" without AVX-512."""
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +50,14 @@ def library() -> ctypes.CDLL:
     return found
 
 
+def unpacks() -> bool:
+    """Whether there are kernels here that read weights of fewer than 16 bits."""
+    return why_not() is None and _instructions() == "avx512"
+
+
 @cache
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     try:
-        _require_cpu()
         return _opened(_compiled()), None
     except _UnavailableError as error:
         return None, str(error)
@@ -85,23 +81,33 @@ def _opened(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(_compiled()))
 
 
-def _require_cpu() -> None:
-    if os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
+def _instructions() -> str:
+    """The best of `INSTRUCTIONS` that this CPU has.
+
+    Raises:
+        _UnavailableError: none, or they are not wanted.
+    """
+    asked = os.environ.get(SWITCH, "").lower()
+    if asked in {"off", "0", "false"}:
         raise _UnavailableError(f"{SWITCH} is off")
-    if platform.system() != "Linux" or not torch.cpu._is_avx512_bf16_supported():
-        raise _UnavailableError("they are for Linux on CPUs with AVX512-BF16")
+    if platform.system() == "Linux" and torch.cpu._is_avx2_supported():
+        # Whoever has AVX2 has FMA and F16C, but for a handful of CPUs that nobody decodes on.
+        is_best = torch.cpu._is_avx512_bf16_supported() and asked != "avx2"
+        return "avx512" if is_best else "avx2"
+    raise _UnavailableError("they are for Linux on CPUs with AVX2 or AVX512-BF16")
 
 
 def _compiled() -> Path:
     """The library's file, made where it is missing.
 
     Raises:
+        _UnavailableError: nothing can be compiled for this CPU.
         OSError: there is no compiler, or no room for the file.
         subprocess.SubprocessError: the compiler failed.
     """
-    compiler = _compiler()
+    flags, compiler = (*FLAGS, *INSTRUCTIONS[_instructions()]), _compiler()
     sources = [path.read_bytes() for path in (*sorted(SOURCES.glob("*.h")), MAIN)]
-    facts = (*sources, " ".join(FLAGS).encode(), compiler.encode(), platform.machine().encode())
+    facts = (*sources, " ".join(flags).encode(), compiler.encode(), platform.machine().encode())
     digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]
     final = cache_dir() / "kernels" / f"cpu-{digest}.so"
     if final.exists():
@@ -112,7 +118,7 @@ def _compiled() -> Path:
     with NamedTemporaryFile(dir=final.parent, suffix=".so", delete=False) as made:
         try:
             subprocess.run(  # noqa: S603 - a compiler and our own source
-                [compiler, *FLAGS, str(MAIN), "-o", made.name],
+                [compiler, *flags, str(MAIN), "-o", made.name],
                 check=True,
                 capture_output=True,
                 text=True,

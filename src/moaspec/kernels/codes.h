@@ -1,8 +1,10 @@
-// Finding the few bits that a bf16 weight was made of, where it was made of few: of files whose
+// Finding, on CPUs with AVX512-BF16, the few bits that a bf16 weight was made of, where it was made of few: of files whose
 // weights are scale * code + zero, that were widened since.
 #pragma once
 
-#include "products.h"
+#include <cmath>
+
+#include "blocks.h"
 
 namespace {
 

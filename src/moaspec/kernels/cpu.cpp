@@ -15,8 +15,10 @@
 #include <vector>
 
 #include "attention.h"
-#include "codes.h"
 #include "products.h"
+#ifdef __AVX512BF16__
+#include "codes.h"
+#endif
 
 extern "C" {
 
@@ -75,12 +77,11 @@ namespace {
 // RMSNorm of n numbers, a multiple of 16.
 template <class Read>
 inline void normalise(const Read& read, const bf16* weight, float eps, int64_t n, bf16* out) {
-  __m512 squares = _mm512_setzero_ps();
-  for (int64_t i = 0; i < n; i += kLanes) squares = _mm512_fmadd_ps(read(i), read(i), squares);
-  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(n);
-  const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
-  for (int64_t i = 0; i < n; i += kLanes)
-    store(out + i, _mm512_mul_ps(_mm512_mul_ps(read(i), factor), load(weight + i)));
+  Floats squares = all(0.0f);
+  for (int64_t i = 0; i < n; i += kLanes) squares = multiply_add(read(i), read(i), squares);
+  const float mean = total(squares) / static_cast<float>(n);
+  const Floats factor = all(1.0f / std::sqrt(mean + eps));
+  for (int64_t i = 0; i < n; i += kLanes) store(out + i, read(i) * factor * load(weight + i));
 }
 
 // Rotary embedding of one head: the first `turned` numbers, halves against each other.
@@ -96,11 +97,9 @@ inline void rotate(const float* x, const float* cos, const float* sin, int64_t t
 
 inline void rotate_fast(const float* x, const float* cos, const float* sin, int64_t half, bf16* out) {
   for (int64_t i = 0; i < half; i += kLanes) {
-    const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + i + half);
-    const __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
-    const __m512 d = _mm512_loadu_ps(cos + i + half), t = _mm512_loadu_ps(sin + i + half);
-    store(out + i, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, c)));
-    store(out + i + half, _mm512_fmadd_ps(a, t, _mm512_mul_ps(b, d)));
+    const Floats a = load(x + i), b = load(x + i + half);
+    store(out + i, subtract_product(b, load(sin + i), a * load(cos + i)));
+    store(out + i + half, multiply_add(a, load(sin + i + half), b * load(cos + i + half)));
   }
 }
 
@@ -113,16 +112,16 @@ void moaspec_product(const Matrix* matrix, const bf16* x, int64_t rows, int64_t 
                      int32_t single, int32_t threads) {
   const int64_t outputs = matrix->outputs;
 #pragma omp parallel num_threads(threads)
-  multiply(*matrix, x, rows, stride, [&](int64_t row, int64_t output, __m512 sums) {
-    const __mmask16 inside = first(outputs - output);
+  multiply(*matrix, x, rows, stride, [&](int64_t row, int64_t output, Floats sums) {
     const int64_t place = row * outputs + output;
     if (single)
-      _mm512_mask_storeu_ps(static_cast<float*>(out) + place, inside, sums);
+      store(static_cast<float*>(out) + place, sums, outputs - output);
     else
-      _mm256_mask_storeu_epi16(static_cast<bf16*>(out) + place, inside,
-                               (__m256i)_mm512_cvtneps_pbh(sums));
+      store(static_cast<bf16*>(out) + place, sums, outputs - output);
   });
 }
+
+#ifdef __AVX512BF16__
 
 // What each block of a weight was made of in `bits` bits: scales and zeros (outputs, inputs / 32) in
 // float16, codes (outputs, inputs). Returns whether every weight is exactly that.
@@ -139,25 +138,25 @@ int32_t moaspec_codes(const bf16* weight, int64_t outputs, int64_t inputs, int64
   return exact;
 }
 
+#endif
+
 // For each row the index of its largest output, the first of equal ones.
 void moaspec_best(const Matrix* matrix, const bf16* x, int64_t rows, int64_t stride, int64_t* out,
                   int32_t threads) {
   // Every lane of every thread keeps its own best, and where that was.
   const int64_t lanes = rows * kLanes;
-  const __m512 lowest = _mm512_set1_ps(-INFINITY);
   std::vector<float> tops(threads * lanes, -INFINITY);
   std::vector<int32_t> places(threads * lanes, 0);
 #pragma omp parallel num_threads(threads)
   {
     float* own_tops = tops.data() + omp_get_thread_num() * lanes;
     int32_t* own_places = places.data() + omp_get_thread_num() * lanes;
-    multiply(*matrix, x, rows, stride, [&](int64_t row, int64_t output, __m512 sums) {
-      sums = _mm512_mask_mov_ps(lowest, first(matrix->outputs - output), sums);
-      const __m512 top = _mm512_loadu_ps(own_tops + row * kLanes);
-      const __mmask16 better = _mm512_cmp_ps_mask(sums, top, _CMP_GT_OQ);
-      _mm512_mask_storeu_ps(own_tops + row * kLanes, better, sums);
-      _mm512_mask_storeu_epi32(own_places + row * kLanes, better,
-                               _mm512_set1_epi32(static_cast<int32_t>(output)));
+    multiply(*matrix, x, rows, stride, [&](int64_t row, int64_t output, Floats sums) {
+      sums = chosen(first(matrix->outputs - output), sums, all(-INFINITY));
+      const Floats top = load(own_tops + row * kLanes);
+      const Mask better = less(top, sums);
+      store(own_tops + row * kLanes, chosen(better, sums, top));
+      put(own_places + row * kLanes, better, static_cast<int32_t>(output));
     });
   }
   for (int64_t row = 0; row < rows; row++) {
@@ -205,8 +204,8 @@ void moaspec_project(const Layer* layer, const bf16* x, int64_t rows, const floa
                   normed + row * width);
       }
 #pragma omp barrier
-      multiply(layer->read, normed, count, width, [&](int64_t row, int64_t output, __m512 sums) {
-        _mm512_storeu_ps(joined + row * heads * dim + output, sums);
+      multiply(layer->read, normed, count, width, [&](int64_t row, int64_t output, Floats sums) {
+        store(joined + row * heads * dim + output, sums);
       });
 #pragma omp barrier
       const Share share(count * heads);
@@ -216,9 +215,8 @@ void moaspec_project(const Layer* layer, const bf16* x, int64_t rows, const floa
         bf16* to = out + (start * heads + i) * dim;
         const bf16* weight = head < layer->heads ? layer->query_norm : layer->key_norm;
         if (weight && head < turning) {
-          normalise([&](int64_t k) { return _mm512_loadu_ps(from + k); }, weight, layer->eps, dim,
-                    to);
-          for (int64_t k = 0; k < dim; k += kLanes) _mm512_storeu_ps(from + k, load(to + k));
+          normalise([&](int64_t k) { return load(from + k); }, weight, layer->eps, dim, to);
+          for (int64_t k = 0; k < dim; k += kLanes) store(from + k, load(to + k));
         }
         const float* c = cos + (start + row) % period * turned;
         const float* s = sin + (start + row) % period * turned;
@@ -239,7 +237,7 @@ void moaspec_finish(const Layer* layer, const bf16* x, const bf16* read, int64_t
   const int64_t width = layer->output.outputs, inner = layer->inner.outputs / 2;
   const int64_t read_width = layer->output.inputs;
   const int64_t chunk = std::max<int64_t>(1, kChunkRows / group) * group;
-  const __m512 share_of_row = _mm512_set1_ps(1.0f / static_cast<float>(group));
+  const Floats share_of_row = all(1.0f / static_cast<float>(group));
   for (int64_t start = 0; start < rows; start += chunk) {
     const int64_t count = std::min<int64_t>(chunk, rows - start), means = count / group;
     const bf16* from = x + start * width;
@@ -249,37 +247,37 @@ void moaspec_finish(const Layer* layer, const bf16* x, const bf16* read, int64_t
 #pragma omp parallel num_threads(threads)
     {
       multiply(layer->output, read + start * read_width, count, read_width,
-               [&](int64_t row, int64_t output, __m512 sums) {
+               [&](int64_t row, int64_t output, Floats sums) {
                  const int64_t place = row * width + output;
-                 _mm512_storeu_ps(middle + place, _mm512_add_ps(load(from + place), sums));
+                 store(middle + place, load(from + place) + sums);
                });
 #pragma omp barrier
       const Share own(count);
       for (int64_t row = own.start; row < own.stop; row++)
-        normalise([&](int64_t i) { return _mm512_loadu_ps(middle + row * width + i); },
-                  layer->inner_norm, layer->eps, width, halves + row * width);
+        normalise([&](int64_t i) { return load(middle + row * width + i); }, layer->inner_norm,
+                  layer->eps, width, halves + row * width);
 #pragma omp barrier
-      multiply(layer->inner, halves, count, width, [&](int64_t row, int64_t output, __m512 sums) {
-        _mm512_storeu_ps(both + row * 2 * inner + output, sums);
+      multiply(layer->inner, halves, count, width, [&](int64_t row, int64_t output, Floats sums) {
+        store(both + row * 2 * inner + output, sums);
       });
 #pragma omp barrier
       const Share share(means * inner / kLanes);
       for (int64_t i = share.start; i < share.stop; i++) {
         const int64_t mean = i * kLanes / inner, column = i * kLanes % inner;
-        __m512 sums = _mm512_setzero_ps();
+        Floats sums = all(0.0f);
         for (int64_t row = mean * group; row < (mean + 1) * group; row++) {
           const float* gate = both + row * 2 * inner + column;
-          sums = _mm512_fmadd_ps(silu(_mm512_loadu_ps(gate)), _mm512_loadu_ps(gate + inner), sums);
+          sums = multiply_add(silu(load(gate)), load(gate + inner), sums);
         }
-        store(halves + i * kLanes, _mm512_mul_ps(sums, share_of_row));
+        store(halves + i * kLanes, sums * share_of_row);
       }
 #pragma omp barrier
-      multiply(layer->down, halves, means, inner, [&](int64_t mean, int64_t output, __m512 sums) {
-        __m512 residual = _mm512_setzero_ps();
+      multiply(layer->down, halves, means, inner, [&](int64_t mean, int64_t output, Floats sums) {
+        Floats residual = all(0.0f);
         for (int64_t row = mean * group; row < (mean + 1) * group; row++)
-          residual = _mm512_add_ps(residual, _mm512_loadu_ps(middle + row * width + output));
+          residual = residual + load(middle + row * width + output);
         store(out + (start / group + mean) * width + output,
-              _mm512_fmadd_ps(residual, share_of_row, sums));
+              multiply_add(residual, share_of_row, sums));
       });
     }
   }

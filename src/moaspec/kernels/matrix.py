@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moaspec.kernels.build import library, why_not
+from moaspec.kernels.build import library, unpacks, why_not
 from moaspec.kernels.codes import BLOCK, LANES, Coded, found_codes, rounded
 from moaspec.kernels.structures import MatrixFacts
 
@@ -22,7 +22,8 @@ class Matrix:
 
     A weight that was made of four or eight bits, with a scale and perhaps a zero for each 32
     inputs, as GGUF's Q4_1 and Q8_0 are, is found out and kept so. Products have the same bits as
-    those of 16, and a third or half of the bytes is read.
+    those of 16, and a third or half of the bytes is read. Where kernels do not unpack (see
+    `unpacks`), all weights keep 16 bits.
 
     Args:
         weight_OI: bf16, see `can_hold`.
@@ -36,7 +37,7 @@ class Matrix:
         wide = -self.outputs % LANES
         padded_OI = pad(weight_OI, (0, 0, 0, wide)) if wide else weight_OI
         coded = None
-        if bits != 16:
+        if bits != 16 and unpacks():
             coded = rounded(padded_OI) if bits == 4 else found_codes(padded_OI.contiguous())
         self._panels = _panels(padded_OI) if coded is None else coded.panels()
         self._bits = 16 if coded is None else coded.bits
@@ -76,7 +77,7 @@ class Matrix:
             and weight_OI.device.type == "cpu"
             and weight_OI.numel() > 0
             and weight_OI.shape[1] % (BLOCK if bits == 4 else 2) == 0
-            and why_not() is None
+            and (unpacks() if bits == 4 else why_not() is None)
         )
 
     def weight(self) -> Tensor:

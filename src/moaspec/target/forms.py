@@ -3,13 +3,14 @@
 What a pass over a few tokens costs is what speculation lives on, and the kernels behind `nn.Linear`
 are poor at it, in ways that depend on dtype and CPU:
 
-- bf16, with bf16 instructions: the weight is copied into the kernel's own layout on every call. It
-  is laid out in advance instead, for `moaspec.kernels` where they can be had, else for oneDNN.
-- bf16 without them: products are emulated, row by row; a second token adds half a pass. They are
-  computed in float32 instead, from weights kept in 16 bits (FBGEMM): float16 holds a bf16 weight
-  exactly, once the matrix is scaled by a power of two. Where an entry would still be lost, or
-  FBGEMM is missing, the weight is kept as float32. Sums run in float32, as the emulation's do, and
-  results are rounded to bf16.
+- bf16, where `moaspec.kernels` can be had: the weight is laid out for them.
+- bf16, elsewhere, with bf16 instructions: oneDNN copies the weight into its own layout on every
+  call. It is laid out in advance instead.
+- bf16 without any of these: products are emulated, row by row; a second token adds half a pass.
+  They are computed in float32 instead, from weights kept in 16 bits (FBGEMM): float16 holds a bf16
+  weight exactly, once the matrix is scaled by a power of two. Where an entry would still be lost,
+  or FBGEMM is missing, the weight is kept as float32. Sums run in float32, as the emulation's do,
+  and results are rounded to bf16.
 - float32: MKL streams the weight once for up to three rows on Intel's CPUs, faster than a packed
   one, so it is left alone there. On other makers' it copies the weight for two rows and more, which
   then cost twice as much as one: there it is laid out in advance too.
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moaspec.kernels import Matrix
+from moaspec.kernels import Matrix, why_not
 
 EXPECTED_ROWS = 8
 """Rows that oneDNN's layout is chosen for; other numbers work and are nearly as fast."""
@@ -47,6 +48,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype == torch.bfloat16 and not _bf16_instructions():
         return torch.float32
     return dtype
+
+
+def fastest_dtype() -> torch.dtype:
+    """bf16 where this CPU multiplies it faster than float32, else float32."""
+    fast = why_not() is None or _bf16_instructions()
+    return torch.bfloat16 if fast else torch.float32
 
 
 class Form(Protocol):
@@ -122,8 +129,9 @@ class Half:
         if x.requires_grad:  # the kernel has no derivative
             added = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), self.weight(), added).to(x.dtype)
-        scaled = self._kernel(x.float(), self._packed)
-        return (scaled if self._back is None else scaled.mul_(self._back)).to(x.dtype)
+        scaled = self._kernel(torch.atleast_2d(x.float()), self._packed)
+        scaled = scaled if self._back is None else scaled.mul_(self._back)
+        return scaled.to(x.dtype).reshape(*x.shape[:-1], scaled.shape[-1])
 
 
 def _into_highest_range(weight: Tensor) -> float:
@@ -148,11 +156,10 @@ class Single:
 
 def fastest_form(weight: Tensor, bias: Tensor | None, *, drafts: bool) -> Form:
     """The form for this weight here; one in four bits only where it serves `drafts`."""
-    if _bf16_instructions():
-        if drafts and Matrix.can_hold(weight, bits=4):
-            return Kernel(weight, bias, bits=4)
-        if Matrix.can_hold(weight):
-            return Kernel(weight, bias)
+    if drafts and Matrix.can_hold(weight, bits=4):
+        return Kernel(weight, bias, bits=4)
+    if Matrix.can_hold(weight):
+        return Kernel(weight, bias)
     if compute_dtype(weight.dtype) == weight.dtype:
         return OneDNN(weight, bias)
     single = weight.float()

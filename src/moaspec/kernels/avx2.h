@@ -1,0 +1,241 @@
+// `registers.h` for CPUs with AVX2, FMA and F16C. A pair is widened and multiplied as two numbers, the
+// first before the second.
+#pragma once
+
+#include <cstring>
+
+namespace {
+
+// Sixteen of anything, as two registers.
+struct Floats { __m256 part[2]; };
+struct Mask { __m256 part[2]; };  // lanes of ones or zeros
+struct Words { __m256i part[2]; };
+struct Pairs { __m256 first[2], second[2]; };
+struct Pair { __m256 first, second; };
+using Input = float;  // what is multiplied with weights: bf16 numbers, widened once for all of them
+
+constexpr int kRowsOfTile = 5;  // 5 * 2 sums, 4 of weights and a row's number fit 16 registers
+constexpr int panels_of_tile(int rows) { return rows == 1 ? 2 : 1; }
+
+inline Floats operator+(Floats a, Floats b) {
+  return {_mm256_add_ps(a.part[0], b.part[0]), _mm256_add_ps(a.part[1], b.part[1])};
+}
+inline Floats operator-(Floats a, Floats b) {
+  return {_mm256_sub_ps(a.part[0], b.part[0]), _mm256_sub_ps(a.part[1], b.part[1])};
+}
+inline Floats operator*(Floats a, Floats b) {
+  return {_mm256_mul_ps(a.part[0], b.part[0]), _mm256_mul_ps(a.part[1], b.part[1])};
+}
+inline Floats operator/(Floats a, Floats b) {
+  return {_mm256_div_ps(a.part[0], b.part[0]), _mm256_div_ps(a.part[1], b.part[1])};
+}
+
+inline Floats all(float number) { return {_mm256_set1_ps(number), _mm256_set1_ps(number)}; }
+inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+
+inline __m256 widened(__m128i halves) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+inline Floats load(const bf16* from) {
+  const __m128i* halves = reinterpret_cast<const __m128i*>(from);
+  return {widened(_mm_loadu_si128(halves)), widened(_mm_loadu_si128(halves + 1))};
+}
+
+// To the nearest bf16, of two the even one; a NaN stays one.
+inline __m256i rounded(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+  const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+  return _mm256_srli_epi32(_mm256_castps_si256(_mm256_blendv_ps(
+      _mm256_castsi256_ps(up), _mm256_castsi256_ps(quiet), nan)), 16);
+}
+inline bf16 rounded(float number) {
+  return static_cast<bf16>(_mm256_extract_epi16(rounded(_mm256_set1_ps(number)), 0));
+}
+
+inline void store(float* to, Floats x) {
+  _mm256_storeu_ps(to, x.part[0]);
+  _mm256_storeu_ps(to + 8, x.part[1]);
+}
+inline void store(bf16* to, Floats x) {
+  const __m256i mixed = _mm256_packus_epi32(rounded(x.part[0]), rounded(x.part[1]));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(mixed, 0xd8));
+}
+// The first so many numbers alone.
+template <class Number>
+inline void store(Number* to, Floats x, int64_t count) {
+  if (count >= kLanes) return store(to, x);
+  Number numbers[kLanes];
+  store(numbers, x);
+  std::memcpy(to, numbers, count * sizeof(Number));
+}
+
+// a * b + c, and c - a * b, rounded once.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+  return {_mm256_fmadd_ps(a.part[0], b.part[0], c.part[0]),
+          _mm256_fmadd_ps(a.part[1], b.part[1], c.part[1])};
+}
+inline Floats subtract_product(Floats a, Floats b, Floats c) {
+  return {_mm256_fnmadd_ps(a.part[0], b.part[0], c.part[0]),
+          _mm256_fnmadd_ps(a.part[1], b.part[1], c.part[1])};
+}
+inline Floats larger(Floats a, Floats b) {
+  return {_mm256_max_ps(a.part[0], b.part[0]), _mm256_max_ps(a.part[1], b.part[1])};
+}
+inline Floats magnitude(Floats x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.part[0]), _mm256_andnot_ps(sign, x.part[1])};
+}
+inline Floats whole(Floats x) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.part[0], kNearest), _mm256_round_ps(x.part[1], kNearest)};
+}
+// x times two to the power of whole numbers from -126 to 0.
+inline __m256 times_power(__m256 x, __m256 power) {
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+inline Floats times_power(Floats x, Floats power) {
+  return {times_power(x.part[0], power.part[0]), times_power(x.part[1], power.part[1])};
+}
+inline float total(Floats x) {
+  const __m256 eight = _mm256_add_ps(x.part[0], x.part[1]);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float highest(Floats x) {
+  const __m256 eight = _mm256_max_ps(x.part[0], x.part[1]);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+inline Mask first(int64_t count) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i end = _mm256_set1_epi32(static_cast<int>(count < kLanes ? count : kLanes));
+  const __m256i later = _mm256_add_epi32(lanes, _mm256_set1_epi32(8));
+  return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(end, lanes)),
+          _mm256_castsi256_ps(_mm256_cmpgt_epi32(end, later))};
+}
+inline Mask less(Floats a, Floats b) {
+  return {_mm256_cmp_ps(a.part[0], b.part[0], _CMP_LT_OQ),
+          _mm256_cmp_ps(a.part[1], b.part[1], _CMP_LT_OQ)};
+}
+inline Floats chosen(Mask mask, Floats yes, Floats no) {
+  return {_mm256_blendv_ps(no.part[0], yes.part[0], mask.part[0]),
+          _mm256_blendv_ps(no.part[1], yes.part[1], mask.part[1])};
+}
+inline void put(int32_t* to, Mask mask, int32_t number) {
+  const __m256i same = _mm256_set1_epi32(number);
+  _mm256_maskstore_epi32(to, _mm256_castps_si256(mask.part[0]), same);
+  _mm256_maskstore_epi32(to + 8, _mm256_castps_si256(mask.part[1]), same);
+}
+// Which of the first so many bytes are not zero; no more are read.
+inline Mask nonzero(const uint8_t* from, int64_t count) {
+  uint8_t bytes[kLanes] = {};
+  std::memcpy(bytes, from, count < kLanes ? count : kLanes);
+  const __m128i read = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  const __m256i zero = _mm256_setzero_si256();
+  return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(read), zero)),
+          _mm256_castsi256_ps(
+              _mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(read, 8)), zero))};
+}
+// The numbers that a mask keeps, one beside another: how many. All of `to`'s 16 may be written.
+inline int squeeze(float* to, Mask mask, Floats x) {
+  const unsigned kept = _mm256_movemask_ps(mask.part[0]) | _mm256_movemask_ps(mask.part[1]) << 8;
+  if (kept == 0xffff) {
+    store(to, x);
+    return kLanes;
+  }
+  float numbers[kLanes];
+  store(numbers, x);
+  int count = 0;
+  for (int i = 0; i < kLanes; i++) {
+    to[count] = numbers[i];
+    count += kept >> i & 1;
+  }
+  return count;
+}
+
+inline Pairs pairs(Words words) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  Pairs both;
+  for (int i = 0; i < 2; i++) {
+    both.first[i] = _mm256_castsi256_ps(_mm256_slli_epi32(words.part[i], 16));
+    both.second[i] = _mm256_castsi256_ps(_mm256_and_si256(words.part[i], high));
+  }
+  return both;
+}
+inline Pair pair(const bf16* from) {
+  const __m256i both = _mm256_set1_epi32(static_cast<int>(word(from)));
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
+          _mm256_castsi256_ps(_mm256_and_si256(both, high))};
+}
+inline Floats multiply_add(Pair a, Pairs b, Floats c) {
+  return {_mm256_fmadd_ps(a.second, b.second[0], _mm256_fmadd_ps(a.first, b.first[0], c.part[0])),
+          _mm256_fmadd_ps(a.second, b.second[1], _mm256_fmadd_ps(a.first, b.first[1], c.part[1]))};
+}
+
+inline Words words(const void* from) {
+  const __m256i* both = static_cast<const __m256i*>(from);
+  return {_mm256_loadu_si256(both), _mm256_loadu_si256(both + 1)};
+}
+inline Words no_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+
+inline void widen(const bf16* from, int64_t count, Input* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+  for (; i < count; i++) to[i] = widened(from[i]);
+}
+
+// Adds one pair of inputs of M rows, times V panels.
+template <int M, int V>
+[[gnu::always_inline]] inline void add_products(const Input* x, int64_t stride, const uint8_t* panels,
+                                                int64_t panel_size, Floats (&sums)[M][V]) {
+  unrolled<V>([&](auto v) {
+    const Pairs weights = pairs(words(panels + v * panel_size));
+    const auto add = [&](const Input* from, const __m256 (&half)[2]) {
+      unrolled<M>([&](auto m) {
+        const __m256 number = _mm256_broadcast_ss(from + m * stride);
+        Floats& sum = sums[m][v];
+        sum.part[0] = _mm256_fmadd_ps(number, half[0], sum.part[0]);
+        sum.part[1] = _mm256_fmadd_ps(number, half[1], sum.part[1]);
+      });
+    };
+    add(x, weights.first);
+    add(x + 1, weights.second);
+  });
+}
+
+// Eight rows of eight words, `part` of each, as columns in `to`.
+inline void transpose(const Words* rows, int part, __m256i to[8]) {
+  __m256i even[8], pairs[8];
+  for (int i = 0; i < 8; i += 2) {
+    even[i] = _mm256_unpacklo_epi32(rows[i].part[part], rows[i + 1].part[part]);
+    even[i + 1] = _mm256_unpackhi_epi32(rows[i].part[part], rows[i + 1].part[part]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    pairs[i] = _mm256_unpacklo_epi64(even[i], even[i + 2]);
+    pairs[i + 1] = _mm256_unpackhi_epi64(even[i], even[i + 2]);
+    pairs[i + 2] = _mm256_unpacklo_epi64(even[i + 1], even[i + 3]);
+    pairs[i + 3] = _mm256_unpackhi_epi64(even[i + 1], even[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    to[i] = _mm256_permute2x128_si256(pairs[i], pairs[i + 4], 0x20);
+    to[i + 4] = _mm256_permute2x128_si256(pairs[i], pairs[i + 4], 0x31);
+  }
+}
+// Rows of 16 words each become columns.
+inline void transpose(Words rows[kLanes]) {
+  __m256i columns[2][2][8];
+  for (int half = 0; half < 2; half++)
+    for (int part = 0; part < 2; part++) transpose(rows + 8 * half, part, columns[part][half]);
+  for (int i = 0; i < kLanes; i++)
+    for (int half = 0; half < 2; half++) rows[i].part[half] = columns[i / 8][half][i % 8];
+}
+
+}  // namespace

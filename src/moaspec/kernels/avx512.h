@@ -1,0 +1,114 @@
+// `registers.h` for CPUs with AVX512-BF16, one of whose instructions multiplies and adds 16 pairs.
+#pragma once
+
+namespace {
+
+using Floats = __m512;
+using Mask = __mmask16;
+using Words = __m512i;  // 16 words
+using Pairs = __m512bh; // 16 pairs to multiply
+using Pair = __m512bh;  // one pair, in every lane
+using Input = bf16;     // what is multiplied with weights
+
+constexpr int kRowsOfTile = 6;  // 6 * 4 sums, 4 weights and a row fit 32 registers
+constexpr int panels_of_tile(int) { return 4; }
+
+inline Floats all(float number) { return _mm512_set1_ps(number); }
+inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
+inline Floats load(const bf16* from) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+inline Mask first(int64_t count) {
+  return count >= kLanes ? 0xffff : static_cast<Mask>((1u << count) - 1);
+}
+
+inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
+inline void store(bf16* to, Floats x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
+}
+// The first so many numbers alone.
+inline void store(float* to, Floats x, int64_t count) { _mm512_mask_storeu_ps(to, first(count), x); }
+inline void store(bf16* to, Floats x, int64_t count) {
+  _mm256_mask_storeu_epi16(to, first(count), (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+inline bf16 rounded(float number) {
+  return static_cast<bf16>(
+      _mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(number)), 0));
+}
+
+// a * b + c, and c - a * b, rounded once.
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats subtract_product(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats magnitude(Floats x) { return _mm512_abs_ps(x); }
+inline Floats whole(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
+// x times two to the power of whole numbers from -126 to 0.
+inline Floats times_power(Floats x, Floats power) { return _mm512_scalef_ps(x, power); }
+inline float total(Floats x) { return _mm512_reduce_add_ps(x); }
+inline float highest(Floats x) { return _mm512_reduce_max_ps(x); }
+
+inline Mask less(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+inline Floats chosen(Mask mask, Floats yes, Floats no) { return _mm512_mask_mov_ps(no, mask, yes); }
+inline void put(int32_t* to, Mask mask, int32_t number) {
+  _mm512_mask_storeu_epi32(to, mask, _mm512_set1_epi32(number));
+}
+// Which of the first so many bytes are not zero; no more are read.
+inline Mask nonzero(const uint8_t* from, int64_t count) {
+  const __m128i bytes = _mm_maskz_loadu_epi8(first(count), from);
+  return _mm_test_epi8_mask(bytes, bytes);
+}
+// The numbers that a mask keeps, one beside another: how many. All of `to`'s 16 are written.
+inline int squeeze(float* to, Mask mask, Floats x) {
+  // Compressed in a register: straight to memory takes some CPUs a hundred cycles.
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(mask, x));
+  return __builtin_popcount(mask);
+}
+
+inline Pairs pairs(Words words) { return (Pairs)words; }
+inline Pair pair(const bf16* from) { return (Pair)_mm512_set1_epi32(word(from)); }
+inline Floats multiply_add(Pair a, Pairs b, Floats c) { return _mm512_dpbf16_ps(c, a, b); }
+
+inline Words words(const void* from) { return _mm512_loadu_si512(from); }
+inline Words no_words() { return _mm512_setzero_si512(); }
+
+// Adds one pair of inputs of M rows, times V panels.
+template <int M, int V>
+inline void add_products(const Input* x, int64_t stride, const uint8_t* panels, int64_t panel_size,
+                         Floats (&sums)[M][V]) {
+  Pairs weights[V];
+  for (int v = 0; v < V; v++) weights[v] = pairs(words(panels + v * panel_size));
+  for (int m = 0; m < M; m++) {
+    const Pair both = pair(x + m * stride);
+    for (int v = 0; v < V; v++) sums[m][v] = multiply_add(both, weights[v], sums[m][v]);
+  }
+}
+
+// Rows of 16 words each become columns.
+inline void transpose(Words rows[kLanes]) {
+  __m512i even[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {
+    even[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    even[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < kLanes; i += 4) {
+    rows[i] = _mm512_unpacklo_epi64(even[i], even[i + 2]);
+    rows[i + 1] = _mm512_unpackhi_epi64(even[i], even[i + 2]);
+    rows[i + 2] = _mm512_unpacklo_epi64(even[i + 1], even[i + 3]);
+    rows[i + 3] = _mm512_unpackhi_epi64(even[i + 1], even[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    even[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
+    even[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
+    even[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
+    even[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; i++) {
+    rows[i] = _mm512_shuffle_i32x4(even[i], even[i + 8], 0x88);
+    rows[i + 8] = _mm512_shuffle_i32x4(even[i], even[i + 8], 0xdd);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,128 @@
+// Weights in blocks of fewer bits, for CPUs with AVX512-BF16. Elsewhere unpacking them takes longer than
+// reading 16 bits does.
+//
+// A panel of fewer bits is a row of blocks of 32 inputs. A block of four bits has 16 scales and 16 zeros
+// in float16, one of each for an output, then four times 16 words: for pairs 0 to 7 and 8 to 15, of outputs
+// 0 to 7 and 8 to 15. A word's lane is an output and a half of the pair; its eight nibbles are the codes of
+// eight pairs, the lowest first. A weight is scale * code + zero, rounded to bf16. A block of eight bits has
+// 16 scales, then the signed codes in the order of a panel of bf16; a weight is scale * code, rounded.
+#pragma once
+
+#include "panels.h"
+
+namespace {
+
+constexpr int kBlock = 32;        // inputs that share a scale and a zero
+constexpr int kBlocksAhead = 4;   // blocks that weights are fetched ahead of their use
+
+// One number for each of 16 outputs, twice, as the lanes of outputs 0 to 7 and 8 to 15 want it.
+inline void spread(const uint8_t* halves, __m512 to[2]) {
+  const __m512 all = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+  const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  to[0] = _mm512_permutexvar_ps(twice, all);
+  to[1] = _mm512_permutexvar_ps(_mm512_add_epi32(twice, _mm512_set1_epi32(8)), all);
+}
+
+// A block of four bits, unpacked pair by pair in their order.
+class FourBits {
+ public:
+  static constexpr int kBytes = 4 * kLanes + kBlock * kLanes / 2;
+
+  explicit FourBits(const uint8_t* block) : words_(block + 4 * kLanes) {
+    spread(block, scale_);
+    spread(block + 2 * kLanes, zero_);
+  }
+  __m512bh pair(int k) {
+    __m512 weights[2];
+    for (int half = 0; half < 2; half++) {
+      if (k % 8 == 0) codes_[half] = _mm512_loadu_si512(words_ + (k / 8 * 2 + half) * 64);
+      const __m512i lowest = _mm512_and_si512(codes_[half], _mm512_set1_epi32(15));
+      weights[half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(lowest), scale_[half], zero_[half]);
+      codes_[half] = _mm512_srli_epi32(codes_[half], 4);
+    }
+    return _mm512_cvtne2ps_pbh(weights[1], weights[0]);
+  }
+
+ private:
+  __m512 scale_[2], zero_[2];
+  __m512i codes_[2];
+  const uint8_t* words_;
+};
+
+// The same in eight bits.
+class EightBits {
+ public:
+  static constexpr int kBytes = 2 * kLanes + kBlock * kLanes;
+
+  explicit EightBits(const uint8_t* block) : codes_(block + 2 * kLanes) { spread(block, scale_); }
+  __m512bh pair(int k) {
+    __m512 weights[2];
+    for (int half = 0; half < 2; half++) {
+      const uint8_t* from = codes_ + (2 * k + half) * kLanes;
+      const __m512i codes =
+          _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+      weights[half] = _mm512_mul_ps(_mm512_cvtepi32_ps(codes), scale_[half]);
+    }
+    return _mm512_cvtne2ps_pbh(weights[1], weights[0]);
+  }
+
+ private:
+  __m512 scale_[2];
+  const uint8_t* codes_;
+};
+
+// Weights in blocks of fewer bits, of which each product has the same bits as of the 16 they stand for.
+template <class Block>
+struct Blocks {
+  static constexpr int kMostRows = 8;
+  static constexpr int most_panels(int rows) { return rows <= 6 ? 2 : 1; }
+  static int64_t panels_at_once(int64_t rows) { return rows <= 6 ? 2 : 1; }
+  static int64_t panel_bytes(int64_t inputs) { return inputs / kBlock * Block::kBytes; }
+
+  template <int M, int V>
+  static void tile(const Input* x, int64_t stride, const uint8_t* panels, int64_t panel_size,
+                   const uint8_t* next, int64_t inputs, Tile& out) {
+    const int64_t blocks = inputs / kBlock;
+    __m512 sums[M][V];
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < V; v++) sums[m][v] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++) {
+      const uint8_t* later = b + kBlocksAhead < blocks
+                                 ? panels + (b + kBlocksAhead) * Block::kBytes
+                                 : next + (b + kBlocksAhead - blocks) * Block::kBytes;
+      for (int v = 0; v < V; v++)
+        for (int line = 0; line < Block::kBytes; line += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(later + v * panel_size + line), _MM_HINT_T0);
+      add<M, V>(x + b * kBlock, stride, panels + b * Block::kBytes, panel_size, sums);
+    }
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < V; v++) out.sums[m][v] = sums[m][v];
+  }
+
+  // A panel in 16 bits.
+  static void unpack(const uint8_t* panel, int64_t inputs, uint8_t* to) {
+    for (int64_t b = 0; b < inputs / kBlock; b++) {
+      Block block(panel + b * Block::kBytes);
+      for (int k = 0; k < kBlock / 2; k++)
+        _mm512_storeu_si512(to + (b * kBlock + 2 * k) * kLanes * sizeof(bf16), (__m512i)block.pair(k));
+    }
+  }
+
+ private:
+  template <int M, int V>
+  static void add(const Input* x, int64_t stride, const uint8_t* first, int64_t panel_size,
+                  __m512 (&sums)[M][V]) {
+    Block low(first), high(first + (V - 1) * panel_size);
+#pragma GCC unroll 16
+    for (int k = 0; k < kBlock / 2; k++) {
+      __m512bh weights[2] = {low.pair(k)};
+      if (V == 2) weights[1] = high.pair(k);
+      for (int m = 0; m < M; m++) {
+        const Pair both = pair(x + m * stride + 2 * k);
+        for (int v = 0; v < V; v++) sums[m][v] = multiply_add(both, weights[v], sums[m][v]);
+      }
+    }
+  }
+};
+
+}  // namespace

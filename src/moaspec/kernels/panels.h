@@ -1,0 +1,45 @@
+// Weights in panels of 16 outputs, each laid out as (I / 2, 16, 2), and rows times a few of them.
+#pragma once
+
+#include <cstdint>
+
+#include "registers.h"
+
+namespace {
+
+constexpr int kTileRows = 8;  // rows of a tile, at most
+constexpr int kAhead = 32;    // pairs that weights are fetched ahead of their use
+constexpr int kUnpackedRows = 16;  // rows above which panels that need it are unpacked first
+
+// Sums of 16 outputs each. Written by one of few functions, whatever is done with them.
+struct Tile {
+  Floats sums[kTileRows][4];
+};
+
+// Weights as they are, 16 bits each.
+struct Sixteen {
+  static constexpr int kMostRows = kRowsOfTile;
+  static constexpr int most_panels(int rows) { return panels_of_tile(rows); }
+  static int64_t panels_at_once(int64_t rows) { return most_panels(static_cast<int>(rows)); }
+  static int64_t panel_bytes(int64_t inputs) { return inputs * kLanes * sizeof(bf16); }
+
+  // M rows times V panels.
+  template <int M, int V>
+  static void tile(const Input* x, int64_t stride, const uint8_t* panels, int64_t panel_size,
+                   const uint8_t* next, int64_t inputs, Tile& out) {
+    constexpr int64_t kPair = 2 * kLanes * sizeof(bf16);
+    const int64_t count = inputs / 2;
+    Floats sums[M][V];
+    unrolled<M>([&](auto m) { unrolled<V>([&](auto v) { sums[m][v] = all(0.0f); }); });
+    for (int64_t k = 0; k < count; k++) {
+      const uint8_t* later = k + kAhead < count ? panels + (k + kAhead) * kPair
+                                                : next + (k + kAhead - count) * kPair;
+      for (int v = 0; v < V; v++)
+        _mm_prefetch(reinterpret_cast<const char*>(later + v * panel_size), _MM_HINT_T0);
+      add_products<M, V>(x + 2 * k, stride, panels + k * kPair, panel_size, sums);
+    }
+    unrolled<M>([&](auto m) { unrolled<V>([&](auto v) { out.sums[m][v] = sums[m][v]; }); });
+  }
+};
+
+}  // namespace

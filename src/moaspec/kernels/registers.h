@@ -1,0 +1,69 @@
+// Sixteen float32 numbers at a time: one register of a CPU with AVX512-BF16, two of one with AVX2.
+//
+// What the kernels need of a CPU is here, under the same names for both. A pair is two neighbouring
+// bf16 numbers, the first in the lower half of a word.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+namespace {
+
+using bf16 = uint16_t;
+
+constexpr int kLanes = 16;  // numbers of `Floats`; outputs of a panel
+
+// Calls with the constants 0, 1, ... N - 1: arrays that they index stay in registers.
+template <int N, class Visit>
+[[gnu::always_inline]] inline void unrolled(const Visit& visit) {
+  if constexpr (N > 0) {
+    unrolled<N - 1>(visit);
+    visit(std::integral_constant<int, N - 1>{});
+  }
+}
+
+inline float widened(bf16 half) {
+  union { uint32_t bits; float number; } cast = {static_cast<uint32_t>(half) << 16};
+  return cast.number;
+}
+
+inline uint32_t word(const bf16* from) {
+  uint32_t both;
+  __builtin_memcpy(&both, from, sizeof(both));
+  return both;
+}
+
+}  // namespace
+
+#ifdef __AVX512BF16__
+#include "avx512.h"
+#else
+#include "avx2.h"
+#endif
+
+namespace {
+
+// e to the power of numbers that are at most 0, to float32's precision.
+inline Floats exponential(Floats x) {
+  x = larger(x, all(-87.0f));
+  const Floats n = whole(x * all(1.44269504f));
+  Floats r = subtract_product(n, all(0.693359375f), x);
+  r = subtract_product(n, all(-2.12194440e-4f), r);
+  // Taylor's series: |r| is at most ln(2) / 2, so the first term left out is below 1e-8.
+  Floats sum = all(1.0f / 5040);
+  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    sum = multiply_add(sum, r, all(term));
+  return times_power(sum, n);
+}
+
+// x * sigmoid(x), by the exponential of what is at most zero.
+inline Floats silu(Floats x) {
+  const Floats one = all(1.0f);
+  const Floats small = exponential(all(0.0f) - magnitude(x));
+  return x * (chosen(less(x, all(0.0f)), small, one) / (one + small));
+}
+
+}  // namespace
