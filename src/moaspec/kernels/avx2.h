@@ -14,7 +14,7 @@ struct Pairs { __m256 first[2], second[2]; };
 struct Pair { __m256 first, second; };
 using Input = float;  // what is multiplied with weights: bf16 numbers, widened once for all of them
 
-constexpr int kRowsOfTile = 5;  // 5 * 2 sums, 4 of weights and a row's number fit 16 registers
+constexpr int kRowsOfTile = 5;  // 5 * 2 sums, 2 of weights and what loads them fit 16 registers
 constexpr int panels_of_tile(int rows) { return rows == 1 ? 2 : 1; }
 
 inline Floats operator+(Floats a, Floats b) {
@@ -197,7 +197,6 @@ template <int M, int V>
 [[gnu::always_inline]] inline void add_products(const Input* x, int64_t stride, const uint8_t* panels,
                                                 int64_t panel_size, Floats (&sums)[M][V]) {
   unrolled<V>([&](auto v) {
-    const Pairs weights = pairs(words(panels + v * panel_size));
     const auto add = [&](const Input* from, const __m256 (&half)[2]) {
       unrolled<M>([&](auto m) {
         const __m256 number = _mm256_broadcast_ss(from + m * stride);
@@ -206,8 +205,12 @@ template <int M, int V>
         sum.part[1] = _mm256_fmadd_ps(number, half[1], sum.part[1]);
       });
     };
-    add(x, weights.first);
-    add(x + 1, weights.second);
+    const uint8_t *panel = panels + v * panel_size, *again = panel;
+    // Both numbers of all pairs at once are more than there are registers. The compiler would still
+    // compute them at once if it knew that it reads the same pairs twice.
+    asm("" : "+r"(again));
+    add(x, pairs(words(panel)).first);
+    add(x + 1, pairs(words(again)).second);
   });
 }
 

@@ -12,6 +12,7 @@
 
 namespace {
 
+constexpr int kUnpackedRows = 16; // rows above which blocks are unpacked first
 constexpr int kBlock = 32;        // inputs that share a scale and a zero
 constexpr int kBlocksAhead = 4;   // blocks that weights are fetched ahead of their use
 
@@ -100,11 +101,11 @@ struct Blocks {
   }
 
   // A panel in 16 bits.
-  static void unpack(const uint8_t* panel, int64_t inputs, uint8_t* to) {
+  static void unpack(const uint8_t* panel, int64_t inputs, bf16* to) {
     for (int64_t b = 0; b < inputs / kBlock; b++) {
       Block block(panel + b * Block::kBytes);
       for (int k = 0; k < kBlock / 2; k++)
-        _mm512_storeu_si512(to + (b * kBlock + 2 * k) * kLanes * sizeof(bf16), (__m512i)block.pair(k));
+        _mm512_storeu_si512(to + (b * kBlock + 2 * k) * kLanes, (__m512i)block.pair(k));
     }
   }
 

@@ -9,7 +9,6 @@ namespace {
 
 constexpr int kTileRows = 8;  // rows of a tile, at most
 constexpr int kAhead = 32;    // pairs that weights are fetched ahead of their use
-constexpr int kUnpackedRows = 16;  // rows above which panels that need it are unpacked first
 
 // Sums of 16 outputs each. Written by one of few functions, whatever is done with them.
 struct Tile {

@@ -15,8 +15,6 @@
 #include "panels.h"
 #ifdef __AVX512BF16__
 #include "blocks.h"
-#else
-#include "single.h"
 #endif
 
 namespace {
@@ -139,23 +137,28 @@ void multiply_as(const Matrix& matrix, const Input* x, int64_t rows, int64_t str
       });
 }
 
-// For many rows, panels are unpacked first, once for all of them.
-template <class Packed, class Unpacked, class Give>
-void multiply_unpacked(const Matrix& matrix, const Input* x, int64_t rows, int64_t stride,
-                       const Give& give) {
-  if (rows <= kUnpackedRows) return multiply_as<Packed>(matrix, x, rows, stride, give);
-  const int64_t inputs = matrix.inputs, bytes = Packed::panel_bytes(inputs);
-  const int64_t unpacked = Unpacked::panel_bytes(inputs), at_once = Unpacked::panels_at_once(rows);
+#ifdef __AVX512BF16__
+
+// For many rows, panels of blocks are unpacked first, once for all of them.
+template <class Block, class Give>
+void multiply_blocks(const Matrix& matrix, const Input* x, int64_t rows, int64_t stride,
+                     const Give& give) {
+  if (rows <= kUnpackedRows) return multiply_as<Blocks<Block>>(matrix, x, rows, stride, give);
+  const int64_t inputs = matrix.inputs, bytes = Blocks<Block>::panel_bytes(inputs);
+  const int64_t unpacked = Sixteen::panel_bytes(inputs), at_once = Sixteen::panels_at_once(rows);
   own_scratch.resize(std::max<size_t>(own_scratch.size(), at_once * unpacked / sizeof(float)));
   uint8_t* const room = reinterpret_cast<uint8_t*>(own_scratch.data());
-  share_panels<Packed>(
+  share_panels<Blocks<Block>>(
       matrix, at_once, [&](int64_t panel, int count, const uint8_t* panels, const uint8_t*) {
         for (int v = 0; v < count; v++)
-          Packed::unpack(panels + v * bytes, inputs, room + v * unpacked);
-        multiply_panels<Unpacked>(x, rows, stride, room, count, room, inputs,
-                                  [&](int64_t row, int v, Floats sums) { give(row, panel + v, sums); });
+          Blocks<Block>::unpack(panels + v * bytes, inputs,
+                                reinterpret_cast<bf16*>(room + v * unpacked));
+        multiply_panels<Sixteen>(x, rows, stride, room, count, room, inputs,
+                                 [&](int64_t row, int v, Floats sums) { give(row, panel + v, sums); });
       });
 }
+
+#endif
 
 // This thread's share of x times the transposed weight: `give(row, first output, sums)`.
 template <class Give>
@@ -166,17 +169,15 @@ void multiply(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride,
     give(row, output, sums);
   };
 #ifdef __AVX512BF16__
-  if (matrix.bits == 4)
-    return multiply_unpacked<Blocks<FourBits>, Sixteen>(matrix, x, rows, stride, take);
-  if (matrix.bits == 8)
-    return multiply_unpacked<Blocks<EightBits>, Sixteen>(matrix, x, rows, stride, take);
+  if (matrix.bits == 4) return multiply_blocks<FourBits>(matrix, x, rows, stride, take);
+  if (matrix.bits == 8) return multiply_blocks<EightBits>(matrix, x, rows, stride, take);
   multiply_as<Sixteen>(matrix, x, rows, stride, take);
 #else
   const int64_t inputs = matrix.inputs;
   own_inputs.resize(std::max<size_t>(own_inputs.size(), rows * inputs));
   for (int64_t row = 0; row < rows; row++)
     widen(x + row * stride, inputs, own_inputs.data() + row * inputs);
-  multiply_unpacked<Widened, Single>(matrix, own_inputs.data(), rows, inputs, take);
+  multiply_as<Sixteen>(matrix, own_inputs.data(), rows, inputs, take);
 #endif
 }
 
