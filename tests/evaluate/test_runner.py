@@ -110,8 +110,8 @@ class WrongMethod(Method):
 
     cut: bool = False
 
-    def run_many(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Run]:
-        return [self._spoilt(run) for run in super().run_many(prompts, max_new_tokens)]
+    def run_many(self, *args: Any, **options: Any) -> list[Run]:
+        return [self._spoilt(run) for run in super().run_many(*args, **options)]
 
     def _spoilt(self, run: Run) -> Run:
         *tokens, last = run.token_ids
@@ -148,6 +148,34 @@ def test_no_speedup_over_a_lossy_baseline() -> None:
     assert [part["median_speedup"] for part in suites] == [None] * len(suites)
     ties = [found for found in right.equality if found.kind == "near_tie"]
     assert all((found.gap or 0) <= (found.limit or 0) for found in ties)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sampled_texts_are_the_targets_own(batch: int) -> None:
+    """All methods write the text of the seed; a wrong token of it is noticed."""
+    settings = Settings(max_new_tokens=LIMIT, temperature=0.9, seed=3, batch=batch)
+    ways = methods("plain", "moa@chain:3", "moa@tree:3x2x6", "replay:0.8@chain:4")
+    report = measure(ways, PROMPTS, encode, settings)
+    texts = {
+        tuple(tuple(result.token_ids) for result in outcome.results) for outcome in report.outcomes
+    }
+    greedy = measure(methods("plain"), PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    assert len(texts) == 1
+    assert [list(one) for one in next(iter(texts))] != [
+        result.token_ids for result in greedy.outcomes[0].results
+    ]
+    assert report.lossless
+    assert report.as_json()["choice"] == "temperature 0.9, seed 3"
+    wrong = WrongMethod("wrong", tiny.target(), shape=Chain(2))
+    report = measure([*methods("plain"), wrong], PROMPTS, encode, settings)
+    assert [outcome.lossless for outcome in report.outcomes] == [True, False]
+
+
+def test_transformers_draw_noise_of_their_own() -> None:
+    with pytest.raises(InputError, match="hf samples with noise of its own"):
+        measure(methods("plain", "hf"), PROMPTS, encode, Settings(temperature=0.5))
+    with pytest.raises(InputError, match="temperature"):
+        Settings(temperature=-1.0)
 
 
 def test_no_room_for_a_prompt() -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,10 +55,12 @@ def decodings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of methods in the order in which they decode more than a warm-up."""
     right, names = Method.run_many, []
 
-    def counted(self: Method, prompts: list[list[int]], max_new_tokens: int) -> list[Run]:
+    def counted(
+        self: Method, prompts: list[list[int]], max_new_tokens: int, *rest: Any
+    ) -> list[Run]:
         if max_new_tokens == SETTINGS.max_new_tokens:
             names.extend([self.name] * len(prompts))
-        return right(self, prompts, max_new_tokens)
+        return right(self, prompts, max_new_tokens, *rest)
 
     monkeypatch.setattr(Method, "run_many", counted)
     return names

@@ -61,6 +61,10 @@ def evaluate(
     batch: Annotated[
         int, typer.Option(help="Prompts decoded together; above 1, speed is throughput.")
     ] = 1,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the best tokens; above, methods sample one text.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the noise above temperature 0.")] = 0,
     system: Annotated[
         str, typer.Option(help="System prompt: default (the template's own), none, or a text.")
     ] = "default",
@@ -103,7 +107,13 @@ def evaluate(
         return
     timed, untimed = _names(methods), _names(tau_only)
     _check_options(context.params, timed)
-    settings = Settings(max_new_tokens=max_new_tokens, repeats=repeats, batch=batch)
+    settings = Settings(
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        batch=batch,
+        temperature=temperature,
+        seed=seed,
+    )
     prompts = [] if cost else read_prompts(suite, limit=limit, max_turns=turns)
     if out is not None:
         prepare(out)
@@ -158,6 +168,8 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
         check_cut(options["cut"], options["max_new_tokens"])
     if apart and (options["repeats"], options["batch"], options["tau_only"]) != (1, 1, ""):
         raise InputError("--repeats, --batch and --tau-only do not go with --cost and --cut.")
+    if apart and options["temperature"]:
+        raise InputError("--temperature does not go with --cost and --cut, which are greedy.")
     if not timed:
         raise InputError("--methods must name at least one method that is timed.")
 

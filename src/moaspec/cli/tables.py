@@ -25,7 +25,7 @@ def show(report: Report) -> None:
     facts = report.as_json()
     how = f"{report.batch} prompts at once" if report.batch > 1 else "one prompt at a time"
     title = (
-        f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads, greedy, "
+        f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads, {report.choice}, "
         f"{len(report.outcomes[0].samples)} prompts, {how}"
     )
     table = Table(title=title)

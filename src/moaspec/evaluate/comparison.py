@@ -153,7 +153,10 @@ def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison
 
 
 def _settings(report: dict[str, Any]) -> dict[str, Any]:
-    return {key: report["settings"].get(key) for key in SAME_SETTINGS}
+    settings = report["settings"]
+    # Earlier versions knew no other temperature.
+    temperature = {"temperature": settings.get("temperature", 0.0)}
+    return {key: settings.get(key) for key in SAME_SETTINGS} | temperature
 
 
 def _change(name: str, before: dict[str, Any], after: dict[str, Any], *, timed: bool) -> Change:

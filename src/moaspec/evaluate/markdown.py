@@ -13,6 +13,7 @@ from moaspec.evaluate.comparison import read_report
 from moaspec.evaluate.equality import EARLIER_RULE
 from moaspec.evaluate.html import beside
 from moaspec.evaluate.plots import draw_plots
+from moaspec.evaluate.report import GREEDILY
 from moaspec.evaluate.store import write_whole
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
@@ -68,9 +69,10 @@ def _summary(facts: Facts) -> str:
     machine = facts["machine"]
     setting = (
         f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads of "
-        f"{machine['gpu'] or machine['processor']}, greedy, {prompts} prompts, all methods in turn "
-        f"in one process. {facts.get('rule', EARLIER_RULE)} A speed-up is only given where all "
-        "texts are the target's."
+        f"{machine['gpu'] or machine['processor']}, {facts.get('choice', GREEDILY)}, "
+        f"{prompts} prompts, all methods in turn in one process. "
+        f"{facts.get('rule', EARLIER_RULE)} A speed-up is only given where all texts are the "
+        "target's."
     )
     if facts["skipped"]:
         setting += f" {len(facts['skipped'])} turns are left out: they do not fit."

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from moaspec.decode import (
+    GREEDY,
     Drafter,
     GenerationResult,
     Replay,
+    SamplingParams,
     Timing,
     Tree,
     generate,
@@ -51,7 +53,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Method:
-    """A way of decoding greedily with this package.
+    """A way of decoding with this package.
 
     Attributes:
         name: as the user wrote it.
@@ -75,6 +77,11 @@ class Method:
         return True
 
     @property
+    def samples(self) -> bool:
+        """Whether it can sample a text that is known beforehand, by its seed."""
+        return True
+
+    @property
     def fixed_shape(self) -> Tree:
         """The shape; for "auto" the one that it has where nothing was measured."""
         return parse_shape(self.shape) if isinstance(self.shape, str) else self.shape
@@ -92,14 +99,21 @@ class Method:
         measured = "" if shaping.costs is None else f"~{_short(repr(shaping.costs).encode())}"
         return self.name + _digest(self.drafter) + measured
 
-    def run(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Run:
+    def run(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams = GREEDY
+    ) -> Run:
         """Decode one prompt, measured."""
-        return self.run_many([prompt_ids], max_new_tokens)[0]
+        return self.run_many([prompt_ids], max_new_tokens, sampling)[0]
 
-    def run_many(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Run]:
-        """Decode prompts together, measured."""
+    def run_many(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: SamplingParams = GREEDY,
+    ) -> list[Run]:
+        """Decode prompts together, measured; of `sampling` temperature and seed are taken."""
         with Meter(self.target.device) as meter:
-            results = self.decode(prompts, max_new_tokens)
+            results = self.decode(prompts, max_new_tokens, sampling)
         share = 1 / len(prompts)
         return [
             Run(
@@ -113,7 +127,10 @@ class Method:
         ]
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: SamplingParams = GREEDY,
     ) -> list[GenerationResult]:
         """What is measured."""
         return generate(
@@ -124,6 +141,8 @@ class Method:
             tree=self.shape,
             free_branches=self.free_branches,
             num_target_layers=self.num_target_layers,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
         )
 
 
@@ -151,15 +170,20 @@ class ReplayMethod(Method):
 
     agreement: float = 1.0
 
-    def run_many(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Run]:
+    def run_many(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: SamplingParams = GREEDY,
+    ) -> list[Run]:
         """Decode plainly, not measured, then with drafts out of that text, measured."""
-        plain = Method("plain", self.target).decode(prompts, max_new_tokens)
+        plain = Method("plain", self.target).decode(prompts, max_new_tokens, sampling)
         texts = [[*ids, *one.token_ids] for ids, one in zip(prompts, plain, strict=True)]
         drafter = Replay(texts, agreement=self.agreement)
         drafted = Method(
             self.name, self.target, drafter, self.shape, free_branches=self.free_branches
         )
-        return drafted.run_many(prompts, max_new_tokens)
+        return drafted.run_many(prompts, max_new_tokens, sampling)
 
 
 @dataclass(frozen=True)
@@ -176,9 +200,17 @@ class TransformersMethod(Method):
     def batches(self) -> bool:
         return False
 
+    @property
+    def samples(self) -> bool:
+        return False
+
     def decode(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: SamplingParams = GREEDY,
     ) -> list[GenerationResult]:
+        assert not sampling.samples, "transformers draws noise of its own"
         return [self._generate(prompt, max_new_tokens) for prompt in prompts]
 
     def _generate(self, prompt_ids: Sequence[int], max_new_tokens: int) -> GenerationResult:

@@ -18,6 +18,8 @@ from moaspec.evaluate.equality import RULE, Equality
 from moaspec.evaluate.methods import Method, Run
 from moaspec.evaluate.store import Item, Sample
 
+GREEDILY = "greedy"
+"""How tokens are chosen where nothing else is said, as in reports of earlier versions."""
 PACKAGES = ("moaspec", "torch", "transformers", "tokenizers", "numpy")
 
 
@@ -98,12 +100,14 @@ class Report:
         baseline: name of the method over whose speed speed-ups are.
         batch: prompts decoded together by timed methods.
         skipped: turns that do not fit into the target's context.
+        choice: how tokens were chosen, in words.
     """
 
     outcomes: list[Outcome]
     baseline: str
     batch: int = 1
     skipped: list[Item] = field(default_factory=list)
+    choice: str = GREEDILY
 
     @property
     def lossless(self) -> bool:
@@ -142,6 +146,7 @@ class Report:
             "rule": RULE,
             "baseline": self.baseline,
             "batch": self.batch,
+            "choice": self.choice,
             "speed_is": "throughput" if self.batch > 1 else "one prompt at a time",
             "skipped": [item.key[:3] for item in self.skipped],
             "methods": {one.method.name: self._method_json(one) for one in self.outcomes},

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from moaspec.decode import SamplingParams
 from moaspec.errors import InputError
 from moaspec.evaluate.equality import Audited, Equality, audit, compare
 from moaspec.evaluate.methods import Method, Run
 from moaspec.evaluate.prompts import Prompt
-from moaspec.evaluate.report import Outcome, Report
+from moaspec.evaluate.report import GREEDILY, Outcome, Report
 from moaspec.evaluate.store import Item, Sample, Store
 from moaspec.target import Target
 
@@ -34,20 +35,37 @@ class Settings:
         max_new_tokens: of each decoding.
         repeats: decodings of each prompt by each method.
         batch: prompts that a method decodes together; above 1, speed is throughput.
+        temperature: of the target's choices; 0 takes the best tokens.
+        seed: of the noise above that, so that all methods have the same text to write.
 
     Raises:
-        InputError: a number below 1.
+        InputError: a number out of range.
     """
 
     max_new_tokens: int = 128
     repeats: int = 1
     batch: int = 1
+    temperature: float = 0.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
+        _ = self.sampling  # refuses what it cannot be
         for name in ("max_new_tokens", "repeats", "batch"):
             value = getattr(self, name)
             if value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}.")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are chosen."""
+        return SamplingParams(temperature=self.temperature, seed=self.seed)
+
+    @property
+    def choice(self) -> str:
+        """The same, in words."""
+        return (
+            f"temperature {self.temperature:g}, seed {self.seed}" if self.temperature else GREEDILY
+        )
 
 
 @dataclass
@@ -139,8 +157,8 @@ class _Session:
     def _decode(self, method: Method, items: Sequence[Item]) -> list[Run]:
         prompts, limit = [item.prompt_ids for item in items], self.settings.max_new_tokens
         if len(prompts) == 1:
-            return [method.run(prompts[0], limit)]
-        return method.run_many(prompts, limit)
+            return [method.run(prompts[0], limit, self.settings.sampling)]
+        return method.run_many(prompts, limit, self.settings.sampling)
 
     def _keep(
         self, method: Method, items: Sequence[Item], repeats: Sequence[Sequence[Run]], batch: int
@@ -156,8 +174,13 @@ class _Session:
         """Most methods give the same text, which needs one trusted pass only."""
         known, key = self.audited.setdefault(item.key, {}), tuple(token_ids)
         if key not in known:
-            limit = self.settings.max_new_tokens
-            known[key] = audit(self.trusted, item.prompt_ids, token_ids, max_new_tokens=limit)
+            known[key] = audit(
+                self.trusted,
+                item.prompt_ids,
+                token_ids,
+                self.settings.sampling,
+                max_new_tokens=self.settings.max_new_tokens,
+            )
         return known[key]
 
     def _collect(self, methods: Sequence[Method], items: Sequence[Item], batch: int) -> None:
@@ -198,8 +221,8 @@ def measure(
         advance: called after each method on each turn, for a progress display.
 
     Raises:
-        InputError: a method that cannot decode as many prompts together as asked, or no prompt
-            that fits into the target's context.
+        InputError: a method that cannot decode as many prompts together as asked, or that samples
+            with noise of its own, or no prompt that fits into the target's context.
     """
     _check(methods, tau_only, settings)
     outcomes = {one.name: Outcome(one) for one in methods}
@@ -220,7 +243,7 @@ def measure(
         )
     begun = encode(prompts[0].turns[:1], ())[: min(session.room, WARM_UP_PROMPT)]
     for method in methods:
-        method.run(begun, WARM_UP_TOKENS)
+        method.run(begun, WARM_UP_TOKENS, settings.sampling)
     for group in _chunks(prompts, settings.batch):
         session.ask([_Talk(prompt) for prompt in group], encode)
     if not session.items:
@@ -231,7 +254,11 @@ def measure(
     for chunk in _chunks(session.items, TAU_BATCH):
         session.untimed(chunk)
     return Report(
-        list(session.outcomes.values()), session.base.name, settings.batch, session.skipped
+        list(session.outcomes.values()),
+        session.base.name,
+        settings.batch,
+        session.skipped,
+        settings.choice,
     )
 
 
@@ -242,6 +269,12 @@ def _check(methods: Sequence[Method], tau_only: Sequence[Method], settings: Sett
         raise InputError(
             f"{alone[0]} decodes one prompt at a time; leave it out where several are decoded "
             "together (--batch, --tau-only)."
+        )
+    unknown = [method.name for method in (*methods, *tau_only) if not method.samples]
+    if settings.temperature and unknown:
+        raise InputError(
+            f"{unknown[0]} samples with noise of its own, so nobody knows which text is right; "
+            "leave it out, or measure at temperature 0."
         )
     twice = {method.name for method in methods} & {method.name for method in tau_only}
     if twice:
