@@ -178,6 +178,12 @@ def test_transformers_draw_noise_of_their_own() -> None:
         Settings(temperature=-1.0)
 
 
+def test_greedy_results_are_not_told_apart_by_seeds() -> None:
+    assert Settings(seed=5).as_facts() == Settings().as_facts()
+    sampled = Settings(temperature=0.5, seed=5).as_facts()
+    assert (sampled["temperature"], sampled["seed"]) == (0.5, 5)
+
+
 def test_no_room_for_a_prompt() -> None:
     most = tiny.target().max_positions
     with pytest.raises(InputError, match="leave no room for a prompt"):

@@ -160,9 +160,22 @@ def test_they_can_be_switched_off(
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_what_kernels_are_compiled_for(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
-    assert build._instructions() == ("avx512" if has_bf16 else "avx2")
+    assert build._wanted() == (["avx512", "avx2"] if has_bf16 else ["avx2"])
     monkeypatch.setenv(build.SWITCH, "avx2")
-    assert build._instructions() == "avx2"
+    assert build._wanted() == ["avx2"]
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_a_compiler_that_knows_no_avx512(
+    counting: Path, afresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    working = os.environ["CXX"]
+    refuse = 'case "$*" in *-mavx512*) exit 1;; esac'
+    monkeypatch.setenv("CXX", script(afresh / "older", refuse, f'exec {working} "$@"'))
+    assert why_not() is None
+    assert counting.read_text().splitlines() == ["compiled"]
 
 
 @pytest.mark.usefixtures("afresh")
@@ -170,7 +183,7 @@ def test_other_cpus_do_without_and_nobody_is_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
-    assert why_not() == "they are for Linux on CPUs with AVX2 or AVX512-BF16"
+    assert why_not() == "they are for Linux on CPUs with AVX2"
     assert warnings(caplog) == []
 
 

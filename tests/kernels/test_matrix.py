@@ -102,7 +102,7 @@ def test_a_row_has_the_same_bits_in_every_call(
 
 
 def unrounded(matrix: Matrix) -> tuple[Tensor, Tensor]:
-    """What four bits stand for, by the description of panels in `products.h`; and their scales."""
+    """What four bits stand for, by the description of panels in `blocks.h`; and their scales."""
     panels_PNX = matrix._panels
     assert panels_PNX.shape[2] == 320
     scale_PNO, zero_PNO = (

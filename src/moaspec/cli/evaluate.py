@@ -27,6 +27,7 @@ from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
 from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
 from moaspec.evaluate.store import prepare, write_whole
+from moaspec.evaluate.table import with_own_noise
 from moaspec.target import Target
 from moaspec.target.forms import fastest_dtype
 
@@ -106,7 +107,7 @@ def evaluate(
     if context.invoked_subcommand is not None:
         return
     timed, untimed = _names(methods), _names(tau_only)
-    _check_options(context.params, timed)
+    _check_options(context.params, timed, untimed)
     settings = Settings(
         max_new_tokens=max_new_tokens,
         repeats=repeats,
@@ -122,7 +123,7 @@ def evaluate(
     sources = Sources(model, drafter, read_checkpoints(checkpoint or []), dtype, device)
     asked = {"suite": suite, "limit": limit, "turns": turns}
     around = {**asdict(sources), "system": system, **surroundings()}
-    facts = {**asdict(settings), **around, "rule": RULE}
+    facts = {**settings.as_facts(), **around, "rule": RULE}
     apart = cost or cut is not None
     store = None if apart else Store(out, facts)  # refuses other settings before anything is loaded
     with console.status(f"Loading {model}"):
@@ -153,8 +154,8 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
-    """Refuse what is out of range or would be ignored."""
+def _check_options(options: dict[str, Any], timed: Sequence[str], untimed: Sequence[str]) -> None:
+    """Refuse what is out of range or would be ignored, before anything is loaded or written."""
     for name in ("limit", "turns"):
         value = options[name]
         if value is not None and value < 1:
@@ -170,6 +171,12 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
         raise InputError("--repeats, --batch and --tau-only do not go with --cost and --cut.")
     if apart and options["temperature"]:
         raise InputError("--temperature does not go with --cost and --cut, which are greedy.")
+    unknown = with_own_noise([*timed, *untimed])
+    if options["temperature"] and unknown:
+        raise InputError(
+            f"{unknown[0]} samples with noise of its own, so nobody knows which text is right: "
+            f"name other --methods, or measure at --temperature 0."
+        )
     if not timed:
         raise InputError("--methods must name at least one method that is timed.")
 
@@ -296,11 +303,11 @@ def demo(
 
     Example: moaspec demo
     """
-    dtype = dtype or str(fastest_dtype()).removeprefix("torch.")
     settings = Settings(max_new_tokens=max_new_tokens)
     console.set_threads(threads)
     console.quiet_libraries()
     with console.status(f"Loading {MODEL} (the first time its weights are unpacked, 30 s)"):
+        dtype = dtype or str(fastest_dtype()).removeprefix("torch.")
         sources = Sources(MODEL, dtype=dtype)
         methods = load_methods(_names(DEFAULT_METHODS), sources)
         trusted = load_trusted(methods, sources)

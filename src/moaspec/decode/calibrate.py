@@ -27,6 +27,7 @@ from moaspec.decode.cost import CostTable
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.tree import Chain, Tree
 from moaspec.errors import InputError
+from moaspec.kernels import instructions
 from moaspec.model import MoADrafter
 from moaspec.places import cache_dir
 from moaspec.target import Target
@@ -111,7 +112,7 @@ def fingerprint(
         "inner": int(target.config.intermediate_size),
         "dtype": str(target.dtype),
         "packed": target.packed,
-        "kernels": target.fused is not None,
+        "kernels": instructions() if target.packed else None,
     }
     if drafter is not None:
         sizes = asdict(drafter.config)

@@ -24,7 +24,7 @@ FEWEST = 10
 """Conversations below which no interval is given: a bootstrap over fewer is too narrow."""
 
 SAME = ("target", "dtype", "device", "threads", "machine", "batch")
-SAME_SETTINGS = ("max_new_tokens", "system")
+SAME_SETTINGS = ("max_new_tokens", "system", "temperature", "seed")
 """What must be equal for seconds to be comparable."""
 
 REPORT_KEYS = {*SAME, "baseline", "settings", "versions", "python", "skipped"}
@@ -153,10 +153,7 @@ def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison
 
 
 def _settings(report: dict[str, Any]) -> dict[str, Any]:
-    settings = report["settings"]
-    # Earlier versions knew no other temperature.
-    temperature = {"temperature": settings.get("temperature", 0.0)}
-    return {key: settings.get(key) for key in SAME_SETTINGS} | temperature
+    return {key: report["settings"].get(key) for key in SAME_SETTINGS}
 
 
 def _change(name: str, before: dict[str, Any], after: dict[str, Any], *, timed: bool) -> Change:

@@ -259,7 +259,7 @@ def _zeros(target: Target, tokens: int) -> torch.Tensor:
 
 def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
     weights = _num_weights(target)
-    num_bytes = weights * _computed_in(target).itemsize
+    num_bytes = weights * target.dtype.itemsize
     bytes_per_s, flops_per_s = _reading_speed(target.device), _arithmetic_speed(target)
     one = passes[0].seconds
     return MemoryBound(
@@ -282,7 +282,7 @@ def _num_weights(target: Target) -> int:
 
 
 def _computed_in(target: Target) -> torch.dtype:
-    """A CPU without bf16 instructions reads and multiplies float32 instead."""
+    """A CPU without bf16 instructions multiplies float32 instead."""
     return compute_dtype(target.dtype) if target.device.type == "cpu" else target.dtype
 
 

@@ -41,8 +41,9 @@ best tokens. So many standard deviations of that explain a gap. (Of 11,730 such 
 in bf16 one in 12,000 was beyond five, none beyond six.)"""
 
 RULE = (
-    "Every token is held against one pass of the target in float32: it must be the best there, or "
-    "as near to it as the target's own rounding explains, measured on the same text. Texts that "
+    "Every token is held against one pass of the target in float32: it must be the best there "
+    "(where it is sampled: the best with its noise), or as near to it as the target's own rounding "
+    "explains, measured on the same text. Texts that "
     "part from the baseline's at such a tie are the target's own too, as two plain decodings are "
     "whose passes have different widths."
 )

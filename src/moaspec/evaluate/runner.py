@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 from moaspec.decode import SamplingParams
 from moaspec.errors import InputError
@@ -22,6 +22,8 @@ TAU_BATCH = 8
 """Prompts decoded together by methods that are not timed."""
 
 PLAIN = "plain"
+SAMPLED = ("temperature", "seed")
+"""Settings that greedy results are not told apart by."""
 T = TypeVar("T")
 Encode = Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]
 """(a user's turns so far, token ids of the answers to all but the last) -> prompt ids."""
@@ -59,6 +61,11 @@ class Settings:
     def sampling(self) -> SamplingParams:
         """How tokens are chosen."""
         return SamplingParams(temperature=self.temperature, seed=self.seed)
+
+    def as_facts(self) -> dict[str, Any]:
+        """As JSON; without what has no meaning for greedy choices."""
+        facts = asdict(self)
+        return facts if self.temperature else {k: facts[k] for k in facts if k not in SAMPLED}
 
     @property
     def choice(self) -> str:

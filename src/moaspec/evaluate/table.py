@@ -154,6 +154,12 @@ def needed_checkpoints(names: Sequence[str]) -> set[str]:
     return {kind for kind in kinds if kind in KINDS and KINDS[kind].checkpoint}
 
 
+def with_own_noise(names: Sequence[str]) -> list[str]:
+    """Those of these methods that sample with noise of their own, so that no text is right."""
+    kinds = [(name, KINDS.get(_kind_name(name))) for name in names]
+    return [name for name, kind in kinds if kind is not None and kind.stock]
+
+
 def parse_methods(names: Sequence[str], parts: Parts) -> list[Method]:
     """Read method names, for example `hf`, `plain`, `moa`, `moa:n1@chain:4`, `replay:0.8`.
 

@@ -5,7 +5,7 @@ on with PyTorch's own operations.
 """
 
 from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
-from moaspec.kernels.build import unpacks, why_not
+from moaspec.kernels.build import instructions, unpacks, why_not
 from moaspec.kernels.drafter import ChainPart, FusedEncoder, draft_chain
 from moaspec.kernels.layers import FusedLayer, FusedStack, Slots, normed
 from moaspec.kernels.matrix import Matrix
@@ -21,6 +21,7 @@ __all__ = [
     "attend",
     "can_attend",
     "draft_chain",
+    "instructions",
     "normed",
     "unpacks",
     "why_not",

@@ -22,7 +22,9 @@ struct Attention {
 
 namespace {
 
-// The queries of one KV head, at most kQueries, over all slots.
+constexpr int kMostDim = 256;  // numbers of a head
+
+// Queries that are read together, and where their results go.
 struct Group {
   const bf16* query[kQueries];
   const uint8_t* mask[kQueries];
@@ -30,65 +32,45 @@ struct Group {
   int count;
 };
 
-// Scores of Q queries against 16 keys, whose pairs are rows of `keys`.
+// Scores of Q queries, one beside another, against 16 keys, whose pairs are a panel.
 template <int Q>
-inline void score(const Group& group, const Words* keys, int64_t count, float* scores,
+inline void score(const Input* queries, const Words* keys, int64_t dim, float* scores,
                   int64_t stride) {
-  Floats sums[Q];
-  for (int q = 0; q < Q; q++) sums[q] = all(0.0f);
-  for (int64_t k = 0; k < count; k++) {
-    const Pairs both = pairs(keys[k]);
-    for (int q = 0; q < Q; q++) sums[q] = multiply_add(pair(group.query[q] + 2 * k), both, sums[q]);
-  }
-  for (int q = 0; q < Q; q++) store(scores + q * stride, sums[q]);
+  const uint8_t* panel = reinterpret_cast<const uint8_t*>(keys);
+  Tile tile;
+  Sixteen::tile<Q, 1>(queries, dim, panel, 0, panel, dim, tile);
+  for (int q = 0; q < Q; q++) store(scores + q * stride, tile.sums[q][0]);
 }
 
-// Sums of values, weighted, of 32 numbers of each head, slot after slot.
+// Sums of values, weighted, of some numbers of each head, slot after slot.
 template <int Q>
 inline void gather(const Group& group, const float* weights, int64_t stride, const bf16* value,
                    int64_t slot_stride, int64_t slots, const float* factors, int64_t offset) {
-  Floats sums[Q][2];
-  for (int q = 0; q < Q; q++) sums[q][0] = sums[q][1] = all(0.0f);
+  Floats sums[Q][kGathered];
+  unrolled<Q>([&](auto q) { unrolled<kGathered>([&](auto i) { sums[q][i] = all(0.0f); }); });
   for (int64_t s = 0; s < slots; s++) {
-    const Floats low = load(value + s * slot_stride + offset);
-    const Floats high = load(value + s * slot_stride + offset + kLanes);
-    for (int q = 0; q < Q; q++) {
+    Floats numbers[kGathered];
+    unrolled<kGathered>(
+        [&](auto i) { numbers[i] = load(value + s * slot_stride + offset + i * kLanes); });
+    unrolled<Q>([&](auto q) {
       const Floats weight = all(weights[q * stride + s]);
-      sums[q][0] = multiply_add(weight, low, sums[q][0]);
-      sums[q][1] = multiply_add(weight, high, sums[q][1]);
-    }
+      unrolled<kGathered>([&](auto i) { sums[q][i] = multiply_add(weight, numbers[i], sums[q][i]); });
+    });
   }
-  for (int q = 0; q < Q; q++) {
-    store(group.out[q] + offset, sums[q][0] * all(factors[q]));
-    store(group.out[q] + offset + kLanes, sums[q][1] * all(factors[q]));
-  }
+  unrolled<Q>([&](auto q) {
+    unrolled<kGathered>([&](auto i) {
+      store(group.out[q] + offset + i * kLanes, sums[q][i] * all(factors[q]));
+    });
+  });
 }
 
-template <template <int> class Call, class... Rest>
-inline void with_queries(int count, Rest&&... rest) {
-  switch (count) {
-    case 8: return Call<8>::run(rest...);
-    case 7: return Call<7>::run(rest...);
-    case 6: return Call<6>::run(rest...);
-    case 5: return Call<5>::run(rest...);
-    case 4: return Call<4>::run(rest...);
-    case 3: return Call<3>::run(rest...);
-    case 2: return Call<2>::run(rest...);
-    default: return Call<1>::run(rest...);
-  }
+// `call` with the number of queries as a constant.
+template <int Q = kQueries, class Call>
+inline void with_queries(int count, const Call& call) {
+  if constexpr (Q > 1)
+    if (count < Q) return with_queries<Q - 1>(count, call);
+  call(std::integral_constant<int, Q>{});
 }
-
-template <int Q>
-struct Score {
-  template <class... Rest>
-  static void run(Rest&&... rest) { score<Q>(rest...); }
-};
-
-template <int Q>
-struct Gather {
-  template <class... Rest>
-  static void run(Rest&&... rest) { gather<Q>(rest...); }
-};
 
 // Scores become weights, zero where nothing is visible; returns one over their sum.
 float soften(float* scores, const uint8_t* mask, int64_t slots, float scale, float* visible) {
@@ -117,26 +99,29 @@ float soften(float* scores, const uint8_t* mask, int64_t slots, float scale, flo
 
 void attend(const Group& group, const bf16* key, const bf16* value, const Attention& call) {
   const int64_t slots = call.slots, stride = (slots + kLanes - 1) / kLanes * kLanes;
-  const int64_t count = call.head_dim / 2;
+  const int64_t dim = call.head_dim;
   own_scratch.resize(std::max<size_t>(own_scratch.size(), (kQueries + 1) * stride + kLanes));
   float* scores = own_scratch.data();
-  alignas(64) Words keys[128];
+  alignas(64) Input queries[kQueries * kMostDim];
+  alignas(64) Words keys[kMostDim / 2];
+  for (int q = 0; q < group.count; q++) as_inputs(group.query[q], dim, queries + q * dim);
   for (int64_t s = 0; s < slots; s += kLanes) {
-    for (int64_t part = 0; part < count; part += kLanes) {
+    for (int64_t part = 0; part < dim / 2; part += kLanes) {
       for (int i = 0; i < kLanes; i++)
         keys[part + i] =
             s + i < slots ? words(key + (s + i) * call.key_slot + 2 * part) : no_words();
       transpose(keys + part);
     }
-    with_queries<Score>(group.count, group, keys, count, scores + s, stride);
+    with_queries(group.count, [&](auto q) { score<q>(queries, keys, dim, scores + s, stride); });
   }
   float factors[kQueries];
   for (int q = 0; q < group.count; q++)
     factors[q] = soften(scores + q * stride, group.mask[q], slots, call.scale,
                         scores + kQueries * stride);
-  for (int64_t offset = 0; offset < call.head_dim; offset += 2 * kLanes)
-    with_queries<Gather>(group.count, group, scores, stride, value, call.value_slot, slots, factors,
-                         offset);
+  for (int64_t offset = 0; offset < dim; offset += kGathered * kLanes)
+    with_queries(group.count, [&](auto q) {
+      gather<q>(group, scores, stride, value, call.value_slot, slots, factors, offset);
+    });
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// `registers.h` for CPUs with AVX2, FMA and F16C. A pair is widened and multiplied as two numbers, the
-// first before the second.
+// `registers.h` for CPUs with AVX2 and FMA. A pair is widened and multiplied as two numbers, the first
+// before the second.
 #pragma once
 
 #include <cstring>
@@ -11,11 +11,12 @@ struct Floats { __m256 part[2]; };
 struct Mask { __m256 part[2]; };  // lanes of ones or zeros
 struct Words { __m256i part[2]; };
 struct Pairs { __m256 first[2], second[2]; };
-struct Pair { __m256 first, second; };
 using Input = float;  // what is multiplied with weights: bf16 numbers, widened once for all of them
 
 constexpr int kRowsOfTile = 5;  // 5 * 2 sums, 2 of weights and what loads them fit 16 registers
 constexpr int panels_of_tile(int rows) { return rows == 1 ? 2 : 1; }
+constexpr int kQueries = 4;   // queries that share what is read of keys and values
+constexpr int kGathered = 1;  // (pairs of) registers of each query's sums of values
 
 inline Floats operator+(Floats a, Floats b) {
   return {_mm256_add_ps(a.part[0], b.part[0]), _mm256_add_ps(a.part[1], b.part[1])};
@@ -136,8 +137,8 @@ inline void put(int32_t* to, Mask mask, int32_t number) {
 // Which of the first so many bytes are not zero; no more are read.
 inline Mask nonzero(const uint8_t* from, int64_t count) {
   uint8_t bytes[kLanes] = {};
-  std::memcpy(bytes, from, count < kLanes ? count : kLanes);
-  const __m128i read = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  if (count < kLanes) from = static_cast<const uint8_t*>(std::memcpy(bytes, from, count));
+  const __m128i read = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   const __m256i zero = _mm256_setzero_si256();
   return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(read), zero)),
           _mm256_castsi256_ps(
@@ -169,24 +170,13 @@ inline Pairs pairs(Words words) {
   }
   return both;
 }
-inline Pair pair(const bf16* from) {
-  const __m256i both = _mm256_set1_epi32(static_cast<int>(word(from)));
-  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
-          _mm256_castsi256_ps(_mm256_and_si256(both, high))};
-}
-inline Floats multiply_add(Pair a, Pairs b, Floats c) {
-  return {_mm256_fmadd_ps(a.second, b.second[0], _mm256_fmadd_ps(a.first, b.first[0], c.part[0])),
-          _mm256_fmadd_ps(a.second, b.second[1], _mm256_fmadd_ps(a.first, b.first[1], c.part[1]))};
-}
-
 inline Words words(const void* from) {
   const __m256i* both = static_cast<const __m256i*>(from);
   return {_mm256_loadu_si256(both), _mm256_loadu_si256(both + 1)};
 }
 inline Words no_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 
-inline void widen(const bf16* from, int64_t count, Input* to) {
+inline void as_inputs(const bf16* from, int64_t count, Input* to) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
   for (; i < count; i++) to[i] = widened(from[i]);

@@ -12,6 +12,8 @@ using Input = bf16;     // what is multiplied with weights
 
 constexpr int kRowsOfTile = 6;  // 6 * 4 sums, 4 weights and a row fit 32 registers
 constexpr int panels_of_tile(int) { return 4; }
+constexpr int kQueries = 8;   // queries that share what is read of keys and values
+constexpr int kGathered = 2;  // registers of each query's sums of values
 
 inline Floats all(float number) { return _mm512_set1_ps(number); }
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
@@ -68,11 +70,19 @@ inline int squeeze(float* to, Mask mask, Floats x) {
 }
 
 inline Pairs pairs(Words words) { return (Pairs)words; }
-inline Pair pair(const bf16* from) { return (Pair)_mm512_set1_epi32(word(from)); }
+inline Pair pair(const bf16* from) {
+  int both;
+  __builtin_memcpy(&both, from, sizeof(both));
+  return (Pair)_mm512_set1_epi32(both);
+}
 inline Floats multiply_add(Pair a, Pairs b, Floats c) { return _mm512_dpbf16_ps(c, a, b); }
 
 inline Words words(const void* from) { return _mm512_loadu_si512(from); }
 inline Words no_words() { return _mm512_setzero_si512(); }
+
+inline void as_inputs(const bf16* from, int64_t count, Input* to) {
+  __builtin_memcpy(to, from, count * sizeof(bf16));
+}
 
 // Adds one pair of inputs of M rows, times V panels.
 template <int M, int V>

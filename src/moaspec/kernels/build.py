@@ -19,10 +19,10 @@ from moaspec.places import cache_dir
 
 SOURCES = Path(__file__).parent
 MAIN = SOURCES / "cpu.cpp"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-mfma", "-mf16c")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-mfma")
 """`-fopenmp` finds the library that PyTorch has loaded: both then share one team of threads."""
 INSTRUCTIONS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mf16c"),
     "avx2": ("-mavx2",),
 }
 """What kernels are compiled for, the fastest first; `registers.h` has both."""
@@ -52,7 +52,14 @@ def library() -> ctypes.CDLL:
 
 def unpacks() -> bool:
     """Whether there are kernels here that read weights of fewer than 16 bits."""
-    return why_not() is None and _instructions() == "avx512"
+    return instructions() == "avx512"
+
+
+def instructions() -> str | None:
+    """The one of `INSTRUCTIONS` that the kernels here were compiled for; None without kernels."""
+    if why_not() is not None:
+        return None
+    return "avx512" if hasattr(library(), "moaspec_codes") else "avx2"
 
 
 @cache
@@ -81,8 +88,8 @@ def _opened(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(_compiled()))
 
 
-def _instructions() -> str:
-    """The best of `INSTRUCTIONS` that this CPU has.
+def _wanted() -> list[str]:
+    """Those of `INSTRUCTIONS` that this CPU has, the fastest first.
 
     Raises:
         _UnavailableError: none, or they are not wanted.
@@ -90,22 +97,32 @@ def _instructions() -> str:
     asked = os.environ.get(SWITCH, "").lower()
     if asked in {"off", "0", "false"}:
         raise _UnavailableError(f"{SWITCH} is off")
-    if platform.system() == "Linux" and torch.cpu._is_avx2_supported():
-        # Whoever has AVX2 has FMA and F16C, but for a handful of CPUs that nobody decodes on.
-        is_best = torch.cpu._is_avx512_bf16_supported() and asked != "avx2"
-        return "avx512" if is_best else "avx2"
-    raise _UnavailableError("they are for Linux on CPUs with AVX2 or AVX512-BF16")
+    if platform.system() != "Linux" or not torch.cpu._is_avx2_supported():
+        raise _UnavailableError("they are for Linux on CPUs with AVX2")
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() and asked != "avx2"
+    return [name for name in INSTRUCTIONS if name == "avx2" or has_bf16]
 
 
 def _compiled() -> Path:
-    """The library's file, made where it is missing.
+    """The library's file, made where it is missing, for the best that compiler and CPU know.
 
     Raises:
         _UnavailableError: nothing can be compiled for this CPU.
         OSError: there is no compiler, or no room for the file.
         subprocess.SubprocessError: the compiler failed.
     """
-    flags, compiler = (*FLAGS, *INSTRUCTIONS[_instructions()]), _compiler()
+    *better, last = _wanted()
+    for name in better:
+        try:
+            return _compiled_for(name)
+        except subprocess.CalledProcessError:
+            log.info("The compiler cannot do %s.", name)
+    return _compiled_for(last)
+
+
+def _compiled_for(name: str) -> Path:
+    """The library for one of `INSTRUCTIONS`."""
+    flags, compiler = (*FLAGS, *INSTRUCTIONS[name]), _compiler()
     sources = [path.read_bytes() for path in (*sorted(SOURCES.glob("*.h")), MAIN)]
     facts = (*sources, " ".join(flags).encode(), compiler.encode(), platform.machine().encode())
     digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]

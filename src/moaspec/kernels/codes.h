@@ -1,7 +1,8 @@
-// Finding, on CPUs with AVX512-BF16, the few bits that a bf16 weight was made of, where it was made of few: of files whose
-// weights are scale * code + zero, that were widened since.
+// Finding, on CPUs with AVX512-BF16, the few bits that a bf16 weight was made of, where it was made of few:
+// of files whose weights are scale * code + zero, that were widened since.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 
 #include "blocks.h"
@@ -81,3 +82,22 @@ inline bool in_eight_bits(const bf16* weights, uint16_t* scale, uint16_t* zero, 
 }
 
 }  // namespace
+
+extern "C" {
+
+// What each block of a weight was made of in `bits` bits: scales and zeros (outputs, inputs / 32) in
+// float16, codes (outputs, inputs). Returns whether every weight is exactly that.
+int32_t moaspec_codes(const bf16* weight, int64_t outputs, int64_t inputs, int64_t bits,
+                      uint16_t* scale, uint16_t* zero, int8_t* codes, int32_t threads) {
+  const int64_t blocks = outputs * inputs / kBlock;
+  std::atomic<bool> exact{true};
+#pragma omp parallel for num_threads(threads)
+  for (int64_t i = 0; i < blocks; i++) {
+    if (!exact.load(std::memory_order_relaxed)) continue;
+    const auto find = bits == 4 ? in_four_bits : in_eight_bits;
+    if (!find(weight + i * kBlock, scale + i, zero + i, codes + i * kBlock)) exact = false;
+  }
+  return exact;
+}
+
+}  // extern "C"

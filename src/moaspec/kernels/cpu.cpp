@@ -11,7 +11,6 @@
 //
 // Legend: see products.h.
 
-#include <atomic>
 #include <vector>
 
 #include "attention.h"
@@ -120,25 +119,6 @@ void moaspec_product(const Matrix* matrix, const bf16* x, int64_t rows, int64_t 
       store(static_cast<bf16*>(out) + place, sums, outputs - output);
   });
 }
-
-#ifdef __AVX512BF16__
-
-// What each block of a weight was made of in `bits` bits: scales and zeros (outputs, inputs / 32) in
-// float16, codes (outputs, inputs). Returns whether every weight is exactly that.
-int32_t moaspec_codes(const bf16* weight, int64_t outputs, int64_t inputs, int64_t bits,
-                      uint16_t* scale, uint16_t* zero, int8_t* codes, int32_t threads) {
-  const int64_t blocks = outputs * inputs / kBlock;
-  std::atomic<bool> exact{true};
-#pragma omp parallel for num_threads(threads)
-  for (int64_t i = 0; i < blocks; i++) {
-    if (!exact.load(std::memory_order_relaxed)) continue;
-    const auto find = bits == 4 ? in_four_bits : in_eight_bits;
-    if (!find(weight + i * kBlock, scale + i, zero + i, codes + i * kBlock)) exact = false;
-  }
-  return exact;
-}
-
-#endif
 
 // For each row the index of its largest output, the first of equal ones.
 void moaspec_best(const Matrix* matrix, const bf16* x, int64_t rows, int64_t stride, int64_t* out,

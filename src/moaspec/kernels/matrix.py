@@ -18,7 +18,7 @@ from moaspec.kernels.structures import MatrixFacts
 
 
 class Matrix:
-    """A linear layer's weight in panels of 16 outputs, see `products.h`.
+    """A linear layer's weight in panels of 16 outputs, see `panels.h` and `blocks.h`.
 
     A weight that was made of four or eight bits, with a scale and perhaps a zero for each 32
     inputs, as GGUF's Q4_1 and Q8_0 are, is found out and kept so. Products have the same bits as

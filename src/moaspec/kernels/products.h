@@ -19,9 +19,8 @@
 
 namespace {
 
-constexpr int kChunkRows = 192;   // rows of a layer at once; bounds scratch memory
+constexpr int64_t kChunkRows = 192;    // rows of a layer at once; bounds scratch memory
 constexpr int64_t kEncodedTokens = 64; // tokens that are encoded at once; bounds scratch memory
-constexpr int kQueries = 8;       // queries that share what is read of keys and values
 
 }  // namespace
 
@@ -57,9 +56,6 @@ struct Scratch {
 
 thread_local Scratch scratch;
 thread_local std::vector<float> own_scratch;  // of a worker, inside a parallel region
-#ifndef __AVX512BF16__
-thread_local std::vector<float> own_inputs;   // likewise
-#endif
 
 // What belongs to one thread of a team, of so many equal parts.
 struct Share {
@@ -173,11 +169,16 @@ void multiply(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride,
   if (matrix.bits == 8) return multiply_blocks<EightBits>(matrix, x, rows, stride, take);
   multiply_as<Sixteen>(matrix, x, rows, stride, take);
 #else
+  thread_local std::vector<float> widened_rows;
   const int64_t inputs = matrix.inputs;
-  own_inputs.resize(std::max<size_t>(own_inputs.size(), rows * inputs));
-  for (int64_t row = 0; row < rows; row++)
-    widen(x + row * stride, inputs, own_inputs.data() + row * inputs);
-  multiply_as<Sixteen>(matrix, own_inputs.data(), rows, inputs, take);
+  widened_rows.resize(std::max<size_t>(widened_rows.size(), std::min(rows, kChunkRows) * inputs));
+  for (int64_t start = 0; start < rows; start += kChunkRows) {
+    const int64_t count = std::min(kChunkRows, rows - start);
+    for (int64_t row = 0; row < count; row++)
+      as_inputs(x + (start + row) * stride, inputs, widened_rows.data() + row * inputs);
+    multiply_as<Sixteen>(matrix, widened_rows.data(), count, inputs,
+                         [&](int64_t row, int64_t panel, Floats sums) { take(start + row, panel, sums); });
+  }
 #endif
 }
 

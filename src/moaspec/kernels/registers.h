@@ -30,12 +30,6 @@ inline float widened(bf16 half) {
   return cast.number;
 }
 
-inline uint32_t word(const bf16* from) {
-  uint32_t both;
-  __builtin_memcpy(&both, from, sizeof(both));
-  return both;
-}
-
 }  // namespace
 
 #ifdef __AVX512BF16__
