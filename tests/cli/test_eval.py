@@ -69,8 +69,8 @@ def test_eval_as_json(cli: Cli) -> None:
 def test_a_different_text_fails(command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Method.run_many
 
-    def wrong(self: Method, prompts: list[list[int]], max_new_tokens: int) -> list[Run]:
-        runs = right(self, prompts, max_new_tokens)
+    def wrong(self: Method, *args: Any) -> list[Run]:
+        runs = right(self, *args)
         if self.name == "moa":
             runs[0].token_ids[-1] = (runs[0].token_ids[-1] + 1) % tiny.VOCAB
         return runs
@@ -94,6 +94,9 @@ def test_a_different_text_fails(command: str, cli: Cli, monkeypatch: pytest.Monk
         ("--cost", "--cut", "4"),
         ("--cut", "4", "--repeats", "3"),
         ("--cost", "--batch", "2"),
+        ("--cost", "--methods", "plain", "--temperature", "1"),
+        ("--methods", "plain,hf", "--temperature", "1"),
+        ("--methods", "plain", "--temperature", "-1"),
         ("--checkpoint", "eagle=nowhere"),
         ("--methods", "moa:n2"),
         ("--suite", "nowhere.jsonl"),

@@ -170,6 +170,7 @@ inline Pairs pairs(Words words) {
   }
   return both;
 }
+
 inline Words words(const void* from) {
   const __m256i* both = static_cast<const __m256i*>(from);
   return {_mm256_loadu_si256(both), _mm256_loadu_si256(both + 1)};

@@ -154,6 +154,15 @@ void multiply_blocks(const Matrix& matrix, const Input* x, int64_t rows, int64_t
       });
 }
 
+#else
+
+// A worker's own room for rows that are widened.
+Input* room_for_inputs(size_t count) {
+  thread_local std::vector<Input> room;
+  if (room.size() < count) room.resize(count);
+  return room.data();
+}
+
 #endif
 
 // This thread's share of x times the transposed weight: `give(row, first output, sums)`.
@@ -169,14 +178,13 @@ void multiply(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride,
   if (matrix.bits == 8) return multiply_blocks<EightBits>(matrix, x, rows, stride, take);
   multiply_as<Sixteen>(matrix, x, rows, stride, take);
 #else
-  thread_local std::vector<float> widened_rows;
   const int64_t inputs = matrix.inputs;
-  widened_rows.resize(std::max<size_t>(widened_rows.size(), std::min(rows, kChunkRows) * inputs));
+  Input* const widened_rows = room_for_inputs(std::min(rows, kChunkRows) * inputs);
   for (int64_t start = 0; start < rows; start += kChunkRows) {
     const int64_t count = std::min(kChunkRows, rows - start);
     for (int64_t row = 0; row < count; row++)
-      as_inputs(x + (start + row) * stride, inputs, widened_rows.data() + row * inputs);
-    multiply_as<Sixteen>(matrix, widened_rows.data(), count, inputs,
+      as_inputs(x + (start + row) * stride, inputs, widened_rows + row * inputs);
+    multiply_as<Sixteen>(matrix, widened_rows, count, inputs,
                          [&](int64_t row, int64_t panel, Floats sums) { take(start + row, panel, sums); });
   }
 #endif
