@@ -27,7 +27,7 @@ from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
 from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
 from moaspec.evaluate.store import prepare, write_whole
-from moaspec.evaluate.table import with_own_noise
+from moaspec.evaluate.table import require_known_noise
 from moaspec.target import Target
 from moaspec.target.forms import fastest_dtype
 
@@ -171,12 +171,7 @@ def _check_options(options: dict[str, Any], timed: Sequence[str], untimed: Seque
         raise InputError("--repeats, --batch and --tau-only do not go with --cost and --cut.")
     if apart and options["temperature"]:
         raise InputError("--temperature does not go with --cost and --cut, which are greedy.")
-    unknown = with_own_noise([*timed, *untimed])
-    if options["temperature"] and unknown:
-        raise InputError(
-            f"{unknown[0]} samples with noise of its own, so nobody knows which text is right: "
-            f"name other --methods, or measure at --temperature 0."
-        )
+    require_known_noise([*timed, *untimed], options["temperature"])
     if not timed:
         raise InputError("--methods must name at least one method that is timed.")
 

@@ -77,11 +77,6 @@ class Method:
         return True
 
     @property
-    def samples(self) -> bool:
-        """Whether it can sample a text that is known beforehand, by its seed."""
-        return True
-
-    @property
     def fixed_shape(self) -> Tree:
         """The shape; for "auto" the one that it has where nothing was measured."""
         return parse_shape(self.shape) if isinstance(self.shape, str) else self.shape
@@ -198,10 +193,6 @@ class TransformersMethod(Method):
 
     @property
     def batches(self) -> bool:
-        return False
-
-    @property
-    def samples(self) -> bool:
         return False
 
     def decode(

@@ -13,6 +13,7 @@ from moaspec.evaluate.methods import Method, Run
 from moaspec.evaluate.prompts import Prompt
 from moaspec.evaluate.report import GREEDILY, Outcome, Report
 from moaspec.evaluate.store import Item, Sample, Store
+from moaspec.evaluate.table import require_known_noise
 from moaspec.target import Target
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
@@ -277,12 +278,7 @@ def _check(methods: Sequence[Method], tau_only: Sequence[Method], settings: Sett
             f"{alone[0]} decodes one prompt at a time; leave it out where several are decoded "
             "together (--batch, --tau-only)."
         )
-    unknown = [method.name for method in (*methods, *tau_only) if not method.samples]
-    if settings.temperature and unknown:
-        raise InputError(
-            f"{unknown[0]} samples with noise of its own, so nobody knows which text is right; "
-            "leave it out, or measure at temperature 0."
-        )
+    require_known_noise([one.name for one in (*methods, *tau_only)], settings.temperature)
     twice = {method.name for method in methods} & {method.name for method in tau_only}
     if twice:
         raise InputError(f"{sorted(twice)[0]} is both timed and in --tau-only; name it once.")

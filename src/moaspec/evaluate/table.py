@@ -154,10 +154,23 @@ def needed_checkpoints(names: Sequence[str]) -> set[str]:
     return {kind for kind in kinds if kind in KINDS and KINDS[kind].checkpoint}
 
 
-def with_own_noise(names: Sequence[str]) -> list[str]:
-    """Those of these methods that sample with noise of their own, so that no text is right."""
-    kinds = [(name, KINDS.get(_kind_name(name))) for name in names]
-    return [name for name, kind in kinds if kind is not None and kind.stock]
+def require_known_noise(names: Sequence[str], temperature: float) -> None:
+    """Refuse methods that sample with noise of their own: nobody knows which text is right.
+
+    Args:
+        names: of methods; the first one that cannot be judged is named.
+        temperature: at 0 there is no noise.
+
+    Raises:
+        InputError: there is such a method.
+    """
+    for name in names if temperature else ():
+        kind = KINDS.get(_kind_name(name))
+        if kind is not None and kind.stock:
+            raise InputError(
+                f"{name} samples with noise of its own, so nobody knows which text is right: name "
+                "other methods, or measure at temperature 0."
+            )
 
 
 def parse_methods(names: Sequence[str], parts: Parts) -> list[Method]:
