@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 from torch.testing import assert_close
 
-from bits import BF16_STEP, ROWS, needs_kernels, needs_unpacking, normal, same_bits, threads
+from bits import BF16_STEP, ROWS, needs_kernels, normal, same_bits, threads
 from moaspec.decode.cache import KVCache, StoredMemory, prefix_mask, tree_mask
 from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedStack, Matrix, attend, normed
 from moaspec.model.config import LayerConfig
@@ -338,7 +338,6 @@ def test_layers_of_a_stack_still_work_alone() -> None:
 # Drafters' layers
 
 
-@needs_unpacking
 @torch.inference_mode()
 def test_layers_of_drafts_are_rounded_to_four_bits() -> None:
     torch.manual_seed(0)

@@ -75,6 +75,7 @@ class EightBits {
 // Weights in blocks of fewer bits, of which each product has the same bits as of the 16 they stand for.
 template <class Block>
 struct Blocks {
+  using Input = ::Input;
   static constexpr int kMostRows = 8;
   static constexpr int most_panels(int rows) { return rows <= 6 ? 2 : 1; }
   static int64_t panels_at_once(int64_t rows) { return rows <= 6 ? 2 : 1; }

@@ -23,7 +23,7 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-mfma")
 """`-fopenmp` finds the library that PyTorch has loaded: both then share one team of threads."""
 INSTRUCTIONS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mf16c"),
-    "avx2": ("-mavx2",),
+    "avx2": ("-mavx2", "-mf16c"),
 }
 """What kernels are compiled for, the fastest first; `registers.h` has both."""
 COMPILERS = ("g++", "clang++", "c++")
@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL:
 
 
 def unpacks() -> bool:
-    """Whether there are kernels here that read weights of fewer than 16 bits."""
+    """Whether kernels here give products of fewer bits the very bits of those of 16."""
     return instructions() == "avx512"
 
 

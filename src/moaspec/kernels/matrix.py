@@ -18,12 +18,13 @@ from moaspec.kernels.structures import MatrixFacts
 
 
 class Matrix:
-    """A linear layer's weight in panels of 16 outputs, see `panels.h` and `blocks.h`.
+    """A linear layer's weight in panels of 16 outputs, see `panels.h`, `blocks.h` and `nibbles.h`.
 
     A weight that was made of four or eight bits, with a scale and perhaps a zero for each 32
     inputs, as GGUF's Q4_1 and Q8_0 are, is found out and kept so. Products have the same bits as
-    those of 16, and a third or half of the bytes is read. Where kernels do not unpack (see
-    `unpacks`), all weights keep 16 bits.
+    those of 16, and a third or half of the bytes is read. Where kernels cannot do that (see
+    `unpacks`), only weights that are to be rounded have fewer than 16 bits, and what they are
+    multiplied with is rounded, too.
 
     Args:
         weight_OI: bf16, see `can_hold`.
@@ -37,8 +38,10 @@ class Matrix:
         wide = -self.outputs % LANES
         padded_OI = pad(weight_OI, (0, 0, 0, wide)) if wide else weight_OI
         coded = None
-        if bits != 16 and unpacks():
-            coded = rounded(padded_OI) if bits == 4 else found_codes(padded_OI.contiguous())
+        if bits == 4:
+            coded = rounded(padded_OI)
+        elif bits is None and unpacks():
+            coded = found_codes(padded_OI.contiguous())
         self._panels = _panels(padded_OI) if coded is None else coded.panels()
         self._bits = 16 if coded is None else coded.bits
         self._bias = None if bias is None else pad(bias.float(), (0, wide))
@@ -77,7 +80,7 @@ class Matrix:
             and weight_OI.device.type == "cpu"
             and weight_OI.numel() > 0
             and weight_OI.shape[1] % (BLOCK if bits == 4 else 2) == 0
-            and (unpacks() if bits == 4 else why_not() is None)
+            and why_not() is None
         )
 
     def weight(self) -> Tensor:

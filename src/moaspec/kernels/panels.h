@@ -17,6 +17,8 @@ struct Tile {
 
 // Weights as they are, 16 bits each.
 struct Sixteen {
+  using Input = ::Input;
+  static constexpr int kInputs = 1;  // that one `Input` stands for
   static constexpr int kMostRows = kRowsOfTile;
   static constexpr int most_panels(int rows) { return panels_of_tile(rows); }
   static int64_t panels_at_once(int64_t rows) { return most_panels(static_cast<int>(rows)); }

@@ -15,6 +15,8 @@
 #include "panels.h"
 #ifdef __AVX512BF16__
 #include "blocks.h"
+#else
+#include "nibbles.h"
 #endif
 
 namespace {
@@ -83,7 +85,7 @@ inline void tile_of(int count, Rest&... rest) {
 
 // Rows times `count` panels: `give(row, panel, sums)`. After them `following` is read.
 template <class Format, class Give>
-void multiply_panels(const Input* x, int64_t rows, int64_t stride, const uint8_t* panels, int count,
+void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stride, const uint8_t* panels, int count,
                      const uint8_t* following, int64_t inputs, const Give& give) {
   const int64_t bytes = Format::panel_bytes(inputs);
   for (int64_t row = 0; row < rows;) {
@@ -91,7 +93,7 @@ void multiply_panels(const Input* x, int64_t rows, int64_t stride, const uint8_t
     const int64_t left = rows - row, tiles = (left + Format::kMostRows - 1) / Format::kMostRows;
     const int64_t size = (left + tiles - 1) / tiles;
     const uint8_t* next = left > size ? panels : following;
-    const Input* from = x + row * stride;
+    const typename Format::Input* from = x + row * stride;
     Tile tile;
     switch (size) {
       case 8: tile_of<Format, 8>(count, from, stride, panels, bytes, next, inputs, tile); break;
@@ -123,7 +125,7 @@ void share_panels(const Matrix& matrix, int64_t at_once, const Visit& visit) {
 }
 
 template <class Format, class Give>
-void multiply_as(const Matrix& matrix, const Input* x, int64_t rows, int64_t stride,
+void multiply_as(const Matrix& matrix, const typename Format::Input* x, int64_t rows, int64_t stride,
                  const Give& give) {
   share_panels<Format>(
       matrix, Format::panels_at_once(rows),
@@ -156,11 +158,28 @@ void multiply_blocks(const Matrix& matrix, const Input* x, int64_t rows, int64_t
 
 #else
 
-// A worker's own room for rows that are widened.
+// A worker's own room for rows as a format wants them.
+template <class Input>
 Input* room_for_inputs(size_t count) {
   thread_local std::vector<Input> room;
   if (room.size() < count) room.resize(count);
   return room.data();
+}
+
+// `multiply_as` of rows that are made into inputs first, a few at a time.
+template <class Format, class Give>
+void multiply_converted(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride,
+                        const Give& give) {
+  using Input = typename Format::Input;
+  const int64_t width = matrix.inputs / Format::kInputs;
+  Input* const converted = room_for_inputs<Input>(std::min(rows, kChunkRows) * width);
+  for (int64_t start = 0; start < rows; start += kChunkRows) {
+    const int64_t count = std::min(kChunkRows, rows - start);
+    for (int64_t row = 0; row < count; row++)
+      as_inputs(x + (start + row) * stride, matrix.inputs, converted + row * width);
+    multiply_as<Format>(matrix, converted, count, width,
+                        [&](int64_t row, int64_t panel, Floats sums) { give(start + row, panel, sums); });
+  }
 }
 
 #endif
@@ -178,15 +197,8 @@ void multiply(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride,
   if (matrix.bits == 8) return multiply_blocks<EightBits>(matrix, x, rows, stride, take);
   multiply_as<Sixteen>(matrix, x, rows, stride, take);
 #else
-  const int64_t inputs = matrix.inputs;
-  Input* const widened_rows = room_for_inputs(std::min(rows, kChunkRows) * inputs);
-  for (int64_t start = 0; start < rows; start += kChunkRows) {
-    const int64_t count = std::min(kChunkRows, rows - start);
-    for (int64_t row = 0; row < count; row++)
-      as_inputs(x + (start + row) * stride, inputs, widened_rows + row * inputs);
-    multiply_as<Sixteen>(matrix, widened_rows, count, inputs,
-                         [&](int64_t row, int64_t panel, Floats sums) { take(start + row, panel, sums); });
-  }
+  if (matrix.bits == 4) return multiply_converted<Nibbles>(matrix, x, rows, stride, take);
+  multiply_converted<Sixteen>(matrix, x, rows, stride, take);
 #endif
 }
 
