@@ -25,7 +25,7 @@ from moaspec.decode.protocols import Request, RowText
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, TrainingError
 from moaspec.model import MoADrafter
-from moaspec.target import Target
+from moaspec.target import Target, forms
 from moaspec.train import (
     DrafterSizes,
     Ending,
@@ -38,7 +38,7 @@ from moaspec.train import (
 from moaspec.train.losses import Divergence
 from moaspec.train.measure import MEASURED_BLOCK, RANKS, Measured
 from moaspec.train.schedule import learning_rate, staircase_probability
-from moaspec.train.students import MoAStudent, StudentPass, new_drafter
+from moaspec.train.students import DraftHead, MoAStudent, StudentPass, new_drafter
 
 EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 
@@ -281,6 +281,23 @@ def test_targets_of_other_dtypes(dtype: Any, precision: Any, tmp_path: Path) -> 
         run = Trainer(target, EXAMPLES, config)
         run.run()
         assert all(math.isfinite(row["loss"]) for row in run.log.rows())
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_heads_are_in_a_dtype_that_the_cpu_multiplies(
+    trimmed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny.fresh_target()
+    target.model.to(torch.bfloat16)
+    ids = torch.arange(0, target.vocab_size, 3) if trimmed else None
+    states_ME = torch.randn(5, target.identity.hidden_size)
+    expected = target.head(states_ME.bfloat16(), ids)
+    for native in (False, True):
+        monkeypatch.setattr(forms, "_bf16_instructions", lambda native=native: native)
+        head = DraftHead(target, ids)
+        if not native:
+            assert head(states_ME).ne(head(states_ME.bfloat16())).any()  # nothing is rounded
+        assert_close(head(states_ME), expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from moaspec.model import MoADrafter, save_drafter
 from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.target import Target
+from moaspec.target.forms import compute_dtype
 from moaspec.train.config import TrainConfig, drafter_config
 from moaspec.train.data import Example, frequent_tokens
 from moaspec.train.losses import ExitStates
@@ -115,18 +116,25 @@ def earlier_drafter(target: Target, config: TrainConfig) -> MoADrafter:
 class DraftHead:
     """The target's LM head for the draft vocabulary, its rows gathered once.
 
+    On a CPU without instructions for the target's dtype they are kept in the one that products are
+    computed in there: emulated ones take ten times as long.
+
     Args:
         target: the frozen target.
         token_ids: the draft vocabulary, None for the full one.
     """
 
     def __init__(self, target: Target, token_ids: Tensor | None) -> None:
-        self._target = target
-        self._rows = None if token_ids is None else target.head_rows(token_ids)
+        self._target, self._dtype = target, target.dtype
+        if target.device.type == "cpu":
+            self._dtype = compute_dtype(target.dtype)
+        if token_ids is None and self._dtype != target.dtype:
+            token_ids = torch.arange(target.vocab_size)
+        self._rows = None if token_ids is None else target.head_rows(token_ids).to(self._dtype)
 
     def __call__(self, states_ME: Tensor) -> Tensor:
         """(M, E) states -> (M, V) float32 logits."""
-        states_ME = states_ME.to(self._target.dtype)
+        states_ME = states_ME.to(self._dtype)
         if self._rows is None:
             return self._target.head(states_ME)
         return self._target.logits(states_ME, self._rows)

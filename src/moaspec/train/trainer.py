@@ -37,7 +37,7 @@ from moaspec.train.schedule import learning_rate
 from moaspec.train.sharing import parts_of, share
 from moaspec.train.state import StateFiles
 from moaspec.train.stopping import Ending, Stop
-from moaspec.train.students import MoAStudent, Student
+from moaspec.train.students import DraftHead, MoAStudent, Student
 
 SAME = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
 """Settings that may not change when a run is resumed; the examples may not either."""
@@ -260,13 +260,10 @@ class Trainer:
             draft_token_ids=self.student.draft_token_ids,
             place=(self.accelerator.process_index, self.accelerator.num_processes),
             total=lambda values: summed(self.accelerator, values),
-            head=self._head,
+            head=DraftHead(self.target, None),
         )
         self.student.module.train()
         return dict(zip(self.student.exits, found, strict=False))
-
-    def _head(self, states_ME: Tensor) -> Tensor:
-        return self.target.head(states_ME.to(self.target.dtype))
 
     def _held_out(self) -> dict[str, Any]:
         found = self.measure()
