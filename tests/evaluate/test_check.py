@@ -110,12 +110,17 @@ def pad_accepted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(moaspec.decode.decide, "walk", walk)
 
 
-def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
-    def matrix(parents: Sequence[int]) -> np.ndarray:
-        same = np.array(parents)
-        return ancestor_matrix(parents) | (same[:, None] == same[None])
+def _depths(parents: Sequence[int]) -> list[int]:
+    return ancestor_matrix(parents).sum(1).tolist()
 
-    patch.setattr(moaspec.decode.verifier, "ancestor_matrix", matrix)
+
+def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
+    def matrix(tree: DraftTree) -> np.ndarray:
+        same = np.array(tree.parents)
+        return ancestor_matrix(tree.parents) | (same[:, None] == same[None])
+
+    patch.setattr(DraftTree, "ancestors", property(matrix))
+    patch.setattr(DraftTree, "depths", property(lambda tree: _depths(tree.parents)))
 
 
 def noise_by_step(patch: pytest.MonkeyPatch) -> None:

@@ -133,8 +133,13 @@ class DraftTree:
     @cached_property
     def depths(self) -> list[int]:
         """Level of each node; children of the root are 1."""
-        depths: list[int] = ancestor_matrix(self.parents).sum(1).tolist()
+        depths: list[int] = self.ancestors.sum(1).tolist()
         return depths
+
+    @cached_property
+    def ancestors(self) -> npt.NDArray[np.bool_]:
+        """See `ancestor_matrix`."""
+        return ancestor_matrix(self.parents)
 
 
 def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:

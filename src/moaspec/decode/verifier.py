@@ -18,7 +18,6 @@ from torch import Tensor
 from moaspec.decode.cache import KVCache, tree_mask
 from moaspec.decode.decide import Decision, decide, follow
 from moaspec.decode.protocols import Drafter, Need, Request, Verdict
-from moaspec.decode.tree import ancestor_matrix
 from moaspec.target import Target
 
 PREFILL_CHUNK_TOKENS = 1024
@@ -91,12 +90,13 @@ class LocalVerifier:
         self._encoded: dict[int, int] = {}  # tokens of each row whose features were given out
         self._held: dict[int, Tensor] = {}  # final states of later ones, (n, E)
         self._target_s = 0.0  # in its passes and head, of this call
+        self._device = target.device  # asking a model takes a walk through its parameters
         self.cache = KVCache(
             num_layers=target.num_layers,
             num_heads=target.num_kv_heads,
             head_dim=target.head_dim,
             dtype=target.dtype,
-            device=target.device,
+            device=self._device,
         )
 
     async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
@@ -138,7 +138,7 @@ class LocalVerifier:
         accepted = [len(decision.accepted) for decision in decisions]
         features = self._features(requests, accepted, early)
         encode_s = time.perf_counter() - started
-        pass_s = self._target_s if self.target.device.type == "cpu" else None
+        pass_s = self._target_s if self._device.type == "cpu" else None
         return [
             Verdict(
                 decision.accepted,
@@ -186,22 +186,22 @@ class LocalVerifier:
 
     def _pass(self, plans: Sequence[_Plan]) -> Tensor:
         """Run the target over every plan's tokens, right-padded: (B, T, E) final states."""
-        target, device = self.target, self.target.device
         longest = max(len(plan.tokens) for plan in plans)
         rows, starts = [p.request.row for p in plans], [p.start for p in plans]
         visible = max(starts) + longest
         self.cache.reserve(max(rows) + 1, visible)
         tree_BTT = np.stack([_visible_matrix(plan, longest) for plan in plans])
-        tokens_BT = torch.tensor([_padded(p.tokens, longest) for p in plans], device=device)
-        positions_BT = torch.tensor([_padded(p.positions, longest) for p in plans], device=device)
-        mask_B1TS = tree_mask(starts, torch.from_numpy(tree_BTT).to(device), visible)
+        numbers = [[_padded(p.tokens, longest), _padded(p.positions, longest)] for p in plans]
+        tokens_BT, positions_BT = torch.from_numpy(np.array(numbers)).to(self._device).unbind(1)
+        mask_B1TS = tree_mask(starts, torch.from_numpy(tree_BTT).to(self._device), visible)
+        lengths_B = torch.tensor([p.length for p in plans], device=self._device)
         with self._timed():
-            return target.run(
+            return self.target.run(
                 tokens_BT,
                 positions_BT,
                 mask_B1TS=mask_B1TS,
                 write=self.cache.writer(rows, starts, longest, visible),
-                lengths_B=torch.tensor([p.length for p in plans], device=device),
+                lengths_B=lengths_B,
             )
 
     @contextmanager
@@ -266,7 +266,7 @@ class LocalVerifier:
             counts[i] = stop - start
             self._encoded[request.row] = stop
         if self._encode is not None and counts:
-            position_ids_1N = torch.tensor([positions], device=self.target.device)
+            position_ids_1N = torch.tensor([positions], device=self._device)
             joined = torch.cat(activations, dim=1) if len(activations) > 1 else activations[0]
             encoded = self._encode(joined, position_ids_1N, list(counts.values()))
             for i, feature in zip(counts, encoded, strict=True):
@@ -313,10 +313,11 @@ def _visible_matrix(plan: _Plan, longest: int) -> np.ndarray:
     """Who sees whom among the tokens of a pass; pads see themselves."""
     known, total = plan.num_known, len(plan.tokens)
     matrix = np.eye(longest, dtype=np.bool_)
-    matrix[:known, :known] = np.tri(known, dtype=np.bool_)
+    order = np.arange(known)
+    matrix[:known, :known] = order[:, None] >= order
     if total > known:
         matrix[known:total, :known] = True
-        matrix[known:total, known:total] = ancestor_matrix(plan.request.tree.parents)
+        matrix[known:total, known:total] = plan.request.tree.ancestors
     return matrix
 
 
