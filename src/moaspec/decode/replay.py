@@ -12,6 +12,10 @@ from moaspec.decode.tree import DraftTree, Tree
 from moaspec.errors import InputError
 
 
+BLOCK = 1024
+"""Positions whose draws are made together."""
+
+
 class Replay(TextDrafter):
     """Proposes known texts, each depth right with a set probability.
 
@@ -41,6 +45,7 @@ class Replay(TextDrafter):
             raise InputError(f"agreement must be within 0..1, got {agreement!r}.")
         self._texts = [list(text) for text in texts]
         self._agreement, self._seed = by_depth, seed
+        self._drawn: dict[tuple[int, int], list[list[bool]]] = {}
 
     def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
         """The known continuation as a path; siblings that are wrong come before its nodes."""
@@ -66,11 +71,19 @@ class Replay(TextDrafter):
         return []
 
     def _hits(self, position: int, depth: int) -> list[bool]:
+        """Drawn for many positions at once: one alone would take longer than a real draft."""
+        block, offset = divmod(position, BLOCK)
+        if (block, depth) not in self._drawn:
+            self._drawn[block, depth] = self._draw(block * BLOCK, depth)
+        return self._drawn[block, depth][offset]
+
+    def _draw(self, start: int, depth: int) -> list[list[bool]]:
         shares = [self._agreement[min(i, len(self._agreement) - 1)] for i in range(depth)]
-        level = torch.arange(depth)
+        level, position = torch.arange(depth), start + torch.arange(BLOCK)[:, None]
         seed, choice = torch.tensor(self._seed), torch.tensor(0)
-        drawn = uniform(seed, choice, position + level, level)
-        return (drawn < torch.tensor(shares, dtype=torch.float64)).tolist()
+        drawn = uniform(seed, choice, position + level, level.expand(BLOCK, -1))
+        hits: list[list[bool]] = (drawn < torch.tensor(shares, dtype=torch.float64)).tolist()
+        return hits
 
 
 def _wrong(token: int, number: int) -> int:
