@@ -11,7 +11,6 @@ from moaspec.decode.textual import TextDrafter
 from moaspec.decode.tree import DraftTree, Tree
 from moaspec.errors import InputError
 
-
 BLOCK = 1024
 """Positions whose draws are made together."""
 
