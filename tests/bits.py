@@ -12,9 +12,7 @@ from torch import Tensor
 from moaspec.kernels import unpacks, why_not
 
 needs_kernels = pytest.mark.skipif(why_not() is not None, reason=f"no kernels: {why_not()}")
-needs_unpacking = pytest.mark.skipif(
-    not unpacks(), reason="no kernels read fewer than 16 bits here"
-)
+needs_unpacking = pytest.mark.skipif(not unpacks(), reason="no kernels unpack weights exactly here")
 
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 200)
 """Every size of a tile, more than one of them, more rows than a layer takes at once, and none."""

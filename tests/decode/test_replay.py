@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import moaspec
 import tiny
 from moaspec import Chain, Replay, Tree
+from moaspec.decode.noise import uniform
 from moaspec.decode.tree import DraftTree, ancestor_matrix
 from moaspec.errors import InputError
 
@@ -77,3 +79,17 @@ def test_generate_refuses_what_is_no_drafter() -> None:
         moaspec.generate(tiny.target(), [1], drafter=bad)
     with pytest.raises(InputError, match="num_target_layers"):
         moaspec.generate(tiny.target(), [1], drafter=Replay([]), num_target_layers=1)
+
+
+def test_draws_do_not_depend_on_how_many_are_made_at_once() -> None:
+    shares, seed = (0.5, 0.7, 0.3), 7
+    replay, text = Replay([range(5000)], agreement=shares, seed=seed), list(range(5000))
+    for position in (1, 1022, 1023, 1024, 4000):
+        for depth in (2, 4, 3):  # a deeper one comes between
+            tree = replay.draft(text[:position], Chain(depth))
+            drawn = [
+                float(uniform(*map(torch.tensor, (seed, 0, position + level, level))))
+                for level in range(depth)
+            ]
+            right = [one < shares[min(i, 2)] for i, one in enumerate(drawn)]
+            assert [a == b for a, b in zip(tree.tokens, text[position:], strict=False)] == right

@@ -32,7 +32,7 @@ from moaspec.model import MoADrafter
 from moaspec.places import cache_dir
 from moaspec.target import Target
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 WIDTHS = (1, 2, 3, 4, 6, 8)
 CONTEXTS = (64, 1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moaspec.decode.noise import uniform
 from moaspec.decode.textual import TextDrafter
@@ -44,7 +45,7 @@ class Replay(TextDrafter):
             raise InputError(f"agreement must be within 0..1, got {agreement!r}.")
         self._texts = [list(text) for text in texts]
         self._agreement, self._seed = by_depth, seed
-        self._drawn: dict[tuple[int, int], list[list[bool]]] = {}
+        self._drawn: dict[int, Tensor] = {}
 
     def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
         """The known continuation as a path; siblings that are wrong come before its nodes."""
@@ -72,17 +73,19 @@ class Replay(TextDrafter):
     def _hits(self, position: int, depth: int) -> list[bool]:
         """Drawn for many positions at once: one alone would take longer than a real draft."""
         block, offset = divmod(position, BLOCK)
-        if (block, depth) not in self._drawn:
-            self._drawn[block, depth] = self._draw(block * BLOCK, depth)
-        return self._drawn[block, depth][offset]
+        drawn = self._drawn.get(block)
+        if drawn is None or drawn.shape[1] < depth:
+            drawn = self._drawn[block] = self._draw(block * BLOCK, depth)
+        hits: list[bool] = drawn[offset, :depth].tolist()
+        return hits
 
-    def _draw(self, start: int, depth: int) -> list[list[bool]]:
+    def _draw(self, start: int, depth: int) -> Tensor:
+        """(BLOCK, depth) bool; a smaller depth has the same first columns."""
         shares = [self._agreement[min(i, len(self._agreement) - 1)] for i in range(depth)]
         level, position = torch.arange(depth), start + torch.arange(BLOCK)[:, None]
         seed, choice = torch.tensor(self._seed), torch.tensor(0)
         drawn = uniform(seed, choice, position + level, level.expand(BLOCK, -1))
-        hits: list[list[bool]] = (drawn < torch.tensor(shares, dtype=torch.float64)).tolist()
-        return hits
+        return drawn < torch.tensor(shares, dtype=torch.float64)
 
 
 def _wrong(token: int, number: int) -> int:

@@ -192,7 +192,9 @@ class LocalVerifier:
         self.cache.reserve(max(rows) + 1, visible)
         tree_BTT = np.stack([_visible_matrix(plan, longest) for plan in plans])
         numbers = [[_padded(p.tokens, longest), _padded(p.positions, longest)] for p in plans]
-        tokens_BT, positions_BT = torch.from_numpy(np.array(numbers)).to(self._device).unbind(1)
+        tokens_BT, positions_BT = (
+            torch.from_numpy(np.array(numbers, np.int64)).to(self._device).unbind(1)
+        )
         mask_B1TS = tree_mask(starts, torch.from_numpy(tree_BTT).to(self._device), visible)
         lengths_B = torch.tensor([p.length for p in plans], device=self._device)
         with self._timed():

@@ -2,8 +2,10 @@
 //
 // Panels are laid out as `blocks.h` says. Inputs are rounded to 127 steps of the largest of each 32, so
 // that 32 products take one instruction; a block's sum is its scale times these products, plus its zero
-// times the sum of the inputs. A draft step reads a quarter of the bytes of 16 bits.
+// times the sum of the inputs. A draft step reads a third of the bytes of 16 bits.
 #pragma once
+
+#include <cstring>
 
 #include "panels.h"
 
@@ -12,34 +14,40 @@ namespace {
 constexpr int kBlock = 32;       // inputs that share a scale and a zero
 constexpr int kQuarters = 4;     // of a panel's outputs; both halves of their pairs fill a register
 constexpr int kBlocksAhead = 4;  // blocks that weights are fetched ahead of their use
+constexpr float kSmallest = 1e-30f;  // of what is told from zero: steps of less are not finite
 
 // 32 inputs. Halves of a pair are lanes of their own until the end of a product.
-struct EightBits {
+struct RoundedInputs {
   int8_t codes[4][8];  // of a group of 8 pairs, the even ones and the odd ones, by half of the pair
   float scale;
   float sums[2];  // of the inputs themselves, by half of the pair
 };
 
-inline void as_inputs(const bf16* from, int64_t count, EightBits* to) {
+inline void as_inputs(const bf16* from, int64_t count, RoundedInputs* to) {
   for (int64_t b = 0; b < count / kBlock; b++) {
     float numbers[kBlock];
     store(numbers, load(from + b * kBlock));
     store(numbers + kLanes, load(from + b * kBlock + kLanes));
     const float most = highest(larger(magnitude(load(numbers)), magnitude(load(numbers + kLanes))));
-    EightBits& block = to[b];
+    RoundedInputs& block = to[b];
     block.scale = most / 127;
     block.sums[0] = block.sums[1] = 0;
     for (int i = 0; i < kBlock; i++) block.sums[i % 2] += numbers[i];
-    const Floats steps = all(most > 0 ? 127 / most : 0.0f);
-    store(numbers, whole(load(numbers) * steps));
-    store(numbers + kLanes, whole(load(numbers + kLanes) * steps));
+    const Floats steps = all(most > kSmallest ? 127 / most : 0.0f);
+    int32_t codes[kBlock];
+    for (int half = 0; half < 2; half++) {
+      const Floats scaled = load(numbers + half * kLanes) * steps;
+      for (int part = 0; part < 2; part++)  // of what is not finite, too: some number
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + half * kLanes + part * 8),
+                            _mm256_cvtps_epi32(scaled.part[part]));
+    }
     for (int i = 0; i < kBlock; i++)
-      block.codes[i / 16 * 2 + i / 2 % 2][i % 2 * 4 + i % 16 / 4] = static_cast<int8_t>(numbers[i]);
+      block.codes[i / 16 * 2 + i / 2 % 2][i % 2 * 4 + i % 16 / 4] = static_cast<int8_t>(codes[i]);
   }
 }
 
 struct Nibbles {
-  using Input = EightBits;
+  using Input = RoundedInputs;
   static constexpr int kInputs = kBlock;
   static constexpr int kMostRows = 4;
   static constexpr int kBytes = 4 * kLanes + kBlock * kLanes / 2;
@@ -84,8 +92,10 @@ struct Nibbles {
 
   // Both halves of a pair in turns, all over a register.
   template <class Number>
-  static __m256i repeated(const Number (&both)[sizeof(double) / sizeof(Number)]) {
-    return _mm256_castpd_si256(_mm256_broadcast_sd(reinterpret_cast<const double*>(both)));
+  static __m256i repeated(const Number (&both)[sizeof(int64_t) / sizeof(Number)]) {
+    int64_t bits;
+    std::memcpy(&bits, both, sizeof(bits));
+    return _mm256_set1_epi64x(bits);
   }
 
   template <int M>

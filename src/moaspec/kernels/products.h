@@ -177,8 +177,8 @@ void multiply_converted(const Matrix& matrix, const bf16* x, int64_t rows, int64
     const int64_t count = std::min(kChunkRows, rows - start);
     for (int64_t row = 0; row < count; row++)
       as_inputs(x + (start + row) * stride, matrix.inputs, converted + row * width);
-    multiply_as<Format>(matrix, converted, count, width,
-                        [&](int64_t row, int64_t panel, Floats sums) { give(start + row, panel, sums); });
+    const auto pass = [&](int64_t row, int64_t panel, Floats sums) { give(start + row, panel, sums); };
+    multiply_as<Format>(matrix, converted, count, width, pass);
   }
 }
 

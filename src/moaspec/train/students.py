@@ -116,8 +116,8 @@ def earlier_drafter(target: Target, config: TrainConfig) -> MoADrafter:
 class DraftHead:
     """The target's LM head for the draft vocabulary, its rows gathered once.
 
-    On a CPU without instructions for the target's dtype they are kept in the one that products are
-    computed in there: emulated ones take ten times as long.
+    Those of a bf16 target are kept in float32 on a CPU without bf16 instructions, where emulated
+    products take ten times as long; what they are multiplied with is not rounded then.
 
     Args:
         target: the frozen target.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -260,10 +261,14 @@ class Trainer:
             draft_token_ids=self.student.draft_token_ids,
             place=(self.accelerator.process_index, self.accelerator.num_processes),
             total=lambda values: summed(self.accelerator, values),
-            head=DraftHead(self.target, None),
+            head=lambda states_ME: self._head(states_ME),
         )
         self.student.module.train()
         return dict(zip(self.student.exits, found, strict=False))
+
+    @cached_property
+    def _head(self) -> DraftHead:
+        return DraftHead(self.target, None)
 
     def _held_out(self) -> dict[str, Any]:
         found = self.measure()
