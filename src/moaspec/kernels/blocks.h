@@ -13,8 +13,6 @@
 namespace {
 
 constexpr int kUnpackedRows = 16; // rows above which blocks are unpacked first
-constexpr int kBlock = 32;        // inputs that share a scale and a zero
-constexpr int kBlocksAhead = 4;   // blocks that weights are fetched ahead of their use
 
 // One number for each of 16 outputs, twice, as the lanes of outputs 0 to 7 and 8 to 15 want it.
 inline void spread(const uint8_t* halves, __m512 to[2]) {

@@ -11,9 +11,7 @@
 
 namespace {
 
-constexpr int kBlock = 32;       // inputs that share a scale and a zero
-constexpr int kQuarters = 4;     // of a panel's outputs; both halves of their pairs fill a register
-constexpr int kBlocksAhead = 4;  // blocks that weights are fetched ahead of their use
+constexpr int kQuarters = 4;         // of a panel's outputs; both halves of their pairs fill a register
 constexpr float kSmallest = 1e-30f;  // of what is told from zero: steps of less are not finite
 
 // 32 inputs. Halves of a pair are lanes of their own until the end of a product.

@@ -9,6 +9,8 @@ namespace {
 
 constexpr int kTileRows = 8;  // rows of a tile, at most
 constexpr int kAhead = 32;    // pairs that weights are fetched ahead of their use
+constexpr int kBlock = 32;    // inputs that share a scale and a zero, where weights have fewer bits
+constexpr int kBlocksAhead = 4;  // blocks that such weights are fetched ahead of their use
 
 // Sums of 16 outputs each. Written by one of few functions, whatever is done with them.
 struct Tile {

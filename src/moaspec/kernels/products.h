@@ -85,8 +85,9 @@ inline void tile_of(int count, Rest&... rest) {
 
 // Rows times `count` panels: `give(row, panel, sums)`. After them `following` is read.
 template <class Format, class Give>
-void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stride, const uint8_t* panels, int count,
-                     const uint8_t* following, int64_t inputs, const Give& give) {
+void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stride,
+                     const uint8_t* panels, int count, const uint8_t* following, int64_t inputs,
+                     const Give& give) {
   const int64_t bytes = Format::panel_bytes(inputs);
   for (int64_t row = 0; row < rows;) {
     // Tiles of nearly one size: a small one reads its weights for little.
