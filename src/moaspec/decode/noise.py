@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moaspec.kernels import can_draw, draw_bits
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -57,11 +59,16 @@ def uniform(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) ->
         position: int64, index of the token in its sequence, pads not counted.
         token_id: int64.
     """
+    arguments = (seed, choice, position, token_id)
+    bits = draw_bits(*arguments) if can_draw(*arguments) else _bits(*arguments)
+    return bits.double() * 2.0**-53
+
+
+def _bits(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) -> Tensor:
     zero = torch.zeros_like(token_id)
     key = (seed & _MASK, (seed >> 32) & _MASK)
     first, second, _, _ = philox((token_id, position, choice, zero), key)
-    bits = (first << 21) | (second >> 11) | 1
-    return bits.double() * 2.0**-53
+    return (first << 21) | (second >> 11) | 1
 
 
 def gumbel(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) -> Tensor:

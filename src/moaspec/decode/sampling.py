@@ -99,6 +99,11 @@ class SamplingParams:
         return self.temperature > 0.0
 
     @property
+    def filters(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return bool(self.top_k or self.min_p) or self.top_p < 1.0
+
+    @property
     def changes_logits(self) -> bool:
         """Whether bias, penalties or processors change logits before the choice."""
         return self.needs_prefix or bool(self.logit_bias)

@@ -9,6 +9,7 @@ from moaspec.kernels.build import instructions, unpacks, why_not
 from moaspec.kernels.drafter import ChainPart, FusedEncoder, draft_chain
 from moaspec.kernels.layers import FusedLayer, FusedStack, Slots, normed
 from moaspec.kernels.matrix import Matrix
+from moaspec.kernels.noise import can_draw, draw_bits
 
 __all__ = [
     "MOST_QUERIES",
@@ -20,7 +21,9 @@ __all__ = [
     "Slots",
     "attend",
     "can_attend",
+    "can_draw",
     "draft_chain",
+    "draw_bits",
     "instructions",
     "normed",
     "unpacks",

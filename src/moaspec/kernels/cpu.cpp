@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "noise.h"
 #include "products.h"
 #ifdef __AVX512BF16__
 #include "codes.h"
@@ -362,6 +363,14 @@ void moaspec_chain(const Chain* chain, const int64_t* unread, int64_t tokens, in
     moaspec_best(chain->head, root, 1, width, out + i, threads);
     out[i] = chain->names[out[i]];
   }
+}
+
+// The bits of positional noise of `count` draws.
+void moaspec_noise(const int64_t* seed, const int64_t* choice, const int64_t* position,
+                   const int64_t* token, int64_t count, int64_t* out, int32_t threads) {
+#pragma omp parallel for simd num_threads(threads) if (count >= threads * kNoiseShare)
+  for (int64_t i = 0; i < count; i++)
+    out[i] = noise_bits(seed[i], choice[i], position[i], token[i]);
 }
 
 // Keys and values of all layers, (tokens, L, K), as what a drafter attends to, (tokens, 2 J, D).

@@ -1,0 +1,31 @@
+// Philox4x32-10 (Salmon et al., SC 2011) as `moaspec.decode.noise` uses it: the first 64 bits of each
+// token's block, of which the leading 53 remain with the last one set.
+
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+constexpr int kNoiseRounds = 10;
+constexpr int64_t kNoiseShare = 4096;  // draws that are worth a thread
+
+inline int64_t noise_bits(uint64_t seed, uint32_t choice, uint32_t position, uint32_t token) {
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  uint32_t word0 = token, word1 = position, word2 = choice, word3 = 0;
+#pragma GCC unroll 10
+  for (int round = 0; round < kNoiseRounds; round++) {
+    const uint64_t product0 = uint64_t{word0} * 0xD2511F53u, product1 = uint64_t{word2} * 0xCD9E8D57u;
+    const uint32_t next0 = static_cast<uint32_t>(product1 >> 32) ^ word1 ^ key0;
+    const uint32_t next2 = static_cast<uint32_t>(product0 >> 32) ^ word3 ^ key1;
+    word1 = static_cast<uint32_t>(product1);
+    word3 = static_cast<uint32_t>(product0);
+    word0 = next0;
+    word2 = next2;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return static_cast<int64_t>(uint64_t{word0} << 21 | word1 >> 11 | 1);
+}
+
+}  // namespace
