@@ -365,12 +365,21 @@ void moaspec_chain(const Chain* chain, const int64_t* unread, int64_t tokens, in
   }
 }
 
-// The bits of positional noise of `count` draws.
-void moaspec_noise(const int64_t* seed, const int64_t* choice, const int64_t* position,
-                   const int64_t* token, int64_t count, int64_t* out, int32_t threads) {
-#pragma omp parallel for simd num_threads(threads) if (count >= threads * kNoiseShare)
-  for (int64_t i = 0; i < count; i++)
-    out[i] = noise_bits(seed[i], choice[i], position[i], token[i]);
+// The bits of positional noise: of `count` tokens at each place, (places, count). The first token of
+// a place is `stride` numbers behind that of the one before.
+void moaspec_noise(const Place* places, int64_t num, const int64_t* tokens, int64_t stride,
+                   int64_t count, int64_t* out, int32_t threads) {
+  if (num * count < threads * kNoiseShare) threads = 1;
+#pragma omp parallel for collapse(2) num_threads(threads)
+  for (int64_t i = 0; i < num; i++)
+    for (int64_t start = 0; start < count; start += kNoiseShare) {
+      const Place place = places[i];
+      const int64_t* from = tokens + i * stride;
+      int64_t* to = out + i * count;
+      const int64_t stop = std::min(count, start + kNoiseShare);
+      for (int64_t k = start; k < stop; k++)
+        to[k] = noise_bits(place, static_cast<uint32_t>(from[k]));
+    }
 }
 
 // Keys and values of all layers, (tokens, L, K), as what a drafter attends to, (tokens, 2 J, D).

@@ -10,9 +10,16 @@ namespace {
 constexpr int kNoiseRounds = 10;
 constexpr int64_t kNoiseShare = 4096;  // draws that are worth a thread
 
-inline int64_t noise_bits(uint64_t seed, uint32_t choice, uint32_t position, uint32_t token) {
+// What tells draws of one place from those of another.
+struct Place {
+  int64_t seed, choice, position;
+};
+
+inline int64_t noise_bits(const Place& place, uint32_t token) {
+  const uint64_t seed = static_cast<uint64_t>(place.seed);
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-  uint32_t word0 = token, word1 = position, word2 = choice, word3 = 0;
+  uint32_t word0 = token, word1 = static_cast<uint32_t>(place.position);
+  uint32_t word2 = static_cast<uint32_t>(place.choice), word3 = 0;
 #pragma GCC unroll 10
   for (int round = 0; round < kNoiseRounds; round++) {
     const uint64_t product0 = uint64_t{word0} * 0xD2511F53u, product1 = uint64_t{word2} * 0xCD9E8D57u;

@@ -17,17 +17,26 @@ def can_draw(*arguments: Tensor) -> bool:
     )
 
 
-def draw_bits(*arguments: Tensor) -> Tensor:
+def draw_bits(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) -> Tensor:
     """The bits that `moaspec.decode.noise` makes its numbers of, int64.
 
     Args:
-        arguments: seed, choice, position and token id, int64 tensors that broadcast.
+        seed, choice, position, token_id: int64 tensors that broadcast.
     """
-    whole = [x.contiguous() for x in torch.broadcast_tensors(*arguments)]
-    out = torch.empty_like(whole[0])
+    places = torch.stack(torch.broadcast_tensors(seed, choice, position), dim=-1)
+    shape = torch.broadcast_shapes(places.shape[:-1], token_id.shape)
+    shared = token_id.ndim == 1 and (places.ndim == 1 or places.shape[-2] == 1)
+    if not shared:  # tokens of its own for each place: one each
+        places = places.expand(*shape, 3).contiguous()
+        token_id = token_id.expand(shape)
+    token_id = token_id.contiguous()
+    out = torch.empty(shape, dtype=torch.int64)
     library().moaspec_noise(
-        *(c_void_p(x.data_ptr()) for x in whole),
-        c_int64(out.numel()),
+        c_void_p(places.data_ptr()),
+        c_int64(places.numel() // 3),
+        c_void_p(token_id.data_ptr()),
+        c_int64(not shared),
+        c_int64(token_id.numel() if shared else 1),
         c_void_p(out.data_ptr()),
         c_int32(torch.get_num_threads()),
     )
