@@ -95,7 +95,7 @@ class Ranking:
         ]
         facts_S3 = torch.tensor(facts, device=self._token_ids_V.device)
         seed_S1, choice_S1, position_S1 = facts_S3[..., None].unbind(1)
-        return gumbel(seed_S1, choice_S1, position_S1, self._token_ids_V[None])
+        return gumbel(seed_S1, choice_S1, position_S1, self._token_ids_V)
 
 
 def coupled(perturbed_V: Tensor, breadth: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,10 @@ def draw_bits(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) 
     Args:
         seed, choice, position, token_id: int64 tensors that broadcast.
     """
-    places = torch.stack(torch.broadcast_tensors(seed, choice, position), dim=-1)
+    facts = (seed, choice, position)
+    if not seed.shape == choice.shape == position.shape:  # which takes longer to find out inside
+        facts = torch.broadcast_tensors(*facts)
+    places = torch.stack(facts, dim=-1)
     shape = torch.broadcast_shapes(places.shape[:-1], token_id.shape)
     shared = token_id.ndim == 1 and (places.ndim == 1 or places.shape[-2] == 1)
     if not shared:  # tokens of its own for each place: one each
