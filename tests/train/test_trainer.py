@@ -222,6 +222,19 @@ def test_with_a_frozen_lsa_the_target_runs_once_for_every_example(
     assert encode.call_count == 0
 
 
+def test_measuring_after_the_last_step_reads_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose LSA never learns let the target read all held-out answers once more at its end."""
+    run = trainer(tmp_path, frozen_lsa=1.0, activation_cache=False)
+    run.measure()
+    encode = Mock(wraps=run.target.encode)
+    monkeypatch.setattr(run.target, "encode", encode)
+    run.step = run.config.steps
+    run.measure()
+    assert encode.call_count == 0
+
+
 def poison(run: Trainer) -> None:
     with torch.no_grad():
         module(run).encoder.projection.bias[0] = math.nan

@@ -23,5 +23,5 @@ def staircase_probability(config: TrainConfig, step: int) -> float:
 
 
 def lsa_is_frozen(config: TrainConfig, step: int) -> bool:
-    """Whether LSA still keeps its initial weights."""
-    return step < config.frozen_lsa * config.steps
+    """Whether LSA still keeps its initial weights; after the last step of a run, too, if it did."""
+    return config.frozen_lsa == 1.0 or step < config.frozen_lsa * config.steps
