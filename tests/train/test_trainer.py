@@ -225,7 +225,7 @@ def test_with_a_frozen_lsa_the_target_runs_once_for_every_example(
 def test_measuring_after_the_last_step_reads_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run whose LSA never learns let the target read all held-out answers once more at its end."""
+    """With an LSA that never learns, the target once read all held-out answers again."""
     run = trainer(tmp_path, frozen_lsa=1.0, activation_cache=False)
     run.measure()
     encode = Mock(wraps=run.target.encode)

@@ -67,9 +67,11 @@ def perturbed(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
     facts_N3 = torch.tensor([_facts(prefix) for prefix in prefixes], device=scores_NV.device)
     if not any(one.filters for one in settings):
         token_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
-        return scaled_NV + gumbel(*facts_N3.unsqueeze(2).unbind(1), token_V)
+        seed_N1, choice_N1, position_N1 = facts_N3[..., None].unbind(1)
+        return scaled_NV + gumbel(seed_N1, choice_N1, position_N1, token_V)
     node_S, token_S = survivors(scaled_NV, settings).nonzero(as_tuple=True)
-    noise_S = gumbel(*facts_N3[node_S].unbind(-1), token_S)
+    seed_S, choice_S, position_S = facts_N3[node_S].unbind(-1)
+    noise_S = gumbel(seed_S, choice_S, position_S, token_S)
     result_NV = torch.full_like(scaled_NV, -torch.inf)
     result_NV[node_S, token_S] = scaled_NV[node_S, token_S] + noise_S
     return result_NV

@@ -21,7 +21,10 @@ def draw_bits(seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor) 
     """The bits that `moaspec.decode.noise` makes its numbers of, int64.
 
     Args:
-        seed, choice, position, token_id: int64 tensors that broadcast.
+        seed: int64; the arguments broadcast.
+        choice: int64.
+        position: int64.
+        token_id: int64.
     """
     facts = (seed, choice, position)
     if not seed.shape == choice.shape == position.shape:  # which takes longer to find out inside
