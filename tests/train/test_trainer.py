@@ -35,6 +35,7 @@ from moaspec.train import (
     TrainConfig,
     Trainer,
 )
+from moaspec.train.data import response_counts
 from moaspec.train.losses import Divergence
 from moaspec.train.measure import MEASURED_BLOCK, RANKS, Measured
 from moaspec.train.schedule import learning_rate, staircase_probability
@@ -735,6 +736,28 @@ def test_it_goes_on_from_an_earlier_drafter(tmp_path: Path) -> None:
     before = module(second).encoder.projection.weight.clone()
     second.run()
     assert not torch.equal(module(second).encoder.projection.weight, before)
+
+
+def test_an_earlier_drafters_vocabulary_grows_by_frequent_tokens(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "first", steps=1, sizes=DrafterSizes(draft_vocab=8))
+    first.run()
+    earlier = str(tmp_path / "first" / "drafter")
+    second = trainer(tmp_path / "second", initial=earlier, sizes=DrafterSizes(draft_vocab=12))
+    had, has = (run.student.draft_token_ids.tolist() for run in (first, second))
+    assert (len(had), len(has)) == (8, 12)
+    assert set(had) < set(has)
+    counts = response_counts(second.data.examples)
+    left_out = max(n for token, n in counts.items() if token not in has)
+    assert min(counts[token] for token in set(has) - set(had)) >= left_out
+    second.run()
+    again = trainer(tmp_path / "third", initial=str(tmp_path / "second" / "drafter"))
+    assert again.student.draft_token_ids.tolist() == has
+    with pytest.raises(InputError, match=r"drafts with 12 tokens.*can only grow"):
+        trainer(
+            tmp_path / "fourth",
+            initial=str(tmp_path / "second" / "drafter"),
+            sizes=DrafterSizes(draft_vocab=8),
+        )
 
 
 def test_an_earlier_drafter_keeps_its_exits(tmp_path: Path) -> None:

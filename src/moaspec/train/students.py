@@ -83,11 +83,7 @@ class Student(Protocol):
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> MoADrafter:
     """A drafter with random weights."""
-    if config.sizes.draft_vocab > target.vocab_size:
-        raise InputError(
-            f"sizes.draft_vocab={config.sizes.draft_vocab}: {target.name} has {target.vocab_size} "
-            "tokens; 0 keeps them all."
-        )
+    _check_vocabulary(target, config)
     torch.manual_seed(config.seed)
     vocabulary = frequent_tokens(
         examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
@@ -98,11 +94,22 @@ def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]
     return drafter.float().to(target.device)
 
 
-def earlier_drafter(target: Target, config: TrainConfig) -> MoADrafter:
-    """The drafter that `config.initial` names, in float32.
+def _check_vocabulary(target: Target, config: TrainConfig) -> None:
+    if config.sizes.draft_vocab > target.vocab_size:
+        raise InputError(
+            f"sizes.draft_vocab={config.sizes.draft_vocab}: {target.name} has {target.vocab_size} "
+            "tokens; 0 keeps them all."
+        )
+
+
+def earlier_drafter(
+    target: Target, config: TrainConfig, examples: Sequence[Example]
+) -> MoADrafter:
+    """The drafter that `config.initial` names, in float32, its draft vocabulary grown if asked for.
 
     Raises:
-        InputError: it drafts with other N than `config.num_target_layers`.
+        InputError: it drafts with other N than `config.num_target_layers`, or with more tokens than
+            `config.sizes.draft_vocab`.
     """
     drafter = load_drafter(config.initial, target=target).float()
     if drafter.config.num_target_layers != config.num_target_layers:
@@ -110,7 +117,25 @@ def earlier_drafter(target: Target, config: TrainConfig) -> MoADrafter:
             f"initial={config.initial} drafts with N = {drafter.config.num_target_layers}, and "
             f"num_target_layers asks for {config.num_target_layers}; set it to the same."
         )
+    _check_vocabulary(target, config)
+    _grow_vocabulary(drafter, config, examples)
     return drafter.requires_grad_(requires_grad=True)
+
+
+def _grow_vocabulary(
+    drafter: MoADrafter, config: TrainConfig, examples: Sequence[Example]
+) -> None:
+    """Let a drafter point at more tokens; no weight of it depends on how many there are."""
+    size, ids = config.sizes.draft_vocab, drafter.draft_token_ids
+    if size == 0:
+        return
+    if ids is None or size < len(ids):
+        has = "all" if ids is None else len(ids)
+        raise InputError(
+            f"sizes.draft_vocab={size}: initial={config.initial} drafts with {has} tokens, and its "
+            "vocabulary can only grow; 0 keeps it."
+        )
+    drafter.draft_token_ids = frequent_tokens(examples, size=size, always=ids.tolist())
 
 
 class DraftHead:
@@ -179,7 +204,7 @@ class MoAStudent:
         self.simulates = True
         self._target, self._reader, self._config, self._output = target, reader, config, output
         self.module: MoADrafter = (
-            earlier_drafter(target, config)
+            earlier_drafter(target, config, reader.examples)
             if config.initial
             else new_drafter(target, config, reader.examples)
         )
