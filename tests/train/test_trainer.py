@@ -70,6 +70,12 @@ def module(run: Trainer) -> MoADrafter:
     return run.student.module
 
 
+def vocabulary(run: Trainer) -> list[int]:
+    ids = run.student.draft_token_ids
+    assert ids is not None
+    return ids.tolist()
+
+
 def test_it_learns_short_examples_by_heart_and_the_export_drafts(tmp_path: Path) -> None:
     seen: list[Progress] = []
     run = trainer(
@@ -743,7 +749,7 @@ def test_an_earlier_drafters_vocabulary_grows_by_frequent_tokens(tmp_path: Path)
     first.run()
     earlier = str(tmp_path / "first" / "drafter")
     second = trainer(tmp_path / "second", initial=earlier, sizes=DrafterSizes(draft_vocab=12))
-    had, has = (run.student.draft_token_ids.tolist() for run in (first, second))
+    had, has = vocabulary(first), vocabulary(second)
     assert (len(had), len(has)) == (8, 12)
     assert set(had) < set(has)
     counts = response_counts(second.data.examples)
@@ -751,7 +757,7 @@ def test_an_earlier_drafters_vocabulary_grows_by_frequent_tokens(tmp_path: Path)
     assert min(counts[token] for token in set(has) - set(had)) >= left_out
     second.run()
     again = trainer(tmp_path / "third", initial=str(tmp_path / "second" / "drafter"))
-    assert again.student.draft_token_ids.tolist() == has
+    assert vocabulary(again) == has
     with pytest.raises(InputError, match=r"drafts with 12 tokens.*can only grow"):
         trainer(
             tmp_path / "fourth",
@@ -763,9 +769,38 @@ def test_an_earlier_drafters_vocabulary_grows_by_frequent_tokens(tmp_path: Path)
 def test_an_earlier_drafter_keeps_its_exits(tmp_path: Path) -> None:
     first = trainer(tmp_path / "first", steps=1)
     first.run()
-    with pytest.raises(InputError, match="set it to the same"):
+    with pytest.raises(InputError, match="Set it to the same"):
         trainer(
             tmp_path / "second",
             initial=str(tmp_path / "first" / "drafter"),
             num_target_layers=(1,),
+        )
+
+
+def _explained(found_ME: Tensor, wanted_ME: Tensor) -> float:
+    """The share of the variance."""
+    missed = (found_ME - wanted_ME).square().sum()
+    return 1 - float(missed / (wanted_ME - wanted_ME.mean(0)).square().sum())
+
+
+def test_an_earlier_drafter_gets_other_exits_beside_its_own(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "first", steps=30)
+    first.run()
+    earlier = str(tmp_path / "first" / "drafter")
+    second = trainer(tmp_path / "second", initial=earlier, num_target_layers=(0, 1), steps=1)
+    part = first.data.next_part(0)
+    with torch.no_grad():
+        (before,) = first.student.run(module(first), part, 0).exits
+        own, other = second.student.run(module(second), part, 0).exits
+    assert _explained(own.drafted_ME, before.drafted_ME) > 0.9
+    assert other.inner is not None
+    assert _explained(*other.inner) > 0.3
+    second.run()
+    drafter = moaspec.load_drafter(str(tmp_path / "second" / "drafter"), target=second.target)
+    assert drafter.config.num_target_layers == (0, 1)
+    with pytest.raises(InputError, match="Set it to the same"):
+        trainer(
+            tmp_path / "third",
+            initial=str(tmp_path / "second" / "drafter"),
+            num_target_layers=(0, 1, 2),
         )

@@ -28,7 +28,7 @@ from moaspec.train.losses import ExitStates
 from moaspec.train.order import Part
 from moaspec.train.reader import FrozenMeans, TargetReader
 from moaspec.train.schedule import lsa_is_frozen
-from moaspec.train.warm_start import random_weights, warm_start
+from moaspec.train.warm_start import fit_exits, random_weights, warm_start
 
 
 @dataclass(frozen=True)
@@ -104,27 +104,35 @@ def _check_vocabulary(target: Target, config: TrainConfig) -> None:
 
 def earlier_drafter(
     target: Target, config: TrainConfig, examples: Sequence[Example]
-) -> MoADrafter:
-    """The drafter that `config.initial` names, in float32, its draft vocabulary grown if asked for.
+) -> tuple[MoADrafter, int | None]:
+    """The drafter that `config.initial` names, in float32, with the vocabulary and N asked for.
+
+    Returns:
+        The drafter, and the N that it had alone if it has got exits, which `fit_exits` starts.
 
     Raises:
-        InputError: it drafts with other N than `config.num_target_layers`, or with more tokens than
-            `config.sizes.draft_vocab`.
+        InputError: it drafts with more tokens than `config.sizes.draft_vocab`, or with N that
+            `config.num_target_layers` lacks, or with several others.
     """
-    drafter = load_drafter(config.initial, target=target).float()
-    if drafter.config.num_target_layers != config.num_target_layers:
-        raise InputError(
-            f"initial={config.initial} drafts with N = {drafter.config.num_target_layers}, and "
-            f"num_target_layers asks for {config.num_target_layers}; set it to the same."
-        )
     _check_vocabulary(target, config)
+    drafter = load_drafter(config.initial, target=target).float()
+    had, wanted = drafter.config.num_target_layers, config.num_target_layers
+    if had != wanted and (len(had) > 1 or had[0] not in wanted):
+        raise InputError(
+            f"initial={config.initial} drafts with N = {had}, and num_target_layers asks for "
+            f"{wanted}. Set it to the same; a drafter with one N can also get others beside it."
+        )
+    grows = had != wanted
+    if grows:
+        shape = dataclasses.replace(drafter.config, num_target_layers=wanted, acceptance=())
+        grown = MoADrafter(shape, drafter.draft_token_ids)
+        grown.load_state_dict(drafter.state_dict(), strict=False)  # it has no exits
+        drafter = grown.to(target.device)
     _grow_vocabulary(drafter, config, examples)
-    return drafter.requires_grad_(requires_grad=True)
+    return drafter.requires_grad_(requires_grad=True), had[0] if grows else None
 
 
-def _grow_vocabulary(
-    drafter: MoADrafter, config: TrainConfig, examples: Sequence[Example]
-) -> None:
+def _grow_vocabulary(drafter: MoADrafter, config: TrainConfig, examples: Sequence[Example]) -> None:
     """Let a drafter point at more tokens; no weight of it depends on how many there are."""
     size, ids = config.sizes.draft_vocab, drafter.draft_token_ids
     if size == 0:
@@ -203,11 +211,12 @@ class MoAStudent:
     ) -> None:
         self.simulates = True
         self._target, self._reader, self._config, self._output = target, reader, config, output
-        self.module: MoADrafter = (
-            earlier_drafter(target, config, reader.examples)
-            if config.initial
-            else new_drafter(target, config, reader.examples)
-        )
+        self._had: int | None = None
+        self.module: MoADrafter
+        if config.initial:
+            self.module, self._had = earlier_drafter(target, config, reader.examples)
+        else:
+            self.module = new_drafter(target, config, reader.examples)
         self.exits = config.num_target_layers
         self.draft_token_ids = self.module.draft_token_ids
         self._head = DraftHead(target, self.draft_token_ids)
@@ -217,10 +226,12 @@ class MoAStudent:
     def start(self, ids: Sequence[int]) -> None:
         """Informed initial weights (`warm_start`), and each exit's size of states."""
         config = self._config
+        sample = self._reader.sample(ids, config.warm_start_tokens)
         if config.initial:
+            if self._had is not None:
+                fit_exits(self._target, self.module, sample, had=self._had)
             return
         if config.warm_start:
-            sample = self._reader.sample(ids, config.warm_start_tokens)
             warm_start(self._target, self.module, sample)
         if self.module.exits:
             _, result = next(self._reader.sample(ids, 1))

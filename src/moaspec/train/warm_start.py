@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -187,6 +188,43 @@ def fit_linear(linear: nn.Linear, inputs_NK: Tensor, outputs_NE: Tensor) -> None
     weight_EK = _ridge(inputs_NK - input_mean, outputs_NE - output_mean).T
     linear.weight.copy_(weight_EK)
     linear.bias.copy_(output_mean - weight_EK @ input_mean)
+
+
+@torch.no_grad()
+def fit_exits(
+    target: Target, drafter: MoADrafter, sample: Iterable[tuple[Batch, TargetPass]], *, had: int
+) -> None:
+    """Start the exits of a drafter that was trained for one N, as regressions on its states.
+
+    That N's exit reproduces what the drafter gave, each other one what enters its target layers.
+
+    Args:
+        target: the frozen target.
+        drafter: with new exits; changed in place.
+        sample: as for `warm_start`; the target's passes have the states before each N's layers.
+        had: the N it was trained for.
+    """
+    own: list[Tensor] = []
+    wanted: dict[int, list[Tensor]] = {n: [] for n in drafter.config.num_target_layers}
+    for batch, result in sample:
+        newest_BT = positions(batch.attention_mask_BT)
+        states_BTE = drafter.block_states(
+            target.embed(batch.input_ids_BT).float(),
+            drafter.aggregate(result.kv_BTLK.float()),
+            batch.attention_mask_BT,
+            newest_BT,
+        )
+        own.append(states_BTE[0])
+        for n, states in wanted.items():
+            given_BTE = states_BTE if n == had else result.before[n] if n else result.hidden_BTE
+            states.append(given_BTE[0].float())
+    own_NE = torch.cat(own)
+    for n, states in wanted.items():
+        adapter: Any = drafter.exits[str(n)]
+        wanted_NE = torch.cat(states)
+        scale = wanted_NE.square().mean().sqrt()
+        adapter.scale.fill_(scale)
+        fit_linear(adapter.linear, adapter.norm(own_NE), wanted_NE / scale)
 
 
 def _ridge(x_NK: Tensor, y_NE: Tensor) -> Tensor:
