@@ -17,7 +17,6 @@ from moaspec.decode.engine import run_now
 from moaspec.decode.protocols import Request, Verdict
 from moaspec.decode.tree import DraftTree
 from moaspec.decode.verifier import LocalVerifier
-from moaspec.model.encoder import layer_features
 
 
 def verify(verifier: LocalVerifier, *requests: Request) -> list[Verdict]:
@@ -27,11 +26,6 @@ def verify(verifier: LocalVerifier, *requests: Request) -> list[Verdict]:
 def uncached_kv(family: str, text: Sequence[int]) -> Tensor:
     ids = torch.tensor([list(text)])
     return tiny.target(family).encode(ids, torch.ones_like(ids)).kv_BTLK[0]
-
-
-def cached_kv(verifier: LocalVerifier, row: int, length: int) -> Tensor:
-    key, value = verifier.cache.read(row, 0, length)
-    return layer_features(key[:, None], value[:, None])[0]
 
 
 def right_and_wrong(draw: st.DrawFn, right: Sequence[int]) -> DraftTree:
@@ -79,7 +73,7 @@ def test_cache_compaction_is_recomputation(data: st.DataObject) -> None:
             assert [*taken, verdict.next_token] == wholes[row][at + 1 : at + 2 + len(taken)]
     for row in rows:
         expected = uncached_kv(family, wholes[row][: lengths[row]])
-        assert_close(cached_kv(verifier, row, lengths[row]), expected, **tiny.TOLERANCE)
+        assert_close(verifier.cache.features(row, 0, lengths[row])[0], expected, **tiny.TOLERANCE)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 12])
@@ -95,7 +89,9 @@ def test_a_long_prompt_takes_several_passes(
     verifier = LocalVerifier(tiny.target(family))
     (verdict,) = verify(verifier, Request(1, 0, prompt))
     assert verdict.next_token == text[20]
-    assert_close(cached_kv(verifier, 1, len(prompt)), uncached_kv(family, prompt), **tiny.TOLERANCE)
+    assert_close(
+        verifier.cache.features(1, 0, len(prompt))[0], uncached_kv(family, prompt), **tiny.TOLERANCE
+    )
 
 
 def test_a_request_may_carry_several_known_tokens_and_a_tree() -> None:
@@ -106,7 +102,9 @@ def test_a_request_may_carry_several_known_tokens_and_a_tree() -> None:
     assert verdict.accepted == (1, 2)
     assert verdict.next_token == text[7]
     assert verdict.features is None
-    assert_close(cached_kv(verifier, 0, 7), uncached_kv("llama", text[:7]), **tiny.TOLERANCE)
+    assert_close(
+        verifier.cache.features(0, 0, 7)[0], uncached_kv("llama", text[:7]), **tiny.TOLERANCE
+    )
 
 
 def test_release() -> None:

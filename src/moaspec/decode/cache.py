@@ -118,13 +118,8 @@ class KVCache:
         self._data[first:, 0, row, :, start:stop] = key_NHTD
         self._data[first:, 1, row, :, start:stop] = value_NHTD
 
-    def read(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots start..stop - 1, each (L, H, T, D)."""
-        part = self._data[:, :, row, :, start:stop]
-        return part[:, 0], part[:, 1]
-
     def features(self, row: int, start: int, stop: int) -> Tensor:
-        """The same slots as `layer_features` lays them out, (1, T, L, K), in one copy."""
+        """Slots start..stop - 1 as `layer_features` lays them out, (1, T, L, K), in one copy."""
         part_L2HTD = self._data[:, :, row, :, start:stop]
         return part_L2HTD.permute(3, 0, 2, 1, 4).flatten(2)[None]
 
