@@ -20,7 +20,7 @@ from bits import (
     threads,
 )
 from moaspec.kernels import Matrix, unpacks
-from moaspec.kernels.codes import BLOCK
+from moaspec.kernels.codes import BLOCK, rounded
 
 pytestmark = needs_kernels
 
@@ -153,6 +153,31 @@ def test_four_bits_are_within_half_a_step() -> None:
     assert same_bits(matrix.weight(), read_OI.bfloat16())
 
 
+def test_rounding_makes_up_for_errors_in_inputs_that_vary_together() -> None:
+    """Of outputs, not of weights: those are further from what they were."""
+    weight_OI = normal(64, 128)
+    few, other = normal(1024, 12, seed=1).double(), normal(1024, 128, seed=2).double()
+    x = few @ normal(12, 128, seed=3).double() + 0.1 * other
+    plain, made_up = (
+        rounded(weight_OI, moment_II).weight().double()
+        for moment_II in (None, (x.T @ x / len(x)).float())
+    )
+
+    def error(weight: Tensor, inputs: Tensor) -> float:
+        return float((inputs @ (weight - weight_OI.double()).T).square().mean())
+
+    assert error(made_up, x) < 0.25 * error(plain, x)
+    anything = normal(1024, 128, seed=4).double()
+    assert error(plain, anything) < error(made_up, anything) < 10 * error(plain, anything)
+
+
+def test_rounding_by_inputs_that_do_not_vary_together_is_the_plain_one() -> None:
+    weight_OI = four_bit_weight()
+    plain, by_moment = rounded(weight_OI), rounded(weight_OI, torch.eye(128))
+    for name in ("scale_ON", "zero_ON", "codes_ONI"):
+        assert torch.equal(getattr(plain, name), getattr(by_moment, name)), name
+
+
 def test_blocks_of_one_number_are_kept() -> None:
     weight_OI = four_bit_weight()
     read_OI = Matrix(weight_OI, None, bits=4).weight()
@@ -240,11 +265,11 @@ def test_four_bits_are_multiplied_with_eight(rows: int, biased: bool) -> None:
     blocks = x.float().unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     steps = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0.0)
-    rounded = ((blocks * steps).round().double() * (largest.double() / 127)).flatten(1)
+    rounded_x = ((blocks * steps).round().double() * (largest.double() / 127)).flatten(1)
     zero_OI = weight_OI.unflatten(1, (-1, BLOCK)).amin(-1, keepdim=True).expand(-1, -1, BLOCK)
     codes_OI = weight_OI - zero_OI.flatten(1)
-    expected = rounded @ codes_OI.t() + x.double() @ zero_OI.flatten(1).t()
-    terms = rounded.abs() @ codes_OI.abs().t() + x.double().abs() @ zero_OI.flatten(1).abs().t()
+    expected = rounded_x @ codes_OI.t() + x.double() @ zero_OI.flatten(1).t()
+    terms = rounded_x.abs() @ codes_OI.abs().t() + x.double().abs() @ zero_OI.flatten(1).abs().t()
     if bias is not None:
         expected, terms = expected + bias.double(), terms + bias.double().abs()
     got = matrix.product(x, single=True).double()

@@ -139,6 +139,24 @@ def test_trimmed_vocabulary_is_kept(tmp_path: Path) -> None:
     assert loaded.draft_token_ids.tolist() == [1, 5, 63]
 
 
+def test_the_heads_moment_is_kept(tmp_path: Path) -> None:
+    drafter = tiny.random_drafter(tiny.target())
+    assert load(saved(tmp_path, drafter)).head_moment is None
+    size = drafter.config.hidden_size
+    drafter.head_moment = torch.rand(size, size)
+    loaded = load(saved(tmp_path, drafter)).bfloat16()
+    assert loaded.head_moment is not None
+    assert torch.equal(loaded.head_moment, drafter.head_moment)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(3, 3), torch.full((48, 48), torch.nan)], ids=str)
+def test_a_moment_that_does_not_fit(wrong: Tensor, tmp_path: Path) -> None:
+    assert tiny.random_drafter(tiny.target()).config.hidden_size == 48
+    edit_tensors(saved(tmp_path), lambda tensors: tensors.update(head_moment=wrong))
+    with pytest.raises(CheckpointError, match="head_moment"):
+        load(tmp_path)
+
+
 def test_several_reused_layers_are_kept(tmp_path: Path) -> None:
     config = drafter_config(tiny.target(), DrafterSizes())
     drafter = MoADrafter(dataclasses.replace(config, num_target_layers=(2, 0)))

@@ -121,6 +121,9 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     trainer(tmp_path, steps=5).run()  # finished: it measures nothing and writes the drafter again
     again = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert again["moaspec"]["acceptance"] == [by_rank]
+    drafter = moaspec.load_drafter(tmp_path / "drafter", target=run.target)
+    assert drafter.head_moment is not None
+    assert torch.equal(drafter.head_moment, run.measure()[0].moment_EE)
     assert not list(tmp_path.rglob("*partial*"))
 
 
@@ -431,7 +434,9 @@ def test_measured_accuracy_of_a_perfect_drafter(
     monkeypatch.setattr(run.student, "run", perfect)
     # The examples are the target's own greedy text, so its first choices are what follows.
     first_always = (1.0, *[0.0] * (RANKS - 1))
-    assert run.measure()[0] == Measured([1.0] * MEASURED_BLOCK, MEASURED_BLOCK + 1.0, first_always)
+    found = run.measure()[0]
+    expected = Measured([1.0] * MEASURED_BLOCK, MEASURED_BLOCK + 1.0, first_always, found.moment_EE)
+    assert found == expected
 
 
 def test_staircase_fades_out_over_half_of_training(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from moaspec.decode import bundled_drafters
 from moaspec.errors import UnknownModelError
 from moaspec.model.baselines import SECTION as BASELINE
 from moaspec.model.baselines import read_whole
-from moaspec.model.checkpoint import DRAFT_TOKENS, SECTION
+from moaspec.model.checkpoint import DRAFT_TOKENS, HEAD_MOMENT, SECTION
 from moaspec.model.weights import is_directory, read_config, read_tensors
 
 
@@ -47,7 +47,7 @@ def info(
 def describe(directory: Path) -> dict[str, Any]:
     """Facts of a checkpoint, its weights read and checked."""
     config, tensors = read_whole(directory)
-    draft_tokens = tensors.pop(DRAFT_TOKENS, None)
+    draft_tokens, _ = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
     ours = config.get(SECTION) or config.get(BASELINE) or {}
     return {
         "format": _format(config),

@@ -300,7 +300,7 @@ def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module
 
 
 def _prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
-    head = target.draft_head(drafter.draft_token_ids)
+    head = target.draft_head(drafter.draft_token_ids, drafter.head_moment)
     return _packed(drafter), head  # packing, the last of both, gives freed memory back
 
 

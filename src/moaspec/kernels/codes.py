@@ -21,6 +21,8 @@ BLOCK = 32
 """Inputs that share a scale and a zero."""
 NIBBLES = 8
 """Of a word."""
+DAMPING = 0.01
+"""Of a moment, relative to its mean diagonal: what it was not measured on varies otherwise."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,57 @@ def found_codes(weight_OI: Tensor) -> Coded | None:
     return None
 
 
-def rounded(weight_OI: Tensor) -> Coded:
-    """Four bits near a weight's: each block's smallest and largest numbers have codes 0 and 15."""
-    blocks_ONI = weight_OI.float().unflatten(1, (-1, BLOCK))
-    zero_ON1 = blocks_ONI.amin(-1, keepdim=True).half()
-    above_ONI = blocks_ONI - zero_ON1.float()
-    # float16's smallest normal number: a block of equal weights has all codes 0.
-    scale_ON1 = (above_ONI.amax(-1, keepdim=True) / 15).clamp(min=2.0**-14).half()
-    codes_ONI = (above_ONI / scale_ON1.float()).round().clamp(0, 15).to(torch.int8)
-    return Coded(scale_ON1[..., 0], zero_ON1[..., 0], codes_ONI, bits=4)
+def rounded(weight_OI: Tensor, moment_II: Tensor | None = None) -> Coded:
+    """Four bits near a weight's: each block's smallest and largest numbers have codes 0 and 15.
+
+    Where it is known how inputs vary together, what rounding one of them changes in a product is
+    made up for by those after it, as far as they tell the same. Source: GPTQ, arXiv 2210.17323.
+
+    Args:
+        weight_OI: to round.
+        moment_II: mean of products of inputs, or None.
+    """
+    left_IO = weight_OI.float().T.contiguous()
+    shares_II = None if moment_II is None else _shares(moment_II)
+    scales, zeros, codes = [], [], []
+    for first in range(0, len(left_IO), BLOCK):
+        block_XO = left_IO[first : first + BLOCK]
+        zero_O = block_XO.amin(0).half()
+        # float16's smallest normal number: a block of equal weights has all codes 0.
+        scale_O = ((block_XO - zero_O.float()).amax(0) / 15).clamp(min=2.0**-14).half()
+        if shares_II is None:
+            codes_XO = _nearest(block_XO, scale_O, zero_O)
+        else:
+            shares_XI = shares_II[first : first + BLOCK, first:]
+            codes_XO = _made_up(left_IO[first:], shares_XI, scale_O, zero_O)
+        scales.append(scale_O)
+        zeros.append(zero_O)
+        codes.append(codes_XO.T)
+    scale_ON, zero_ON = torch.stack(scales, dim=1), torch.stack(zeros, dim=1)
+    return Coded(scale_ON, zero_ON, torch.stack(codes, dim=1).to(torch.int8), bits=4)
+
+
+def _nearest(weight_O: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
+    return ((weight_O - zero_O.float()) / scale_O.float()).round().clamp(0, 15)
+
+
+def _shares(moment_II: Tensor) -> Tensor:
+    """How much of an error in an input each later one takes; row by row, relative to the diagonal."""
+    moment_II = moment_II.double()
+    damping = DAMPING * moment_II.diagonal().mean() * torch.eye(len(moment_II)).double()
+    inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(moment_II + damping))
+    upper_II = torch.linalg.cholesky(inverse_II, upper=True)
+    return (upper_II / upper_II.diagonal()[:, None]).float()
+
+
+def _made_up(left_IO: Tensor, shares_XI: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
+    """Codes of the first block; the others' weights change in place by what its errors ask for."""
+    block_XO, codes, errors = left_IO[:BLOCK], [], []
+    for i in range(BLOCK):
+        code_O = _nearest(block_XO[i], scale_O, zero_O)
+        error_O = block_XO[i] - torch.addcmul(zero_O.float(), scale_O.float(), code_O)
+        block_XO[i + 1 :].addr_(shares_XI[i, i + 1 : BLOCK], error_O, alpha=-1)
+        codes.append(code_O)
+        errors.append(error_O)
+    left_IO[BLOCK:].addmm_(shares_XI[:, BLOCK:].T, torch.stack(errors), alpha=-1)
+    return torch.stack(codes)

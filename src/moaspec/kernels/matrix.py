@@ -31,15 +31,23 @@ class Matrix:
         bias: (O,), or None.
         bits: None: the fewest that keep every weight as it is. 16: as given. 4: the weights are
             rounded, to 16 equidistant numbers for each 32 inputs.
+        moment_II: of the inputs, for rounding; see `codes.rounded`.
     """
 
-    def __init__(self, weight_OI: Tensor, bias: Tensor | None, *, bits: int | None = None) -> None:
+    def __init__(
+        self,
+        weight_OI: Tensor,
+        bias: Tensor | None,
+        *,
+        bits: int | None = None,
+        moment_II: Tensor | None = None,
+    ) -> None:
         self.outputs, self.inputs = weight_OI.shape
         wide = -self.outputs % LANES
         padded_OI = pad(weight_OI, (0, 0, 0, wide)) if wide else weight_OI
         coded = None
         if bits == 4:
-            coded = rounded(padded_OI)
+            coded = rounded(padded_OI, moment_II)
         elif bits is None and unpacks():
             coded = found_codes(padded_OI.contiguous())
         self._panels = _panels(padded_OI) if coded is None else coded.panels()

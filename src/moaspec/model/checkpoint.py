@@ -38,6 +38,8 @@ from moaspec.model.weights import (
 )
 
 DRAFT_TOKENS = "draft_token_ids"
+HEAD_MOMENT = "head_moment"
+BESIDE_WEIGHTS = (DRAFT_TOKENS, HEAD_MOMENT)
 FORMAT_VERSION = 1
 SECTION = "moaspec"
 """Of `config.json`, where a checkpoint of ours says what it is."""
@@ -107,6 +109,8 @@ def save_drafter(
     tensors = published_tensors(drafter, dtype)
     if drafter.draft_token_ids is not None:
         tensors[DRAFT_TOKENS] = drafter.draft_token_ids.cpu()
+    if drafter.head_moment is not None:
+        tensors[HEAD_MOMENT] = drafter.head_moment
     section = {"format_version": FORMAT_VERSION, **dataclasses.asdict(drafter.config)}
     config = {
         "model_type": "moa_spec",
@@ -143,13 +147,15 @@ def load_checkpoint(directory: str | Path, target: TargetIdentity, context: Any)
         MismatchError: it belongs to another target.
     """
     config_json, tensors = read_config(directory), read_tensors(directory)
-    draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
+    draft_token_ids, moment_EE = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
     with consistent(directory):
         config = _config_of(config_json, tensors, target, context)
         check_target(config, draft_token_ids, target, where=f"drafter at {directory}")
         _check_shapes(config, tensors)
         drafter = MoADrafter(config, draft_token_ids)
         _fill(drafter, tensors)
+        _check_moment(moment_EE, config.hidden_size)
+    drafter.head_moment = moment_EE
     return drafter.eval().requires_grad_(requires_grad=False)
 
 
@@ -179,7 +185,7 @@ def check_whole(
         CheckpointError: another format version.
         CorruptCheckpointError: tensors are missing, too many or of other sizes.
     """
-    weights = {name: tensor for name, tensor in tensors.items() if name != DRAFT_TOKENS}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in BESIDE_WEIGHTS}
     with consistent(directory):
         if SECTION in config_json:
             _check_shapes(_recorded_config(config_json), weights)
@@ -229,6 +235,15 @@ def _check_draft_tokens(ids: Tensor) -> None:
     if ids.ndim != 1 or not len(ids) or ids.dtype != torch.int64 or int(ids.min()) < 0:
         raise CorruptCheckpointError(
             f"The draft vocabulary ({DRAFT_TOKENS}) must be a list of token ids (int64, 0 or more)."
+        )
+
+
+def _check_moment(moment_EE: Tensor | None, size: int) -> None:
+    if moment_EE is None:
+        return
+    if moment_EE.shape != (size, size) or not bool(moment_EE.isfinite().all()):
+        raise CorruptCheckpointError(
+            f"{HEAD_MOMENT} must be finite and ({size}, {size}), got {tuple(moment_EE.shape)}."
         )
 
 

@@ -129,8 +129,8 @@ class TargetExcerpt(Target):
         self.lean = True
         return self.packed
 
-    def draft_head(self, token_ids: Tensor | None) -> nn.Module:
-        """The head for the tokens that can be drafted.
+    def draft_head(self, token_ids: Tensor | None, moment_EE: Tensor | None = None) -> nn.Module:
+        """The head for the tokens that can be drafted; bundles record no `moment_EE`.
 
         Raises:
             MismatchError: it has other rows than these.

@@ -71,8 +71,15 @@ class Form(Protocol):
 class Kernel:
     """bf16, or fewer bits, in the layout of `moaspec.kernels`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, bits: int | None = None) -> None:
-        self.bias, self.matrix = bias, Matrix(weight, bias, bits=bits)
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        bits: int | None = None,
+        moment_II: Tensor | None = None,
+    ) -> None:
+        self.bias, self.matrix = bias, Matrix(weight, bias, bits=bits, moment_II=moment_II)
 
     def weight(self) -> Tensor:
         return self.matrix.weight()
@@ -154,10 +161,12 @@ class Single:
         return F.linear(x.float(), self._weight, self._added).to(x.dtype)
 
 
-def fastest_form(weight: Tensor, bias: Tensor | None, *, drafts: bool) -> Form:
+def fastest_form(
+    weight: Tensor, bias: Tensor | None, *, drafts: bool, moment_II: Tensor | None = None
+) -> Form:
     """The form for this weight here; one in four bits only where it serves `drafts`."""
     if drafts and Matrix.can_hold(weight, bits=4):
-        return Kernel(weight, bias, bits=4)
+        return Kernel(weight, bias, bits=4, moment_II=moment_II)
     if Matrix.can_hold(weight):
         return Kernel(weight, bias)
     if compute_dtype(weight.dtype) == weight.dtype:

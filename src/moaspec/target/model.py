@@ -159,13 +159,20 @@ class Target(TargetFacts):
             rows.bias = nn.Parameter(bias[token_ids], requires_grad=False)
         return rows
 
-    def draft_head(self, token_ids: Tensor | None) -> nn.Module:
-        """A head to keep: packed where that helps; for None the target's own, without a copy."""
+    def draft_head(self, token_ids: Tensor | None, moment_EE: Tensor | None = None) -> nn.Module:
+        """A head to keep: packed where that helps; for None the target's own, without a copy.
+
+        Args:
+            token_ids: the draft vocabulary.
+            moment_EE: how drafted states vary together; with it the head may be rounded.
+        """
         if token_ids is None:
             return self._fast_head
         rows = self.head_rows(token_ids)
         self._forget_rows()
-        return PackedLinear(rows) if can_pack(self.dtype, self.device) else rows
+        if not can_pack(self.dtype, self.device):
+            return rows
+        return PackedLinear(rows, drafts=moment_EE is not None, moment_II=moment_EE)
 
     def head(self, states: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Logits in float32, (..., V), or of `token_ids` only."""

@@ -38,16 +38,19 @@ class PackedLinear(nn.Module):
     Args:
         linear: what to pack, on the CPU. It is not changed.
         drafts: what it computes is only proposed, so it may be rounded.
+        moment_II: how its inputs vary together, so that rounding does less harm.
     """
 
-    def __init__(self, linear: nn.Linear, *, drafts: bool = False) -> None:
+    def __init__(
+        self, linear: nn.Linear, *, drafts: bool = False, moment_II: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._dtype = linear.weight.dtype
         # Not a parameter: a packed tensor cannot be moved, cast or trained.
         bias = None if linear.bias is None else linear.bias.detach()
         weight = linear.weight.detach()
-        self._form = fastest_form(weight, bias, drafts=drafts)
+        self._form = fastest_form(weight, bias, drafts=drafts, moment_II=moment_II)
 
     @property
     def weight(self) -> Tensor:

@@ -12,6 +12,7 @@ Legend: M queries with loss, X blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,11 +41,13 @@ class Measured:
             tokens before are the target's.
         tau: simulated tokens per round of a chain; None when no response fills a block.
         acceptance: by rank, the share of drafts that are the target's first choice, over all steps.
+        moment_EE: the mean of products of the states that the head is given.
     """
 
     accuracy: list[float]
     tau: float | None
     acceptance: tuple[float, ...]
+    moment_EE: Tensor
 
 
 def measure(
@@ -82,7 +85,7 @@ def measure(
 
 
 def _sums(states: ExitStates, part: Part, draft_token_ids: Tensor | None, head: LogitsOf) -> Tensor:
-    """Hits and queries by step, hits by rank, agreeing drafts, whole blocks; see `_measured`."""
+    """Hits and queries by step, hits by rank, agreeing drafts, whole blocks, products of states."""
     drafted, best = [], []
     for mine, target in zip(
         states.drafted_ME.split(CHUNK), states.target_ME.split(CHUNK), strict=True
@@ -105,6 +108,7 @@ def _sums(states: ExitStates, part: Part, draft_token_ids: Tensor | None, head: 
             torch.zeros(MEASURED_BLOCK).index_add_(0, step_M, torch.ones(len(step_M))),
             F.pad(right_MR.sum(0), (0, RANKS - right_MR.shape[1])),
             torch.tensor([float(prefixes.sum()), float(len(prefixes))]),
+            (states.drafted_ME.T @ states.drafted_ME).flatten().cpu(),
         )
     ).double()
 
@@ -126,10 +130,12 @@ def agreeing_prefixes(agreed_M: Tensor, step_M: Tensor) -> Tensor:
 
 
 def _measured(sums: Tensor) -> Measured:
-    hits, counts, ranks, rest = sums.split([MEASURED_BLOCK, MEASURED_BLOCK, RANKS, 2])
+    sizes = [MEASURED_BLOCK, MEASURED_BLOCK, RANKS, 2]
+    hits, counts, ranks, rest, products = sums.split([*sizes, len(sums) - sum(sizes)])
     agreed, blocks = rest.tolist()
+    moment_EE = products.unflatten(0, (math.isqrt(len(products)), -1)) / counts.sum().clamp(min=1)
     by_rank = (ranks / counts.sum().clamp(min=1)).tolist()
     accuracy = (hits / counts.clamp(min=1)).tolist()
     tau = round(agreed / blocks + 1, 4) if blocks else None
     acceptance = tuple(round(value, 4) for value in by_rank)
-    return Measured([round(value, 4) for value in accuracy], tau, acceptance)
+    return Measured([round(value, 4) for value in accuracy], tau, acceptance, moment_EE.float())

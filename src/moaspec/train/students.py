@@ -70,8 +70,8 @@ class Student(Protocol):
         """Run `model`, which is `module` as the processes share it."""
         ...
 
-    def record(self, acceptance: tuple[float, ...]) -> None:
-        """Take in the share of held-out drafts that were right, by rank, for the checkpoint."""
+    def record(self, acceptance: tuple[float, ...], moment_EE: Tensor | None) -> None:
+        """Take in what was measured on held-out drafts, for the checkpoint; see `Measured`."""
         ...
 
     def save(
@@ -193,6 +193,8 @@ def export(
     ids = module.draft_token_ids
     drafter = type(module)(module.config, None if ids is None else ids.cpu())
     drafter.load_state_dict(weights)
+    if isinstance(drafter, MoADrafter):
+        drafter.head_moment = module.head_moment
     write(drafter, dtype=torch.bfloat16, training=facts, shard_bytes=shard_bytes)
 
 
@@ -291,9 +293,10 @@ class MoAStudent:
             relative=len(self.exits) > 1,
         )
 
-    def record(self, acceptance: tuple[float, ...]) -> None:
-        """Decoding starts from these rates when it weighs what to draft."""
+    def record(self, acceptance: tuple[float, ...], moment_EE: Tensor | None) -> None:
+        """Decoding starts from these rates when it weighs what to draft, and rounds by the moment."""
         self.module.config = dataclasses.replace(self.module.config, acceptance=(acceptance,))
+        self.module.head_moment = moment_EE
 
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]

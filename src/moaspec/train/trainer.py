@@ -43,6 +43,9 @@ from moaspec.train.students import DraftHead, MoAStudent, Student
 SAME = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
 """Settings that may not change when a run is resumed; the examples may not either."""
 
+MOMENT = "head_moment"
+"""In a saved state: what was measured on held-out examples, beside weights."""
+
 CPU_PASS_TOKENS = 512
 """Tokens of a pass on a CPU: its products are at full speed with so many rows."""
 
@@ -119,6 +122,7 @@ class Trainer:
         self._pass_tokens = config.pass_tokens or (CPU_PASS_TOKENS if on_cpu else sys.maxsize)
         self.step = self.tokens = 0
         self._acceptance: tuple[float, ...] = ()
+        self._moment_EE: Tensor | None = None
         saved = self.states.load()
         if saved is None:
             self.student.start(self.data.train_ids)
@@ -274,9 +278,10 @@ class Trainer:
         found = self.measure()
         if not found:
             return {}
-        self._acceptance = found[self.student.exits[0]].acceptance
+        first = found[self.student.exits[0]]
+        self._acceptance, self._moment_EE = first.acceptance, first.moment_EE
         return {
-            "held_out_accuracy": found[self.student.exits[0]].accuracy,
+            "held_out_accuracy": first.accuracy,
             "held_out_tau": {
                 str(n): one.tau if self.student.simulates else None for n, one in found.items()
             },
@@ -292,6 +297,8 @@ class Trainer:
             "order": self.data.state(),
             "acceptance": self._acceptance,
         }
+        if self._moment_EE is not None:
+            tensors[MOMENT] = self._moment_EE
         if self.accelerator.is_main_process:
             self.states.save(self.step, tensors, facts)
         self.accelerator.wait_for_everyone()
@@ -323,7 +330,7 @@ class Trainer:
             }
             directory = self.output / "drafter"
             if self._acceptance:
-                self.student.record(self._acceptance)
+                self.student.record(self._acceptance, self._moment_EE)
             self.student.save(weights, directory, facts)
             write_card(directory, self.target, self.config, facts, self.log.rows())
         self.accelerator.wait_for_everyone()
@@ -346,6 +353,7 @@ class Trainer:
                 "would train on what was held out. Use the same, or another output directory; "
                 "initial=DIRECTORY goes on from a drafter with new data."
             )
+        self._moment_EE = tensors.pop(MOMENT, None)
         self.sharing.load(tensors)
         try:
             self.data.restore(facts["order"])
