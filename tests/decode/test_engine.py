@@ -18,7 +18,6 @@ from moaspec.decode.engine import run_now
 from moaspec.decode.protocols import Request, Verdict
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError
-from moaspec.model.encoder import layer_features
 
 PROMPT, OWN = tiny.PROMPTS[0], tiny.own_texts("llama")[0]
 
@@ -211,8 +210,7 @@ def test_the_cache_after_a_switch_is_that_of_the_long_text() -> None:
     decode(engine, tiny.PROMPTS[2], max_new_tokens=16)
     ids = torch.tensor([text[:26]])
     expected = target.encode(ids, torch.ones_like(ids)).kv_BTLK[0]
-    key, value = verifier.cache.read(0, 0, 26)
-    assert_close(layer_features(key[:, None], value[:, None])[0], expected, **tiny.TOLERANCE)
+    assert_close(verifier.cache.features(0, 0, 26)[0], expected, **tiny.TOLERANCE)
 
 
 def test_rows_switch_on_their_own() -> None:

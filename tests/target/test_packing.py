@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,15 +14,8 @@ from torch import nn
 from moaspec.kernels import Matrix, unpacks, why_not
 from moaspec.target import forms
 from moaspec.target.forms import can_pack, fastest_form
-from moaspec.target.packing import (
-    FusedPart,
-    PackedLinear,
-    StreamedLinear,
-    joint_matrix,
-    map_into_memory,
-    pack_like,
-    pack_linears,
-)
+from moaspec.target.heads import StreamedLinear, pack_like
+from moaspec.target.packing import FusedPart, PackedLinear, joint_matrix, pack_linears
 from tiny import FAMILIES, PROMPTS, fresh_target
 
 CPU = torch.device("cpu")
@@ -218,58 +210,6 @@ def test_weights_of_too_wide_a_range_stay_float32(monkeypatch: pytest.MonkeyPatc
     form = fastest_form(weight, None, drafts=False)
     assert isinstance(form, forms.Single)
     assert torch.equal(form.weight().bfloat16(), weight)
-
-
-@needs_packing
-def test_a_tied_head_is_packed_and_its_rows_are_read_from_a_file(tmp_path: Path) -> None:
-    head, embedding = nn.Linear(32, 50).bfloat16(), nn.Embedding(50, 32).bfloat16()
-    head.requires_grad_(requires_grad=False)
-    embedding.weight = head.weight
-    before, x, ids = head.weight.clone(), torch.randn(3, 32).bfloat16(), torch.tensor([[49, 0]])
-    expected = head(x)
-    packed, forget = pack_like(head, directory=tmp_path / "new")
-    assert isinstance(packed, PackedLinear)
-    torch.testing.assert_close(packed(x), expected, atol=2e-2, rtol=0)
-    assert torch.equal(head.weight, before)
-    forget()
-    assert torch.equal(embedding(ids), before[ids])
-    assert list(tmp_path.iterdir()) == [tmp_path / "new"]
-    assert not list((tmp_path / "new").iterdir())
-
-
-def test_without_room_for_a_file_a_table_stays_where_it_is(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    table = torch.randn(4, 3)
-    before, place = table.clone(), table.data_ptr()
-    map_into_memory(table, tmp_path / "file" / "below")
-    assert table.data_ptr() == place
-    map_into_memory(table, tmp_path)
-    assert table.data_ptr() != place
-    assert torch.equal(table, before)
-
-
-def test_memory_of_rows_that_were_read_is_given_back(tmp_path: Path) -> None:
-    table = torch.randn(1 << 22)
-    before = table.clone()
-    forget = map_into_memory(table, tmp_path)
-    total = float(table.sum())
-    read = psutil.Process().memory_info().rss
-    forget()
-    assert psutil.Process().memory_info().rss < read - table.nbytes // 2
-    assert float(table.sum()) == total
-    assert torch.equal(table, before)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(0,), (1,), (2,), (16,), (17,), (2, 3), (1, 1), (2, 0)])
-def test_streamed_linear_computes_the_same(bias: bool, shape: tuple[int, ...]) -> None:
-    linear = nn.Linear(24, 40, bias=bias)
-    x = torch.randn(*shape, 24)
-    with torch.inference_mode():
-        streamed, expected = StreamedLinear(linear)(x), linear(x)
-    assert streamed.shape == expected.shape
-    assert streamed.is_contiguous()
-    torch.testing.assert_close(streamed, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("cpu", "gains"), [("Intel(R) Xeon(R)", False), ("AMD EPYC", True)])

@@ -135,7 +135,7 @@ def _nearest(weight_O: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
 
 
 def _shares(moment_II: Tensor) -> Tensor:
-    """How much of an error in an input each later one takes; row by row, relative to the diagonal."""
+    """How much of an error in an input (a row) each later one (a column) takes."""
     moment_II = moment_II.double()
     damping = DAMPING * moment_II.diagonal().mean() * torch.eye(len(moment_II)).double()
     inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(moment_II + damping))

@@ -105,8 +105,8 @@ class MoADrafter(nn.Module):
 
     Attributes:
         prepared: what decoding made of these weights and keeps from call to call.
-        head_moment: (E, E) float32 on the CPU, the mean of products of what drafts give to the head,
-            as it was measured after training; with it a rounded head drafts nearly as well. Or None.
+        head_moment: (E, E) float32 on the CPU, or None: the mean of products of what drafts give to
+            the head, measured after training. With it a rounded head drafts nearly as well.
 
     Source: arXiv 2410.03804, section 4 and figure 2.
     """

@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
 from moaspec.places import cache_dir
 from moaspec.target.forms import can_pack
+from moaspec.target.heads import draft_rows, pack_like
 from moaspec.target.lean import kernel_norm, make_lean
 from moaspec.target.model import Target
-from moaspec.target.packing import PackedLinear, pack_like, pack_linears, return_freed_memory
+from moaspec.target.packing import pack_linears, return_freed_memory
 from moaspec.target.quantised import Int8Embedding, Int8Linear, quantise
 
 EMBEDDING, HEAD, NORM, LAYER = "embedding", "head", "norm", "layers"
@@ -130,7 +131,7 @@ class TargetExcerpt(Target):
         return self.packed
 
     def draft_head(self, token_ids: Tensor | None, moment_EE: Tensor | None = None) -> nn.Module:
-        """The head for the tokens that can be drafted; bundles record no `moment_EE`.
+        """The head for the tokens that can be drafted; see `Target.draft_head`.
 
         Raises:
             MismatchError: it has other rows than these.
@@ -147,7 +148,7 @@ class TargetExcerpt(Target):
         if isinstance(head, Int8Linear):
             return head.select(token_ids)
         rows = self.head_rows(token_ids)
-        return PackedLinear(rows) if can_pack(self.dtype, self.device) else rows
+        return draft_rows(rows, moment_EE)
 
     def run(self, *_: Any, **__: Any) -> NoReturn:
         """It has no whole pass.

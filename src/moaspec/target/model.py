@@ -26,8 +26,9 @@ from moaspec.places import cache_dir
 from moaspec.target import families
 from moaspec.target.facts import TargetFacts
 from moaspec.target.forms import can_pack
+from moaspec.target.heads import draft_rows, pack_like
 from moaspec.target.lean import Norm, Reading, kernel_norm, make_lean
-from moaspec.target.packing import PackedLinear, pack_like, pack_linears, return_freed_memory
+from moaspec.target.packing import PackedLinear, pack_linears, return_freed_memory
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
@@ -170,9 +171,7 @@ class Target(TargetFacts):
             return self._fast_head
         rows = self.head_rows(token_ids)
         self._forget_rows()
-        if not can_pack(self.dtype, self.device):
-            return rows
-        return PackedLinear(rows, drafts=moment_EE is not None, moment_II=moment_EE)
+        return draft_rows(rows, moment_EE)
 
     def head(self, states: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Logits in float32, (..., V), or of `token_ids` only."""

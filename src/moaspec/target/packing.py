@@ -1,19 +1,14 @@
 """Linear layers in the form that this CPU multiplies fastest, see `forms`.
 
 Projections of one input (query, key and value; gate and up) become one matrix. What only drafts may
-be rounded to four bits, of which a draft step reads a quarter of the bytes. An LM head in bf16
-becomes a packed copy; the embedding that shares its weight, of which a token reads one row, is left
-to a file then.
+be rounded to four bits, of which a draft step reads a quarter of the bytes. LM heads: see `heads`.
 """
 
 from __future__ import annotations
 
 import copy
 import ctypes
-import mmap
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import torch
@@ -331,80 +326,3 @@ def _joined(linears: Sequence[nn.Linear], *, drafts: bool) -> list[FusedPart]:
         parts.append(FusedPart(fused, slice(start, start + linear.out_features)))
         start += linear.out_features
     return parts
-
-
-class StreamedLinear(nn.Module):
-    """A float32 layer whose own weight stays in use elsewhere, streamed once for a few rows.
-
-    MKL copies the right-hand matrix of a product, so here the weight is the left-hand one.
-
-    Args:
-        linear: on the CPU; its weight is shared, not copied.
-    """
-
-    MOST_ROWS = 16
-    """Up to which that is faster."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows_NE = x.reshape(-1, x.shape[-1])
-        num = len(rows_NE)
-        if not 1 <= num <= self.MOST_ROWS:
-            return self.linear(x)
-        # A single row would be multiplied by another kernel, which takes three times as long.
-        wide_NE = rows_NE.repeat(2, 1) if num == 1 else rows_NE
-        out_NX = torch.mm(self.linear.weight, wide_NE.t())[:, :num].t()
-        if self.linear.bias is not None:
-            out_NX = out_NX + self.linear.bias
-        return out_NX.contiguous().reshape(*x.shape[:-1], -1)
-
-
-def pack_like(linear: nn.Linear, *, directory: Path) -> tuple[nn.Module, Callable[[], None]]:
-    """A faster stand-in for a layer whose own weight stays in use elsewhere (a tied LM head).
-
-    The bf16 one is a packed copy. Of the weight itself only single rows are read from then on (by
-    an embedding that shares it, or for a draft head), so it is left to a file, see
-    `map_into_memory`.
-
-    Args:
-        linear: is kept, and so is the value of its weight.
-        directory: for that file.
-
-    Returns:
-        The stand-in, and a call that gives back the memory of the weight's rows that were read.
-    """
-    if not can_pack(linear.weight.dtype, linear.weight.device):
-        return linear, lambda: None
-    if linear.weight.dtype == torch.float32:
-        return StreamedLinear(linear), lambda: None
-    return PackedLinear(linear), map_into_memory(linear.weight, directory)
-
-
-def map_into_memory(table: Tensor, directory: Path) -> Callable[[], None]:
-    """Let a tensor's numbers live in a file, of which only what is read takes memory.
-
-    The file has no name, and is gone with the tensor. Without room for it all stays as it is.
-
-    Args:
-        table: contiguous, on the CPU; changed in place.
-        directory: on a disk, made where it is missing.
-
-    Returns:
-        A call that gives back the memory of what was read so far; nothing may have been written.
-    """
-    numbers = table.detach().view(torch.uint8).numpy()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=directory) as file:
-            numbers.tofile(file)
-            file.flush()
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError):
-        return lambda: None
-    table.data = torch.frombuffer(pages, dtype=table.dtype).view(table.shape)
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return lambda: None
-    return lambda: pages.madvise(mmap.MADV_DONTNEED)

@@ -294,7 +294,7 @@ class MoAStudent:
         )
 
     def record(self, acceptance: tuple[float, ...], moment_EE: Tensor | None) -> None:
-        """Decoding starts from these rates when it weighs what to draft, and rounds by the moment."""
+        """Decoding weighs what to draft by these rates, and rounds the head by the moment."""
         self.module.config = dataclasses.replace(self.module.config, acceptance=(acceptance,))
         self.module.head_moment = moment_EE
 
