@@ -149,7 +149,9 @@ def test_the_heads_moment_is_kept(tmp_path: Path) -> None:
     assert torch.equal(loaded.head_moment, drafter.head_moment)
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(3, 3), torch.full((48, 48), torch.nan)], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(3, 3), torch.full((48, 48), torch.nan), torch.zeros(48, 48)], ids=str
+)
 def test_a_moment_that_does_not_fit(wrong: Tensor, tmp_path: Path) -> None:
     assert tiny.random_drafter(tiny.target()).config.hidden_size == 48
     edit_tensors(saved(tmp_path), lambda tensors: tensors.update(head_moment=wrong))

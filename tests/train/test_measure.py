@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moaspec.train.measure import MEASURED_BLOCK, agreeing_prefixes
+from moaspec.train.blocks import fixed_blocks
+from moaspec.train.data import Example, collate
+from moaspec.train.losses import ExitStates
+from moaspec.train.measure import MEASURED_BLOCK, agreeing_prefixes, measure
+from moaspec.train.order import Part
+from moaspec.train.students import StudentPass
 
 
 def test_prefixes_of_whole_blocks_by_hand() -> None:
@@ -22,3 +27,23 @@ def test_prefixes_of_whole_blocks_by_hand() -> None:
 def test_no_queries() -> None:
     empty = torch.zeros(0, dtype=torch.long)
     assert agreeing_prefixes(empty.bool(), empty).tolist() == []
+
+
+def test_without_drafts_there_is_no_moment() -> None:
+    """A moment of nothing would say that all states are zero."""
+    states = ExitStates(torch.zeros(0, 4), torch.zeros(0, 4), torch.clone, torch.clone)
+    batch = collate([Example([1, 2], [3])], [0])
+    part = Part(batch, fixed_blocks(batch, MEASURED_BLOCK), None)
+    assert not part.blocks.loss_BT.any()
+    (found,) = measure(
+        lambda _: StudentPass([states]),
+        [Example([1, 2], [3])],
+        [0],
+        batch_size=1,
+        draft_token_ids=None,
+        place=(0, 1),
+        total=torch.clone,
+        head=torch.clone,
+    )
+    assert found.moment_EE is None
+    assert found.tau is None

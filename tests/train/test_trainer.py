@@ -123,7 +123,9 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     assert again["moaspec"]["acceptance"] == [by_rank]
     drafter = moaspec.load_drafter(tmp_path / "drafter", target=run.target)
     assert drafter.head_moment is not None
-    assert torch.equal(drafter.head_moment, run.measure()[0].moment_EE)
+    measured = run.measure()[0].moment_EE
+    assert measured is not None
+    assert torch.equal(drafter.head_moment, measured)
     assert not list(tmp_path.rglob("*partial*"))
 
 

@@ -241,9 +241,11 @@ def _check_draft_tokens(ids: Tensor) -> None:
 def _check_moment(moment_EE: Tensor | None, size: int) -> None:
     if moment_EE is None:
         return
-    if moment_EE.shape != (size, size) or not bool(moment_EE.isfinite().all()):
+    fits = moment_EE.shape == (size, size) and moment_EE.is_floating_point()
+    if not fits or not bool(moment_EE.isfinite().all()) or float(moment_EE.trace()) <= 0:
         raise CorruptCheckpointError(
-            f"{HEAD_MOMENT} must be finite and ({size}, {size}), got {tuple(moment_EE.shape)}."
+            f"{HEAD_MOMENT} must have sums of squares for {size} numbers, got "
+            f"{tuple(moment_EE.shape)} {moment_EE.dtype}."
         )
 
 

@@ -41,13 +41,13 @@ class Measured:
             tokens before are the target's.
         tau: simulated tokens per round of a chain; None when no response fills a block.
         acceptance: by rank, the share of drafts that are the target's first choice, over all steps.
-        moment_EE: the mean of products of the states that the head is given.
+        moment_EE: the mean of products of the states that the head is given; None without any.
     """
 
     accuracy: list[float]
     tau: float | None
     acceptance: tuple[float, ...]
-    moment_EE: Tensor
+    moment_EE: Tensor | None
 
 
 def measure(
@@ -133,9 +133,10 @@ def _measured(sums: Tensor) -> Measured:
     sizes = [MEASURED_BLOCK, MEASURED_BLOCK, RANKS, 2]
     hits, counts, ranks, rest, products = sums.split([*sizes, len(sums) - sum(sizes)])
     agreed, blocks = rest.tolist()
-    moment_EE = products.unflatten(0, (math.isqrt(len(products)), -1)) / counts.sum().clamp(min=1)
+    moment_EE = (products / counts.sum()).unflatten(0, (math.isqrt(len(products)), -1)).float()
     by_rank = (ranks / counts.sum().clamp(min=1)).tolist()
     accuracy = (hits / counts.clamp(min=1)).tolist()
     tau = round(agreed / blocks + 1, 4) if blocks else None
     acceptance = tuple(round(value, 4) for value in by_rank)
-    return Measured([round(value, 4) for value in accuracy], tau, acceptance, moment_EE.float())
+    accuracy = [round(value, 4) for value in accuracy]
+    return Measured(accuracy, tau, acceptance, moment_EE if counts.any() else None)
