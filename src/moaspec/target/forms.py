@@ -71,15 +71,8 @@ class Form(Protocol):
 class Kernel:
     """bf16, or fewer bits, in the layout of `moaspec.kernels`."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        bits: int | None = None,
-        moment_II: Tensor | None = None,
-    ) -> None:
-        self.bias, self.matrix = bias, Matrix(weight, bias, bits=bits, moment_II=moment_II)
+    def __init__(self, matrix: Matrix, bias: Tensor | None) -> None:
+        self.matrix, self.bias = matrix, bias
 
     def weight(self) -> Tensor:
         return self.matrix.weight()
@@ -166,9 +159,9 @@ def fastest_form(
 ) -> Form:
     """The form for this weight here; one in four bits only where it serves `drafts`."""
     if drafts and Matrix.can_hold(weight, bits=4):
-        return Kernel(weight, bias, bits=4, moment_II=moment_II)
+        return Kernel(Matrix(weight, bias, bits=4, moment_II=moment_II), bias)
     if Matrix.can_hold(weight):
-        return Kernel(weight, bias)
+        return Kernel(Matrix(weight, bias), bias)
     if compute_dtype(weight.dtype) == weight.dtype:
         return OneDNN(weight, bias)
     single = weight.float()
