@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from bits import BF16_STEP, ROWS, needs_kernels, normal, same_bits, threads
 from moaspec.decode.cache import KVCache, StoredMemory, prefix_mask, tree_mask
-from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedStack, Matrix, attend, normed
+from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedNorm, FusedStack, Matrix, attend
 from moaspec.model.config import LayerConfig
 from moaspec.model.layers import CrossLayer, DecoderLayer, masked_attention
 from moaspec.model.rope import Rope, rotate
@@ -447,9 +447,10 @@ def test_a_norm_by_a_kernel(shape: tuple[int, ...]) -> None:
     norm = torch.nn.RMSNorm(shape[-1], eps=EPS)
     norm.weight = torch.nn.Parameter(weight_E.float())
     exact = norm(x.float())
-    got = normed(x, weight_E, EPS)
+    fused = FusedNorm(weight_E, EPS)
+    got = fused(x)
     assert got.shape == x.shape
     # One rounding of numbers that float32 has to seven digits.
     torch.testing.assert_close(got.float(), exact, rtol=2.0**-8, atol=1e-6)
     for one, many in zip(x.view(-1, shape[-1]), got.view(-1, shape[-1]), strict=True):
-        assert torch.equal(normed(one, weight_E, EPS), many)
+        assert torch.equal(fused(one), many)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +90,7 @@ class Growing(ABC):
         self, target: Target, draft_token_ids: Tensor | None, text: KVCache, head: nn.Module
     ) -> None:
         self.target, self.text = target, text
+        self.device = target.device  # asking a model takes a walk through its parameters
         self.draft_head, self._draft_token_ids = head, draft_token_ids
         self.vocabulary = target.vocab_size if draft_token_ids is None else len(draft_token_ids)
         self.vocabulary_ids = self._token_ids(torch.arange(self.vocabulary, device=target.device))
@@ -173,14 +175,17 @@ class Level(ABC):
 
     def __init__(self, drafting: Growing, rows: Sequence[RowText], shape: Tree) -> None:
         self.drafting, self.rows = drafting, rows
-        self.device = drafting.target.device
+        self.device = drafting.device
         self.indices = [row.row for row in rows]
         self.roots = [len(row.token_ids) - 1 - drafting.lag for row in rows]
         self.levels = 0
         self.slots = max(self.roots) + 1 + (shape.depth - 1) * shape.breadth
         drafting.text.reserve(max(self.indices) + 1, self.slots)
-        # own_BNU: which drafted slots (the root first) each drafted node sees, itself included.
-        self.own_BNU = torch.ones(len(rows), 1, 1, dtype=torch.bool, device=self.device)
+
+    @cached_property
+    def own_BNU(self) -> Tensor:  # noqa: N802 - axes
+        """Which drafted slots, the root first, each drafted node sees, itself included; grows."""
+        return torch.ones(len(self.rows), 1, 1, dtype=torch.bool, device=self.device)
 
     @abstractmethod
     def read_text(self, reading: Reading) -> Tensor:

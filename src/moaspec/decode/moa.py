@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -21,7 +22,6 @@ from moaspec.kernels import MOST_QUERIES, ChainPart, Slots, draft_chain
 from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import check_target
 from moaspec.model.layers import CrossAttend
-from moaspec.model.rope import CosSin, Rope
 from moaspec.target import Target
 from moaspec.target.packing import PackedLinear, packed_copy
 
@@ -74,7 +74,6 @@ class MoADrafting(Growing):
         """Let N > 0 attend to the target's own cache, or to one that `place` fills."""
         self.target_cache = target_cache
 
-    @torch.inference_mode()
     def encode(
         self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Sequence[int]
     ) -> list[Features]:
@@ -147,11 +146,15 @@ class _Speaking(Level):
 
     def __init__(self, drafting: MoADrafting, rows: Sequence[RowText], shape: Tree) -> None:
         super().__init__(drafting, rows, shape)
-        remembered = [drafting.remembered.get(row, 0) for row in self.indices]
-        mask_B11S = prefix_mask(remembered, max(remembered), self.device)
+        self.remembered = [drafting.remembered.get(row, 0) for row in self.indices]
         self.missing = [sorted(drafting.missing.get(row, ())) for row in self.indices]
+
+    @cached_property
+    def memory(self) -> StoredMemory:
+        """What CA reads of verified tokens."""
+        mask_B11S = prefix_mask(self.remembered, max(self.remembered), self.device)
         mask_B11S = self._without_missing(mask_B11S)
-        self.memory = StoredMemory(drafting.memory, self.indices, mask_B11S)
+        return StoredMemory(self.drafting.memory, self.indices, mask_B11S)
 
     def read_text(self, reading: Reading) -> Tensor:
         """SA."""
@@ -231,13 +234,12 @@ class _Speaking(Level):
         if root + 1 - start > MOST_QUERIES:
             return None
         slots = Slots(drafting.text.data, self.indices, [start], root + 1)
+        remembered = Slots(drafting.memory.data, self.indices, [0], self.remembered[0])
         tokens = draft_chain(
             row.token_ids[start:],
             depth,
-            text=ChainPart(sa, *_angles(speaker.self_rope, start, root + depth), slots),
-            memory=ChainPart(
-                ca, *_angles(speaker.cross_rope, root, root + depth), self.memory.slots
-            ),
+            text=ChainPart(sa, *speaker.self_rope.along(start, root + depth), slots),
+            memory=ChainPart(ca, *speaker.cross_rope.along(root, root + depth), remembered),
             head=head,
             names_O=drafting.vocabulary_ids,
             embeddings_VE=embeddings,
@@ -256,12 +258,6 @@ class _Speaking(Level):
         write(0, *drafting.module.project_kv(x_BWE, position_BW))
         mask = tree_mask(self.roots, own.sees_BWU, visible)
         return StoredMemory(drafting.memory, self.indices, mask)
-
-
-def _angles(rope: Rope, start: int, stop: int) -> CosSin:
-    """Those of neighbouring positions of one text, (stop - start, D) each."""
-    cos, sin = rope.between(start, stop)
-    return cos[0, 0].contiguous(), sin[0, 0].contiguous()
 
 
 def _check_place(drafter: MoADrafter, target: Target) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -133,7 +133,9 @@ class DraftTree:
     @cached_property
     def depths(self) -> list[int]:
         """Level of each node; children of the root are 1."""
-        depths: list[int] = self.ancestors.sum(1).tolist()
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
         return depths
 
     @cached_property
@@ -144,6 +146,8 @@ class DraftTree:
 
 def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
     """[i, j] is True when node j is i itself or one of its ancestors."""
+    if list(parents) == list(range(-1, len(parents) - 1)):  # a chain, as most are
+        return causal_matrix(len(parents))
     above = np.array([*parents, -1])  # the last entry is where -1 points: the root is its own
     nodes = np.arange(len(parents))
     matrix = np.zeros((len(parents), len(parents) + 1), dtype=np.bool_)
@@ -152,6 +156,14 @@ def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
         matrix[nodes, level] = True
         level = above[level]
     return matrix[:, :-1]
+
+
+@lru_cache(maxsize=16)
+def causal_matrix(size: int) -> npt.NDArray[np.bool_]:
+    """[i, j] is True for j up to i; not to be written to."""
+    matrix = np.tri(size, dtype=np.bool_)
+    matrix.flags.writeable = False
+    return matrix
 
 
 def merged(

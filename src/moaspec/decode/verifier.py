@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 from moaspec.decode.cache import KVCache, tree_mask
 from moaspec.decode.decide import Decision, decide, follow
 from moaspec.decode.protocols import Drafter, Need, Request, Verdict
+from moaspec.decode.tree import causal_matrix
 from moaspec.target import Target
 
 PREFILL_CHUNK_TOKENS = 1024
@@ -31,6 +31,19 @@ MIN_WIDTH = 16
 
 HEAD_NODES = 256
 """Logits of at most so many nodes (but at least one row's) exist at a time."""
+
+
+class Stopwatch:
+    """Adds up the seconds spent inside it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._started
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,7 @@ class LocalVerifier:
         self._texts: dict[int, list[int]] = {}
         self._encoded: dict[int, int] = {}  # tokens of each row whose features were given out
         self._held: dict[int, Tensor] = {}  # final states of later ones, (n, E)
-        self._target_s = 0.0  # in its passes and head, of this call
+        self._target_time = Stopwatch()  # in its passes and head, of this call
         self._device = target.device  # asking a model takes a walk through its parameters
         self.cache = KVCache(
             num_layers=target.num_layers,
@@ -120,7 +133,7 @@ class LocalVerifier:
         self._held.clear()
 
     def _verify(self, requests: Sequence[Request]) -> list[Verdict]:
-        self._target_s = 0.0
+        self._target_time = Stopwatch()
         plans, early = self._prefill(requests)
         states = self._states(plans)
         decisions = self._decide(plans, states)
@@ -138,7 +151,7 @@ class LocalVerifier:
         accepted = [len(decision.accepted) for decision in decisions]
         features = self._features(requests, accepted, early)
         encode_s = time.perf_counter() - started
-        pass_s = self._target_s if self._device.type == "cpu" else None
+        pass_s = self._target_time.seconds if self._device.type == "cpu" else None
         return [
             Verdict(
                 decision.accepted,
@@ -179,8 +192,8 @@ class LocalVerifier:
         states: list[Tensor] = []
         first = 0
         for parts in pieces:
-            rows = zip(parts, hidden_BTE[first : first + len(parts)], strict=True)
-            states.append(torch.cat([hidden_TE[: len(one.tokens)] for one, hidden_TE in rows]))
+            own = [hidden_BTE[first + i, : len(one.tokens)] for i, one in enumerate(parts)]
+            states.append(_joined(own, 0))
             first += len(parts)
         return states
 
@@ -197,7 +210,7 @@ class LocalVerifier:
         )
         mask_B1TS = tree_mask(starts, torch.from_numpy(tree_BTT).to(self._device), visible)
         lengths_B = torch.tensor([p.length for p in plans], device=self._device)
-        with self._timed():
+        with self._target_time:
             return self.target.run(
                 tokens_BT,
                 positions_BT,
@@ -205,15 +218,6 @@ class LocalVerifier:
                 write=self.cache.writer(rows, starts, longest, visible),
                 lengths_B=lengths_B,
             )
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Count what the target itself takes."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._target_s += time.perf_counter() - started
 
     def _decide(self, plans: Sequence[_Plan], states: Sequence[Tensor]) -> list[Decision]:
         """The target's choices along each tree, up to the first that was not drafted."""
@@ -224,13 +228,13 @@ class LocalVerifier:
                 states_TE[plan.num_known - 1 :] for plan, states_TE in zip(group, own, strict=True)
             ]
             requests = [plan.request for plan in group]
-            states_NE, texts = torch.cat(needed), [self._text(one) for one in requests]
+            states_NE, texts = _joined(needed, 0), [self._text(one) for one in requests]
             if any(one.sampling.needs_logits for one in requests):
-                with self._timed():
+                with self._target_time:
                     logits_NV = self.target.head(states_NE)
                 decisions += decide(requests, texts, logits_NV)
             else:
-                with self._timed():
+                with self._target_time:
                     chosen_N = self.target.best(states_NE).tolist()
                 decisions += follow(requests, texts, chosen_N)
         return decisions
@@ -269,7 +273,7 @@ class LocalVerifier:
             self._encoded[request.row] = stop
         if self._encode is not None and counts:
             position_ids_1N = torch.tensor([positions], device=self._device)
-            joined = torch.cat(activations, dim=1) if len(activations) > 1 else activations[0]
+            joined = _joined(activations, 1)
             encoded = self._encode(joined, position_ids_1N, list(counts.values()))
             for i, feature in zip(counts, encoded, strict=True):
                 features[i] = feature
@@ -312,15 +316,18 @@ def _groups(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:
 
 
 def _visible_matrix(plan: _Plan, longest: int) -> np.ndarray:
-    """Who sees whom among the tokens of a pass; pads see themselves."""
-    known, total = plan.num_known, len(plan.tokens)
-    matrix = np.eye(longest, dtype=np.bool_)
-    order = np.arange(known)
-    matrix[:known, :known] = order[:, None] >= order
-    if total > known:
-        matrix[known:total, :known] = True
-        matrix[known:total, known:total] = plan.request.tree.ancestors
+    """Who sees whom among the tokens of a pass; pads see whatever comes before them."""
+    matrix = causal_matrix(longest)
+    if plan.drafted:
+        drafts = slice(plan.num_known, len(plan.tokens))
+        matrix = matrix.copy()
+        matrix[drafts, drafts] = plan.request.tree.ancestors
     return matrix
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """One piece is not copied."""
+    return torch.cat(list(parts), dim=dim) if len(parts) > 1 else parts[0]
 
 
 def _padded(values: Sequence[int], length: int) -> list[int]:

@@ -7,7 +7,7 @@ on with PyTorch's own operations.
 from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
 from moaspec.kernels.build import instructions, unpacks, why_not
 from moaspec.kernels.drafter import ChainPart, FusedEncoder, draft_chain
-from moaspec.kernels.layers import FusedLayer, FusedStack, Slots, normed
+from moaspec.kernels.layers import FusedLayer, FusedNorm, FusedStack, Slots
 from moaspec.kernels.matrix import Matrix
 from moaspec.kernels.noise import can_draw, draw_bits
 
@@ -16,6 +16,7 @@ __all__ = [
     "ChainPart",
     "FusedEncoder",
     "FusedLayer",
+    "FusedNorm",
     "FusedStack",
     "Matrix",
     "Slots",
@@ -25,7 +26,6 @@ __all__ = [
     "draft_chain",
     "draw_bits",
     "instructions",
-    "normed",
     "unpacks",
     "why_not",
 ]

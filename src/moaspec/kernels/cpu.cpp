@@ -46,6 +46,8 @@ struct Pass {
   int64_t layer, half, place, head;  // strides, in numbers
   const int64_t* starts;     // the slot of each row's first token
   Attention attention;       // but for query, key, value and out
+  const bf16* norm;          // behind the last layer, or null
+  float eps;                 // of that norm
 };
 
 // A drafter that reads text by one layer, and each token that it drafts behind by another one as well,
@@ -155,7 +157,7 @@ void moaspec_best(const Matrix* matrix, const bf16* x, int64_t rows, int64_t str
   }
 }
 
-// RMSNorm of each row.
+// RMSNorm of each row; `out` may be `x`.
 void moaspec_norm(const bf16* x, const bf16* weight, float eps, int64_t rows, int64_t width, bf16* out,
                   int32_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > kChunkRows)
@@ -293,7 +295,7 @@ void moaspec_attend(const Attention* call, int32_t threads) {
   }
 }
 
-// All layers, in place: x is (B * T, E).
+// All layers and the norm behind them, in place: x is (B * T, E).
 void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x,
                    int32_t threads) {
   Attention call = pass->attention;
@@ -322,6 +324,8 @@ void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x
     moaspec_attend(&call, threads);
     moaspec_finish(layers + i, x, read.data(), rows, 1, x, threads);
   }
+  const int64_t width = layers->output.outputs;
+  if (pass->norm) moaspec_norm(x, pass->norm, pass->eps, rows, width, x, threads);
 }
 
 // Reads unread text, the last token of which is the root of `count` drafts: the best token after it,

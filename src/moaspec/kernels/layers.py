@@ -146,29 +146,35 @@ class FusedLayer:
         return out
 
 
-def normed(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """RMSNorm as the layers have it, of x's shape.
+@dataclass(frozen=True)
+class FusedNorm:
+    """RMSNorm as the layers have it.
 
-    Args:
-        x: (..., E) bf16; E is a multiple of 16.
-        weight_E: bf16.
+    Attributes:
+        weight_E: bf16; E is a multiple of 16.
         eps: added to the mean square.
     """
-    assert x.dtype == weight_E.dtype == torch.bfloat16
-    assert x.shape[-1] == len(weight_E)
-    assert len(weight_E) % LANES == 0
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    library().moaspec_norm(
-        c_void_p(x.data_ptr()),
-        c_void_p(weight_E.data_ptr()),
-        c_float(eps),
-        c_int64(x.numel() // len(weight_E)),
-        c_int64(len(weight_E)),
-        c_void_p(out.data_ptr()),
-        c_int32(torch.get_num_threads()),
-    )
-    return out
+
+    weight_E: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of x's shape, (..., E) bf16."""
+        assert x.dtype == self.weight_E.dtype == torch.bfloat16
+        assert x.shape[-1] == len(self.weight_E)
+        assert len(self.weight_E) % LANES == 0
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        library().moaspec_norm(
+            c_void_p(x.data_ptr()),
+            c_void_p(self.weight_E.data_ptr()),
+            c_float(self.eps),
+            c_int64(x.numel() // len(self.weight_E)),
+            c_int64(len(self.weight_E)),
+            c_void_p(out.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return out
 
 
 @dataclass(frozen=True)
@@ -218,8 +224,9 @@ class FusedStack:
         *,
         slots: Slots,
         num: int,
+        norm: FusedNorm | None = None,
     ) -> Tensor:
-        """The last `num` layers, (B, T, E).
+        """The last `num` layers and the norm behind them, (B, T, E).
 
         Args:
             x_BTE: what enters them.
@@ -228,12 +235,15 @@ class FusedStack:
             mask_B1TS: bool, True: may attend; contiguous; B and T may be 1 for all alike.
             slots: where keys and values are.
             num: how many layers.
+            norm: behind the last of them.
         """
         assert x_BTE.dtype == slots.cache.dtype == torch.bfloat16
         assert cos_BTR.numel() == x_BTE.shape[:2].numel() * cos_BTR.shape[-1]
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         angles = (cos_BTR, sin_BTR)
         described = Pass(self, x_BTE.shape[1], angles, mask_B1TS=mask_B1TS, slots=slots, num=num)
+        if norm is not None:
+            described.facts.norm, described.facts.eps = norm.weight_E.data_ptr(), norm.eps
         self._call(
             c_void_p(self.address(num)),
             c_int64(num),

@@ -67,6 +67,8 @@ class PassFacts(ctypes.Structure):
         *((name, c_int64) for name in ("layer", "half", "place", "head")),
         ("starts", c_void_p),
         ("attention", AttentionFacts),
+        ("norm", c_void_p),
+        ("eps", c_float),
     )
 
 

@@ -92,10 +92,10 @@ class Encoder(nn.Module):
             return self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
         heads_NXD = self.in_one_call.run(
             kv_BTLK.flatten(0, 1),
-            angles(self.layer_rope.between(0, kv_BTLK.shape[2])),
+            self.layer_rope.along(0, kv_BTLK.shape[2]),
             angles(self.memory_rope(position_ids_BT)),
         )
-        heads_BTXD = heads_NXD.unflatten(0, kv_BTLK.shape[:2])
+        heads_BTXD = heads_NXD.view(*kv_BTLK.shape[:2], *heads_NXD.shape[1:])
         key_BCTD, value_BCTD = heads_BTXD.transpose(1, 2).chunk(2, dim=1)
         return key_BCTD, value_BCTD
 

@@ -28,10 +28,10 @@ class AngleTable:
 
     def __init__(self, compute: Callable[[Tensor], CosSin]) -> None:
         self._compute = compute
-        self._cos_SD, self._sin_SD = compute(torch.arange(FIRST_TABULATED))
+        self._tabulate(FIRST_TABULATED)
 
     def __len__(self) -> int:
-        return len(self._cos_SD)
+        return self._size
 
     def __call__(self, position_ids: Tensor) -> CosSin:
         """Those of positions of any shape, (..., D) each."""
@@ -48,7 +48,10 @@ class AngleTable:
         return self._cos_SD[start:stop], self._sin_SD[start:stop]
 
     def _grow(self, size: int) -> None:
-        size = 2 * max(size, len(self))
+        self._tabulate(2 * max(size, len(self)))
+
+    def _tabulate(self, size: int) -> None:
+        self._size = size  # asking a tensor takes longer than looking up
         self._cos_SD, self._sin_SD = self._compute(torch.arange(size))
 
 
@@ -146,10 +149,15 @@ class Rope(nn.Module):
 
     def between(self, start: int, stop: int) -> CosSin:
         """Those of positions start..stop - 1 of one text, (1, 1, stop - start, D) each."""
-        if self._table is None:
-            return self(torch.arange(start, stop, device=self.inv_freq.device)[None])
-        cos, sin = self._table.between(start, stop)
+        cos, sin = self.along(start, stop)
         return cos[None, None], sin[None, None]
+
+    def along(self, start: int, stop: int) -> CosSin:
+        """The same as kernels want them, contiguous, (stop - start, D) each."""
+        if self._table is not None:
+            return self._table.between(start, stop)
+        cos, sin = self(torch.arange(start, stop, device=self.inv_freq.device)[None])
+        return cos[0, 0], sin[0, 0]
 
     def _computed(self, position_ids: Tensor) -> CosSin:
         """Cosines and sines, (..., T, D) each."""

@@ -50,7 +50,7 @@ class TargetFacts:
         """Where keys and values are."""
         return self._device
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         """L."""
         return int(self.config.num_hidden_layers)

@@ -144,7 +144,12 @@ class RotaryEmbeddings:
                 self._tables[kind] = AngleTable(partial(self._of_positions, kind))
 
     def __call__(
-        self, states_BTE: Tensor, position_ids_BT: Tensor, lengths_B: Tensor
+        self,
+        states_BTE: Tensor,
+        position_ids_BT: Tensor,
+        lengths_B: Tensor,
+        *,
+        exact: bool = False,
     ) -> dict[str, CosSin]:
         """(B, T, D) each, by layer type.
 
@@ -153,13 +158,15 @@ class RotaryEmbeddings:
             position_ids_BT: (B, T) int64.
             lengths_B: (B,) tokens of the text that each row belongs to. LongRoPE goes by these, so
                 that neither batch mates nor the cut of a long prompt into pieces decide.
+            exact: always in float32.
         """
         result: dict[str, CosSin] = {}
         for kind, parameters in self._parameters.items():
             if kind in self._tables:
                 pair = self._tables[kind](position_ids_BT)
             else:
-                embed = partial(self._embed, kind, states_BTE)
+                like = states_BTE[:, :1].float() if exact else states_BTE
+                embed = partial(self._embed, kind, like)
                 pair = _by_length(embed, position_ids_BT, lengths_B, _switch(parameters))
             result |= dict.fromkeys((FULL, SLIDING) if kind is None else (kind,), pair)
         return result

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedStack, normed
+from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedNorm, FusedStack
 from moaspec.model.layers import fold_mask, masked_attention, merge_heads
 from moaspec.target.packing import is_silu, joint_matrix, joint_product
 
@@ -259,12 +259,12 @@ def lean_norm(module: Any) -> Norm:
     return _RMSNorm(module.weight, eps, rounds_late=type(module).__name__ == "Olmo2RMSNorm")
 
 
-def kernel_norm(module: Any) -> Norm | None:
+def kernel_norm(module: Any) -> FusedNorm | None:
     """A norm behind layers that kernels compute, by a kernel as well; None where it cannot be."""
     plain = _plain([lean_norm(module)])
     if plain is None:
         return None
-    return partial(normed, weight_E=plain[0].weight.detach(), eps=plain[0].eps)
+    return FusedNorm(plain[0].weight.detach(), plain[0].eps)
 
 
 def _plain(norms: Sequence[Norm]) -> list[_RMSNorm] | None:

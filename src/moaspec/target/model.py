@@ -10,7 +10,7 @@ K = 2 * H * D, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moaspec.errors import UnsupportedTargetError
-from moaspec.kernels import MOST_QUERIES, FusedStack, Slots
+from moaspec.kernels import MOST_QUERIES, FusedNorm, FusedStack, Slots
 from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import LayerFeatures
 from moaspec.model.masks import text_mask, window_mask
@@ -27,7 +27,7 @@ from moaspec.target import families
 from moaspec.target.facts import TargetFacts
 from moaspec.target.forms import can_pack
 from moaspec.target.heads import draft_rows, pack_like
-from moaspec.target.lean import Norm, Reading, kernel_norm, make_lean
+from moaspec.target.lean import Reading, kernel_norm, make_lean
 from moaspec.target.packing import PackedLinear, pack_linears, return_freed_memory
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -99,7 +99,8 @@ class Target(TargetFacts):
         self._layer_types = families.layer_types(model.config)
         self.lean = self.packed = False
         self.fused: FusedStack | None = None
-        self._fast_norm: Norm | None = None
+        self._fast_norm: FusedNorm | None = None
+        self._hooks = [hooks for layer in self._base.layers for hooks in _hooks_of(layer)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -247,15 +248,15 @@ class Target(TargetFacts):
         """
         if lengths_B is None:
             lengths_B = position_ids_BT.amax(1) + 1
-        like = states_BTE if self.fused is None else states_BTE[:, :1].float()
-        rope = self._rotary(like, position_ids_BT, lengths_B)
+        exact = self.fused is not None
+        rope = self._rotary(states_BTE, position_ids_BT, lengths_B, exact=exact)
         masks = self._masks(mask_B1TS, position_ids_BT)
         kinds = set(self._layer_types[self.num_layers - num :])
         if watch is None and len(kinds) == 1:
             (kind,) = kinds
             done_BTE = self._in_one_call(states_BTE, rope[kind], masks[kind], write, num)
             if done_BTE is not None:
-                return self._normed(done_BTE)
+                return done_BTE
         shared = {
             kind: self._shared(rope[kind], mask, position_ids_BT) for kind, mask in masks.items()
         }
@@ -269,10 +270,14 @@ class Target(TargetFacts):
 
     def _normed(self, states_BTE: Tensor) -> Tensor:
         """The final norm; the same bits however many tokens a pass has."""
-        norm = self._base.norm
-        if self._fast_norm is None or states_BTE.requires_grad or norm._forward_hooks:
-            return cast(Tensor, norm(states_BTE))
-        return self._fast_norm(states_BTE)
+        norm = self._unwatched_norm()
+        if norm is None or states_BTE.requires_grad:
+            return cast(Tensor, self._base.norm(states_BTE))
+        return norm(states_BTE)
+
+    def _unwatched_norm(self) -> FusedNorm | None:
+        """The final norm by kernels, unless somebody wants to see it."""
+        return None if self._base.norm._forward_hooks else self._fast_norm
 
     def _in_one_call(
         self,
@@ -282,7 +287,9 @@ class Target(TargetFacts):
         write: WriteKV,
         num: int,
     ) -> Tensor | None:
-        """The last `num` layers over a few tokens by kernels; None where they are run one by one.
+        """The last `num` layers and the final norm over a few tokens by kernels.
+
+        None where layers are run one by one.
 
         That is so where somebody watches them, or where keys and values go elsewhere than into a
         cache that kernels know.
@@ -293,14 +300,16 @@ class Target(TargetFacts):
             or mask_B1TS is None
             or mask_B1TS.shape[2] > MOST_QUERIES
             or not isinstance(slots, Slots)
-            or any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._base.layers)
+            or any(self._hooks)
             or states_BTE.requires_grad
         ):
             return None
         cos_BTR, sin_BTR = (part.contiguous() for part in cos_sin)
-        return self.fused.run(
-            states_BTE, cos_BTR, sin_BTR, mask_B1TS.contiguous(), slots=slots, num=num
+        norm = self._unwatched_norm()
+        done_BTE = self.fused.run(
+            states_BTE, cos_BTR, sin_BTR, mask_B1TS.contiguous(), slots=slots, num=num, norm=norm
         )
+        return done_BTE if norm is not None else cast(Tensor, self._base.norm(done_BTE))
 
     def _shared(
         self, cos_sin: tuple[Tensor, Tensor], mask_B1TS: Tensor | None, position_ids_BT: Tensor
@@ -383,6 +392,11 @@ class Target(TargetFacts):
             return torch.cat((true_key, key), dim=2), torch.cat((true_value, value), dim=2)
 
         return self.run_last(states_BTE, position_ids_BT, num=num, mask_B1TS=mask, write=join)
+
+
+def _hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """Those of its calls, as they are and will be."""
+    return module._forward_hooks, module._forward_pre_hooks
 
 
 def _right_padded(attention_mask_BT: Tensor) -> bool:
