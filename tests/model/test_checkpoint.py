@@ -143,14 +143,22 @@ def test_the_heads_moment_is_kept(tmp_path: Path) -> None:
     drafter = tiny.random_drafter(tiny.target())
     assert load(saved(tmp_path, drafter)).head_moment is None
     size = drafter.config.hidden_size
-    drafter.head_moment = torch.rand(size, size)
+    x = torch.rand(2 * size, size)
+    drafter.head_moment = x.T @ x
     loaded = load(saved(tmp_path, drafter)).bfloat16()
     assert loaded.head_moment is not None
     assert torch.equal(loaded.head_moment, drafter.head_moment)
 
 
 @pytest.mark.parametrize(
-    "wrong", [torch.ones(3, 3), torch.full((48, 48), torch.nan), torch.zeros(48, 48)], ids=str
+    "wrong",
+    [
+        torch.ones(3, 3),
+        torch.full((48, 48), torch.nan),
+        torch.zeros(48, 48),
+        torch.eye(48) - torch.full((48, 48), 0.5),  # no sum of squares
+    ],
+    ids=["shape", "nan", "zeros", "indefinite"],
 )
 def test_a_moment_that_does_not_fit(wrong: Tensor, tmp_path: Path) -> None:
     assert tiny.random_drafter(tiny.target()).config.hidden_size == 48

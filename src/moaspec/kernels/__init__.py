@@ -6,6 +6,7 @@ on with PyTorch's own operations.
 
 from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
 from moaspec.kernels.build import instructions, unpacks, why_not
+from moaspec.kernels.codes import can_be_moment
 from moaspec.kernels.drafter import ChainPart, FusedEncoder, draft_chain
 from moaspec.kernels.layers import FusedLayer, FusedNorm, FusedStack, Slots
 from moaspec.kernels.matrix import Matrix
@@ -22,6 +23,7 @@ __all__ = [
     "Slots",
     "attend",
     "can_attend",
+    "can_be_moment",
     "can_draw",
     "draft_chain",
     "draw_bits",

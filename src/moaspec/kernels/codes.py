@@ -134,11 +134,19 @@ def _nearest(weight_O: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
     return ((weight_O - zero_O.float()) / scale_O.float()).round().clamp(0, 15)
 
 
+def can_be_moment(moment_II: Tensor) -> bool:
+    """Whether `rounded` can go by this square matrix: it is a mean of products, or nearly one."""
+    return int(torch.linalg.cholesky_ex(_damped(moment_II)).info) == 0
+
+
+def _damped(moment_II: Tensor) -> Tensor:
+    moment_II = moment_II.double()
+    return moment_II + DAMPING * moment_II.diagonal().mean() * torch.eye(len(moment_II)).double()
+
+
 def _shares(moment_II: Tensor) -> Tensor:
     """How much of an error in an input (a row) each later one (a column) takes."""
-    moment_II = moment_II.double()
-    damping = DAMPING * moment_II.diagonal().mean() * torch.eye(len(moment_II)).double()
-    inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(moment_II + damping))
+    inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(_damped(moment_II)))
     upper_II = torch.linalg.cholesky(inverse_II, upper=True)
     return (upper_II / upper_II.diagonal()[:, None]).float()
 

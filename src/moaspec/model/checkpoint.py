@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moaspec.errors import CheckpointError, CorruptCheckpointError, MismatchError
+from moaspec.kernels import can_be_moment
 from moaspec.model.config import (
     DrafterConfig,
     LayerConfig,
@@ -242,10 +243,12 @@ def _check_moment(moment_EE: Tensor | None, size: int) -> None:
     if moment_EE is None:
         return
     fits = moment_EE.shape == (size, size) and moment_EE.is_floating_point()
-    if not fits or not bool(moment_EE.isfinite().all()) or float(moment_EE.trace()) <= 0:
+    if not fits or not bool(moment_EE.isfinite().all()) or not can_be_moment(moment_EE):
         raise CorruptCheckpointError(
-            f"{HEAD_MOMENT} must have sums of squares for {size} numbers, got "
-            f"{tuple(moment_EE.shape)} {moment_EE.dtype}."
+            f"{HEAD_MOMENT} must be the mean of products of {size} numbers with one another "
+            f"(symmetric, positive definite), which this {tuple(moment_EE.shape)} tensor of "
+            f"{moment_EE.dtype} is not. Export the drafter again, or leave the tensor out: the "
+            "head is then not rounded."
         )
 
 
