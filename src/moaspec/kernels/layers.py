@@ -323,7 +323,8 @@ class Pass:
 
 def _large_pages(num_bytes: int) -> Tensor:
     """Memory in pages of 2 MiB where the system has them: a pass looks up fewer addresses."""
-    room = mmap.mmap(-1, num_bytes)
+    # Private, because most systems give shared memory no large pages.
+    room = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):
         room.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(room, dtype=torch.uint8)
