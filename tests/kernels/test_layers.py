@@ -5,8 +5,10 @@ Legend: B rows, T tokens, S slots, X joined heads, D head dim, E hidden size, R 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.testing import assert_close
 from bits import BF16_STEP, ROWS, needs_kernels, normal, same_bits, threads
 from moaspec.decode.cache import KVCache, StoredMemory, prefix_mask, tree_mask
 from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedNorm, FusedStack, Matrix, attend
+from moaspec.kernels.layers import _large_pages
 from moaspec.model.config import LayerConfig
 from moaspec.model.layers import CrossLayer, DecoderLayer, masked_attention
 from moaspec.model.rope import Rope, rotate
@@ -454,3 +457,18 @@ def test_a_norm_by_a_kernel(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(got.float(), exact, rtol=2.0**-8, atol=1e-6)
     for one, many in zip(x.view(-1, shape[-1]), got.view(-1, shape[-1]), strict=True):
         assert torch.equal(fused(one), many)
+
+
+def test_weights_ask_for_large_pages() -> None:
+    """Shared memory, which Python's `mmap` gives unless told otherwise, gets none by default."""
+    room = _large_pages(4 * 2**20)
+    flags: list[list[str]] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if re.fullmatch(r"[0-9a-f]+-[0-9a-f]+", first):
+            start, stop = (int(end, 16) for end in first.split("-"))
+        elif first == "VmFlags:" and start <= room.data_ptr() < stop:
+            flags.append(rest)
+    (own,) = flags
+    assert "hg" in own, own
+    assert "sh" not in own, own
