@@ -8,9 +8,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from moaspec.train.losses import LossParts, exit_loss, mean_parts, queries_at_on
 from moaspec.train.measure import Measured, measure
 from moaspec.train.order import DataOrder, Part, split
 from moaspec.train.parallel import make_directory, new_accelerator, summed
+from moaspec.train.progress import Report, after_step, as_numbers
 from moaspec.train.reader import TargetReader
 from moaspec.train.runlog import RunLog
 from moaspec.train.schedule import learning_rate
@@ -48,34 +48,6 @@ MOMENT = "head_moment"
 
 CPU_PASS_TOKENS = 512
 """Tokens of a pass on a CPU: its products are at full speed with so many rows."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What one optimiser step tells the display and the log.
-
-    Attributes:
-        step: steps done.
-        tokens: tokens with loss so far.
-        tokens_per_s: tokens with loss a second, in this step.
-        loss, feature, kl: means over the step's tokens (and over exits).
-        accuracy: share of first choices that are the target's, in the first exit.
-        held_out_accuracy: by draft step, in the first exit, where measured.
-        held_out_tau: simulated tau of each N, where measured; see `moaspec.train.measure`.
-    """
-
-    step: int
-    tokens: int
-    tokens_per_s: float
-    loss: float
-    feature: float
-    kl: float
-    accuracy: float
-    held_out_accuracy: list[float] | None = None
-    held_out_tau: dict[str, float | None] | None = None
-
-
-Report = Callable[[Progress], None]
 
 
 class Trainer:
@@ -185,12 +157,12 @@ class Trainer:
         elapsed = time.perf_counter() - started
         due = self.step % self.config.save_every == 0 or self.step == self.config.steps
         ending = self._agreed(stop.due)
-        progress = _progress(self.step, self.tokens, elapsed, parts)
+        progress = after_step(self.step, self.tokens, elapsed, parts)
         if due:
             progress = dataclasses.replace(progress, **self._held_out())
         if self.accelerator.is_main_process:
             self.log.write(dataclasses.asdict(progress))
-        self.accelerator.log(_numbers(progress), step=self.step)
+        self.accelerator.log(as_numbers(progress), step=self.step)
         if due or ending is not Ending.FINISHED:
             self.save()
         report(progress)
@@ -385,26 +357,3 @@ class Trainer:
 def _summary(aggregated_NE: Tensor, hidden_NE: Tensor) -> Tensor:
     """Smooth-L1, mean over E, summed over tokens."""
     return F.smooth_l1_loss(aggregated_NE, hidden_NE, reduction="sum") / hidden_NE.shape[-1]
-
-
-def _progress(step: int, tokens: int, elapsed: float, parts: LossParts) -> Progress:
-    count = parts.count
-    return Progress(
-        step=step,
-        tokens=tokens,
-        tokens_per_s=round(count / elapsed, 1),
-        loss=round(parts.total / count, 5),
-        feature=round(parts.feature / count, 5),
-        kl=round(parts.kl / count, 5),
-        accuracy=round(parts.hits / count, 4),
-    )
-
-
-def _numbers(progress: Progress) -> dict[str, float]:
-    """What trackers plot."""
-    row = dataclasses.asdict(progress)
-    taus = row.pop("held_out_tau") or {}
-    steps = row.pop("held_out_accuracy") or []
-    row |= {f"held_out_tau/N{n}": tau for n, tau in taus.items() if tau is not None}
-    row |= {f"held_out_accuracy/{i}": value for i, value in enumerate(steps, start=1)}
-    return row
