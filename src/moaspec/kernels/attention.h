@@ -22,7 +22,9 @@ struct Attention {
 
 namespace {
 
-constexpr int kMostDim = 256;  // numbers of a head
+constexpr int kMostDim = 256;   // numbers of a head
+constexpr int kQueries = 8;     // queries that share what is read of keys and values
+constexpr int kNearSlots = 32;  // slots of which all queries take all values before the next ones
 
 // Queries that are read together, and where their results go.
 struct Group {
@@ -42,34 +44,47 @@ inline void score(const Input* queries, const Words* keys, int64_t dim, float* s
   for (int q = 0; q < Q; q++) store(scores + q * stride, tile.sums[q][0]);
 }
 
-// Sums of values, weighted, of some numbers of each head, slot after slot.
+// Adds values of some slots, weighted, to Q queries' sums of some numbers of the head.
 template <int Q>
-inline void gather(const Group& group, const float* weights, int64_t stride, const bf16* value,
-                   int64_t slot_stride, int64_t slots, const float* factors, int64_t offset) {
+inline void gather(const float* weights, int64_t stride, const bf16* value, int64_t slot_stride,
+                   int64_t slots, float* to) {
   Floats sums[Q][kGathered];
-  unrolled<Q>([&](auto q) { unrolled<kGathered>([&](auto i) { sums[q][i] = all(0.0f); }); });
+  unrolled<Q>([&](auto q) {
+    unrolled<kGathered>([&](auto i) { sums[q][i] = load(to + q * kMostDim + i * kLanes); });
+  });
   for (int64_t s = 0; s < slots; s++) {
     Floats numbers[kGathered];
-    unrolled<kGathered>(
-        [&](auto i) { numbers[i] = load(value + s * slot_stride + offset + i * kLanes); });
+    unrolled<kGathered>([&](auto i) { numbers[i] = load(value + s * slot_stride + i * kLanes); });
     unrolled<Q>([&](auto q) {
       const Floats weight = all(weights[q * stride + s]);
       unrolled<kGathered>([&](auto i) { sums[q][i] = multiply_add(weight, numbers[i], sums[q][i]); });
     });
   }
   unrolled<Q>([&](auto q) {
-    unrolled<kGathered>([&](auto i) {
-      store(group.out[q] + offset + i * kLanes, sums[q][i] * all(factors[q]));
-    });
+    unrolled<kGathered>([&](auto i) { store(to + q * kMostDim + i * kLanes, sums[q][i]); });
   });
 }
 
+// Fetches a head's keys or values of some slots ahead of their use.
+inline void fetch(const bf16* from, int64_t slot_stride, int64_t start, int64_t stop, int64_t dim) {
+  for (int64_t s = start; s < stop; s++)
+    for (int64_t i = 0; i < dim; i += 32)
+      _mm_prefetch(reinterpret_cast<const char*>(from + s * slot_stride + i), _MM_HINT_T0);
+}
+
 // `call` with the number of queries as a constant.
-template <int Q = kQueries, class Call>
+template <int Q, class Call>
 inline void with_queries(int count, const Call& call) {
   if constexpr (Q > 1)
     if (count < Q) return with_queries<Q - 1>(count, call);
   call(std::integral_constant<int, Q>{});
+}
+
+// `call` with the first of as many queries as registers hold, and their number as a constant.
+template <class Call>
+inline void by_registers(int count, const Call& call) {
+  for (int first = 0; first < count; first += kTogether)
+    with_queries<kTogether>(count - first, [&](auto q) { call(first, q); });
 }
 
 // Scores become weights, zero where nothing is visible; returns one over their sum.
@@ -106,22 +121,35 @@ void attend(const Group& group, const bf16* key, const bf16* value, const Attent
   alignas(64) Words keys[kMostDim / 2];
   for (int q = 0; q < group.count; q++) as_inputs(group.query[q], dim, queries + q * dim);
   for (int64_t s = 0; s < slots; s += kLanes) {
+    fetch(key, call.key_slot, s + 2 * kLanes, std::min(slots, s + 3 * kLanes), dim);
     for (int64_t part = 0; part < dim / 2; part += kLanes) {
       for (int i = 0; i < kLanes; i++)
         keys[part + i] =
             s + i < slots ? words(key + (s + i) * call.key_slot + 2 * part) : no_words();
       transpose(keys + part);
     }
-    with_queries(group.count, [&](auto q) { score<q>(queries, keys, dim, scores + s, stride); });
+    by_registers(group.count, [&](int first, auto q) {
+      score<q>(queries + first * dim, keys, dim, scores + first * stride + s, stride);
+    });
   }
   float factors[kQueries];
   for (int q = 0; q < group.count; q++)
     factors[q] = soften(scores + q * stride, group.mask[q], slots, call.scale,
                         scores + kQueries * stride);
-  for (int64_t offset = 0; offset < dim; offset += kGathered * kLanes)
-    with_queries(group.count, [&](auto q) {
-      gather<q>(group, scores, stride, value, call.value_slot, slots, factors, offset);
-    });
+  alignas(64) float sums[kQueries * kMostDim];
+  for (int q = 0; q < group.count; q++) std::fill_n(sums + q * kMostDim, dim, 0.0f);
+  for (int64_t s = 0; s < slots; s += kNearSlots) {
+    fetch(value, call.value_slot, s + kNearSlots, std::min(slots, s + 2 * kNearSlots), dim);
+    for (int64_t offset = 0; offset < dim; offset += kGathered * kLanes)
+      by_registers(group.count, [&](int first, auto q) {
+        gather<q>(scores + first * stride + s, stride, value + s * call.value_slot + offset,
+                  call.value_slot, std::min<int64_t>(kNearSlots, slots - s),
+                  sums + first * kMostDim + offset);
+      });
+  }
+  for (int q = 0; q < group.count; q++)
+    for (int64_t i = 0; i < dim; i += kLanes)
+      store(group.out[q] + i, load(sums + q * kMostDim + i) * all(factors[q]));
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ using Input = float;  // what is multiplied with weights: bf16 numbers, widened 
 
 constexpr int kRowsOfTile = 5;  // 5 * 2 sums, 2 of weights and what loads them fit 16 registers
 constexpr int panels_of_tile(int rows) { return rows == 1 ? 2 : 1; }
-constexpr int kQueries = 4;   // queries that share what is read of keys and values
+constexpr int kTogether = 4;  // queries whose sums are kept in registers
 constexpr int kGathered = 1;  // (pairs of) registers of each query's sums of values
 
 inline Floats operator+(Floats a, Floats b) {

@@ -12,7 +12,7 @@ using Input = bf16;     // what is multiplied with weights
 
 constexpr int kRowsOfTile = 6;  // 6 * 4 sums, 4 weights and a row fit 32 registers
 constexpr int panels_of_tile(int) { return 4; }
-constexpr int kQueries = 8;   // queries that share what is read of keys and values
+constexpr int kTogether = 8;  // queries whose sums are kept in registers
 constexpr int kGathered = 2;  // registers of each query's sums of values
 
 inline Floats all(float number) { return _mm512_set1_ps(number); }
