@@ -65,7 +65,7 @@ def random_mask(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, MOST_DIM])
-@pytest.mark.parametrize("slots", [1, 15, 16, 17, 200])
+@pytest.mark.parametrize("slots", [1, 15, 16, 17, 32, 33, 200])
 @pytest.mark.parametrize("groups", [1, 3, 4])
 def test_attention_is_exact_but_for_its_rounding(groups: int, slots: int, dim: int) -> None:
     scale = dim**-0.5

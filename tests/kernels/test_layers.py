@@ -311,6 +311,9 @@ def test_a_stack_is_its_layers(rows: list[int], starts: list[int], tokens: int, 
         assert same_bits(got, expected)
         assert same_bits(at_once.data, apart.data)
     assert same_bits(x_BTE, before)
+    norm = FusedNorm(normal(64, seed=5), EPS)
+    got = stack.run(x_BTE, cos_BTR, sin_BTR, mask, slots=slots, num=num, norm=norm)
+    assert same_bits(got, norm(expected))
 
 
 def test_a_device_has_only_the_last_layers_of_a_cache() -> None:

@@ -79,6 +79,7 @@ class Growing(ABC):
         vocabulary: how many tokens can be drafted.
         vocabulary_ids: their ids.
         draft_head: the argument `head`.
+        device: of target and caches.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -93,7 +94,7 @@ class Growing(ABC):
         self.device = target.device  # asking a model takes a walk through its parameters
         self.draft_head, self._draft_token_ids = head, draft_token_ids
         self.vocabulary = target.vocab_size if draft_token_ids is None else len(draft_token_ids)
-        self.vocabulary_ids = self._token_ids(torch.arange(self.vocabulary, device=target.device))
+        self.vocabulary_ids = self._token_ids(torch.arange(self.vocabulary, device=self.device))
         self.read: dict[int, int] = {}
 
     @abstractmethod

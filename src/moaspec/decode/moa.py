@@ -74,6 +74,7 @@ class MoADrafting(Growing):
         """Let N > 0 attend to the target's own cache, or to one that `place` fills."""
         self.target_cache = target_cache
 
+    @torch.inference_mode()
     def encode(
         self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Sequence[int]
     ) -> list[Features]:

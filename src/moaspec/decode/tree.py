@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -147,7 +147,7 @@ class DraftTree:
 def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
     """[i, j] is True when node j is i itself or one of its ancestors."""
     if list(parents) == list(range(-1, len(parents) - 1)):  # a chain, as most are
-        return causal_matrix(len(parents))
+        return np.tri(len(parents), dtype=np.bool_)
     above = np.array([*parents, -1])  # the last entry is where -1 points: the root is its own
     nodes = np.arange(len(parents))
     matrix = np.zeros((len(parents), len(parents) + 1), dtype=np.bool_)
@@ -156,14 +156,6 @@ def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
         matrix[nodes, level] = True
         level = above[level]
     return matrix[:, :-1]
-
-
-@lru_cache(maxsize=16)
-def causal_matrix(size: int) -> npt.NDArray[np.bool_]:
-    """[i, j] is True for j up to i; not to be written to."""
-    matrix = np.tri(size, dtype=np.bool_)
-    matrix.flags.writeable = False
-    return matrix
 
 
 def merged(

@@ -17,7 +17,6 @@ from torch import Tensor
 from moaspec.decode.cache import KVCache, tree_mask
 from moaspec.decode.decide import Decision, decide, follow
 from moaspec.decode.protocols import Drafter, Need, Request, Verdict
-from moaspec.decode.tree import causal_matrix
 from moaspec.target import Target
 
 PREFILL_CHUNK_TOKENS = 1024
@@ -33,7 +32,7 @@ HEAD_NODES = 256
 """Logits of at most so many nodes (but at least one row's) exist at a time."""
 
 
-class Stopwatch:
+class _Stopwatch:
     """Adds up the seconds spent inside it."""
 
     def __init__(self) -> None:
@@ -102,7 +101,7 @@ class LocalVerifier:
         self._texts: dict[int, list[int]] = {}
         self._encoded: dict[int, int] = {}  # tokens of each row whose features were given out
         self._held: dict[int, Tensor] = {}  # final states of later ones, (n, E)
-        self._target_time = Stopwatch()  # in its passes and head, of this call
+        self._target_time = _Stopwatch()  # in its passes and head, of this call
         self._device = target.device  # asking a model takes a walk through its parameters
         self.cache = KVCache(
             num_layers=target.num_layers,
@@ -133,7 +132,7 @@ class LocalVerifier:
         self._held.clear()
 
     def _verify(self, requests: Sequence[Request]) -> list[Verdict]:
-        self._target_time = Stopwatch()
+        self._target_time = _Stopwatch()
         plans, early = self._prefill(requests)
         states = self._states(plans)
         decisions = self._decide(plans, states)
@@ -317,10 +316,9 @@ def _groups(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:
 
 def _visible_matrix(plan: _Plan, longest: int) -> np.ndarray:
     """Who sees whom among the tokens of a pass; pads see whatever comes before them."""
-    matrix = causal_matrix(longest)
+    matrix = np.tri(longest, dtype=np.bool_)
     if plan.drafted:
         drafts = slice(plan.num_known, len(plan.tokens))
-        matrix = matrix.copy()
         matrix[drafts, drafts] = plan.request.tree.ancestors
     return matrix
 

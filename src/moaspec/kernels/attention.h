@@ -83,8 +83,8 @@ inline void with_queries(int count, const Call& call) {
 // `call` with the first of as many queries as registers hold, and their number as a constant.
 template <class Call>
 inline void by_registers(int count, const Call& call) {
-  for (int first = 0; first < count; first += kTogether)
-    with_queries<kTogether>(count - first, [&](auto q) { call(first, q); });
+  for (int start = 0; start < count; start += kTogether)
+    with_queries<kTogether>(count - start, [&](auto q) { call(start, q); });
 }
 
 // Scores become weights, zero where nothing is visible; returns one over their sum.
@@ -128,8 +128,8 @@ void attend(const Group& group, const bf16* key, const bf16* value, const Attent
             s + i < slots ? words(key + (s + i) * call.key_slot + 2 * part) : no_words();
       transpose(keys + part);
     }
-    by_registers(group.count, [&](int first, auto q) {
-      score<q>(queries + first * dim, keys, dim, scores + first * stride + s, stride);
+    by_registers(group.count, [&](int start, auto q) {
+      score<q>(queries + start * dim, keys, dim, scores + start * stride + s, stride);
     });
   }
   float factors[kQueries];
@@ -141,10 +141,10 @@ void attend(const Group& group, const bf16* key, const bf16* value, const Attent
   for (int64_t s = 0; s < slots; s += kNearSlots) {
     fetch(value, call.value_slot, s + kNearSlots, std::min(slots, s + 2 * kNearSlots), dim);
     for (int64_t offset = 0; offset < dim; offset += kGathered * kLanes)
-      by_registers(group.count, [&](int first, auto q) {
-        gather<q>(scores + first * stride + s, stride, value + s * call.value_slot + offset,
+      by_registers(group.count, [&](int start, auto q) {
+        gather<q>(scores + start * stride + s, stride, value + s * call.value_slot + offset,
                   call.value_slot, std::min<int64_t>(kNearSlots, slots - s),
-                  sums + first * kMostDim + offset);
+                  sums + start * kMostDim + offset);
       });
   }
   for (int q = 0; q < group.count; q++)

@@ -158,11 +158,14 @@ class FusedNorm:
     weight_E: Tensor
     eps: float
 
+    def __post_init__(self) -> None:
+        assert self.weight_E.dtype == torch.bfloat16
+        assert len(self.weight_E) % LANES == 0
+
     def __call__(self, x: Tensor) -> Tensor:
         """Of x's shape, (..., E) bf16."""
-        assert x.dtype == self.weight_E.dtype == torch.bfloat16
+        assert x.dtype == torch.bfloat16
         assert x.shape[-1] == len(self.weight_E)
-        assert len(self.weight_E) % LANES == 0
         x = x.contiguous()
         out = torch.empty_like(x)
         library().moaspec_norm(
@@ -243,6 +246,7 @@ class FusedStack:
         angles = (cos_BTR, sin_BTR)
         described = Pass(self, x_BTE.shape[1], angles, mask_B1TS=mask_B1TS, slots=slots, num=num)
         if norm is not None:
+            assert x_BTE.shape[2] == len(norm.weight_E)
             described.facts.norm, described.facts.eps = norm.weight_E.data_ptr(), norm.eps
         self._call(
             c_void_p(self.address(num)),

@@ -246,8 +246,8 @@ def _check_moment(moment_EE: Tensor | None, size: int) -> None:
     if not fits or not bool(moment_EE.isfinite().all()) or not can_be_moment(moment_EE):
         raise CorruptCheckpointError(
             f"{HEAD_MOMENT} must be the mean of products of {size} numbers with one another "
-            f"(symmetric, positive definite), which this {tuple(moment_EE.shape)} tensor of "
-            f"{moment_EE.dtype} is not. Export the drafter again, or leave the tensor out: the "
+            f"(positive definite), which this {tuple(moment_EE.shape)} tensor of {moment_EE.dtype} "
+            "is not. Export the drafter again, or leave the tensor out: the "
             "head is then not rounded."
         )
 

@@ -51,8 +51,8 @@ class AngleTable:
         self._tabulate(2 * max(size, len(self)))
 
     def _tabulate(self, size: int) -> None:
-        self._size = size  # asking a tensor takes longer than looking up
         self._cos_SD, self._sin_SD = self._compute(torch.arange(size))
+        self._size = size  # last, and beside them: asking a tensor takes longer than looking up
 
 
 class Rope(nn.Module):

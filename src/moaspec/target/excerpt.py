@@ -16,7 +16,6 @@ from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
 from moaspec.places import cache_dir
 from moaspec.target.forms import can_pack
 from moaspec.target.heads import draft_rows, pack_like
-from moaspec.target.lean import kernel_norm, make_lean
 from moaspec.target.model import Target
 from moaspec.target.packing import pack_linears, return_freed_memory
 from moaspec.target.quantised import Int8Embedding, Int8Linear, quantise
@@ -124,10 +123,8 @@ class TargetExcerpt(Target):
             if isinstance(self._lm_head, nn.Linear):
                 self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
         present = [layer for layer in self._base.layers if not isinstance(layer, _Absent)]
-        self.fused = make_lean(present)
-        self._fast_norm = kernel_norm(self._base.norm) if self.fused is not None else None
+        self._fuse(present)
         return_freed_memory()
-        self.lean = True
         return self.packed
 
     def draft_head(self, token_ids: Tensor | None, moment_EE: Tensor | None = None) -> nn.Module:

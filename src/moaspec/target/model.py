@@ -10,7 +10,7 @@ K = 2 * H * D, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -100,7 +100,7 @@ class Target(TargetFacts):
         self.lean = self.packed = False
         self.fused: FusedStack | None = None
         self._fast_norm: FusedNorm | None = None
-        self._hooks = [hooks for layer in self._base.layers for hooks in _hooks_of(layer)]
+        self._hooks: list[Mapping[int, Any]] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,13 +124,19 @@ class Target(TargetFacts):
         if self.packed:
             pack_linears(self.model, keep=(self._lm_head,))
             self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
-        self.fused = make_lean(list(self._base.layers))
+        self._fuse(list(self._base.layers))
         if self.fused is not None:
             self._rotary.tabulate()
-            self._fast_norm = kernel_norm(self._base.norm)
         return_freed_memory()
-        self.lean = True
         return self.packed
+
+    def _fuse(self, layers: Sequence[nn.Module]) -> None:
+        """Run layers in fewer calls; by kernels, with the norm behind them, where they can."""
+        self.fused, self.lean = make_lean(layers), True
+        self._hooks = [
+            hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)
+        ]
+        self._fast_norm = None if self.fused is None else kernel_norm(self._base.norm)
 
     def layer_state(self, index: int) -> dict[str, Tensor]:
         """Weights of one decoder layer, under transformers' names."""
@@ -392,11 +398,6 @@ class Target(TargetFacts):
             return torch.cat((true_key, key), dim=2), torch.cat((true_value, value), dim=2)
 
         return self.run_last(states_BTE, position_ids_BT, num=num, mask_B1TS=mask, write=join)
-
-
-def _hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
-    """Those of its calls, as they are and will be."""
-    return module._forward_hooks, module._forward_pre_hooks
 
 
 def _right_padded(attention_mask_BT: Tensor) -> bool:
