@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from bits import BF16_STEP, ROWS, needs_kernels, normal, same_bits, threads
 from moaspec.decode.cache import KVCache, StoredMemory, prefix_mask, tree_mask
 from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedNorm, FusedStack, Matrix, attend
-from moaspec.kernels.layers import _large_pages
+from moaspec.kernels.pages import large_pages
 from moaspec.model.config import LayerConfig
 from moaspec.model.layers import CrossLayer, DecoderLayer, masked_attention
 from moaspec.model.rope import Rope, rotate
@@ -464,7 +464,7 @@ def test_a_norm_by_a_kernel(shape: tuple[int, ...]) -> None:
 
 def test_weights_ask_for_large_pages() -> None:
     """Shared memory, which Python's `mmap` gives unless told otherwise, gets none by default."""
-    room = _large_pages(4 * 2**20)
+    room = large_pages(4 * 2**20)
     flags: list[list[str]] = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()

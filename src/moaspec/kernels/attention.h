@@ -115,8 +115,7 @@ float soften(float* scores, const uint8_t* mask, int64_t slots, float scale, flo
 void attend(const Group& group, const bf16* key, const bf16* value, const Attention& call) {
   const int64_t slots = call.slots, stride = (slots + kLanes - 1) / kLanes * kLanes;
   const int64_t dim = call.head_dim;
-  own_scratch.resize(std::max<size_t>(own_scratch.size(), (kQueries + 1) * stride + kLanes));
-  float* scores = own_scratch.data();
+  float* scores = own<Group, float>((kQueries + 1) * stride + kLanes);
   alignas(64) Input queries[kQueries * kMostDim];
   alignas(64) Words keys[kMostDim / 2];
   for (int q = 0; q < group.count; q++) as_inputs(group.query[q], dim, queries + q * dim);
@@ -150,6 +149,35 @@ void attend(const Group& group, const bf16* key, const bf16* value, const Attent
   for (int q = 0; q < group.count; q++)
     for (int64_t i = 0; i < dim; i += kLanes)
       store(group.out[q] + i, load(sums + q * kMostDim + i) * all(factors[q]));
+}
+
+// Attention of few queries to keys and values wherever they are stored, by a team, which waits at the
+// end.
+inline void team_attend(const Attention& call) {
+  const int64_t groups = call.heads / call.kv_heads, queries = groups * call.tokens;
+  // Enough parts for all threads, each of at most kQueries queries.
+  const int64_t lanes = call.rows * call.kv_heads, threads = omp_get_num_threads();
+  const int64_t wanted = std::max<int64_t>((queries + kQueries - 1) / kQueries,
+                                           (2 * threads + lanes - 1) / lanes);
+  const int64_t size = (queries + std::min(wanted, queries) - 1) / std::min(wanted, queries);
+  const int64_t parts = (queries + size - 1) / size;
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t task = 0; task < lanes * parts; task++) {
+    const int64_t row = task / parts / call.kv_heads, kv_head = task / parts % call.kv_heads;
+    const int64_t place = call.places ? call.places[row] : row, start = task % parts * size;
+    Group group;
+    group.count = static_cast<int>(std::min(size, queries - start));
+    for (int q = 0; q < group.count; q++) {
+      const int64_t token = (start + q) / groups, head = kv_head * groups + (start + q) % groups;
+      group.query[q] = call.query + row * call.query_row + token * call.query_token +
+                       head * call.query_head;
+      group.mask[q] =
+          call.mask ? call.mask + row * call.mask_row + token * call.mask_token : nullptr;
+      group.out[q] = call.out + ((row * call.tokens + token) * call.heads + head) * call.head_dim;
+    }
+    attend(group, call.key + place * call.key_row + kv_head * call.key_head,
+           call.value + place * call.value_row + kv_head * call.value_head, call);
+  }
 }
 
 }  // namespace

@@ -14,7 +14,9 @@ struct Pairs { __m256 first[2], second[2]; };
 using Input = float;  // what is multiplied with weights: bf16 numbers, widened once for all of them
 
 constexpr int kRowsOfTile = 5;  // 5 * 2 sums, 2 of weights and what loads them fit 16 registers
-constexpr int panels_of_tile(int rows) { return rows == 1 ? 2 : 1; }
+// Several panels are several streams from memory, which the CPU fetches ahead faster than one.
+constexpr int panels_of_tile(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int kAhead = 64;    // pairs that weights are fetched ahead of their use
 constexpr int kTogether = 4;  // queries whose sums are kept in registers
 constexpr int kGathered = 1;  // (pairs of) registers of each query's sums of values
 

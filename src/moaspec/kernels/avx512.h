@@ -12,6 +12,7 @@ using Input = bf16;     // what is multiplied with weights
 
 constexpr int kRowsOfTile = 6;  // 6 * 4 sums, 4 weights and a row fit 32 registers
 constexpr int panels_of_tile(int) { return 4; }
+constexpr int kAhead = 32;    // pairs that weights are fetched ahead of their use
 constexpr int kTogether = 8;  // queries whose sums are kept in registers
 constexpr int kGathered = 2;  // registers of each query's sums of values
 

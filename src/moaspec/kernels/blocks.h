@@ -74,9 +74,12 @@ class EightBits {
 template <class Block>
 struct Blocks {
   using Input = ::Input;
+  static constexpr bool kUnpacks = true;
   static constexpr int kMostRows = 8;
   static constexpr int most_panels(int rows) { return rows <= 6 ? 2 : 1; }
-  static int64_t panels_at_once(int64_t rows) { return rows <= 6 ? 2 : 1; }
+  static int64_t panels_at_once(int64_t rows) {
+    return rows > kUnpackedRows ? Sixteen::panels_at_once(rows) : most_panels(static_cast<int>(rows));
+  }
   static int64_t panel_bytes(int64_t inputs) { return inputs / kBlock * Block::kBytes; }
 
   template <int M, int V>

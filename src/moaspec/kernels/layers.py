@@ -7,9 +7,7 @@ dim, E hidden size, X = H * D. R is the number of rotated dims in `cos_BTR` and 
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +19,7 @@ from moaspec.kernels.attention import MOST_DIM, PAIR_LANES
 from moaspec.kernels.build import library
 from moaspec.kernels.codes import LANES
 from moaspec.kernels.matrix import Matrix
+from moaspec.kernels.pages import large_pages
 from moaspec.kernels.structures import (
     AttentionFacts,
     LayerFacts,
@@ -213,7 +212,7 @@ class FusedStack:
     def __init__(self, layers: Sequence[FusedLayer], scale: float) -> None:
         self.layers, self.scale = tuple(layers), scale
         sizes = [layer.num_bytes for layer in layers]
-        for layer, room in zip(layers, _large_pages(sum(sizes)).split(sizes), strict=True):
+        for layer, room in zip(layers, large_pages(sum(sizes)).split(sizes), strict=True):
             layer.move(room)
         self._described = (LayerFacts * len(layers))(*(layer.described for layer in layers))
         self._call = library().moaspec_stack
@@ -323,12 +322,3 @@ class Pass:
             ctypes.addressof(starts),
             attention,
         )
-
-
-def _large_pages(num_bytes: int) -> Tensor:
-    """Memory in pages of 2 MiB where the system has them: a pass looks up fewer addresses."""
-    # Private, because most systems give shared memory no large pages.
-    room = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):
-        room.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(room, dtype=torch.uint8)

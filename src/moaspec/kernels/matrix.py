@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from moaspec.kernels.build import library, unpacks, why_not
 from moaspec.kernels.codes import BLOCK, LANES, Coded, found_codes, rounded
+from moaspec.kernels.pages import large_pages
 from moaspec.kernels.structures import MatrixFacts
 
 
@@ -74,6 +75,10 @@ class Matrix:
         place.copy_(self._panels)
         self._panels = place
         self._describe()
+
+    def settle(self) -> None:
+        """Let the panels live in large pages: what is read whole on every call gains by it."""
+        self.move(large_pages(self.num_bytes))
 
     @property
     def bits(self) -> int:

@@ -7,8 +7,8 @@
 
 namespace {
 
-constexpr int kTileRows = 8;  // rows of a tile, at most
-constexpr int kAhead = 32;    // pairs that weights are fetched ahead of their use
+constexpr int kTileRows = 8;    // rows of a tile, at most
+constexpr int kMostPanels = 4;  // panels of a tile, at most
 constexpr int kBlock = 32;    // inputs that share a scale and a zero, where weights have fewer bits
 constexpr int kBlocksAhead = 4;  // blocks that such weights are fetched ahead of their use
 
@@ -20,6 +20,7 @@ struct Tile {
 // Weights as they are, 16 bits each.
 struct Sixteen {
   using Input = ::Input;
+  static constexpr bool kUnpacks = false;
   static constexpr int kInputs = 1;  // that one `Input` stands for
   static constexpr int kMostRows = kRowsOfTile;
   static constexpr int most_panels(int rows) { return panels_of_tile(rows); }

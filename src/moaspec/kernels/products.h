@@ -41,33 +41,31 @@ struct Matrix {
 
 namespace {
 
-// Scratch memory of a calling thread, which its calls share one after another.
-struct Scratch {
-  std::vector<float> numbers[3];
-  std::vector<bf16> halves;
+// Memory of a calling thread that its calls share one after another.
+class Scratch {
+ public:
+  float* floats(int which, size_t count) { return grown(floats_[which], count); }
+  bf16* halves(size_t count) { return grown(halves_, count); }
 
-  float* floats(int which, size_t count) {
-    if (numbers[which].size() < count) numbers[which].resize(count);
-    return numbers[which].data();
+ private:
+  template <class Number>
+  static Number* grown(std::vector<Number>& numbers, size_t count) {
+    if (numbers.size() < count) numbers.resize(count);
+    return numbers.data();
   }
-  bf16* bf16s(size_t count) {
-    if (halves.size() < count) halves.resize(count);
-    return halves.data();
-  }
+  std::vector<float> floats_[2];
+  std::vector<bf16> halves_;
 };
 
 thread_local Scratch scratch;
-thread_local std::vector<float> own_scratch;  // of a worker, inside a parallel region
 
-// What belongs to one thread of a team, of so many equal parts.
-struct Share {
-  int64_t start, stop;
-  explicit Share(int64_t parts) {
-    const int64_t own = omp_get_thread_num(), all = omp_get_num_threads();
-    start = parts * own / all;
-    stop = parts * (own + 1) / all;
-  }
-};
+// A worker's own memory, inside a parallel region: one piece for each `Use`.
+template <class Use, class Number>
+Number* own(size_t count) {
+  thread_local std::vector<Number> room;
+  if (room.size() < count) room.resize(count);
+  return room.data();
+}
 
 template <class Format, int M, class... Rest>
 inline void tile_of(int count, Rest&... rest) {
@@ -83,12 +81,12 @@ inline void tile_of(int count, Rest&... rest) {
   }
 }
 
-// Rows times `count` panels: `give(row, panel, sums)`. After them `following` is read.
+// Rows times `count` panels, so many bytes apart: `give(row, v, sums)`. After each of them `following` is
+// read, as far from the next one's.
 template <class Format, class Give>
 void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stride,
-                     const uint8_t* panels, int count, const uint8_t* following, int64_t inputs,
-                     const Give& give) {
-  const int64_t bytes = Format::panel_bytes(inputs);
+                     const uint8_t* panels, int count, int64_t apart, const uint8_t* following,
+                     int64_t inputs, const Give& give) {
   for (int64_t row = 0; row < rows;) {
     // Tiles of nearly one size: a small one reads its weights for little.
     const int64_t left = rows - row, tiles = (left + Format::kMostRows - 1) / Format::kMostRows;
@@ -97,14 +95,14 @@ void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stri
     const typename Format::Input* from = x + row * stride;
     Tile tile;
     switch (size) {
-      case 8: tile_of<Format, 8>(count, from, stride, panels, bytes, next, inputs, tile); break;
-      case 7: tile_of<Format, 7>(count, from, stride, panels, bytes, next, inputs, tile); break;
-      case 6: tile_of<Format, 6>(count, from, stride, panels, bytes, next, inputs, tile); break;
-      case 5: tile_of<Format, 5>(count, from, stride, panels, bytes, next, inputs, tile); break;
-      case 4: tile_of<Format, 4>(count, from, stride, panels, bytes, next, inputs, tile); break;
-      case 3: tile_of<Format, 3>(count, from, stride, panels, bytes, next, inputs, tile); break;
-      case 2: tile_of<Format, 2>(count, from, stride, panels, bytes, next, inputs, tile); break;
-      default: tile_of<Format, 1>(count, from, stride, panels, bytes, next, inputs, tile);
+      case 8: tile_of<Format, 8>(count, from, stride, panels, apart, next, inputs, tile); break;
+      case 7: tile_of<Format, 7>(count, from, stride, panels, apart, next, inputs, tile); break;
+      case 6: tile_of<Format, 6>(count, from, stride, panels, apart, next, inputs, tile); break;
+      case 5: tile_of<Format, 5>(count, from, stride, panels, apart, next, inputs, tile); break;
+      case 4: tile_of<Format, 4>(count, from, stride, panels, apart, next, inputs, tile); break;
+      case 3: tile_of<Format, 3>(count, from, stride, panels, apart, next, inputs, tile); break;
+      case 2: tile_of<Format, 2>(count, from, stride, panels, apart, next, inputs, tile); break;
+      default: tile_of<Format, 1>(count, from, stride, panels, apart, next, inputs, tile);
     }
     for (int64_t m = 0; m < size; m++)
       for (int v = 0; v < count; v++) give(row + m, v, tile.sums[m][v]);
@@ -112,95 +110,94 @@ void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stri
   }
 }
 
-// This thread's share of panels of one format: `visit(first panel, how many, the first, the next)`.
-template <class Format, class Visit>
-void share_panels(const Matrix& matrix, int64_t at_once, const Visit& visit) {
-  const int64_t bytes = Format::panel_bytes(matrix.inputs);
-  const uint8_t* const all = static_cast<const uint8_t*>(matrix.panels);
-  const Share share((matrix.outputs + kLanes - 1) / kLanes);
-  for (int64_t panel = share.start; panel < share.stop; panel += at_once) {
-    const int count = static_cast<int>(std::min<int64_t>(at_once, share.stop - panel));
-    const uint8_t* panels = all + panel * bytes;
-    visit(panel, count, panels, panel + count < share.stop ? panels + count * bytes : panels);
-  }
+// From `start` on, up to but without `stop`.
+struct Stretch { int64_t start, stop; };
+
+// What belongs to the calling thread of a team, of so many equal parts.
+inline Stretch share_of(int64_t parts) {
+  const int64_t mine = omp_get_thread_num(), all = omp_get_num_threads();
+  return {parts * mine / all, parts * (mine + 1) / all};
 }
 
+// Rows times a stretch of panels: `give(row, panel, sums)`.
 template <class Format, class Give>
-void multiply_as(const Matrix& matrix, const typename Format::Input* x, int64_t rows, int64_t stride,
-                 const Give& give) {
-  share_panels<Format>(
-      matrix, Format::panels_at_once(rows),
-      [&](int64_t panel, int count, const uint8_t* panels, const uint8_t* following) {
-        multiply_panels<Format>(x, rows, stride, panels, count, following, matrix.inputs,
-                                [&](int64_t row, int v, Floats sums) { give(row, panel + v, sums); });
-      });
-}
-
+void multiply_stretch(const Matrix& matrix, const typename Format::Input* x, int64_t rows,
+                      int64_t stride, Stretch stretch, const Give& give) {
+  const int64_t inputs = matrix.inputs, bytes = Format::panel_bytes(inputs);
+  const auto at = [&](int64_t panel) { return static_cast<const uint8_t*>(matrix.panels) + panel * bytes; };
+  const auto take = [&](int64_t first, int64_t count, int64_t apart, int64_t next) {
+    const int num = static_cast<int>(count);
+    const auto pass = [&](int64_t row, int v, Floats sums) {
+      const int64_t panel = first + v * apart;
+      if (matrix.bias) sums = sums + load(matrix.bias + panel * kLanes);
+      give(row, panel, sums);
+    };
 #ifdef __AVX512BF16__
-
-// For many rows, panels of blocks are unpacked first, once for all of them.
-template <class Block, class Give>
-void multiply_blocks(const Matrix& matrix, const Input* x, int64_t rows, int64_t stride,
-                     const Give& give) {
-  if (rows <= kUnpackedRows) return multiply_as<Blocks<Block>>(matrix, x, rows, stride, give);
-  const int64_t inputs = matrix.inputs, bytes = Blocks<Block>::panel_bytes(inputs);
-  const int64_t unpacked = Sixteen::panel_bytes(inputs), at_once = Sixteen::panels_at_once(rows);
-  own_scratch.resize(std::max<size_t>(own_scratch.size(), at_once * unpacked / sizeof(float)));
-  uint8_t* const room = reinterpret_cast<uint8_t*>(own_scratch.data());
-  share_panels<Blocks<Block>>(
-      matrix, at_once, [&](int64_t panel, int count, const uint8_t* panels, const uint8_t*) {
-        for (int v = 0; v < count; v++)
-          Blocks<Block>::unpack(panels + v * bytes, inputs,
-                                reinterpret_cast<bf16*>(room + v * unpacked));
-        multiply_panels<Sixteen>(x, rows, stride, room, count, room, inputs,
-                                 [&](int64_t row, int v, Floats sums) { give(row, panel + v, sums); });
-      });
+    if constexpr (Format::kUnpacks)
+      if (rows > kUnpackedRows) {  // once for all of them
+        const int64_t size = Sixteen::panel_bytes(inputs);
+        uint8_t* const room = own<Format, uint8_t>(count * size);
+        for (int v = 0; v < num; v++)
+          Format::unpack(at(first + v * apart), inputs, reinterpret_cast<bf16*>(room + v * size));
+        return multiply_panels<Sixteen>(x, rows, stride, room, num, size, room, inputs, pass);
+      }
+#endif
+    multiply_panels<Format>(x, rows, stride, at(first), num, apart * bytes, at(next), inputs, pass);
+  };
+  // Panels that are multiplied together are far apart: each is a stream of its own from memory, and a
+  // CPU fetches several long ones ahead faster than one.
+  const int64_t streams = Format::panels_at_once(rows), length = (stretch.stop - stretch.start) / streams;
+  const int64_t behind = stretch.start + streams * length;
+  for (int64_t i = 0; i < length; i++) {
+    const int64_t panel = stretch.start + i;
+    take(panel, streams, length, i + 1 < length ? panel + 1 : panel);
+  }
+  if (behind < stretch.stop) take(behind, stretch.stop - behind, 1, behind);
 }
 
-#else
+#ifndef __AVX512BF16__
 
-// A worker's own room for rows as a format wants them.
-template <class Input>
-Input* room_for_inputs(size_t count) {
-  thread_local std::vector<Input> room;
-  if (room.size() < count) room.resize(count);
-  return room.data();
-}
-
-// `multiply_as` of rows that are made into inputs first, a few at a time.
-template <class Format, class Give>
-void multiply_converted(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride,
-                        const Give& give) {
+// Rows as a format wants them, in a worker's own memory.
+template <class Format>
+const typename Format::Input* converted(const Matrix& matrix, const bf16* x, int64_t rows,
+                                        int64_t stride) {
   using Input = typename Format::Input;
   const int64_t width = matrix.inputs / Format::kInputs;
-  Input* const converted = room_for_inputs<Input>(std::min(rows, kChunkRows) * width);
-  for (int64_t start = 0; start < rows; start += kChunkRows) {
-    const int64_t count = std::min(kChunkRows, rows - start);
-    for (int64_t row = 0; row < count; row++)
-      as_inputs(x + (start + row) * stride, matrix.inputs, converted + row * width);
-    const auto pass = [&](int64_t row, int64_t panel, Floats sums) { give(start + row, panel, sums); };
-    multiply_as<Format>(matrix, converted, count, width, pass);
-  }
+  Input* const to = own<Format, Input>(rows * width);
+  for (int64_t row = 0; row < rows; row++) as_inputs(x + row * stride, matrix.inputs, to + row * width);
+  return to;
 }
 
 #endif
+
+// `use(format, inputs, their stride)`, by how a matrix is kept.
+template <class Use>
+void with_format(const Matrix& matrix, const bf16* x, [[maybe_unused]] int64_t rows, int64_t stride,
+                 const Use& use) {
+#ifdef __AVX512BF16__
+  if (matrix.bits == 4) return use(Blocks<FourBits>(), x, stride);
+  if (matrix.bits == 8) return use(Blocks<EightBits>(), x, stride);
+  use(Sixteen(), x, stride);
+#else
+  if (matrix.bits == 4)
+    return use(Nibbles(), converted<Nibbles>(matrix, x, rows, stride), matrix.inputs / Nibbles::kInputs);
+  use(Sixteen(), converted<Sixteen>(matrix, x, rows, stride), matrix.inputs);
+#endif
+}
 
 // This thread's share of x times the transposed weight: `give(row, first output, sums)`.
 template <class Give>
 void multiply(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride, const Give& give) {
-  const auto take = [&](int64_t row, int64_t panel, Floats sums) {
-    const int64_t output = panel * kLanes;
-    if (matrix.bias) sums = sums + load(matrix.bias + output);
-    give(row, output, sums);
-  };
-#ifdef __AVX512BF16__
-  if (matrix.bits == 4) return multiply_blocks<FourBits>(matrix, x, rows, stride, take);
-  if (matrix.bits == 8) return multiply_blocks<EightBits>(matrix, x, rows, stride, take);
-  multiply_as<Sixteen>(matrix, x, rows, stride, take);
-#else
-  if (matrix.bits == 4) return multiply_converted<Nibbles>(matrix, x, rows, stride, take);
-  multiply_converted<Sixteen>(matrix, x, rows, stride, take);
-#endif
+  const Stretch mine = share_of((matrix.outputs + kLanes - 1) / kLanes);
+  for (int64_t start = 0; start < rows; start += kChunkRows) {
+    const int64_t count = std::min(kChunkRows, rows - start);
+    with_format(matrix, x + start * stride, count, stride, [&](auto format, auto* inputs, int64_t width) {
+      const auto take = [&](int64_t row, int64_t panel, Floats sums) {
+        give(start + row, panel * kLanes, sums);
+      };
+      multiply_stretch<decltype(format)>(matrix, inputs, count, width, mine, take);
+    });
+  }
 }
 
 }  // namespace

@@ -65,7 +65,7 @@ def pack_like(linear: nn.Linear, *, directory: Path) -> tuple[nn.Module, Callabl
         return linear, lambda: None
     if linear.weight.dtype == torch.float32:
         return StreamedLinear(linear), lambda: None
-    return PackedLinear(linear), map_into_memory(linear.weight, directory)
+    return _settled(PackedLinear(linear)), map_into_memory(linear.weight, directory)
 
 
 def draft_rows(rows: nn.Linear, moment_EE: Tensor | None) -> nn.Module:
@@ -77,7 +77,13 @@ def draft_rows(rows: nn.Linear, moment_EE: Tensor | None) -> nn.Module:
     """
     if not can_pack(rows.weight.dtype, rows.weight.device):
         return rows
-    return PackedLinear(rows, drafts=moment_EE is not None, moment_II=moment_EE)
+    return _settled(PackedLinear(rows, drafts=moment_EE is not None, moment_II=moment_EE))
+
+
+def _settled(head: PackedLinear) -> PackedLinear:
+    if head.matrix is not None:
+        head.matrix.settle()
+    return head
 
 
 def map_into_memory(table: Tensor, directory: Path) -> Callable[[], None]:

@@ -1,0 +1,214 @@
+"""tau of drafters along texts that the target wrote before: many drafters, one writing.
+
+Whatever is drafted, the target's text is the same, so its rounds can be told from the text: a
+verifier that knows it accepts what a tree holds of it and runs the target only to give the drafter
+its activations. No text has to be checked, and no tree verified. The last digit differs from that
+of decoding where two tokens tie and passes of another width choose the other.
+
+    python benchmarks/known_texts.py --suite paper_eval --limit 20
+    python benchmarks/known_texts.py --suite mine.jsonl --drafters smollm2-135m runs/mine@n3
+
+`--limit` is for each file of the suite. A drafter is an alias or a directory; `@n3` takes its exit
+for N = 3. Intervals are 90% by bootstrap over prompts; the change is that from the first drafter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from common import load, parser, setting
+from rich.console import Console
+from rich.progress import track
+
+from moaspec import GenerationResult, SamplingParams, Target, generate, load_drafter
+from moaspec.cli.console import chat_ids
+from moaspec.decode import GREEDY, Engine, parse_shape
+from moaspec.decode.api import local_parts
+from moaspec.decode.protocols import Request, Verdict, Verifier
+from moaspec.decode.tree import DraftTree
+from moaspec.evaluate import read_prompts
+
+CONSOLE = Console(stderr=True)
+BATCH = 16
+BOOTSTRAPS = 1000
+INTERVAL = (0.05, 0.95)
+Text = tuple[list[int], list[int]]  # prompt, answer
+Counts = np.ndarray  # tokens and rounds of every text, (n, 2)
+
+
+def main() -> None:
+    """Print one line per drafter and shape, then one line of JSON."""
+    options = parser(__doc__, threads=1)
+    options.add_argument("--suite", default="bundled")
+    options.add_argument("--limit", type=int, help="Prompts of each set.")
+    options.add_argument("--max-new-tokens", type=int, default=128)
+    options.add_argument("--temperature", type=float, default=0.0)
+    options.add_argument("--seed", type=int, default=7)
+    options.add_argument("--drafters", nargs="+", default=["smollm2-135m"])
+    options.add_argument("--shapes", nargs="+", default=["tree:6x8x62"])
+    args = options.parse_args()
+    target, _ = load(args)
+    sampling = SamplingParams(
+        temperature=args.temperature, seed=args.seed if args.temperature else None
+    )
+    prompts = read_prompts(args.suite, limit=args.limit)
+    several = len({prompt.suite for prompt in prompts}) > 1
+    sets = [prompt.suite if several else prompt.category or prompt.suite for prompt in prompts]
+    texts = written(target, [chat_ids(target, prompt.turns[0]) for prompt in prompts], args)
+    figures: dict[str, Any] = {}
+    for shape in args.shapes:
+        base = None
+        for name in args.drafters:
+            counts = drafted(target, name, shape, texts, sampling)
+            base = counts if base is None else base
+            figures[f"{name} {shape}"] = found = figure(sets, counts, base)
+            print(_line(f"{name} {shape}", found), flush=True)
+    print(json.dumps({"setting": vars(args) | setting(target), "figures": figures}))
+
+
+def written(target: Target, prompts: Sequence[list[int]], args: argparse.Namespace) -> list[Text]:
+    """The target's own answers."""
+    texts: list[Text] = []
+    starts = range(0, len(prompts), BATCH)
+    for start in track(starts, "Writing texts", console=CONSOLE):
+        batch = prompts[start : start + BATCH]
+        answers = generate(
+            target,
+            batch,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            seed=args.seed if args.temperature else None,
+        )
+        texts += [(ids, one.token_ids) for ids, one in zip(batch, answers, strict=True)]
+    return texts
+
+
+class KnownText:
+    """A verifier that knows what the target says and asks it for activations only.
+
+    Args:
+        inner: gives the drafter's features.
+        texts: prompts and answers; no prompt is the beginning of another text.
+    """
+
+    def __init__(self, inner: Verifier, texts: Sequence[Text]) -> None:
+        self._inner = inner
+        self._texts = [prompt + answer for prompt, answer in texts]
+        self._rows: dict[int, list[int]] = {}
+
+    async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
+        """Accept what the tree holds of the text."""
+        walks = [self._walk(request) for request in requests]
+        passed = []
+        for request, (accepted, _) in zip(requests, walks, strict=True):
+            drafts = tuple(request.tree.tokens[node] for node in accepted)
+            known = request.known + drafts
+            passed.append(replace(request, known=known, tree=DraftTree(), sampling=GREEDY))
+        verdicts = await self._inner.verify(passed)
+        return [
+            replace(verdict, accepted=accepted, next_token=token)
+            for verdict, (accepted, token) in zip(verdicts, walks, strict=True)
+        ]
+
+    def close(self, row: int) -> None:
+        """Forget a row."""
+        self._inner.close(row)
+
+    def _walk(self, request: Request) -> tuple[tuple[int, ...], int]:
+        if not request.base:
+            self._rows[request.row] = self._begun(list(request.known))
+        rest = self._rows[request.row][request.base + len(request.known) :]
+        tree, node = request.tree, -1
+        accepted: list[int] = []
+        children = {edge: i for i, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}
+        while len(accepted) + 1 < len(rest) and (node, rest[len(accepted)]) in children:
+            node = children[node, rest[len(accepted)]]
+            accepted.append(node)
+        return tuple(accepted), rest[len(accepted)] if rest else 0
+
+    def _begun(self, known: list[int]) -> list[int]:
+        return next(text for text in self._texts if text[: len(known)] == known)
+
+
+def drafted(
+    target: Target, name: str, shape: str, texts: Sequence[Text], sampling: SamplingParams
+) -> Counts:
+    """Tokens and rounds of every text."""
+    path, _, exit_ = name.partition("@n")
+    drafter = load_drafter(path, target=target).to(target.dtype)
+    number = int(exit_) if exit_ else None
+    found: list[tuple[int, int]] = []
+    for start in track(range(0, len(texts), BATCH), f"{name} {shape}", console=CONSOLE):
+        batch = texts[start : start + BATCH]
+        inner, drafting = local_parts(target, drafter, num_target_layers=number)
+        engine = Engine(
+            KnownText(inner, batch),
+            drafting,
+            vocab_size=target.vocab_size,
+            max_positions=target.max_positions,
+        )
+        for result in _results(engine, batch, shape, sampling):
+            found.append((sum(result.accept_lengths), result.num_rounds))
+    return np.array(found)
+
+
+def _results(
+    engine: Engine, texts: Sequence[Text], shape: str, sampling: SamplingParams
+) -> list[GenerationResult]:
+    options: dict[str, Any] = {"shape": parse_shape(shape), "sampling": sampling}
+    handles = [engine.add(ids, max_new_tokens=len(answer), **options) for ids, answer in texts]
+    results = [engine.result(handle) for handle in handles]
+    while engine.num_active:
+        engine.step()
+    for result, (_, answer) in zip(results, texts, strict=True):
+        assert result.token_ids == answer
+    return results
+
+
+def figure(sets: Sequence[str], counts: Counts, base: Counts) -> dict[str, Any]:
+    """Tau by set, over all rounds, and as the mean of sets; what it has more than `base`."""
+    names = np.array(sets)
+    groups = {name: np.flatnonzero(names == name) for name in dict.fromkeys(sets)}
+    draw = np.random.default_rng(0)
+    means, changes = [], []
+    for _ in range(BOOTSTRAPS):
+        chosen = [draw.choice(rows, len(rows)) for rows in groups.values()]
+        means.append(_mean(counts, chosen))
+        changes.append(means[-1] - _mean(base, chosen))
+    return {
+        "sets": {name: _tau(counts[rows]) for name, rows in groups.items()},
+        "all": _tau(counts),
+        "mean": _mean(counts, groups.values()),
+        "interval": np.quantile(means, INTERVAL).tolist(),
+        "change": _mean(counts, groups.values()) - _mean(base, groups.values()),
+        "change_interval": np.quantile(changes, INTERVAL).tolist(),
+        "prompts": len(counts),
+    }
+
+
+def _mean(counts: Counts, groups: Iterable[np.ndarray]) -> float:
+    return float(np.mean([_tau(counts[rows]) for rows in groups]))
+
+
+def _tau(counts: Counts) -> float:
+    tokens, rounds = counts.sum(0)
+    return float(tokens / max(rounds, 1))
+
+
+def _line(name: str, found: dict[str, Any]) -> str:
+    by_set = ", ".join(f"{one} {tau:.2f}" for one, tau in found["sets"].items())
+    low, high = found["interval"]
+    less, more = found["change_interval"]
+    return (
+        f"{name}: {by_set}; mean {found['mean']:.3f} ({low:.3f} to {high:.3f}), change "
+        f"{found['change']:+.3f} ({less:+.3f} to {more:+.3f}); all rounds {found['all']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
