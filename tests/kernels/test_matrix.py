@@ -5,6 +5,10 @@ Legend: O outputs, I inputs; P panels, see `moaspec.kernels.matrix`.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +74,34 @@ def test_the_best_is_the_first_of_the_largest_products(outputs: int, bits: int) 
                 with threads(num):
                     got = matrix.best(x)
                 assert torch.equal(got, matrix.product(x, single=True).argmax(-1))
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_the_first_of_equal_products_is_found_in_whatever_order_panels_are_read(bits: int) -> None:
+    """Panels are read as several streams, so a later one may come before an earlier one."""
+    x = normal(1, 64, seed=1)
+    for first, second in ((21, 69), (5, 245), (37, 53), (100, 132)):
+        weight_OI = -x.expand(256, 64).clone()  # all products are negative
+        weight_OI[first] = weight_OI[second] = -x[0] / 2
+        matrix = Matrix(weight_OI, None, bits=bits)
+        for rows in ROWS:
+            for num in (1, 2, 3):
+                with threads(num):
+                    assert matrix.best(x.expand(rows, 64)).tolist() == [first] * rows
+
+
+def test_the_best_is_found_by_fewer_threads_than_were_asked_for() -> None:
+    """OpenMP may give a team fewer, whose absent members have seen nothing."""
+    code = (
+        "import torch; from moaspec.kernels import Matrix; torch.set_num_threads(4);"
+        "weight = -torch.ones(256, 64).bfloat16(); weight[37] = -0.5;"
+        "print(Matrix(weight, None).best(torch.ones(1, 64).bfloat16()).tolist())"
+    )
+    limited = os.environ | {"OMP_THREAD_LIMIT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=limited, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[37]"
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

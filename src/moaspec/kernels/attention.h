@@ -1,4 +1,4 @@
-// Attention of the queries of one KV head, at most kQueries, over all slots.
+// Attention of few queries, at most kQueries of a KV head at a time, over all slots.
 #pragma once
 
 #include "products.h"

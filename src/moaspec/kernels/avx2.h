@@ -127,6 +127,10 @@ inline Mask less(Floats a, Floats b) {
   return {_mm256_cmp_ps(a.part[0], b.part[0], _CMP_LT_OQ),
           _mm256_cmp_ps(a.part[1], b.part[1], _CMP_LT_OQ)};
 }
+inline bool any_equal(Floats a, Floats b) {
+  const __m256 low = _mm256_cmp_ps(a.part[0], b.part[0], _CMP_EQ_OQ);
+  return _mm256_movemask_ps(_mm256_or_ps(low, _mm256_cmp_ps(a.part[1], b.part[1], _CMP_EQ_OQ))) != 0;
+}
 inline Floats chosen(Mask mask, Floats yes, Floats no) {
   return {_mm256_blendv_ps(no.part[0], yes.part[0], mask.part[0]),
           _mm256_blendv_ps(no.part[1], yes.part[1], mask.part[1])};

@@ -74,10 +74,10 @@ struct PassRoom {
   Room room;
   std::vector<bf16> asked, read;  // queries, and what attention gives, (rows, H, D)
 
-  PassRoom(const Layer& layer, const Attention& attention, int64_t rows)
-      : room(room_for(layer, rows)),
-        asked(rows * attention.heads * attention.head_dim),
-        read(asked.size()) {}
+  PassRoom(const Layer* layers, int64_t count, const Attention& attention, int64_t rows)
+      : asked(rows * attention.heads * attention.head_dim), read(asked.size()) {
+    for (int64_t i = 0; i < count; i++) room = room_for(layers[i], rows);
+  }
 };
 
 // All layers and the norm behind them, in place, by a team, which waits at the end: x is (B * T, E).
@@ -115,7 +115,7 @@ void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, P
 class Contest {
  public:
   Contest(int64_t rows, int32_t threads)
-      : rows_(rows), threads_(threads), tops_(threads * rows * kLanes), places_(tops_.size()) {}
+      : rows_(rows), threads_(threads), tops_(threads * rows * kLanes, -INFINITY), places_(tops_.size()) {}
 
   // By a team. Every lane of every thread keeps its own best, and where that was.
   void team_hold(const Matrix& matrix, const bf16* x, int64_t stride) {
@@ -130,6 +130,8 @@ class Contest {
       const Mask better = less(top, sums);
       store(tops + row * kLanes, chosen(better, sums, top));
       put(places + row * kLanes, better, static_cast<int32_t>(output));
+      // Panels do not come in their order.
+      if (any_equal(top, sums)) keep_first(tops + row * kLanes, sums, places + row * kLanes, output);
     });
   }
 
@@ -149,6 +151,13 @@ class Contest {
   }
 
  private:
+  static void keep_first(const float* tops, Floats sums, int32_t* places, int64_t output) {
+    float numbers[kLanes];
+    store(numbers, sums);
+    for (int i = 0; i < kLanes; i++)
+      if (numbers[i] == tops[i]) places[i] = std::min(places[i], static_cast<int32_t>(output));
+  }
+
   int64_t rows_, threads_;
   std::vector<float> tops_;
   std::vector<int32_t> places_;
@@ -221,7 +230,7 @@ void moaspec_attend(const Attention* call, int32_t threads) {
 void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x,
                    int32_t threads) {
   const Attention& attention = pass->attention;
-  PassRoom room(*layers, attention, attention.rows * attention.tokens);
+  PassRoom room(layers, count, attention, attention.rows * attention.tokens);
 #pragma omp parallel num_threads(threads)
   team_stack(layers, count, *pass, x, room);
 }
@@ -240,8 +249,8 @@ void moaspec_chain(const Chain* chain, const int64_t* unread, int64_t tokens, in
   std::vector<uint8_t> mask(tokens * visible, 0);
   for (int64_t i = 0; i < tokens; i++) std::fill_n(mask.data() + i * visible, start + i + 1, 1);
   bf16* const root = x.data() + (tokens - 1) * width;
-  PassRoom of_text(*chain->text, chain->text_pass.attention, tokens);
-  PassRoom of_memory(*chain->memory, chain->memory_pass.attention, 1);
+  PassRoom of_text(chain->text, 1, chain->text_pass.attention, tokens);
+  PassRoom of_memory(chain->memory, 1, chain->memory_pass.attention, 1);
   of_text.room = of_memory.room;  // the same memory, now large enough for both
   Contest contest(1, threads);
 #pragma omp parallel num_threads(threads)

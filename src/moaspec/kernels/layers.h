@@ -2,8 +2,8 @@
 //
 // A function whose name begins with `team_` is called by all threads of a parallel region, with the same
 // arguments. Unless it says so it does not wait at its end: others may still be at work on its output, so
-// that a barrier comes before anybody reads that. What takes less time than a barrier, as a norm of a few
-// rows, every thread does for itself.
+// that a barrier comes before anybody reads that. Norms, which take less time than a barrier where rows are
+// few and far less than their products where they are many, every thread computes for itself.
 #pragma once
 
 #include "products.h"
@@ -29,7 +29,7 @@ struct Layer {
 
 namespace {
 
-constexpr int64_t kNearNumbers = 1024;  // gates that are kept until they are multiplied
+constexpr int64_t kNearNumbers = 2048;  // of gates, and of what they are multiplied with, before they are
 constexpr int64_t kFewestPanels = 8;    // of gates, however many rows there are
 
 // RMSNorm of n numbers, a multiple of 16.
@@ -132,31 +132,28 @@ void team_project(const Layer& layer, const bf16* x, int64_t rows, const Angles&
 // both halves of its numbers, as many of each in turns as stay near.
 inline void team_gate(const Matrix& inner, const bf16* x, int64_t rows, int64_t group, bf16* out) {
   const int64_t width = inner.outputs / 2, half = width / kLanes;
-  const int64_t most = std::max<int64_t>(kFewestPanels, kNearNumbers / (rows * kLanes));
+  const int64_t near = kNearNumbers / (2 * rows * kLanes) / kMostPanels * kMostPanels;
+  const int64_t most = std::max<int64_t>(kFewestPanels, near);
   const Floats share_of_row = all(1.0f / static_cast<float>(group));
   with_format(inner, x, rows, inner.inputs, [&](auto format, auto* inputs, int64_t stride) {
     const Stretch mine = share_of(half);
-    float* const gates = own<Layer, float>(rows * most * kLanes);
+    float* const near_room = own<Layer, float>(2 * rows * most * kLanes);
     for (int64_t start = mine.start; start < mine.stop; start += most) {
       const int64_t stop = std::min(start + most, mine.stop);
-      const auto multiply_half = [&](int64_t first, const auto& give) {
-        multiply_stretch<decltype(format)>(inner, inputs, rows, stride, {first + start, first + stop}, give);
+      const auto gate = [&](int64_t row, int64_t panel) {
+        return near_room + 2 * (row * most + panel - start) * kLanes;
       };
-      const auto gate_of = [&](int64_t row, int64_t panel) {
-        return gates + (row * most + panel - start) * kLanes;
-      };
-      multiply_half(0, [&](int64_t row, int64_t panel, Floats gate) {
-        store(gate_of(row, panel), silu(gate));
-      });
-      multiply_half(half, [&](int64_t row, int64_t panel, Floats up) {
-        float* const gate = gate_of(row, panel - half);
-        store(gate, load(gate) * up);
-      });
+      for (const int64_t first : {int64_t{0}, half})
+        multiply_stretch<decltype(format)>(
+            inner, inputs, rows, stride, {first + start, first + stop},
+            [&](int64_t row, int64_t panel, Floats numbers) {
+              store(gate(row, panel - first) + (first ? kLanes : 0), numbers);
+            });
       for (int64_t mean = 0; mean < rows / group; mean++)
         for (int64_t panel = start; panel < stop; panel++) {
           Floats sums = all(0.0f);
           for (int64_t row = mean * group; row < (mean + 1) * group; row++)
-            sums = sums + load(gate_of(row, panel));
+            sums = multiply_add(silu(load(gate(row, panel))), load(gate(row, panel) + kLanes), sums);
           store(out + mean * width + panel * kLanes, sums * share_of_row);
         }
     }

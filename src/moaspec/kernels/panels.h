@@ -14,7 +14,7 @@ constexpr int kBlocksAhead = 4;  // blocks that such weights are fetched ahead o
 
 // Sums of 16 outputs each. Written by one of few functions, whatever is done with them.
 struct Tile {
-  Floats sums[kTileRows][4];
+  Floats sums[kTileRows][kMostPanels];
 };
 
 // Weights as they are, 16 bits each.

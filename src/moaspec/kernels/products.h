@@ -134,7 +134,7 @@ void multiply_stretch(const Matrix& matrix, const typename Format::Input* x, int
     };
 #ifdef __AVX512BF16__
     if constexpr (Format::kUnpacks)
-      if (rows > kUnpackedRows) {  // once for all of them
+      if (rows > kUnpackedRows) {  // once for all these rows
         const int64_t size = Sixteen::panel_bytes(inputs);
         uint8_t* const room = own<Format, uint8_t>(count * size);
         for (int v = 0; v < num; v++)
