@@ -32,8 +32,9 @@ from moaspec.model import MoADrafter
 from moaspec.places import cache_dir
 from moaspec.target import Target
 
-FORMAT_VERSION = 5
-TOKENS = (1, 2, 4, 8, 16, 32, 64)
+FORMAT_VERSION = 6
+TOKENS = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
+"""Widths of passes. Every small one, because there costs go in steps and most decisions are made."""
 WIDTHS = (1, 2, 3, 4, 6, 8)
 CONTEXTS = (64, 1024)
 LEVELS = 3
