@@ -34,7 +34,7 @@ from moaspec.target import Target
 
 FORMAT_VERSION = 6
 TOKENS = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
-"""Widths of passes. Every small one, because there costs go in steps and most decisions are made."""
+"""Widths of passes. Every small one, because costs go in steps there, and decisions are made."""
 WIDTHS = (1, 2, 3, 4, 6, 8)
 CONTEXTS = (64, 1024)
 LEVELS = 3
