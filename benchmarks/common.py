@@ -60,12 +60,17 @@ def text_setting(args: argparse.Namespace, target: Target) -> dict[str, Any]:
     return vars(args) | {"suite": Path(args.suite).name} | setting(target)
 
 
-def load(args: argparse.Namespace) -> tuple[Target, MoADrafter]:
-    """Target and drafter, after setting the threads."""
+def load_target(args: argparse.Namespace) -> Target:
+    """The target, after setting the threads."""
     torch.set_num_threads(args.threads)
     if args.full_bits:
         mock.patch("moaspec.kernels.matrix.found_codes", return_value=None).start()
-    target = moaspec.load_target(args.model, dtype=args.dtype, device=args.device)
+    return moaspec.load_target(args.model, dtype=args.dtype, device=args.device)
+
+
+def load(args: argparse.Namespace) -> tuple[Target, MoADrafter]:
+    """Target and drafter, after setting the threads."""
+    target = load_target(args)
     return target, moaspec.load_drafter(args.drafter, target=target)
 
 

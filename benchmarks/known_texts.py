@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from common import load, parser, setting
+from common import load_target, parser, setting
 from rich.console import Console
 from rich.progress import track
 
@@ -45,14 +45,18 @@ def main() -> None:
     """Print one line per drafter and shape, then one line of JSON."""
     options = parser(__doc__, threads=1)
     options.add_argument("--suite", default="bundled")
-    options.add_argument("--limit", type=int, help="Prompts of each set.")
+    options.add_argument("--limit", type=int, help="Prompts of each file.")
     options.add_argument("--max-new-tokens", type=int, default=128)
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--seed", type=int, default=7)
-    options.add_argument("--drafters", nargs="+", default=["smollm2-135m"])
+    options.add_argument("--drafters", nargs="+", help="Several instead of --drafter.")
     options.add_argument("--shapes", nargs="+", default=["tree:6x8x62"])
     args = options.parse_args()
-    target, _ = load(args)
+    if args.max_new_tokens < 2:
+        raise SystemExit("--max-new-tokens must be at least 2: the first token is no round's.")
+    args.drafters = args.drafters or [args.drafter]
+    del args.drafter
+    target = load_target(args)
     sampling = SamplingParams(
         temperature=args.temperature, seed=args.seed if args.temperature else None
     )
@@ -64,7 +68,9 @@ def main() -> None:
     for shape in args.shapes:
         base = None
         for name in args.drafters:
-            counts = drafted(target, name, shape, texts, sampling)
+            counts = drafted(
+                target, name, shape, texts, sampling=sampling, max_new_tokens=args.max_new_tokens
+            )
             base = counts if base is None else base
             figures[f"{name} {shape}"] = found = figure(sets, counts, base)
             print(_line(f"{name} {shape}", found), flush=True)
@@ -136,7 +142,13 @@ class KnownText:
 
 
 def drafted(
-    target: Target, name: str, shape: str, texts: Sequence[Text], sampling: SamplingParams
+    target: Target,
+    name: str,
+    shape: str,
+    texts: Sequence[Text],
+    *,
+    sampling: SamplingParams,
+    max_new_tokens: int,
 ) -> Counts:
     """Tokens and rounds of every text."""
     path, _, exit_ = name.partition("@n")
@@ -151,22 +163,30 @@ def drafted(
             drafting,
             vocab_size=target.vocab_size,
             max_positions=target.max_positions,
+            rope_switches=target.rope_switches,
         )
-        for result in _results(engine, batch, shape, sampling):
+        options = {
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": target.stop_token_ids,
+            "shape": parse_shape(shape),
+            "sampling": sampling,
+        }
+        for result in _results(engine, batch, options):
             found.append((sum(result.accept_lengths), result.num_rounds))
     return np.array(found)
 
 
 def _results(
-    engine: Engine, texts: Sequence[Text], shape: str, sampling: SamplingParams
+    engine: Engine, texts: Sequence[Text], options: dict[str, Any]
 ) -> list[GenerationResult]:
-    options: dict[str, Any] = {"shape": parse_shape(shape), "sampling": sampling}
-    handles = [engine.add(ids, max_new_tokens=len(answer), **options) for ids, answer in texts]
-    results = [engine.result(handle) for handle in handles]
+    results = [engine.result(engine.add(ids, **options)) for ids, _ in texts]
     while engine.num_active:
         engine.step()
     for result, (_, answer) in zip(results, texts, strict=True):
-        assert result.token_ids == answer
+        if result.token_ids != answer:
+            raise SystemExit(
+                "A text was not followed: one prompt is the beginning of another text."
+            )
     return results
 
 
