@@ -19,8 +19,8 @@ from moaspec import Target
 from moaspec.decode import moa
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import RowText
-from moaspec.decode.tree import DraftTree
-from moaspec.kernels import MOST_QUERIES, draft_chain, why_not
+from moaspec.decode.tree import DraftTree, PricedTree
+from moaspec.kernels import MOST_QUERIES, draft_tree, why_not
 from moaspec.model import MoADrafter
 from moaspec.target.forms import can_pack
 from tiny import PROMPTS, kernel_target, random_drafter
@@ -116,22 +116,32 @@ def test_texts_are_no_repetition() -> None:
             assert len(set(one)) > 5
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
+DRAWN = [
+    moaspec.Chain(1),
+    moaspec.Chain(5),
+    moaspec.Tree(1, 4, 4),
+    moaspec.Tree(3, 2, 6),
+    moaspec.Tree(6, 8, 62),
+    PricedTree(6, 4, 16, prices=tuple(0.05 * n for n in range(1, 17)), least=0.02),
+]
+
+
+@pytest.mark.parametrize("shape", DRAWN, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_chain_in_one_call_is_what_levels_draft(
-    family: str, depth: int, monkeypatch: pytest.MonkeyPatch
+def test_a_tree_in_one_call_is_what_levels_draft(
+    family: str, shape: moaspec.Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
 
-    def counted(*args: Any, **kwargs: Any) -> list[int]:
-        calls.append(depth)
-        return draft_chain(*args, **kwargs)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return draft_tree(*args, **kwargs)
 
-    monkeypatch.setattr(moa, "draft_chain", counted)
-    in_one_call = chains(family, depth)
+    monkeypatch.setattr(moa, "draft_tree", counted)
+    in_one_call = drafts(family, shape)
     assert len(calls) == len(in_one_call)
-    monkeypatch.setattr(moa._Speaking, "chain", lambda *_: None)
-    assert chains(family, depth) == in_one_call
+    monkeypatch.setattr(moa._Speaking, "grow", lambda *_: None)
+    assert drafts(family, shape) == in_one_call
     assert len(calls) == len(in_one_call)
 
 
@@ -151,7 +161,7 @@ def test_encoding_in_one_call_is_what_its_parts_give(family: str, tokens: int) -
             assert torch.equal(got, wanted)
 
 
-def chains(family: str, depth: int) -> list[DraftTree]:
+def drafts(family: str, shape: moaspec.Tree) -> list[DraftTree]:
     """What is drafted after the ends of all prompts, as each grows token by token."""
     target, drafter = parts(family)
     drafting, drafted = MoADrafting(drafter, target), []
@@ -161,5 +171,8 @@ def chains(family: str, depth: int) -> list[DraftTree]:
             kv_1TLK = target.encode(known, torch.ones_like(known)).kv_BTLK
             (features,) = drafting.encode(kv_1TLK, torch.arange(length - 1)[None], [length - 1])
             drafting.place(row, 0, features)
-            drafted += drafting.propose([RowText(row, prompt[:length])], moaspec.Chain(depth))
+            ends = [switch for switch in target.rope_switches if switch >= length]
+            limited = shape.limited(min(ends) - length) if ends else shape  # as `Engine` does
+            if limited is not None:
+                drafted += drafting.propose([RowText(row, prompt[:length])], limited)
     return drafted

@@ -12,6 +12,7 @@ import moaspec
 import tiny
 from costs import table
 from moaspec.decode import CostShape, FixedShape, Shaping, local_engine
+from moaspec.decode.cost import MAX_DEPTH
 from moaspec.decode.shaping import COPIES, CREDIT_TOKENS, TOLERATED_LOSS, CostBranches
 from moaspec.decode.tree import AUTO, Chain, DraftTree, Tree
 from moaspec.errors import InputError, ShapeError
@@ -46,13 +47,23 @@ def play(
     return shapes
 
 
-def test_good_drafts_are_kept_up_and_grow_deeper() -> None:
+def test_good_drafts_are_kept_up() -> None:
     policy = CostShape(table(), [[0.5]])
     shapes = play(policy, 100, lambda _: 0.95)
     assert None not in shapes
-    depths = [shape.depth for shape in shapes if shape is not None]
-    assert depths[-1] > depths[0]
     assert policy.lost_s < 0
+
+
+def test_trees_are_as_large_as_the_row_may_lose() -> None:
+    """A new row risks little; one that has gained by its drafts may have the whole tree."""
+    costs = table(pass_s=((0.01, 0.02, 0.04, 0.16), (0.01, 0.02, 0.04, 0.16)))
+    policy = CostShape(costs, [[0.9]])
+    shapes = play(policy, 60, lambda _: 0.95)
+    first, last = shapes[0], shapes[-1]
+    assert first is not None
+    assert last is not None
+    assert first.total_tokens < last.total_tokens
+    assert first.depth < last.depth == MAX_DEPTH
 
 
 @pytest.mark.parametrize("prior", [0.02, 0.3, 0.9])
@@ -183,15 +194,15 @@ def test_policies_never_change_the_text(temperature: float, layers: int) -> None
     """Rows that pause, encode late and come back, beside rows of another opinion."""
     target = tiny.target()
     sampling = moaspec.SamplingParams(temperature=temperature, seed=3).resolved()
-    texts = {}
-    for drafter in (None, tiny.agreeing_drafter("llama", layers), tiny.random_drafter(target)):
+    texts, hopeless = {}, tiny.random_drafter(target)
+    for drafter in (None, tiny.agreeing_drafter("llama", layers), hopeless):
         engine = local_engine(target, drafter, num_target_layers=layers if drafter else None)
         handles = [
             engine.add(
                 prompt,
                 max_new_tokens=32,
                 sampling=sampling,
-                shape=CostShape(table(), [[0.02 if number % 2 else 0.6]]),
+                shape=CostShape(table(root_s=0.01 if number % 2 else 0.001), [[0.6]]),
                 free_branches=CostBranches(table()) if number > 1 else None,
             )
             for number, prompt in enumerate(tiny.PROMPTS)
@@ -200,8 +211,9 @@ def test_policies_never_change_the_text(temperature: float, layers: int) -> None
         while engine.num_active:
             engine.step()
         texts[drafter] = [result.token_ids for result in results]
-        if drafter is not None:
+        if drafter is hopeless:
             assert all(0 in result.drafted_depths for result in results[1::2])
+        if drafter is not None:
             assert any(result.num_drafted for result in results)
     expected, *others = texts.values()
     assert all(other == expected for other in others)

@@ -10,6 +10,7 @@ V draft vocabulary.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from moaspec.decode.cache import KVCache, StoredAttention, tree_mask
 from moaspec.decode.coupling import Ranking
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import DraftTree, Tree
+from moaspec.kernels import Grown
 from moaspec.model.config import LayerConfig
 from moaspec.target import Target
 
@@ -134,33 +136,51 @@ class Growing(ABC):
         """
         shape = shape.narrowed(self.vocabulary)
         level = self.level(rows, shape)
-        chain = level.chain(shape.depth) if _is_best_chain(rows, shape) else None
-        if chain is not None:
-            return [DraftTree(tuple(chain), tuple(range(-1, len(chain) - 1)))]
-        ranking = Ranking(rows, self.vocabulary_ids)
+        alone = len(rows) == 1 and not rows[0].sampling.samples
+        grown = level.grow(shape) if alone else None
+        return [best_nodes(one, shape) for one in ([grown] if grown else self._grow(level, shape))]
+
+    def _grow(self, level: Level, shape: Tree) -> list[Grown]:
+        """All nodes that are drafted for each row, level by level."""
+        ranking = Ranking(level.rows, self.vocabulary_ids)
         children = ranking.children(self.log_q(level.read_root()), shape.breadth, 0)
         nodes, frontier = _first_level(*children)
-        for depth in range(1, shape.depth):
+        levels = 1
+        while levels < shape.depth:
+            frontier = _drafted_on(nodes, frontier, shape)
+            if not frontier.shape[1]:
+                break
             log_q_BWV = level.extend(self._token_ids(nodes.tokens), nodes.parents, frontier)
-            children = ranking.children(log_q_BWV, shape.breadth, depth)
+            children = ranking.children(log_q_BWV, shape.breadth, levels)
             nodes, frontier = _next_level(nodes, frontier, *children)
-        return self._trees(nodes, shape.total_tokens)
+            levels += 1
+        # One copy from the device; float64 holds ids and parents exactly.
+        ids_BN = self._token_ids(nodes.tokens)
+        facts_B3N = torch.stack((ids_BN.double(), nodes.parents.double(), nodes.scores.double()), 1)
+        return [
+            Grown([*map(int, ids)], [*map(int, parents)], scores, levels)
+            for ids, parents, scores in facts_B3N.tolist()
+        ]
 
     def _token_ids(self, draft_tokens: Tensor) -> Tensor:
         ids = self._draft_token_ids
         return draft_tokens if ids is None else ids.to(draft_tokens.device)[draft_tokens]
 
-    def _trees(self, nodes: _Beams, total_tokens: int) -> list[DraftTree]:
-        """The best nodes by cumulative score. Stable sorting keeps every parent of a kept node."""
-        if nodes.tokens.shape[1] <= total_tokens:
-            return _as_trees(self._token_ids(nodes.tokens), nodes.parents)
-        order = nodes.scores.sort(dim=1, descending=True, stable=True).indices
-        kept_BN = order[:, :total_tokens].sort(dim=1).values
-        tokens_BN = self._token_ids(nodes.tokens.gather(1, kept_BN))
-        # A parent's place among the kept nodes; the root stays -1.
-        old_BN = nodes.parents.gather(1, kept_BN)
-        parents_BN = torch.searchsorted(kept_BN, old_BN).masked_fill(old_BN < 0, -1)
-        return _as_trees(tokens_BN, parents_BN)
+
+def best_nodes(grown: Grown, shape: Tree) -> DraftTree:
+    """The best nodes by cumulative score: as many as the shape has, or as pay for themselves.
+
+    Stable sorting keeps every parent of a kept node.
+    """
+    tokens, parents, scores = grown.tokens, grown.parents, grown.scores
+    order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+    count = shape.kept([scores[node] for node in order])
+    if count < len(order):
+        kept = sorted(order[:count])
+        places = {node: place for place, node in enumerate(kept)}
+        tokens = [tokens[node] for node in kept]
+        parents = [places.get(parents[node], -1) for node in kept]
+    return DraftTree(tuple(tokens), tuple(parents), levels=grown.levels)
 
 
 @dataclass(frozen=True)
@@ -228,8 +248,8 @@ class Level(ABC):
         roots_B1 = torch.tensor(self.roots, device=self.device)[:, None]
         return self._finished(root_B1E, roots_B1, Own(self.roots, self.own_BNU))
 
-    def chain(self, _depth: int) -> list[int] | None:
-        """The best drafts of the only row, one below another, where one call gives them all.
+    def grow(self, _shape: Tree) -> Grown | None:
+        """The nodes that are drafted for the only row, where one call gives them all.
 
         It reads the text that was not read yet, as `read_root` does.
         """
@@ -307,14 +327,12 @@ class Level(ABC):
         return self._first_slot + match_BWF.long().argmax(-1)
 
 
-def _is_best_chain(rows: Sequence[RowText], shape: Tree) -> bool:
-    """Whether the best draft after another is all that is wanted, for one row."""
-    return len(rows) == 1 and shape.breadth == 1 and not rows[0].sampling.samples
-
-
-def _as_trees(tokens_BN: Tensor, parents_BN: Tensor) -> list[DraftTree]:
-    rows = torch.stack((tokens_BN, parents_BN), dim=1).tolist()
-    return [DraftTree(tuple(tokens), tuple(parents)) for tokens, parents in rows]
+def _drafted_on(nodes: _Beams, frontier_BW: Tensor, shape: Tree) -> Tensor:
+    """The part of the frontier that is drafted on, as wide as any row needs; best beams first."""
+    if shape.least_log_p == -math.inf:
+        return frontier_BW
+    likely_BW = nodes.scores.gather(1, frontier_BW) >= shape.least_log_p
+    return frontier_BW[:, : int(likely_BW.sum(1).max())]
 
 
 def _first_level(scores_B1C: Tensor, tokens_B1C: Tensor) -> tuple[_Beams, Tensor]:

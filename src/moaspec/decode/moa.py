@@ -18,7 +18,7 @@ from moaspec.decode.growing import Growing, Level, Own, Reading, layer_cache
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import Tree
 from moaspec.errors import InputError
-from moaspec.kernels import MOST_QUERIES, ChainPart, Slots, draft_chain
+from moaspec.kernels import MOST_QUERIES, Grown, Slots, TreePart, draft_tree
 from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import check_target
 from moaspec.model.layers import CrossAttend
@@ -220,7 +220,7 @@ class _Speaking(Level):
             write=cache.writer(self.indices, own.starts, width, visible),
         )
 
-    def chain(self, depth: int) -> list[int] | None:
+    def grow(self, shape: Tree) -> Grown | None:
         """By kernels, where they have all layers and each draft is read by SA and CA alone."""
         drafting, module = self.drafting, self.drafting.module
         speaker, embeddings = module.speaker, drafting.target.embeddings
@@ -232,21 +232,23 @@ class _Speaking(Level):
             return None
         (row,), (root,) = self.rows, self.roots
         start = min(drafting.read.get(row.row, 0), root)
-        if root + 1 - start > MOST_QUERIES:
+        if max(root + 1 - start, shape.breadth) > MOST_QUERIES:
             return None
         slots = Slots(drafting.text.data, self.indices, [start], root + 1)
         remembered = Slots(drafting.memory.data, self.indices, [0], self.remembered[0])
-        tokens = draft_chain(
+        grown = draft_tree(
             row.token_ids[start:],
-            depth,
-            text=ChainPart(sa, *speaker.self_rope.along(start, root + depth), slots),
-            memory=ChainPart(ca, *speaker.cross_rope.along(root, root + depth), remembered),
+            shape.depth,
+            shape.breadth,
+            shape.least_log_p,
+            text=TreePart(sa, *speaker.self_rope.along(start, root + shape.depth), slots),
+            memory=TreePart(ca, *speaker.cross_rope.along(root, root + shape.depth), remembered),
             head=head,
             names_O=drafting.vocabulary_ids,
             embeddings_VE=embeddings,
         )
         drafting.read[row.row] = root + 1
-        return tokens
+        return grown
 
     def _memory(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> CrossAttend:
         """What CA reads; drafts, where it reads them too, lie behind the root, as in the text."""

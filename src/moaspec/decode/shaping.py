@@ -1,29 +1,31 @@
 """Who decides, round by round, what a row drafts.
 
-Each row has a policy of its own. `FixedShape` always answers the same; `CostShape` weighs what the
-row's drafts have brought so far against what rounds cost here, and turns drafting off where plain
-decoding is faster.
+Each row has a policy of its own. `FixedShape` always answers the same; `CostShape` lets drafts grow
+as far as they pay for what they cost here, and turns drafting off where plain decoding is faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal, Protocol
 
 import numpy as np
 
 from moaspec.decode.cost import (
+    CONTEXT_STEP,
+    GAIN,
     MEMORY,
     PRIOR,
     PRIOR_ROUNDS,
     Acceptance,
-    Choice,
     CostTable,
     Prospect,
+    RoundCosts,
+    round_costs,
 )
-from moaspec.decode.tree import AUTO, Chain, DraftTree, Tree, parse_shape
+from moaspec.decode.tree import AUTO, Chain, DraftTree, PricedTree, Tree, parse_shape
 from moaspec.errors import InputError
 
 TOLERATED_LOSS = 0.03
@@ -32,8 +34,8 @@ TOLERATED_LOSS = 0.03
 CREDIT_TOKENS = 64
 """Tokens whose share of that a row may lose before it has written any."""
 
-DECIDE_EVERY = 8
-"""Rounds between two decisions: counts move slowly, and a decision takes about a millisecond."""
+FIRST_ROUNDS = 8.0
+"""Rounds that `GAIN`, which is expected of drafts at first, counts for."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
 """Plain rounds before the first probe; each probe in vain doubles them, up to the latter."""
@@ -151,15 +153,18 @@ class FixedShape:
 
 
 class CostShape:
-    """Drafts what promises the most tokens per second, or nothing.
+    """Grows drafts as far as the drafter's confidence pays for them, or drafts nothing.
+
+    What a draft costs is known, and how likely it is to be accepted the drafter says best itself,
+    so rounds differ by how sure it is (`PricedTree`). Whether drafting pays at all is what each row
+    finds out: where its rounds with drafts brought less than plain ones would have, single rounds
+    probe at growing intervals, so that a text which becomes easier is noticed.
 
     A row never owes more than `TOLERATED_LOSS` of what plain decoding would have taken for its
-    tokens (and for `CREDIT_TOKENS` in advance), all in the cost table's seconds: a round that could
-    break this is put off until enough plain rounds have been made. Where no shape promises
-    anything, single rounds probe at growing intervals, so that a text which becomes easier is
-    noticed. What encoding the prompt takes is no part of the debt; a prompt for which that is
-    more than the row may lose is encoded only where drafts promise to gain it back, and else its
-    row never drafts.
+    tokens (and for `CREDIT_TOKENS` in advance), all in the cost table's seconds: trees are cut, and
+    rounds put off, where they could break this. What encoding the prompt takes is no part of the
+    debt; a prompt for which that is more than the row may lose is encoded only where drafts promise
+    to gain it back, and else its row never drafts.
 
     Args:
         costs: of this machine, target and drafter.
@@ -172,16 +177,19 @@ class CostShape:
     """
 
     def __init__(self, costs: CostTable, prior: Sequence[Sequence[float]] = PRIOR) -> None:
-        self._costs, self._acceptance = costs, Acceptance(prior)
-        self._prospect: Prospect | None = None
-        self._choice: Choice | None = None
-        self._drafting: Tree | None = None
-        self._pause, self._waiting, self._unencoded, self._drafted = FIRST_PAUSE, 0, 0, 0
+        self._costs, self._prior = costs, prior
+        self._rate = float(Acceptance(prior).rates[0, 0])
+        self._round: RoundCosts | None = None
+        self._seen = (-1, 0)
+        self._drafting: PricedTree | None = None
+        self._pause, self._waiting, self._unencoded = FIRST_PAUSE, 0, 0
+        # Tokens of rounds with drafts over those of plain decoding in the same time.
+        self._speedup = _Rate(GAIN, FIRST_ROUNDS)
         self.lost_s = self.plain_s = 0.0
 
     def begin(self, unread: int, room: int) -> None:
         """See `ShapePolicy`."""
-        prospect = Prospect(self._costs, self._acceptance.rates, unread)
+        prospect = Prospect(self._costs, Acceptance(self._prior).rates, unread)
         written_s = room * prospect.plain_s
         gain_s = written_s * (1.0 - 1.0 / prospect.best().speedup)
         tolerated_s = TOLERATED_LOSS * (written_s + CREDIT_TOKENS * prospect.plain_s)
@@ -199,65 +207,77 @@ class CostShape:
         if self._waiting:
             self._waiting -= 1
             return None
-        prospect, choice = self._decide(length, num_rows)
-        self._waiting = self._rounds_until_affordable(prospect, choice)
-        if not self._waiting:
-            self._drafting = choice.shape
+        costs = self._round_costs(length, num_rows)
+        self._drafting = self._affordable(costs)
+        if self._drafting is None:
+            self._waiting = self._rounds_until_affordable(costs)
         return self._drafting
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """See `ShapePolicy`."""
-        if self._prospect is None:
+        costs = self._round
+        if costs is None:
             return
         own = len(tree.tokens) - tree.num_copied
         emitted = 1 + sum(node < own for node in accepted)
-        plain_s = self._prospect.plain_s
-        self.plain_s += plain_s * emitted
+        self.plain_s += costs.plain_s * emitted
         self._unencoded += 1 + len(accepted)
         if self._drafting is not None:
-            self._acceptance.count(tree, accepted)
-            self.lost_s += self._prospect.drafted_s(self._drafting, own) - plain_s * emitted
-            self._schedule()
+            levels = tree.levels or max(tree.depths[:own], default=1)
+            round_s = costs.drafted_s(levels, own)
+            self.lost_s += round_s - costs.plain_s * emitted
+            round_s += costs.accept_s(emitted)
+            self._schedule(costs, emitted, round_s / costs.plain_s)
         if self.wants_features:
-            self.lost_s += float(self._costs.accept_s(self._unencoded))
+            self.lost_s += costs.accept_s(self._unencoded)
             self._unencoded = 0
 
-    def _decide(self, length: int, num_rows: int) -> tuple[Prospect, Choice]:
-        """The best shape, found anew every few rounds with drafts."""
-        last = self._prospect
-        if self._choice is None or last is None or last.num_rows != num_rows:
-            self._prospect = Prospect(self._costs, self._acceptance.rates, length, num_rows)
-            self._choice = self._prospect.best()
-        elif self._drafted % DECIDE_EVERY == 0 or self._choice.speedup <= 1.0:
-            self._prospect = replace(last, rates_DR=self._acceptance.rates, context=length)
-            self._choice = self._prospect.best()
-        assert self._prospect is not None
-        return self._prospect, self._choice
+    def _round_costs(self, length: int, num_rows: int) -> RoundCosts:
+        seen = (length - length % CONTEXT_STEP, num_rows)
+        if self._round is None or self._seen != seen:
+            self._round, self._seen = round_costs(self._costs, self._rate, *seen), seen
+        return self._round
 
-    def _rounds_until_affordable(self, prospect: Prospect, choice: Choice) -> int:
-        """Plain rounds to make before one whose drafts may all be rejected; 0: it may be now."""
-        risk_s = prospect.drafted_s(choice.shape, choice.shape.total_tokens) - prospect.plain_s
-        credit_s = TOLERATED_LOSS * (self.plain_s + CREDIT_TOKENS * prospect.plain_s)
-        missing_s = self.lost_s + risk_s + float(self._costs.accept_s(1)) - credit_s
-        if missing_s <= 0:
-            return 0
-        gain_s = self._earned_s(prospect)
-        return ceil(missing_s / gain_s) if gain_s > 0 else NEVER
+    def _affordable(self, costs: RoundCosts) -> PricedTree | None:
+        """The tree, cut until it may be rejected as a whole; None where nothing may."""
+        left_s = self._left_s(costs)
+        cut: PricedTree | None = costs.tree
+        while cut is not None and self._risk_s(costs, cut.depth, cut.total_tokens) > left_s:
+            cut = cut.halved()
+        return cut
 
-    def _earned_s(self, prospect: Prospect) -> float:
+    def _risk_s(self, costs: RoundCosts, levels: int, num_drafts: int) -> float:
+        """What a round loses if its drafts are all rejected."""
+        return costs.drafted_s(levels, num_drafts) - costs.plain_s + costs.accept_s(1)
+
+    def _left_s(self, costs: RoundCosts) -> float:
+        """What the row may lose now."""
+        credit_s = TOLERATED_LOSS * (self.plain_s + CREDIT_TOKENS * costs.plain_s)
+        return credit_s - self.lost_s
+
+    def _rounds_until_affordable(self, costs: RoundCosts) -> int:
+        """Plain rounds to make before one draft may be rejected."""
+        missing_s = self._risk_s(costs, 1, 1) - self._left_s(costs)
+        gain_s = self._earned_s(costs)
+        return max(1, ceil(missing_s / gain_s)) if gain_s > 0 else NEVER
+
+    def _earned_s(self, costs: RoundCosts) -> float:
         """What a plain round adds to the credit, less the encoding that it puts off."""
-        late_s = float(self._costs.accept_s(LATE_TOKENS)) / LATE_TOKENS
-        return TOLERATED_LOSS * prospect.plain_s - late_s
+        return TOLERATED_LOSS * costs.plain_s - costs.accept_s(LATE_TOKENS) / LATE_TOKENS
 
-    def _schedule(self) -> None:
-        """After drafts: go on where the shape promised to pay, else pause, longer each time."""
-        self._drafted += 1
-        assert self._choice is not None
-        if self._choice.speedup > 1.0:
+    def _schedule(self, costs: RoundCosts, emitted: int, plain_rounds: float) -> None:
+        """After drafts: go on where they pay, or nearly do, else pause, longer each time.
+
+        Args:
+            costs: of the round.
+            emitted: tokens that it wrote.
+            plain_rounds: how many plain rounds it took as long as.
+        """
+        self._speedup.count(emitted, plain_rounds)
+        if self._speedup.value > 1.0 - TOLERATED_LOSS:
             self._pause = FIRST_PAUSE
             return
-        assert self._prospect is not None
-        self._waiting = self._pause if self._earned_s(self._prospect) > 0 else NEVER
+        self._waiting = self._pause if self._earned_s(costs) > 0 else NEVER
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
@@ -307,15 +327,22 @@ class CostBranches:
 
 
 class _Rate:
-    """A share that starts from an expectation and follows what is counted."""
+    """A ratio that starts from an expectation and follows what is counted.
 
-    def __init__(self, expected: float) -> None:
-        self._expected, self._hits, self._trials = expected, 0.0, 0.0
+    Args:
+        expected: to start from.
+        rounds: that it counts for.
+    """
+
+    def __init__(self, expected: float, rounds: float = PRIOR_ROUNDS) -> None:
+        self._expected, self._rounds = expected, rounds
+        self._hits = self._trials = 0.0
 
     @property
     def value(self) -> float:
-        return (PRIOR_ROUNDS * self._expected + self._hits) / (PRIOR_ROUNDS + self._trials)
+        """As far as is known."""
+        return (self._rounds * self._expected + self._hits) / (self._rounds + self._trials)
 
-    def count(self, hits: int, trials: int) -> None:
+    def count(self, hits: float, trials: float) -> None:
         """Take in one round; with no trials, earlier ones still fade."""
         self._hits, self._trials = MEMORY * self._hits + hits, MEMORY * self._trials + trials

@@ -6,8 +6,9 @@ already chosen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -50,6 +51,19 @@ class Tree:
                 f"{most} tokens, got total_tokens={self.total_tokens}."
             )
 
+    @property
+    def least_log_p(self) -> float:
+        """Log-probability that a path must have for its last draft to be drafted on."""
+        return -math.inf
+
+    def kept(self, log_p: Sequence[float]) -> int:
+        """How many drafts to verify.
+
+        Args:
+            log_p: log-probabilities of their paths, descending.
+        """
+        return min(len(log_p), self.total_tokens)
+
     def limited(self, depth: int) -> Tree | None:
         """This tree cut to `depth` levels; None when nothing is left."""
         if depth >= self.depth:
@@ -67,6 +81,48 @@ class Tree:
 
     def __str__(self) -> str:
         return f"tree:{self.depth},{self.breadth},{self.total_tokens}"
+
+
+@dataclass(frozen=True)
+class PricedTree(Tree):
+    """A tree that is grown and verified as far as the drafter's own probabilities pay for it.
+
+    Args:
+        prices: what verifying 1, 2, ... `total_tokens` drafts costs beyond verifying none, in
+            tokens that would be written in that time.
+        least: probability that a draft must have, together with all above it, to be drafted on.
+
+    Drafters without probabilities take it as the `Tree` that it is.
+    """
+
+    prices: tuple[float, ...] = ()
+    least: float = 0.0
+
+    @property
+    def least_log_p(self) -> float:
+        """See `Tree`."""
+        return math.log(self.least) if self.least else -math.inf
+
+    def kept(self, log_p: Sequence[float]) -> int:
+        """As many as promise the most accepted drafts beyond their price."""
+        best, count, accepted = 0.0, 0, 0.0
+        for number, (one, price) in enumerate(zip(log_p, self.prices, strict=False), start=1):
+            accepted += math.exp(one)
+            if accepted - price > best and number <= self.total_tokens:
+                best, count = accepted - price, number
+        return count
+
+    def halved(self) -> PricedTree | None:
+        """Half as deep and large, or None where that is nothing."""
+        if self.total_tokens == 1:
+            return None
+        depth = max(1, self.depth // 2)
+        total = min(self.total_tokens // 2, candidates(depth, self.breadth))
+        return replace(self, depth=min(depth, total), total_tokens=total)
+
+    def _cut(self, depth: int, breadth: int) -> PricedTree:
+        total = min(self.total_tokens, candidates(depth, breadth))
+        return replace(self, depth=depth, breadth=breadth, total_tokens=total)
 
 
 def candidates(depth: int, breadth: int) -> int:
@@ -124,11 +180,14 @@ class DraftTree:
         tokens: by node.
         parents: by node, each before its children.
         num_copied: the last so many nodes come from the text itself, not from the drafter.
+        levels: how many were drafted for it, of which the deepest may have no node here; 0 where
+            that is not known.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     num_copied: int = 0
+    levels: int = 0
 
     @cached_property
     def depths(self) -> list[int]:
@@ -180,7 +239,12 @@ def merged(
                 nodes.append((parent, token))
             parent = known[parent, token]
     added = 0 if base is None else len(nodes) - len(base.tokens) + base.num_copied
-    return DraftTree(tuple(token for _, token in nodes), tuple(node for node, _ in nodes), added)
+    return DraftTree(
+        tuple(token for _, token in nodes),
+        tuple(node for node, _ in nodes),
+        added,
+        levels=0 if base is None else base.levels,
+    )
 
 
 def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
@@ -195,6 +259,7 @@ def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
         tuple(tree.tokens[node] for node in kept),
         tuple(places[tree.parents[node]] for node in kept),
         sum(node >= own for node in kept),
+        levels=tree.levels,
     )
 
 

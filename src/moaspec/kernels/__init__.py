@@ -7,25 +7,26 @@ on with PyTorch's own operations.
 from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
 from moaspec.kernels.build import instructions, unpacks, why_not
 from moaspec.kernels.codes import can_be_moment
-from moaspec.kernels.drafter import ChainPart, FusedEncoder, draft_chain
+from moaspec.kernels.drafter import FusedEncoder, Grown, TreePart, draft_tree
 from moaspec.kernels.layers import FusedLayer, FusedNorm, FusedStack, Slots
 from moaspec.kernels.matrix import Matrix
 from moaspec.kernels.noise import can_draw, draw_bits
 
 __all__ = [
     "MOST_QUERIES",
-    "ChainPart",
     "FusedEncoder",
     "FusedLayer",
     "FusedNorm",
     "FusedStack",
+    "Grown",
     "Matrix",
     "Slots",
+    "TreePart",
     "attend",
     "can_attend",
     "can_be_moment",
     "can_draw",
-    "draft_chain",
+    "draft_tree",
     "draw_bits",
     "instructions",
     "unpacks",

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "growing.h"
 #include "layers.h"
 #include "noise.h"
 #ifdef __AVX512BF16__
@@ -26,7 +27,7 @@ extern "C" {
 // (layers, 2, places, J, slots, D).
 struct Pass {
   const float *cos, *sin;
-  int64_t turned;
+  int64_t turned, period;    // of angles, (period, turned): those of row 0, 1, ... and again from the start
   bf16* cache;               // of the pass's first layer
   int64_t layer, half, place, head;  // strides, in numbers
   const int64_t* starts;     // the slot of each row's first token
@@ -37,7 +38,7 @@ struct Pass {
 
 // A drafter that reads text by one layer, and each token that it drafts behind by another one as well,
 // over its memory.
-struct Chain {
+struct Drafter {
   const Layer *text, *memory;
   Pass text_pass, memory_pass;  // of the unread text, of its last token; angles of drafts follow theirs
   const Matrix* head;
@@ -89,7 +90,7 @@ void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, P
   call.query_token = call.heads * dim;
   call.query_row = call.tokens * call.query_token;
   call.out = room.read.data();
-  const Angles angles = {pass.cos, pass.sin, pass.turned, rows};
+  const Angles angles = {pass.cos, pass.sin, pass.turned, pass.period};
   for (int64_t i = 0; i < count; i++) {
     team_project(layers[i], x, rows, angles, room.room, [&](int64_t row, int64_t head) {
       return head < call.heads ? room.asked.data() + (row * call.heads + head) * dim
@@ -110,58 +111,6 @@ void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, P
               x + row * width);
 #pragma omp barrier
 }
-
-// Which output of a matrix is each row's largest, the first of equal ones.
-class Contest {
- public:
-  Contest(int64_t rows, int32_t threads)
-      : rows_(rows), threads_(threads), tops_(threads * rows * kLanes, -INFINITY), places_(tops_.size()) {}
-
-  // By a team. Every lane of every thread keeps its own best, and where that was.
-  void team_hold(const Matrix& matrix, const bf16* x, int64_t stride) {
-    const int64_t lanes = rows_ * kLanes;
-    float* tops = tops_.data() + omp_get_thread_num() * lanes;
-    int32_t* places = places_.data() + omp_get_thread_num() * lanes;
-    std::fill_n(tops, lanes, -INFINITY);
-    std::fill_n(places, lanes, 0);
-    multiply(matrix, x, rows_, stride, [&](int64_t row, int64_t output, Floats sums) {
-      sums = chosen(first(matrix.outputs - output), sums, all(-INFINITY));
-      const Floats top = load(tops + row * kLanes);
-      const Mask better = less(top, sums);
-      store(tops + row * kLanes, chosen(better, sums, top));
-      put(places + row * kLanes, better, static_cast<int32_t>(output));
-      // Panels do not come in their order.
-      if (any_equal(top, sums)) keep_first(tops + row * kLanes, sums, places + row * kLanes, output);
-    });
-  }
-
-  // After all threads have held theirs.
-  int64_t winner(int64_t row) const {
-    float top = -INFINITY;
-    int64_t best = 0;
-    for (int64_t i = 0; i < threads_ * kLanes; i++) {
-      const int64_t lane = i / kLanes * rows_ * kLanes + row * kLanes + i % kLanes;
-      const int64_t place = places_[lane] + i % kLanes;
-      if (tops_[lane] > top || (tops_[lane] == top && place < best)) {
-        top = tops_[lane];
-        best = place;
-      }
-    }
-    return best;
-  }
-
- private:
-  static void keep_first(const float* tops, Floats sums, int32_t* places, int64_t output) {
-    float numbers[kLanes];
-    store(numbers, sums);
-    for (int i = 0; i < kLanes; i++)
-      if (numbers[i] == tops[i]) places[i] = std::min(places[i], static_cast<int32_t>(output));
-  }
-
-  int64_t rows_, threads_;
-  std::vector<float> tops_;
-  std::vector<int32_t> places_;
-};
 
 }  // namespace
 
@@ -235,55 +184,57 @@ void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x
   team_stack(layers, count, *pass, x, room);
 }
 
-// Reads unread text, the last token of which is the root of `count` drafts: the best token after it,
-// the best one after that, and so on.
-void moaspec_chain(const Chain* chain, const int64_t* unread, int64_t tokens, int64_t count,
-                   int64_t* out, int32_t threads) {
-  const int64_t width = chain->width, start = *chain->text_pass.starts, visible = start + tokens;
-  std::vector<bf16> x(tokens * width);
+// Reads unread text, the last token of which is the root, and grows a tree of drafts below it.
+void moaspec_tree(const Drafter* drafter, const int64_t* unread, int64_t tokens, Growth* growth,
+                  int32_t threads) {
+  const int64_t width = drafter->width, start = *drafter->text_pass.starts, visible = start + tokens;
+  const int64_t rows = std::max(tokens, growth->breadth);
+  const int64_t slots = visible + (growth->depth - 1) * growth->breadth;
+  std::vector<bf16> x(rows * width);
   const auto read = [&](int64_t token, int64_t row) {
-    std::copy_n(chain->embeddings + token * width, width, x.data() + row * width);
+    std::copy_n(drafter->embeddings + token * width, width, x.data() + row * width);
   };
   for (int64_t i = 0; i < tokens; i++) read(unread[i], i);
   // Each of the unread tokens sees those before it, and itself.
-  std::vector<uint8_t> mask(tokens * visible, 0);
-  for (int64_t i = 0; i < tokens; i++) std::fill_n(mask.data() + i * visible, start + i + 1, 1);
-  bf16* const root = x.data() + (tokens - 1) * width;
-  PassRoom of_text(chain->text, 1, chain->text_pass.attention, tokens);
-  PassRoom of_memory(chain->memory, 1, chain->memory_pass.attention, 1);
+  std::vector<uint8_t> mask(rows * slots, 0);
+  for (int64_t i = 0; i < tokens; i++) std::fill_n(mask.data() + i * slots, start + i + 1, 1);
+  PassRoom of_text(drafter->text, 1, drafter->text_pass.attention, rows);
+  PassRoom of_memory(drafter->memory, 1, drafter->memory_pass.attention, growth->breadth);
   of_text.room = of_memory.room;  // the same memory, now large enough for both
-  Contest contest(1, threads);
+  Favourites favourites(*drafter->head, growth->breadth, growth->breadth);
+  Leaves leaves(*growth, visible, slots);
 #pragma omp parallel num_threads(threads)
   {
-    Pass text = chain->text_pass, memory = chain->memory_pass;
+    Pass text = drafter->text_pass, memory = drafter->memory_pass;
     text.attention.tokens = tokens;
     text.attention.slots = visible;
     text.attention.mask = mask.data();
-    text.attention.mask_token = visible;
-    team_stack(chain->text, 1, text, x.data(), of_text);
+    text.attention.mask_token = slots;
+    team_stack(drafter->text, 1, text, x.data(), of_text);
     text.cos += (tokens - 1) * text.turned;
     text.sin += (tokens - 1) * text.turned;
-    text.attention.tokens = 1;
-    text.attention.mask = nullptr;
-    for (int64_t i = 0; i < count; i++) {
-      const int64_t slot = visible + i - 1;
-      if (i > 0) {
-        text.starts = &slot;
-        text.attention.slots = slot + 1;
+    text.period = memory.period = 1;  // the leaves of a level are at one position
+    bf16* state = x.data() + (tokens - 1) * width;
+    for (int64_t level = 0; leaves.count() > 0; level++) {
+      const int64_t count = leaves.count();
+      if (level > 0) {
+        text.starts = leaves.first_slot();
+        text.attention.tokens = count;
+        text.attention.slots = *leaves.first_slot() + count;
+        text.attention.mask = leaves.masks();
         for (Pass* pass : {&text, &memory}) {
           pass->cos += pass->turned;
           pass->sin += pass->turned;
         }
-        team_stack(chain->text, 1, text, root, of_text);
+        state = x.data();
+        team_stack(drafter->text, 1, text, state, of_text);
       }
-      team_stack(chain->memory, 1, memory, root, of_memory);
-      contest.team_hold(*chain->head, root, width);
+      memory.attention.tokens = count;
+      team_stack(drafter->memory, 1, memory, state, of_memory);
+      favourites.team_find(*drafter->head, state, count, width);
 #pragma omp barrier
 #pragma omp single
-      {
-        out[i] = chain->names[contest.winner(0)];
-        read(out[i], tokens - 1);
-      }
+      leaves.grow(favourites, drafter->names, read);
     }
   }
 }

@@ -1,4 +1,4 @@
-"""What a drafter does in one call: encoding verified tokens, and drafting a chain.
+"""What a drafter does in one call: encoding verified tokens, and drafting for one row.
 
 Legend: N tokens, T tokens read, L layers, K one layer's key and value, J KV heads, D head dim, R
 the rotated dims, O outputs of the head, V vocabulary, E hidden size.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from moaspec.kernels.build import library
 from moaspec.kernels.layers import FusedLayer, FusedStack, Pass, Slots
 from moaspec.kernels.matrix import Matrix
-from moaspec.kernels.structures import ChainFacts, EncoderFacts
+from moaspec.kernels.structures import DrafterFacts, EncoderFacts, GrowthFacts
 
 
 class FusedEncoder:
@@ -78,12 +78,12 @@ class FusedEncoder:
 
 
 @dataclass(frozen=True)
-class ChainPart:
-    """One layer of a drafter over all tokens that it reads for a chain.
+class TreePart:
+    """One layer of a drafter over all tokens that it reads in one call.
 
     Attributes:
         stack: of that layer alone.
-        cos_TR: cosines of those tokens, neighbours, float32, contiguous.
+        cos_TR: cosines of those tokens and of each level of drafts, float32, contiguous.
         sin_TR: sines, likewise.
         slots: of the first of those tokens.
     """
@@ -98,23 +98,44 @@ class ChainPart:
         return Pass(self.stack, 1, (self.cos_TR, self.sin_TR), slots=self.slots, num=1)
 
 
-def draft_chain(
+@dataclass(frozen=True)
+class Grown:
+    """Drafted nodes of one row, parents first.
+
+    Attributes:
+        tokens: ids in the target's vocabulary.
+        parents: node, -1: the root.
+        scores: log-probability of each node's path.
+        levels: how many were drafted.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    levels: int
+
+
+def draft_tree(
     unread: Sequence[int],
-    count: int,
+    depth: int,
+    breadth: int,
+    least: float,
     *,
-    text: ChainPart,
-    memory: ChainPart,
+    text: TreePart,
+    memory: TreePart,
     head: Matrix,
     names_O: Tensor,
     embeddings_VE: Tensor,
-) -> list[int]:
-    """The best token after a text, the best after that one is read, and so on.
+) -> Grown:
+    """The best tokens after a text, the best ones after the best of these, and so on.
 
     Args:
         unread: the end of the text, at least one token.
-        count: of tokens to draft.
+        depth: levels to draft, at most.
+        breadth: nodes of a level that get children, at most, and children of each; at most O.
+        least: log-probability that a path must have for its last node to get children.
         text: SA, of the unread tokens and then of the drafts; each is stored one slot behind the
-            one before it, and sees all slots up to its own.
+            one before it, and sees the text and what it is drafted after.
         memory: CA, of the last unread token and then of the drafts; it sees the same slots from
             every token.
         head: of the drafter.
@@ -124,11 +145,12 @@ def draft_chain(
     assert embeddings_VE.dtype == torch.bfloat16
     assert names_O.dtype == torch.int64
     assert len(names_O) == head.outputs
-    assert len(text.cos_TR) == len(unread) + count - 1
-    assert len(memory.cos_TR) == count
+    assert 0 < breadth <= head.outputs
+    assert len(text.cos_TR) == len(unread) + depth - 1
+    assert len(memory.cos_TR) == depth
     names_O = names_O.contiguous()
     passes = text.described(), memory.described()
-    facts = ChainFacts(
+    drafter = DrafterFacts(
         text.stack.address(1),
         memory.stack.address(1),
         *(one.facts for one in passes),
@@ -137,13 +159,16 @@ def draft_chain(
         embeddings_VE.data_ptr(),
         embeddings_VE.shape[1],
     )
-    drafted = (c_int64 * count)()
-    library().moaspec_chain(
-        ctypes.byref(facts),
+    most = breadth + (depth - 1) * breadth**2
+    tokens, parents, scores = (c_int64 * most)(), (c_int64 * most)(), (c_float * most)()
+    nodes = (ctypes.addressof(array) for array in (tokens, parents, scores))
+    growth = GrowthFacts(depth, breadth, least, 0, 0, *nodes)
+    library().moaspec_tree(
+        ctypes.byref(drafter),
         (c_int64 * len(unread))(*unread),
         c_int64(len(unread)),
-        c_int64(count),
-        drafted,
+        ctypes.byref(growth),
         c_int32(torch.get_num_threads()),
     )
-    return list(drafted)
+    count = growth.nodes
+    return Grown(tokens[:count], parents[:count], scores[:count], growth.levels)

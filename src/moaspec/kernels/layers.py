@@ -317,6 +317,7 @@ class Pass:
             cos.data_ptr(),
             sin.data_ptr(),
             cos.shape[-1],
+            cos.numel() // cos.shape[-1],
             cache[len(cache) - num].data_ptr(),
             *(layer, half, place, head),
             ctypes.addressof(starts),

@@ -63,6 +63,7 @@ class PassFacts(ctypes.Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("turned", c_int64),
+        ("period", c_int64),
         ("cache", c_void_p),
         *((name, c_int64) for name in ("layer", "half", "place", "head")),
         ("starts", c_void_p),
@@ -87,8 +88,8 @@ class EncoderFacts(ctypes.Structure):
     )
 
 
-class ChainFacts(ctypes.Structure):
-    """A drafter that reads text, then its own drafts one by one."""
+class DrafterFacts(ctypes.Structure):
+    """A drafter that reads text, then its own drafts level by level."""
 
     _fields_ = (
         ("text", c_void_p),
@@ -99,4 +100,19 @@ class ChainFacts(ctypes.Structure):
         ("names", c_void_p),
         ("embeddings", c_void_p),
         ("width", c_int64),
+    )
+
+
+class GrowthFacts(ctypes.Structure):
+    """What is drafted below a root."""
+
+    _fields_ = (
+        ("depth", c_int64),
+        ("breadth", c_int64),
+        ("least", c_float),
+        ("levels", c_int64),
+        ("nodes", c_int64),
+        ("tokens", c_void_p),
+        ("parents", c_void_p),
+        ("scores", c_void_p),
     )

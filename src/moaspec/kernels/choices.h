@@ -1,0 +1,136 @@
+// Which outputs of a matrix are a row's largest, by a team.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "products.h"
+
+namespace {
+
+// Which output of a matrix is each row's largest, the first of equal ones.
+class Contest {
+ public:
+  Contest(int64_t rows, int32_t threads)
+      : rows_(rows), threads_(threads), tops_(threads * rows * kLanes, -INFINITY), places_(tops_.size()) {}
+
+  // By a team. Every lane of every thread keeps its own best, and where that was.
+  void team_hold(const Matrix& matrix, const bf16* x, int64_t stride) {
+    const int64_t lanes = rows_ * kLanes;
+    float* tops = tops_.data() + omp_get_thread_num() * lanes;
+    int32_t* places = places_.data() + omp_get_thread_num() * lanes;
+    std::fill_n(tops, lanes, -INFINITY);
+    std::fill_n(places, lanes, 0);
+    multiply(matrix, x, rows_, stride, [&](int64_t row, int64_t output, Floats sums) {
+      sums = chosen(first(matrix.outputs - output), sums, all(-INFINITY));
+      const Floats top = load(tops + row * kLanes);
+      const Mask better = less(top, sums);
+      store(tops + row * kLanes, chosen(better, sums, top));
+      put(places + row * kLanes, better, static_cast<int32_t>(output));
+      // Panels do not come in their order.
+      if (any_equal(top, sums)) keep_first(tops + row * kLanes, sums, places + row * kLanes, output);
+    });
+  }
+
+  // After all threads have held theirs.
+  int64_t winner(int64_t row) const {
+    float top = -INFINITY;
+    int64_t best = 0;
+    for (int64_t i = 0; i < threads_ * kLanes; i++) {
+      const int64_t lane = i / kLanes * rows_ * kLanes + row * kLanes + i % kLanes;
+      const int64_t place = places_[lane] + i % kLanes;
+      if (tops_[lane] > top || (tops_[lane] == top && place < best)) {
+        top = tops_[lane];
+        best = place;
+      }
+    }
+    return best;
+  }
+
+ private:
+  static void keep_first(const float* tops, Floats sums, int32_t* places, int64_t output) {
+    float numbers[kLanes];
+    store(numbers, sums);
+    for (int i = 0; i < kLanes; i++)
+      if (numbers[i] == tops[i]) places[i] = std::min(places[i], static_cast<int32_t>(output));
+  }
+
+  int64_t rows_, threads_;
+  std::vector<float> tops_;
+  std::vector<int32_t> places_;
+};
+
+// One of a row's largest outputs, and the logarithm of its share in the softmax over all.
+struct Favourite {
+  float logit;
+  int32_t output;
+  float log_probability;
+};
+
+// The largest outputs of each row, in descending order, the first of equal ones before the others.
+class Favourites {
+ public:
+  Favourites(const Matrix& matrix, int64_t rows, int64_t count)
+      : outputs_(matrix.outputs), padded_((outputs_ + kLanes - 1) / kLanes * kLanes),
+        blocks_((padded_ + kBlockOutputs - 1) / kBlockOutputs), count_(count), logits_(rows * padded_),
+        tops_(rows * blocks_), sums_(tops_.size()), best_(tops_.size() * count) {}
+
+  // By a team. Sums are of blocks, so that they do not depend on the number of threads.
+  void team_find(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride) {
+    multiply(matrix, x, rows, stride, [&](int64_t row, int64_t output, Floats sums) {
+      store(logits_.data() + row * padded_ + output,
+            chosen(first(outputs_ - output), sums, all(-INFINITY)));
+    });
+#pragma omp barrier
+    const Stretch share = share_of(rows * blocks_);
+    for (int64_t i = share.start; i < share.stop; i++) look_through(i);
+  }
+
+  // After all threads have looked.
+  std::vector<Favourite> best(int64_t row) const {
+    const int64_t start = row * blocks_, stop = start + blocks_;
+    const float top = *std::max_element(tops_.begin() + start, tops_.begin() + stop);
+    float sum = 0.0f;
+    for (int64_t i = start; i < stop; i++) sum += sums_[i] * std::exp(tops_[i] - top);
+    std::vector<Favourite> found(best_.begin() + start * count_, best_.begin() + stop * count_);
+    std::stable_sort(found.begin(), found.end(), before);  // blocks are in the order of their outputs
+    found.resize(std::min(count_, outputs_));
+    for (Favourite& one : found) one.log_probability = one.logit - top - std::log(sum);
+    return found;
+  }
+
+ private:
+  static constexpr int64_t kBlockOutputs = 1024;
+
+  static bool before(const Favourite& a, const Favourite& b) { return a.logit > b.logit; }
+
+  void look_through(int64_t i) {
+    const int64_t start = i % blocks_ * kBlockOutputs, stop = std::min(start + kBlockOutputs, padded_);
+    const float* logits = logits_.data() + i / blocks_ * padded_;
+    Floats tops = all(-INFINITY), sums = all(0.0f);
+    for (int64_t k = start; k < stop; k += kLanes) tops = larger(tops, load(logits + k));
+    tops_[i] = highest(tops);
+    for (int64_t k = start; k < stop; k += kLanes)
+      sums = sums + exponential(load(logits + k) - all(tops_[i]));
+    sums_[i] = total(sums);
+    Favourite *const best = best_.data() + i * count_, *const last = best + count_ - 1;
+    std::fill_n(best, count_, Favourite{-INFINITY, 0, 0.0f});
+    for (int64_t k = start; k < stop; k += kLanes) {
+      if (!(highest(load(logits + k)) > last->logit)) continue;
+      for (int64_t output = k; output < k + kLanes; output++) {
+        const Favourite one = {logits[output], static_cast<int32_t>(output), 0.0f};
+        if (!before(one, *last)) continue;
+        Favourite* const place = std::upper_bound(best, last, one, before);
+        std::move_backward(place, last, last + 1);
+        *place = one;
+      }
+    }
+  }
+
+  int64_t outputs_, padded_, blocks_, count_;
+  std::vector<float> logits_, tops_, sums_;
+  std::vector<Favourite> best_;
+};
+
+}  // namespace
