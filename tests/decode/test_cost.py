@@ -10,7 +10,15 @@ import pytest
 
 from costs import table
 from moaspec.decode import CostTable
-from moaspec.decode.cost import PRIOR, Acceptance, Prospect, expected_accepted
+from moaspec.decode.cost import (
+    GAIN,
+    MAX_DEPTH,
+    PRIOR,
+    Acceptance,
+    Prospect,
+    expected_accepted,
+    round_costs,
+)
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import InputError
 
@@ -109,3 +117,30 @@ def test_what_a_round_takes_around_its_parts_counts_once() -> None:
     assert float(around.verify_s(5, 64)) == float(alone.verify_s(5, 64))
     with pytest.raises(InputError, match="at least 0"):
         table(draft_rest_s=-1.0)
+
+
+def test_prices_are_what_a_wider_pass_costs() -> None:
+    found = round_costs(table(), 0.5, 64, 1)
+    prices = found.tree.prices
+    assert prices[:7] == (0.0,) * 7  # a pass over eight takes as long as one over a single token
+    assert prices[8] == pytest.approx(GAIN * 0.1)
+    assert found.tree.depth == MAX_DEPTH
+    assert prices[-1] < MAX_DEPTH  # more than that cannot be accepted
+    # What a draft costs, and a level of drafting, over the chance that it is right.
+    assert found.tree.least == pytest.approx(GAIN * (0.1 / MAX_DEPTH + 0.0) / 0.5, abs=0.3)
+    assert found.drafted_s(3, 8) == pytest.approx(0.001 + 2 * 0.001 + 0.011)
+    assert found.accept_s(10_000) == pytest.approx(float(table().accept_s(10_000)))
+
+
+def test_prices_of_full_batches_are_higher() -> None:
+    alone, together = (round_costs(table(), 0.5, 64, rows).tree for rows in (1, 16))
+    assert together.total_tokens < alone.total_tokens
+    assert together.prices[0] > alone.prices[0]
+    assert round_costs(table(), 0.5, 64, 1).tree is alone
+
+
+def test_nothing_is_drafted_on_where_no_draft_pays() -> None:
+    steep = ((0.01, 0.5, 1.0, 4.0), (0.01, 0.5, 1.0, 4.0))
+    tree = round_costs(table(pass_s=steep), 0.5, 64, 1).tree
+    assert tree.least == 1.0
+    assert tree.kept([-0.01]) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from moaspec.decode.tree import (
     AUTO,
     Chain,
     DraftTree,
+    PricedTree,
     Tree,
     ancestor_matrix,
     parse_shape,
@@ -49,6 +52,49 @@ def test_sizes_are_integers(size: object) -> None:
 def test_sizes_have_bounds(text: str) -> None:
     with pytest.raises(ShapeError, match="must be an integer within"):
         parse_shape(text)
+
+
+PRICED = PricedTree(4, 2, 8, prices=(0.1, 0.2, 0.9, 0.95, 1.0, 1.1, 1.2, 2.0), least=0.3)
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "kept"),
+    [
+        ([], 0),
+        ([0.05], 0),  # less than it costs
+        ([0.5], 1),
+        ([0.5, 0.2], 2),
+        ([0.5, 0.2, 0.15], 2),  # the third is dear
+        ([0.9, 0.8, 0.4, 0.4, 0.4], 5),  # but pays together with those that follow
+        ([0.9] * 20, 8),
+    ],
+)
+def test_a_priced_tree_keeps_what_pays(probabilities: list[float], kept: int) -> None:
+    assert PRICED.kept([math.log(one) for one in probabilities]) == kept
+
+
+def test_a_priced_tree_stays_one_when_it_is_cut() -> None:
+    limited, narrowed = PRICED.limited(2), PRICED.narrowed(1)
+    assert isinstance(limited, PricedTree)
+    assert isinstance(narrowed, PricedTree)
+    assert (limited.depth, limited.breadth, limited.total_tokens) == (2, 2, 6)
+    assert (narrowed.depth, narrowed.breadth, narrowed.total_tokens) == (4, 1, 4)
+    assert limited.prices == narrowed.prices == PRICED.prices
+    assert narrowed.kept([0.0] * 9) == 4
+    assert PRICED.limited(0) is None
+
+
+def test_a_priced_tree_is_halved_down_to_one_draft() -> None:
+    sizes, tree = [], PRICED.halved()
+    while tree is not None:
+        sizes.append((tree.depth, tree.total_tokens))
+        tree = tree.halved()
+    assert sizes == [(2, 4), (1, 2), (1, 1)]
+
+
+def test_where_drafting_on_begins() -> None:
+    assert PRICED.least_log_p == math.log(0.3)
+    assert Chain(3).least_log_p == PricedTree(1, 1, 1, prices=(0.0,)).least_log_p == -math.inf
 
 
 def test_narrowed() -> None:
