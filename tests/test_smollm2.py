@@ -11,9 +11,13 @@ from torch import Tensor
 
 import moaspec
 from moaspec.cli.console import chat_ids
-from moaspec.decode import bundled_drafters
+from moaspec.decode import bundled_drafters, growing
+from moaspec.decode.growing import best_nodes
+from moaspec.decode.moa import MoADrafting, _Speaking
+from moaspec.decode.protocols import RowText
+from moaspec.decode.tree import DraftTree
 from moaspec.evaluate import Check, Parts, judge, parse_methods, read_prompts
-from moaspec.kernels import MOST_QUERIES, why_not
+from moaspec.kernels import MOST_QUERIES, Grown, why_not
 from moaspec.model import MoADrafter
 from moaspec.model.encoder import Encoder
 from moaspec.target.forms import can_pack
@@ -69,10 +73,13 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(
         assert judge(target, ids, alone.token_ids, result.token_ids, max_new_tokens=16).lossless
 
 
-@pytest.mark.skipif(
+needs_kernels = pytest.mark.skipif(
     why_not() is not None or not can_pack(torch.bfloat16, torch.device("cpu")),
     reason=f"no kernels: {why_not()}",
 )
+
+
+@needs_kernels
 def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding() -> None:
     """Ties included: a token has the same bits in every pass."""
     target = moaspec.load_target(ALIAS, dtype="bfloat16")
@@ -89,6 +96,48 @@ def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding() -> None:
             assert moaspec.generate(target, ids, **options).token_ids == expected
         together = moaspec.generate(target, [texts[i] for i in short], **options)
         assert [result.token_ids for result in together] == [plain[i] for i in short]
+
+
+@needs_kernels
+def test_a_tree_over_the_real_vocabulary_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same drafts with the same log-probabilities as PyTorch's way gives."""
+    target = moaspec.load_target(ALIAS, dtype="bfloat16")
+    drafter = moaspec.load_drafter(ALIAS, target=target).to(target.dtype)
+    drafting, shape = MoADrafting(drafter, target), moaspec.Tree(3, 4, 36)
+    grown: list[Grown] = []
+
+    def kept(one: Grown, shape: moaspec.Tree) -> DraftTree:
+        grown.append(one)
+        return best_nodes(one, shape)
+
+    monkeypatch.setattr(growing, "best_nodes", kept)
+    texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=3)]
+    for row, ids in enumerate(texts):
+        known = torch.tensor([ids[:-1]])
+        kv_1TLK = target.encode(known, torch.ones_like(known)).kv_BTLK
+        (features,) = drafting.encode(kv_1TLK, torch.arange(len(ids) - 1)[None], [len(ids) - 1])
+        drafting.observe(row, features)
+        for one_call in (False, True, False):  # the first reads the prompt
+            drafting.rollback(row, len(ids) - 5)
+            with monkeypatch.context() as patch:
+                if not one_call:
+                    patch.setattr(_Speaking, "grow", lambda *_: None)
+                drafting.propose([RowText(row, ids)], shape)
+    for ours, theirs in zip(grown[1::3], grown[2::3], strict=True):
+        found, expected = by_path(ours), by_path(theirs)
+        both = found.keys() & expected.keys()
+        assert len(expected) == shape.total_tokens
+        assert len(both) > 0.9 * len(expected)  # near-ties may go either way
+        for path in both:
+            assert found[path] == pytest.approx(expected[path], abs=2e-3)
+
+
+def by_path(grown: Grown) -> dict[tuple[int, ...], float]:
+    """Log-probability of each drafted path."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(grown.tokens, grown.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return dict(zip(paths, grown.scores, strict=True))
 
 
 @pytest.fixture

@@ -252,3 +252,8 @@ def test_files_that_are_no_config(text: bytes, message: str, tmp_path: Path) -> 
 def test_more_reused_layers_than_there_are() -> None:
     with pytest.raises(InputError, match="3 layers"):
         drafter_config(tiny.target(), DrafterSizes(), (4,))
+
+
+@pytest.mark.parametrize("written", ["no", "'no'", "No"])
+def test_no_is_a_word_in_yaml(written: str, tmp_path: Path) -> None:
+    assert read(tmp_path, BASE, f"mixed_precision={written}").mixed_precision == "no"

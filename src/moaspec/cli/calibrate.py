@@ -71,7 +71,7 @@ def _show(costs: CostTable, prior: tuple[tuple[float, ...], ...]) -> None:
         f"drafting: {1000 * costs.root_s:.1f} for the first level, then by nodes in it: {steps}"
     )
     best = Prospect(costs, Acceptance(prior).rates, costs.contexts[0]).best()
-    verdict = f"start with {best.shape}" if best.speedup > 1.0 else "decode plainly, and probe"
+    verdict = "draft as far as it pays" if best.speedup > 1.0 else "soon decode plainly, and probe"
     console.out.print(
         f"auto will {verdict}: {best.speedup:.2f}x is expected of {best.shape} at first.",
         style="dim",

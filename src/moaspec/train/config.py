@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
+from pydantic import BeforeValidator
 
 from moaspec.errors import InputError
 from moaspec.model.config import DrafterConfig, LayerConfig, activation_name, text_rope
@@ -157,7 +158,10 @@ class TrainConfig:
     threads: int = 0
     device: str = "cpu"
     target_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    mixed_precision: Literal["no", "bf16"] = "no"
+    # YAML reads an unquoted no as false.
+    mixed_precision: Annotated[
+        Literal["no", "bf16"], BeforeValidator(lambda value: "no" if value is False else value)
+    ] = "no"
     sharding: Literal["none", "fsdp", "deepspeed"] = "none"
     trackers: tuple[str, ...] = ()
     loss: LossWeights = field(default_factory=LossWeights)
