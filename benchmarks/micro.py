@@ -109,13 +109,12 @@ def _host() -> dict[str, Callable[[], Any]]:
         step_s=(0.001, 0.002),
         encode_s=line,
     )
-    policy = CostShape(costs)
     return {
         "tree mask, 62 nodes": lambda: tree_mask([500], own, 600),
         "ancestors, 62 nodes": lambda: ancestor_matrix(tree.parents),
         "walk, 62 nodes": lambda: walk(tree, [0, *range(1, 63)]),
         "free branches": lambda: index.paths(SHAPE),
-        "choice of a shape": lambda: policy.shape(64, 1),
+        "choice of a shape": lambda: CostShape(costs).shape(64, 1),
     }
 
 

@@ -16,8 +16,8 @@ from moaspec.decode.cost import (
     PRIOR,
     Acceptance,
     Prospect,
+    RoundCosts,
     expected_accepted,
-    round_costs,
 )
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import InputError
@@ -120,7 +120,7 @@ def test_what_a_round_takes_around_its_parts_counts_once() -> None:
 
 
 def test_prices_are_what_a_wider_pass_costs() -> None:
-    found = round_costs(table(), 0.5, 64, 1)
+    found = RoundCosts(table(), 0.5, 64, 1)
     prices = found.tree.prices
     assert prices[:7] == (0.0,) * 7  # a pass over eight takes as long as one over a single token
     assert prices[7] == pytest.approx(GAIN * 0.1)
@@ -128,19 +128,31 @@ def test_prices_are_what_a_wider_pass_costs() -> None:
     assert prices[-1] < MAX_DEPTH  # more than that cannot be accepted
     # What a draft costs, and a level of drafting, over the chance that it is right.
     assert found.tree.least == pytest.approx(GAIN * (0.1 / MAX_DEPTH + 0.1) / 0.5)
-    assert found.drafted_s(3, 8) == pytest.approx(0.001 + 2 * 0.001 + 0.011)
+    assert found.drafted_s(3, 2, 8) == pytest.approx(0.001 + 2 * 0.001 + 0.011)
     assert found.accept_s(10_000) == pytest.approx(float(table().accept_s(10_000)))
 
 
 def test_prices_of_full_batches_are_higher() -> None:
-    alone, together = (round_costs(table(), 0.5, 64, rows).tree for rows in (1, 16))
+    alone, together = (RoundCosts(table(), 0.5, 64, rows).tree for rows in (1, 16))
     assert together.total_tokens < alone.total_tokens
     assert together.prices[0] > alone.prices[0]
-    assert round_costs(table(), 0.5, 64, 1).tree is alone
 
 
 def test_nothing_is_drafted_on_where_no_draft_pays() -> None:
     steep = ((0.01, 0.5, 1.0, 4.0), (0.01, 0.5, 1.0, 4.0))
-    tree = round_costs(table(pass_s=steep), 0.5, 64, 1).tree
+    tree = RoundCosts(table(pass_s=steep), 0.5, 64, 1).tree
     assert tree.least == 1.0
     assert tree.kept([-0.01]) == 0
+
+
+def test_wide_levels_and_large_trees_cost_what_the_table_says() -> None:
+    costs = table(widths=(1, 8), step_s=(0.001, 0.008))
+    found = RoundCosts(costs, 0.5, 64, 1)
+    narrow, wide = (found.drafted_s(3, num_read, 4) for num_read in (2, 8))
+    assert wide - narrow == pytest.approx(2 * (costs.step_s_of(4) - costs.step_s_of(1)))
+    assert found.drafted_s(1, 0, 100) == pytest.approx(0.001 + float(costs.verify_s(101, 64)))
+    tree = found.tree
+    widest = min(8, int(1 / tree.least))
+    assert found.risk_s(tree) >= found.drafted_s(
+        tree.depth, widest * (tree.depth - 1), tree.total_tokens
+    ) - costs.plain_s(64)

@@ -92,6 +92,12 @@ def test_a_priced_tree_is_halved_down_to_one_draft() -> None:
     assert sizes == [(2, 4), (1, 2), (1, 1)]
 
 
+@pytest.mark.parametrize(("prices", "least"), [((), 0.1), ((0.1, 0.2), 1.5), ((0.1, 0.2), -0.1)])
+def test_priced_trees_without_a_price(prices: tuple[float, ...], least: float) -> None:
+    with pytest.raises(ShapeError, match="needs as many prices"):
+        PricedTree(2, 2, 2, prices=prices, least=least)
+
+
 def test_where_drafting_on_begins() -> None:
     assert PRICED.least_log_p == math.log(0.3)
     assert Chain(3).least_log_p == PricedTree(1, 1, 1, prices=(0.0,)).least_log_p == -math.inf

@@ -71,9 +71,9 @@ def _show(costs: CostTable, prior: tuple[tuple[float, ...], ...]) -> None:
         f"drafting: {1000 * costs.root_s:.1f} for the first level, then by nodes in it: {steps}"
     )
     best = Prospect(costs, Acceptance(prior).rates, costs.contexts[0]).best()
-    verdict = "draft as far as it pays" if best.speedup > 1.0 else "soon decode plainly, and probe"
     console.out.print(
-        f"auto will {verdict}: {best.speedup:.2f}x is expected of {best.shape} at first.",
+        "auto will draft as far as it pays: by the rates that the checkpoint records "
+        f"{best.shape} alone would bring {best.speedup:.2f}x.",
         style="dim",
     )
 

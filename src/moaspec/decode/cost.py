@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +25,16 @@ BREADTHS = (1, 2, 4, 8)
 TOTALS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 62])
 """Sizes that are considered; the paper's largest tree, `Tree(6, 8, 62)`, is the last of each."""
 
-MOST_DRAFTS = int(TOTALS[-1])
+MOST_DRAFTS = 62
+"""Drafts of a round at most, as many as the paper's tree has."""
 
 GAIN = 1.15
 """Tokens that a row is taken to write in the time that plain decoding takes for one: what time is
 worth. Simulated on 40 answers, 1.0 and 1.3 gave the same speed."""
 
-CONTEXT_STEP = 128
-"""Prices are those after a multiple of so many tokens, so that rows of like length share them."""
+CONTEXT_STEP = 512
+"""Prices are those after a multiple of so many tokens, so that rows of like length share a tree and
+are drafted for together."""
 
 PRIOR = ((0.28, 0.10, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),)
 """P(the target chooses the draft of rank 0, 1, ...), given that it chose the path to it, for a
@@ -209,12 +211,10 @@ class Choice:
     Attributes:
         shape: of the drafts.
         speedup: expected tokens per second over those of plain decoding.
-        round_s: expected seconds of a round, encoding of what was accepted included.
     """
 
     shape: Tree
     speedup: float
-    round_s: float
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,6 @@ class Prospect:
             yield Choice(
                 Tree(depth, breadth, int(totals[best])),
                 float(emitted[best] / seconds[best] * self.plain_s),
-                float(seconds[best]),
             )
 
     def _fixed_s(self, depth: int, breadth: int) -> float:
@@ -284,10 +283,10 @@ class RoundCosts:
 
     def __init__(self, costs: CostTable, rate: float, context: int, num_rows: int) -> None:
         self.plain_s = costs.plain_s(context, num_rows)
-        self._costs = costs
+        self._costs, self._context, self._num_rows = costs, context, num_rows
         self._accept_s = costs.accept_s(np.arange(MOST_DRAFTS + 2.0)).tolist()
         self._first_s = costs.draft_s(1, 1, num_rows) / num_rows
-        self._level_s = costs.step_s_of(num_rows) / num_rows
+        self._level_s = [costs.step_s_of(w * num_rows) / num_rows for w in range(1, MAX_RANK + 1)]
         tokens = num_rows * np.arange(1.0, MOST_DRAFTS + 2)
         verify_s = np.maximum.accumulate(costs.verify_s(tokens, context)) / num_rows
         self._verify_s = verify_s.tolist()
@@ -295,7 +294,7 @@ class RoundCosts:
         prices = tokens_per_s * (verify_s[1:] - verify_s[0])
         total = max(1, int((prices < MAX_DEPTH).sum()))  # no more can be accepted
         depth = min(total, MAX_DEPTH)
-        going_on = tokens_per_s * self._level_s + float(prices[depth - 1]) / depth
+        going_on = tokens_per_s * self._level_s[0] + float(prices[depth - 1]) / depth
         self.tree = PricedTree(
             depth,
             MAX_RANK,
@@ -304,9 +303,26 @@ class RoundCosts:
             least=min(1.0, going_on / rate),
         )
 
-    def drafted_s(self, levels: int, num_drafts: int) -> float:
-        """Drafting so many levels, most of one node, and verifying what is kept; no encoding."""
-        return self._first_s + (levels - 1) * self._level_s + self._verify_s[num_drafts]
+        self._widest = min(MAX_RANK, int(1.0 / self.tree.least)) if self.tree.least else MAX_RANK
+
+    def drafted_s(self, levels: int, num_read: int, num_drafts: int) -> float:
+        """Drafting and verifying, without encoding.
+
+        Args:
+            levels: that were drafted.
+            num_read: nodes that were drafted on.
+            num_drafts: drafts that are verified.
+        """
+        further = levels - 1
+        width = min(max(1, -(-num_read // further)), MAX_RANK) if further else 1
+        return self._first_s + further * self._level_s[width - 1] + self._pass_s(num_drafts)
+
+    def risk_s(self, tree: PricedTree) -> float:
+        """What a round loses at most if its drafts are all rejected."""
+        # Paths of a level exclude one another, so that few can be as probable as `least`.
+        num_read = (tree.depth - 1) * self._widest
+        drafted_s = self.drafted_s(tree.depth, num_read, tree.total_tokens)
+        return drafted_s - self.plain_s + self.accept_s(1)
 
     def accept_s(self, num_tokens: int) -> float:
         """Encoding of so many newly verified tokens."""
@@ -314,8 +330,8 @@ class RoundCosts:
             return float(self._accept_s[num_tokens])
         return float(self._costs.accept_s(num_tokens))
 
-
-@lru_cache(maxsize=256)
-def round_costs(costs: CostTable, rate: float, context: int, num_rows: int) -> RoundCosts:
-    """Made once for rows that have the same."""
-    return RoundCosts(costs, rate, context, num_rows)
+    def _pass_s(self, num_drafts: int) -> float:
+        if num_drafts < len(self._verify_s):
+            return float(self._verify_s[num_drafts])
+        tokens = self._num_rows * (1.0 + num_drafts)
+        return float(self._costs.verify_s(tokens, self._context)) / self._num_rows

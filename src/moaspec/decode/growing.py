@@ -145,20 +145,22 @@ class Growing(ABC):
         ranking = Ranking(level.rows, self.vocabulary_ids)
         children = ranking.children(self.log_q(level.read_root()), shape.breadth, 0)
         nodes, frontier = _first_level(*children)
-        levels = 1
+        levels, num_read = 1, 0
         while levels < shape.depth:
             frontier = _drafted_on(nodes, frontier, shape)
             if not frontier.shape[1]:
                 break
+            frontier_width = frontier.shape[1]
             log_q_BWV = level.extend(self._token_ids(nodes.tokens), nodes.parents, frontier)
             children = ranking.children(log_q_BWV, shape.breadth, levels)
             nodes, frontier = _next_level(nodes, frontier, *children)
             levels += 1
+            num_read += frontier_width
         # One copy from the device; float64 holds ids and parents exactly.
         ids_BN = self._token_ids(nodes.tokens)
         facts_B3N = torch.stack((ids_BN.double(), nodes.parents.double(), nodes.scores.double()), 1)
         return [
-            Grown([*map(int, ids)], [*map(int, parents)], scores, levels)
+            Grown([*map(int, ids)], [*map(int, parents)], scores, levels, num_read)
             for ids, parents, scores in facts_B3N.tolist()
         ]
 
@@ -177,10 +179,10 @@ def best_nodes(grown: Grown, shape: Tree) -> DraftTree:
     count = shape.kept([scores[node] for node in order])
     if count < len(order):
         kept = sorted(order[:count])
-        places = {node: place for place, node in enumerate(kept)}
+        places = {-1: -1} | {node: place for place, node in enumerate(kept)}
         tokens = [tokens[node] for node in kept]
-        parents = [places.get(parents[node], -1) for node in kept]
-    return DraftTree(tuple(tokens), tuple(parents), levels=grown.levels)
+        parents = [places[parents[node]] for node in kept]
+    return DraftTree(tuple(tokens), tuple(parents), levels=grown.levels, num_read=grown.num_read)
 
 
 @dataclass(frozen=True)

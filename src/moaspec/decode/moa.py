@@ -230,6 +230,8 @@ class _Speaking(Level):
             return None
         if drafting.num_target_layers or module.exits or module.config.without or self.missing[0]:
             return None
+        if drafting.target.caps_logits:  # the kernel's probabilities are those of bare logits
+            return None
         (row,), (root,) = self.rows, self.roots
         start = min(drafting.read.get(row.row, 0), root)
         if max(root + 1 - start, shape.breadth) > MOST_QUERIES:

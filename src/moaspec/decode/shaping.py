@@ -7,7 +7,7 @@ as far as they pay for what they cost here, and turns drafting off where plain d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal, Protocol
 
@@ -23,7 +23,6 @@ from moaspec.decode.cost import (
     CostTable,
     Prospect,
     RoundCosts,
-    round_costs,
 )
 from moaspec.decode.tree import AUTO, Chain, DraftTree, PricedTree, Tree, parse_shape
 from moaspec.errors import InputError
@@ -54,6 +53,8 @@ COPIES = Tree(5, 2, 8)
 drafts they fill a pass of 16, which GPUs and CPUs with packed weights make at the price of one."""
 
 FreeBranches = Literal["auto"] | bool
+KnownCosts = dict[tuple[int, int], RoundCosts]
+"""What rounds cost, by length of the text and number of rows."""
 
 
 class ShapePolicy(Protocol):
@@ -107,6 +108,7 @@ class Shaping:
     free_branches: FreeBranches = "auto"
     costs: CostTable | None = None
     prior: Sequence[Sequence[float]] = PRIOR
+    _known: KnownCosts = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.tree, Tree | str):
@@ -120,7 +122,7 @@ class Shaping:
     def policy(self) -> ShapePolicy:
         """A new row's drafts."""
         if self.tree == "auto" and self.costs is not None:
-            return CostShape(self.costs, self.prior)
+            return CostShape(self.costs, self.prior, self._known)
         return FixedShape(parse_shape(self.tree) if isinstance(self.tree, str) else self.tree)
 
     def branches(self) -> ShapePolicy | None:
@@ -166,9 +168,14 @@ class CostShape:
     debt; a prompt for which that is more than the row may lose is encoded only where drafts promise
     to gain it back, and else its row never drafts.
 
+    Its drafter must grow trees by probabilities, as ours do: one that always drafts a whole
+    `PricedTree` has far too large ones verified.
+
     Args:
         costs: of this machine, target and drafter.
-        prior: acceptance rates by depth and rank to start from.
+        prior: acceptance rates by depth and rank, by which a long prompt is encoded or not; the
+            first of them says how far a level of drafts is worth drafting.
+        known: shared with other rows of the same costs and prior, which add to it.
 
     Attributes:
         lost_s: seconds, by the cost table, that drafting has cost beyond plain decoding so far;
@@ -176,11 +183,16 @@ class CostShape:
         plain_s: seconds, by the cost table, of plain decoding of the tokens so far.
     """
 
-    def __init__(self, costs: CostTable, prior: Sequence[Sequence[float]] = PRIOR) -> None:
+    def __init__(
+        self,
+        costs: CostTable,
+        prior: Sequence[Sequence[float]] = PRIOR,
+        known: KnownCosts | None = None,
+    ) -> None:
         self._costs, self._prior = costs, prior
+        self._known: KnownCosts = {} if known is None else known
         self._rate = float(Acceptance(prior).rates[0, 0])
         self._round: RoundCosts | None = None
-        self._seen = (-1, 0)
         self._drafting: PricedTree | None = None
         self._pause, self._waiting, self._unencoded = FIRST_PAUSE, 0, 0
         # Tokens of rounds with drafts over those of plain decoding in the same time.
@@ -191,10 +203,10 @@ class CostShape:
         """See `ShapePolicy`."""
         prospect = Prospect(self._costs, Acceptance(self._prior).rates, unread)
         written_s = room * prospect.plain_s
-        gain_s = written_s * (1.0 - 1.0 / prospect.best().speedup)
-        tolerated_s = TOLERATED_LOSS * (written_s + CREDIT_TOKENS * prospect.plain_s)
-        if float(self._costs.accept_s(unread)) > max(gain_s, tolerated_s):
-            self._waiting = NEVER
+        encoding_s = float(self._costs.accept_s(unread))
+        if encoding_s > TOLERATED_LOSS * (written_s + CREDIT_TOKENS * prospect.plain_s):
+            gain_s = written_s * (1.0 - 1.0 / prospect.best().speedup)
+            self._waiting = NEVER if encoding_s > gain_s else 0
 
     @property
     def wants_features(self) -> bool:
@@ -224,7 +236,7 @@ class CostShape:
         self._unencoded += 1 + len(accepted)
         if self._drafting is not None:
             levels = tree.levels or max(tree.depths[:own], default=1)
-            round_s = costs.drafted_s(levels, own)
+            round_s = costs.drafted_s(levels, tree.num_read, own)
             self.lost_s += round_s - costs.plain_s * emitted
             round_s += costs.accept_s(emitted)
             self._schedule(costs, emitted, round_s / costs.plain_s)
@@ -233,22 +245,21 @@ class CostShape:
             self._unencoded = 0
 
     def _round_costs(self, length: int, num_rows: int) -> RoundCosts:
-        seen = (length - length % CONTEXT_STEP, num_rows)
-        if self._round is None or self._seen != seen:
-            self._round, self._seen = round_costs(self._costs, self._rate, *seen), seen
-        return self._round
+        context = (length + CONTEXT_STEP // 2) // CONTEXT_STEP * CONTEXT_STEP
+        found = self._known.get((context, num_rows))
+        if found is None:
+            found = RoundCosts(self._costs, self._rate, context, num_rows)
+            self._known[context, num_rows] = found
+        self._round = found
+        return found
 
     def _affordable(self, costs: RoundCosts) -> PricedTree | None:
         """The tree, cut until it may be rejected as a whole; None where nothing may."""
         left_s = self._left_s(costs)
         cut: PricedTree | None = costs.tree
-        while cut is not None and self._risk_s(costs, cut.depth, cut.total_tokens) > left_s:
+        while cut is not None and costs.risk_s(cut) > left_s:
             cut = cut.halved()
         return cut
-
-    def _risk_s(self, costs: RoundCosts, levels: int, num_drafts: int) -> float:
-        """What a round loses if its drafts are all rejected."""
-        return costs.drafted_s(levels, num_drafts) - costs.plain_s + costs.accept_s(1)
 
     def _left_s(self, costs: RoundCosts) -> float:
         """What the row may lose now."""
@@ -257,7 +268,7 @@ class CostShape:
 
     def _rounds_until_affordable(self, costs: RoundCosts) -> int:
         """Plain rounds to make before one draft may be rejected."""
-        missing_s = self._risk_s(costs, 1, 1) - self._left_s(costs)
+        missing_s = costs.risk_s(replace(costs.tree, depth=1, total_tokens=1)) - self._left_s(costs)
         gain_s = self._earned_s(costs)
         return max(1, ceil(missing_s / gain_s)) if gain_s > 0 else NEVER
 

@@ -92,11 +92,22 @@ class PricedTree(Tree):
             tokens that would be written in that time.
         least: probability that a draft must have, together with all above it, to be drafted on.
 
-    Drafters without probabilities take it as the `Tree` that it is.
+    It is for drafters with probabilities; others take it as the large `Tree` that it is.
+
+    Raises:
+        ShapeError: fewer prices than drafts, or a probability that is none.
     """
 
     prices: tuple[float, ...] = ()
     least: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.prices) < self.total_tokens or not 0.0 <= self.least <= 1.0:
+            raise ShapeError(
+                f"A priced tree of {self.total_tokens} drafts needs as many prices, got "
+                f"{len(self.prices)}, and `least` within 0..1, got {self.least}."
+            )
 
     @property
     def least_log_p(self) -> float:
@@ -182,12 +193,14 @@ class DraftTree:
         num_copied: the last so many nodes come from the text itself, not from the drafter.
         levels: how many were drafted for it, of which the deepest may have no node here; 0 where
             that is not known.
+        num_read: how many nodes were drafted on for it, here or not.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     num_copied: int = 0
     levels: int = 0
+    num_read: int = 0
 
     @cached_property
     def depths(self) -> list[int]:
@@ -244,6 +257,7 @@ def merged(
         tuple(node for node, _ in nodes),
         added,
         levels=0 if base is None else base.levels,
+        num_read=0 if base is None else base.num_read,
     )
 
 
@@ -260,6 +274,7 @@ def without(tree: DraftTree, cut: Collection[int]) -> DraftTree:
         tuple(places[tree.parents[node]] for node in kept),
         sum(node >= own for node in kept),
         levels=tree.levels,
+        num_read=tree.num_read,
     )
 
 

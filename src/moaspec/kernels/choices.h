@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "products.h"
@@ -73,13 +74,13 @@ class Favourites {
  public:
   Favourites(const Matrix& matrix, int64_t rows, int64_t count)
       : outputs_(matrix.outputs), padded_((outputs_ + kLanes - 1) / kLanes * kLanes),
-        blocks_((padded_ + kBlockOutputs - 1) / kBlockOutputs), count_(count), logits_(rows * padded_),
-        tops_(rows * blocks_), sums_(tops_.size()), best_(tops_.size() * count) {}
+        blocks_((padded_ + kBlockOutputs - 1) / kBlockOutputs), count_(count),
+        logits_(new float[rows * padded_]), tops_(rows * blocks_), sums_(tops_.size()), best_(tops_.size() * count) {}
 
   // By a team. Sums are of blocks, so that they do not depend on the number of threads.
   void team_find(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride) {
     multiply(matrix, x, rows, stride, [&](int64_t row, int64_t output, Floats sums) {
-      store(logits_.data() + row * padded_ + output,
+      store(logits_.get() + row * padded_ + output,
             chosen(first(outputs_ - output), sums, all(-INFINITY)));
     });
 #pragma omp barrier
@@ -107,7 +108,7 @@ class Favourites {
 
   void look_through(int64_t i) {
     const int64_t start = i % blocks_ * kBlockOutputs, stop = std::min(start + kBlockOutputs, padded_);
-    const float* logits = logits_.data() + i / blocks_ * padded_;
+    const float* logits = logits_.get() + i / blocks_ * padded_;
     Floats tops = all(-INFINITY), sums = all(0.0f);
     for (int64_t k = start; k < stop; k += kLanes) tops = larger(tops, load(logits + k));
     tops_[i] = highest(tops);
@@ -129,7 +130,8 @@ class Favourites {
   }
 
   int64_t outputs_, padded_, blocks_, count_;
-  std::vector<float> logits_, tops_, sums_;
+  std::unique_ptr<float[]> logits_;  // of which calls write what they read
+  std::vector<float> tops_, sums_;
   std::vector<Favourite> best_;
 };
 

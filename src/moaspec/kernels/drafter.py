@@ -107,12 +107,14 @@ class Grown:
         parents: node, -1: the root.
         scores: log-probability of each node's path.
         levels: how many were drafted.
+        num_read: how many nodes got children.
     """
 
     tokens: list[int]
     parents: list[int]
     scores: list[float]
     levels: int
+    num_read: int
 
 
 def draft_tree(
@@ -162,7 +164,7 @@ def draft_tree(
     most = breadth + (depth - 1) * breadth**2
     tokens, parents, scores = (c_int64 * most)(), (c_int64 * most)(), (c_float * most)()
     nodes = (ctypes.addressof(array) for array in (tokens, parents, scores))
-    growth = GrowthFacts(depth, breadth, least, 0, 0, *nodes)
+    growth = GrowthFacts(depth, breadth, least, 0, 0, 0, *nodes)
     library().moaspec_tree(
         ctypes.byref(drafter),
         (c_int64 * len(unread))(*unread),
@@ -171,4 +173,5 @@ def draft_tree(
         c_int32(torch.get_num_threads()),
     )
     count = growth.nodes
-    return Grown(tokens[:count], parents[:count], scores[:count], growth.levels)
+    found = tokens[:count], parents[:count], scores[:count]
+    return Grown(*found, levels=growth.levels, num_read=growth.leaves)

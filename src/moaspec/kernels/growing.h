@@ -11,6 +11,7 @@ struct Growth {
   int64_t breadth;  // leaves that get children, at most, and children of each
   float least;      // log-probability that a path must have for its last draft to get children
   int64_t levels;   // drafted
+  int64_t leaves;   // that got children, but for the root
   int64_t nodes;    // drafted, parents first; a parent of -1 is the root
   int64_t *tokens, *parents;
   float* scores;    // log-probabilities of paths
@@ -27,7 +28,7 @@ class Leaves {
   Leaves(Growth& growth, int64_t text_slots, int64_t slots)
       : growth_(growth), slots_(slots), first_slot_(text_slots - 1), nodes_{-1},
         masks_(growth.breadth * slots, 0) {
-    growth.levels = growth.nodes = 0;
+    growth.levels = growth.leaves = growth.nodes = 0;
     std::fill_n(masks_.data(), text_slots, 1);
   }
 
@@ -54,6 +55,7 @@ class Leaves {
       return growth_.scores[a.node] > growth_.scores[b.node];
     });
     children.resize(std::min<size_t>(children.size(), growth_.breadth));
+    growth_.leaves += static_cast<int64_t>(children.size());
     first_slot_ += count();
     const std::vector<uint8_t> above = masks_;
     nodes_.clear();

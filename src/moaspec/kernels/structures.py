@@ -111,6 +111,7 @@ class GrowthFacts(ctypes.Structure):
         ("breadth", c_int64),
         ("least", c_float),
         ("levels", c_int64),
+        ("leaves", c_int64),
         ("nodes", c_int64),
         ("tokens", c_void_p),
         ("parents", c_void_p),

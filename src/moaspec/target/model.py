@@ -188,7 +188,7 @@ class Target(TargetFacts):
     def best(self, states_NE: Tensor) -> Tensor:
         """The argmax of `head`, (N,) int64; where kernels have the head, no logits are written."""
         matrix = self._fast_head.matrix if isinstance(self._fast_head, PackedLinear) else None
-        if matrix is None or self._cap is not None or states_NE.requires_grad:
+        if matrix is None or self.caps_logits or states_NE.requires_grad:
             return self.head(states_NE).argmax(-1)
         return matrix.best(states_NE)
 
@@ -196,6 +196,11 @@ class Target(TargetFacts):
         """Logits in float32 by a head of this target, soft-capped where the model's are."""
         raw = head.single(states) if isinstance(head, PackedLinear) else head(states).float()
         return self._capped(raw)
+
+    @property
+    def caps_logits(self) -> bool:
+        """Whether logits are soft-capped."""
+        return self._cap is not None
 
     def _capped(self, logits: Tensor) -> Tensor:
         return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
