@@ -182,7 +182,8 @@ def _measured(
         tokens=TOKENS,
         pass_s=tuple(_rising([part.median_s for part in line]) for line in passes),
         head_s=_rising([part.median_s for part in heads]),
-        root_s=root[0].median_s if root else 0.0,
+        # Drafted twice in each turn, so that a moment in which something else ran counts less.
+        root_s=min([part.median_s for part in (*root, *(one for one, _ in grown[:1]))] or [0.0]),
         widths=widths,
         step_s=_rising([(many.median_s - one.median_s) / (LEVELS - 1) for one, many in grown]),
         encode_s=_rising([part.median_s for part in encoded] or [0.0 for _ in TOKENS]),
