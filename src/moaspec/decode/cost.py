@@ -219,7 +219,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Prospect:
-    """Everything that a decision rests on.
+    """What drafts promise by acceptance rates alone.
 
     Attributes:
         costs: of this machine.
@@ -302,7 +302,6 @@ class RoundCosts:
             prices=tuple(prices[:total].tolist()),
             least=min(1.0, going_on / rate),
         )
-
         self._widest = min(MAX_RANK, int(1.0 / self.tree.least)) if self.tree.least else MAX_RANK
 
     def drafted_s(self, levels: int, num_read: int, num_drafts: int) -> float:

@@ -206,7 +206,8 @@ class CostShape:
         encoding_s = float(self._costs.accept_s(unread))
         if encoding_s > TOLERATED_LOSS * (written_s + CREDIT_TOKENS * prospect.plain_s):
             gain_s = written_s * (1.0 - 1.0 / prospect.best().speedup)
-            self._waiting = NEVER if encoding_s > gain_s else 0
+            if encoding_s > gain_s:
+                self._waiting = NEVER
 
     @property
     def wants_features(self) -> bool:
