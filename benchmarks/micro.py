@@ -28,6 +28,7 @@ from moaspec.decode import CostShape, CostTable  # noqa: E402
 from moaspec.decode.bench import Bench, Part  # noqa: E402
 from moaspec.decode.cache import tree_mask  # noqa: E402
 from moaspec.decode.calibrate import fingerprint  # noqa: E402
+from moaspec.decode.cost import KnownCosts  # noqa: E402
 from moaspec.decode.lookup import NgramIndex  # noqa: E402
 from moaspec.decode.moa import MoADrafting  # noqa: E402
 from moaspec.decode.tree import DraftTree, ancestor_matrix, walk  # noqa: E402
@@ -109,12 +110,13 @@ def _host() -> dict[str, Callable[[], Any]]:
         step_s=(0.001, 0.002),
         encode_s=line,
     )
+    known = KnownCosts(costs)
     return {
         "tree mask, 62 nodes": lambda: tree_mask([500], own, 600),
         "ancestors, 62 nodes": lambda: ancestor_matrix(tree.parents),
         "walk, 62 nodes": lambda: walk(tree, [0, *range(1, 63)]),
         "free branches": lambda: index.paths(SHAPE),
-        "choice of a shape": lambda: CostShape(costs).shape(64, 1),
+        "choice of a shape": lambda: CostShape(known).shape(64, 1),
     }
 
 

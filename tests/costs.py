@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moaspec.decode import CostTable
+from moaspec.decode import CostShape, CostTable
+from moaspec.decode.cost import KnownCosts
 
 
 def table(**changes: Any) -> CostTable:
@@ -21,3 +22,8 @@ def table(**changes: Any) -> CostTable:
         "encode_s": (0.0,) * 4,
     }
     return CostTable(**settings | changes)
+
+
+def by_cost(costs: CostTable, rate: float) -> CostShape:
+    """The policy of a drafter whose favourite is right so often."""
+    return CostShape(KnownCosts(costs, [[rate]]))

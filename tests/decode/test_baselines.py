@@ -17,12 +17,12 @@ from torch.testing import assert_close
 import golden
 import moaspec
 import tiny
-from costs import table
+from costs import by_cost, table
 from golden import TOLERANCE, needs_golden
 from moaspec.decode import load_any_drafter, local_engine
 from moaspec.decode.baselines import EagleDrafting, IndependentDrafting, baseline_drafting
 from moaspec.decode.protocols import RowText
-from moaspec.decode.shaping import COPIES, CostShape
+from moaspec.decode.shaping import COPIES
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import CorruptCheckpointError, MismatchError
 from moaspec.model import LayerConfig
@@ -121,7 +121,7 @@ def test_states_of_rounds_without_drafts_come_late_but_whole(
         engine.add(
             prompt,
             max_new_tokens=tiny.NEW_TOKENS,
-            shape=CostShape(table(root_s=0.004 if number % 2 else 0.001), [[0.6]]),
+            shape=by_cost(table(root_s=0.004 if number % 2 else 0.001), 0.6),
             free_branches=COPIES if number > 1 else None,
         )
         for number, prompt in enumerate(tiny.PROMPTS)

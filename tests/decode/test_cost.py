@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,10 @@ from moaspec.decode import CostTable
 from moaspec.decode.cost import (
     GAIN,
     MAX_DEPTH,
-    PRIOR,
     Acceptance,
-    Prospect,
+    KnownCosts,
     RoundCosts,
-    expected_accepted,
+    chain_speedups,
 )
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import InputError
@@ -45,37 +43,18 @@ def test_tables_that_do_not_fit(changes: dict[str, Any]) -> None:
         table(**changes)
 
 
-def best_by_hand(rates: list[float], depth: int, total: int) -> float:
-    """The most probable nodes of the full tree in which every node is expanded."""
-    paths = itertools.chain.from_iterable(
-        itertools.product(rates, repeat=level) for level in range(1, depth + 1)
-    )
-    return float(sum(sorted((float(np.prod(path)) for path in paths), reverse=True)[:total]))
-
-
-def test_expected_accepted_is_the_sum_over_the_best_nodes() -> None:
-    rates = [0.5, 0.3]
-    rates_DR = np.array([rates] * 3)
-    chain = list(expected_accepted(rates_DR, 1))
-    assert chain[2].tolist() == pytest.approx([0.5, 0.75, 0.875])
-    # With a frontier of two nothing is cut off in two levels.
-    tree = list(expected_accepted(rates_DR, 2))[1]
-    assert tree.tolist() == pytest.approx([best_by_hand(rates, 2, n) for n in range(1, 7)])
-
-
 def test_acceptance_starts_from_the_prior_and_follows_the_counts() -> None:
     acceptance = Acceptance([[0.4, 0.2]])
-    assert acceptance.rates[0, :2] == pytest.approx([0.4, 0.2])
-    assert acceptance.rates[5, :2] == pytest.approx([0.4, 0.2])
-    tree = DraftTree((1, 2, 3, 4), (-1, -1, 0, 0))
+    assert acceptance.rates == pytest.approx([0.4] * MAX_DEPTH)
+    # The drafter's second choice was right, and the favourite of those below it.
+    tree = DraftTree((1, 2, 3, 4), (-1, -1, 1, 1))
     for _ in range(200):
-        acceptance.count(tree, [1])
+        acceptance.count(tree, [1, 2])
     rates = acceptance.rates
-    assert rates[0, 0] < 0.1
-    assert rates[0, 1] > 0.8
-    # Nothing was seen of deeper levels, but the drafter's second choice is expected there too.
-    assert rates[1, 1] > rates[1, 0]
-    assert (rates.sum(1) <= 1.0 + 1e-9).all()
+    assert rates[0] < 0.1
+    assert rates[1] > 0.9
+    # Nothing was seen of deeper levels, where about what all showed is expected.
+    assert rates[0] < rates[2] < rates[1]
 
 
 def test_copied_nodes_are_not_the_drafters() -> None:
@@ -85,29 +64,30 @@ def test_copied_nodes_are_not_the_drafters() -> None:
     assert np.array_equal(plain.rates, copied.rates)
 
 
-def choose(rate: float, costs: CostTable, **changes: Any) -> Any:
-    rates_DR = np.zeros((8, 8))
-    rates_DR[:, 0] = rate
-    return Prospect(costs, rates_DR, **{"context": 64} | changes).best()
+def best(rate: float, costs: CostTable) -> tuple[int, float]:
+    """Length and speed-up of the best chain."""
+    speedups = chain_speedups(costs, np.full(MAX_DEPTH, rate), 64)
+    return int(speedups.argmax()) + 1, float(speedups.max())
 
 
 def test_better_drafters_draft_deeper() -> None:
-    depths = [choose(rate, table()).shape.depth for rate in (0.1, 0.5, 0.9)]
-    assert depths == sorted(depths)
-    assert depths[0] < depths[-1]
-    assert choose(0.05, table()).speedup < 1.0
-    assert choose(0.9, table()).speedup > 2.0
+    lengths = [best(rate, table())[0] for rate in (0.1, 0.5, 0.9)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+    assert best(0.05, table())[1] < 1.0
+    assert best(0.9, table())[1] > 2.0
 
 
-def test_dear_passes_and_full_batches_draft_less() -> None:
-    cheap = choose(0.6, table())
+def test_the_speedup_of_a_chain_is_its_tokens_over_its_time() -> None:
+    costs = table(root_s=0.002, encode_s=(0.0005,) * 4, draft_rest_s=0.001)
+    seconds = 0.010 + 0.002 + 2 * 0.001 + 0.0005 + 0.001
+    expected = (1 + 0.5 + 0.25 + 0.125) / seconds * 0.010
+    assert chain_speedups(costs, np.full(MAX_DEPTH, 0.5), 64)[2] == pytest.approx(expected)
+
+
+def test_dear_passes_make_chains_slower() -> None:
     dear = table(pass_s=((0.01, 0.08, 0.16, 0.64), (0.01, 0.08, 0.16, 0.64)))
-    assert choose(0.6, dear).speedup < 1.0 < cheap.speedup
-    assert choose(0.6, table(), num_rows=16).speedup < cheap.speedup
-
-
-def test_the_prior_is_a_distribution_over_siblings() -> None:
-    assert all(sum(line) <= 1.0 for line in PRIOR)
+    assert best(0.6, dear)[1] < 1.0 < best(0.6, table())[1]
 
 
 def test_what_a_round_takes_around_its_parts_counts_once() -> None:
@@ -143,6 +123,13 @@ def test_nothing_is_drafted_on_where_no_draft_pays() -> None:
     tree = RoundCosts(table(pass_s=steep), 0.5, 64, 1).tree
     assert tree.least == 1.0
     assert tree.kept([-0.01]) == 0
+
+
+def test_rows_of_like_length_share_their_costs() -> None:
+    known = KnownCosts(table(), [[0.5]])
+    assert known.at(300, 1) is known.at(700, 1)
+    assert known.at(300, 1) is not known.at(300, 2)
+    assert known.at(1000, 1).plain_s > known.at(300, 1).plain_s
 
 
 def test_wide_levels_and_large_trees_cost_what_the_table_says() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 import moaspec
 import tiny
-from costs import table
+from costs import by_cost, table
 from moaspec.decode import CostShape, FixedShape, Shaping, local_engine
-from moaspec.decode.cost import MAX_DEPTH
+from moaspec.decode.cost import MAX_DEPTH, KnownCosts
 from moaspec.decode.shaping import COPIES, CREDIT_TOKENS, TOLERATED_LOSS, CostBranches
 from moaspec.decode.tree import AUTO, Chain, DraftTree, Tree
 from moaspec.errors import InputError, ShapeError
@@ -48,7 +48,7 @@ def play(
 
 
 def test_good_drafts_are_kept_up() -> None:
-    policy = CostShape(table(), [[0.5]])
+    policy = by_cost(table(), 0.5)
     shapes = play(policy, 100, lambda _: 0.95)
     assert None not in shapes
     assert policy.lost_s < 0
@@ -57,7 +57,7 @@ def test_good_drafts_are_kept_up() -> None:
 def test_trees_are_as_large_as_the_row_may_lose() -> None:
     """A new row risks little; one that has gained by its drafts may have the whole tree."""
     costs = table(pass_s=((0.01, 0.02, 0.04, 0.16), (0.01, 0.02, 0.04, 0.16)))
-    policy = CostShape(costs, [[0.9]])
+    policy = by_cost(costs, 0.9)
     shapes = play(policy, 60, lambda _: 0.95)
     first, last = shapes[0], shapes[-1]
     assert first is not None
@@ -71,7 +71,7 @@ def test_trees_are_as_large_as_the_row_may_lose() -> None:
 def test_hopeless_drafts_cost_at_most_what_is_tolerated(
     prior: float, encode_s: tuple[float, ...]
 ) -> None:
-    policy = CostShape(table(encode_s=encode_s), [[prior]])
+    policy = by_cost(table(encode_s=encode_s), prior)
     shapes: list[Tree | None] = []
     for _ in range(100):
         shapes += play(policy, 20, lambda _: 0.0)
@@ -85,19 +85,19 @@ def test_hopeless_drafts_cost_at_most_what_is_tolerated(
 
 
 def test_a_text_that_becomes_easy_is_noticed() -> None:
-    policy = CostShape(table(), [[0.3]])
+    policy = by_cost(table(), 0.3)
     shapes = play(policy, 1500, lambda number: 0.0 if number < 300 else 0.95)
     assert shapes[250:300].count(None) > 45
     assert shapes[-50:].count(None) < 5
 
 
 def test_the_same_history_gives_the_same_decisions() -> None:
-    runs = [play(CostShape(table(), [[0.4]]), 200, lambda _: 0.5) for _ in range(2)]
+    runs = [play(by_cost(table(), 0.4), 200, lambda _: 0.5) for _ in range(2)]
     assert runs[0] == runs[1]
 
 
 def test_nothing_is_encoded_while_nothing_may_be_drafted() -> None:
-    policy = CostShape(table(encode_s=ENCODING), [[0.01]])
+    policy = by_cost(table(encode_s=ENCODING), 0.01)
     wanted = []
     for _ in range(60):
         shape = policy.shape(50, 1)
@@ -124,7 +124,7 @@ DEAR = (0.001, 0.008, 0.1, 1.0)
 def test_a_long_prompt_is_encoded_where_drafts_gain_it_back(
     prior: float, room: int, drafts: bool
 ) -> None:
-    policy = CostShape(table(encode_s=DEAR), [[prior]])
+    policy = by_cost(table(encode_s=DEAR), prior)
     policy.begin(64, room)
     assert policy.wants_features is drafts
     assert (policy.shape(64, 1) is not None) is drafts
@@ -132,7 +132,7 @@ def test_a_long_prompt_is_encoded_where_drafts_gain_it_back(
 
 @pytest.mark.parametrize("room", [50, 1000])
 def test_a_short_prompt_is_always_encoded(room: int) -> None:
-    policy = CostShape(table(encode_s=DEAR), [[0.05]])
+    policy = by_cost(table(encode_s=DEAR), 0.05)
     policy.begin(1, room)
     assert policy.wants_features
 
@@ -140,7 +140,7 @@ def test_a_short_prompt_is_always_encoded(room: int) -> None:
 def test_the_engine_says_what_a_prompt_would_take() -> None:
     target = tiny.target()
     engine = local_engine(target, tiny.random_drafter(target))
-    policies = [CostShape(table(encode_s=(seconds,) * 4), [[0.05]]) for seconds in (0.0, 100.0)]
+    policies = [by_cost(table(encode_s=(seconds,) * 4), 0.05) for seconds in (0.0, 100.0)]
     handles = [
         engine.add(tiny.PROMPTS[0], max_new_tokens=tiny.NEW_TOKENS, shape=policy)
         for policy in policies
@@ -156,7 +156,7 @@ def test_the_engine_says_what_a_prompt_would_take() -> None:
 def test_branches_stop_where_copies_are_wrong_and_come_back() -> None:
     dear = table(pass_s=((0.01, 0.06, 0.12, 0.48), (0.01, 0.06, 0.12, 0.48)))
     for costs, right in ((table(), True), (dear, False)):
-        branches = CostBranches(costs)
+        branches = CostBranches(KnownCosts(costs))
         shapes = []
         for _ in range(40):
             shape = branches.shape(64, 1)
@@ -166,7 +166,7 @@ def test_branches_stop_where_copies_are_wrong_and_come_back() -> None:
         assert (None in shapes) is not right
     for _ in range(200):
         branches.observe(DraftTree(), [])
-    assert branches.shape(64, 1) == CostBranches(dear).shape(64, 1)
+    assert branches.shape(64, 1) == CostBranches(KnownCosts(dear)).shape(64, 1)
 
 
 def test_settings_without_measurements() -> None:
@@ -202,8 +202,8 @@ def test_policies_never_change_the_text(temperature: float, layers: int) -> None
                 prompt,
                 max_new_tokens=32,
                 sampling=sampling,
-                shape=CostShape(table(root_s=0.01 if number % 2 else 0.001), [[0.6]]),
-                free_branches=CostBranches(table()) if number > 1 else None,
+                shape=by_cost(table(root_s=0.01 if number % 2 else 0.001), 0.6),
+                free_branches=CostBranches(KnownCosts(table())) if number > 1 else None,
             )
             for number, prompt in enumerate(tiny.PROMPTS)
         ]

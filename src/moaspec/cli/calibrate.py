@@ -12,8 +12,8 @@ from rich.table import Table
 from moaspec.cli import console
 from moaspec.cli.generate import choose_drafter
 from moaspec.cli.options import MODEL
-from moaspec.decode import CostTable
-from moaspec.decode.cost import PRIOR, Acceptance, Prospect
+from moaspec.decode import Chain, CostTable
+from moaspec.decode.cost import PRIOR, Acceptance, chain_speedups
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.target import load_target
@@ -70,10 +70,11 @@ def _show(costs: CostTable, prior: tuple[tuple[float, ...], ...]) -> None:
     console.out.print(
         f"drafting: {1000 * costs.root_s:.1f} for the first level, then by nodes in it: {steps}"
     )
-    best = Prospect(costs, Acceptance(prior).rates, costs.contexts[0]).best()
+    speedups = chain_speedups(costs, Acceptance(prior).rates, costs.contexts[0])
+    length = int(speedups.argmax())
     console.out.print(
         "auto will draft as far as it pays: by the rates that the checkpoint records "
-        f"{best.shape} alone would bring {best.speedup:.2f}x.",
+        f"{Chain(length + 1)} alone would bring {speedups[length]:.2f}x.",
         style="dim",
     )
 

@@ -1,30 +1,25 @@
-"""What a round costs on this machine, what it should bring, and the shape that pays most.
+"""What a round costs on this machine, and what it should bring.
 
 Everything here is arithmetic on stored measurements and on counts. No clock is read, so the same
 request makes the same decisions every time.
 
-Legend: D depths, R ranks among siblings (0 is the drafter's favourite).
+Legend: D depths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from moaspec.decode.tree import DraftTree, PricedTree, Tree
+from moaspec.decode.tree import DraftTree, PricedTree
 from moaspec.errors import InputError
 
 Floats = npt.NDArray[np.float64]
 
-MAX_DEPTH, MAX_RANK = 8, 8
-BREADTHS = (1, 2, 4, 8)
-TOTALS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 62])
-"""Sizes that are considered; the paper's largest tree, `Tree(6, 8, 62)`, is the last of each."""
-
+MAX_DEPTH, MAX_BREADTH = 8, 8
 MOST_DRAFTS = 62
 """Drafts of a round at most, as many as the paper's tree has."""
 
@@ -36,10 +31,10 @@ CONTEXT_STEP = 512
 """Prices are those after a multiple of so many tokens, so that rows of like length share a tree and
 are drafted for together."""
 
-PRIOR = ((0.28, 0.10, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),)
-"""P(the target chooses the draft of rank 0, 1, ...), given that it chose the path to it, for a
-drafter that records nothing else: what the first bundled drafter for SmolLM2-135M-Instruct
-reached on the package's prompts. Depths beyond the last line repeat it."""
+PRIOR = ((0.28,),)
+"""P(the target chooses the drafter's favourite, given that it chose the path to it) by depth, for a
+drafter that records nothing else: what the first bundled drafter for SmolLM2-135M-Instruct reached
+on the package's prompts. Lines may go on with the rates of its second choice, third and so on."""
 
 PRIOR_ROUNDS = 4.0
 """Rounds that the prior counts for."""
@@ -129,142 +124,64 @@ def _between(x: Floats | float, xs: Sequence[int], ys: Sequence[float]) -> Float
 
 
 class Acceptance:
-    """How often the target chose drafts of each depth and rank: a prior, then a row's own counts.
+    """How often the target chose the drafter's favourite: a prior, then a row's own counts.
 
     What one depth shows moves the expectation of all of them, because drafters are about as good
     at every step; a depth's own counts then say how it differs.
 
     Args:
-        prior: rates for depth 1, 2, ... by rank; the last line is repeated for deeper ones, and
-            ranks that it leaves out get half of the rank before, or of what is left.
+        prior: see `PRIOR`; depths beyond the last line repeat it.
     """
 
     def __init__(self, prior: Sequence[Sequence[float]] = PRIOR) -> None:
-        lines = [list(line[:MAX_RANK]) for line in prior[:MAX_DEPTH]]
-        lines += lines[-1:] * (MAX_DEPTH - len(lines))
-        self._prior_DR = np.clip(np.array([_all_ranks(line) for line in lines]), 1e-3, 0.98)
-        self._hits_DR = np.zeros((MAX_DEPTH, MAX_RANK))
-        self._trials_DR = np.zeros((MAX_DEPTH, MAX_RANK))
+        rates = [line[0] for line in prior[:MAX_DEPTH]]
+        rates += rates[-1:] * (MAX_DEPTH - len(rates))
+        self._prior_D = np.clip(np.array(rates), 1e-3, 0.98)
+        self._hits_D, self._trials_D = np.zeros(MAX_DEPTH), np.zeros(MAX_DEPTH)
 
     def count(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Take in one round: which child was chosen at every node that the walk came to."""
-        self._hits_DR *= MEMORY
-        self._trials_DR *= MEMORY
-        own = np.array(tree.parents[: len(tree.parents) - tree.num_copied], dtype=np.int64)
+        """Take in one round: whether the favourite was chosen wherever the walk came to."""
+        self._hits_D *= MEMORY
+        self._trials_D *= MEMORY
+        own = tree.parents[: len(tree.parents) - tree.num_copied]
         for depth, node in enumerate((-1, *accepted)):
-            siblings = (own == node).nonzero()[0][:MAX_RANK]
-            if depth == MAX_DEPTH or not len(siblings):
+            if depth == MAX_DEPTH or node not in own:
                 return
-            self._trials_DR[depth, : len(siblings)] += 1
+            self._trials_D[depth] += 1
             if depth < len(accepted):
-                self._hits_DR[depth, : len(siblings)] += siblings == accepted[depth]
+                self._hits_D[depth] += accepted[depth] == own.index(node)
 
     @property
     def rates(self) -> Floats:
-        """(D, R): P(the target chooses the draft), given that it chose the path to it."""
-        pooled = self._prior_DR.mean(0)
-        seen = (PRIOR_ROUNDS * pooled + self._hits_DR.sum(0)) / (
-            PRIOR_ROUNDS + self._trials_DR.sum(0)
-        )
-        shift_R = _logit(seen) - _logit(pooled)
-        prior_DR = 1.0 / (1.0 + np.exp(-_logit(self._prior_DR) - shift_R))
-        rates = (PRIOR_ROUNDS * prior_DR + self._hits_DR) / (PRIOR_ROUNDS + self._trials_DR)
-        # Siblings exclude one another, so their rates cannot sum to more than one.
-        return rates / np.maximum(1.0, rates.sum(1, keepdims=True))
+        """(D,): P(the target chooses the favourite), given that it chose the path to it."""
+        pooled = self._prior_D.mean()
+        seen = (PRIOR_ROUNDS * pooled + self._hits_D.sum()) / (PRIOR_ROUNDS + self._trials_D.sum())
+        shift = _logit(seen) - _logit(pooled)
+        prior_D = 1.0 / (1.0 + np.exp(-_logit(self._prior_D) - shift))
+        rates: Floats = (PRIOR_ROUNDS * prior_D + self._hits_D) / (PRIOR_ROUNDS + self._trials_D)
+        return rates
 
 
-def _all_ranks(rates: Sequence[float]) -> list[float]:
-    filled = list(rates)
-    while len(filled) < MAX_RANK:
-        filled.append(0.5 * max(0.0, min(filled[-1], 1.0 - sum(filled))))
-    return filled
-
-
-def _logit(p: Floats) -> Floats:
+def _logit(p: Floats | float) -> Floats:
     p = np.clip(p, 1e-4, 1 - 1e-4)
     return np.log(p / (1 - p))
 
 
-def expected_accepted(rates_DR: Floats, breadth: int) -> Iterator[Floats]:
-    """Drafts that the target is expected to accept, for depth 1, 2, ... and 1, 2, ... nodes.
+def chain_speedups(costs: CostTable, rates_D: Floats, context: int) -> Floats:
+    """(D,): tokens per second with chains of 1, 2, ... drafts over those of plain decoding.
 
-    Grows the tree that these rates favour as a drafter grows its own: the best `breadth` nodes of a
-    level are expanded, the best nodes of all levels are kept. A drafter that also knows when it is
-    sure does better, so this is a lower bound.
+    A drafter that knows when it is sure does better with trees, so this is a lower bound.
 
-    Yields:
-        One array per depth; its n-th number belongs to a tree of n + 1 nodes.
-    """
-    frontier = np.ones(1)
-    nodes = np.empty(0)
-    for rates_R in rates_DR:
-        reach = (frontier[:, None] * rates_R[:breadth]).ravel()
-        nodes = np.sort(np.concatenate((nodes, reach)))[::-1]
-        frontier = np.sort(reach)[::-1][:breadth]
-        yield nodes.cumsum()
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A shape and what it promises.
-
-    Attributes:
-        shape: of the drafts.
-        speedup: expected tokens per second over those of plain decoding.
-    """
-
-    shape: Tree
-    speedup: float
-
-
-@dataclass(frozen=True)
-class Prospect:
-    """What drafts promise by acceptance rates alone.
-
-    Attributes:
+    Args:
         costs: of this machine.
-        rates_DR: see `Acceptance`.
-        context: tokens of the text.
-        num_rows: rows that run together.
+        rates_D: see `Acceptance`.
+        context: tokens of the text, of one row alone.
     """
-
-    costs: CostTable
-    rates_DR: Floats
-    context: int
-    num_rows: int = 1
-
-    @cached_property
-    def plain_s(self) -> float:
-        """A round without drafts."""
-        return self.costs.plain_s(self.context, self.num_rows)
-
-    def best(self) -> Choice:
-        """The shape of the most expected tokens per second, even where plain decoding has more."""
-        choices = (c for b in BREADTHS for c in self._of_breadth(b))
-        return max(choices, key=lambda choice: choice.speedup)
-
-    def _of_breadth(self, breadth: int) -> Iterator[Choice]:
-        """The best size of every depth."""
-        for depth, accepted in enumerate(expected_accepted(self.rates_DR, breadth), start=1):
-            totals = TOTALS[np.searchsorted(TOTALS, depth) :]
-            totals = totals[: np.searchsorted(totals, len(accepted), side="right")]
-            if not len(totals):
-                continue
-            emitted = 1.0 + accepted[totals - 1]
-            seconds = self._fixed_s(depth, breadth) + self._verify_s(totals)
-            seconds = seconds + self.costs.accept_s(emitted)
-            best = int((emitted / seconds).argmax())
-            yield Choice(
-                Tree(depth, breadth, int(totals[best])),
-                float(emitted[best] / seconds[best] * self.plain_s),
-            )
-
-    def _fixed_s(self, depth: int, breadth: int) -> float:
-        return self.costs.draft_s(depth, breadth, self.num_rows) / self.num_rows
-
-    def _verify_s(self, drafted: npt.NDArray[np.int64]) -> Floats:
-        tokens = self.num_rows * (1.0 + drafted.astype(np.float64))
-        return self.costs.verify_s(tokens, self.context) / self.num_rows
+    emitted_D = 1.0 + rates_D.cumprod().cumsum()
+    lengths_D = np.arange(1.0, 1.0 + len(rates_D))
+    seconds_D = costs.verify_s(1.0 + lengths_D, context) + costs.accept_s(emitted_D)
+    seconds_D = seconds_D + costs.draft_s(1, 1, 1) + (lengths_D - 1.0) * costs.step_s_of(1)
+    return np.asarray(emitted_D / seconds_D * costs.plain_s(context))
 
 
 class RoundCosts:
@@ -286,7 +203,9 @@ class RoundCosts:
         self._costs, self._context, self._num_rows = costs, context, num_rows
         self._accept_s = costs.accept_s(np.arange(MOST_DRAFTS + 2.0)).tolist()
         self._first_s = costs.draft_s(1, 1, num_rows) / num_rows
-        self._level_s = [costs.step_s_of(w * num_rows) / num_rows for w in range(1, MAX_RANK + 1)]
+        self._level_s = [
+            costs.step_s_of(w * num_rows) / num_rows for w in range(1, MAX_BREADTH + 1)
+        ]
         tokens = num_rows * np.arange(1.0, MOST_DRAFTS + 2)
         verify_s = np.maximum.accumulate(costs.verify_s(tokens, context)) / num_rows
         self._verify_s = verify_s.tolist()
@@ -297,12 +216,13 @@ class RoundCosts:
         going_on = tokens_per_s * self._level_s[0] + float(prices[depth - 1]) / depth
         self.tree = PricedTree(
             depth,
-            MAX_RANK,
+            MAX_BREADTH,
             total,
             prices=tuple(prices[:total].tolist()),
             least=min(1.0, going_on / rate),
         )
-        self._widest = min(MAX_RANK, int(1.0 / self.tree.least)) if self.tree.least else MAX_RANK
+        least = max(self.tree.least, 1.0 / MAX_BREADTH)
+        self._widest = int(1.0 / least)
 
     def drafted_s(self, levels: int, num_read: int, num_drafts: int) -> float:
         """Drafting and verifying, without encoding.
@@ -313,8 +233,8 @@ class RoundCosts:
             num_drafts: drafts that are verified.
         """
         further = levels - 1
-        width = min(max(1, -(-num_read // further)), MAX_RANK) if further else 1
-        return self._first_s + further * self._level_s[width - 1] + self._pass_s(num_drafts)
+        width = min(max(1, -(-num_read // further)), MAX_BREADTH) if further else 1
+        return self._first_s + further * self._level_s[width - 1] + self.pass_s(num_drafts)
 
     def risk_s(self, tree: PricedTree) -> float:
         """What a round loses at most if its drafts are all rejected."""
@@ -329,8 +249,35 @@ class RoundCosts:
             return float(self._accept_s[num_tokens])
         return float(self._costs.accept_s(num_tokens))
 
-    def _pass_s(self, num_drafts: int) -> float:
+    def pass_s(self, num_drafts: int) -> float:
+        """Verifying so many drafts."""
         if num_drafts < len(self._verify_s):
             return float(self._verify_s[num_drafts])
         tokens = self._num_rows * (1.0 + num_drafts)
         return float(self._costs.verify_s(tokens, self._context)) / self._num_rows
+
+
+class KnownCosts:
+    """What rounds cost here, worked out once for each length of text and number of rows.
+
+    Args:
+        table: of this machine.
+        prior: see `PRIOR`.
+
+    Attributes:
+        table: the argument.
+        rates_D: see `Acceptance`.
+    """
+
+    def __init__(self, table: CostTable, prior: Sequence[Sequence[float]] = PRIOR) -> None:
+        self.table, self.rates_D = table, Acceptance(prior).rates
+        self._found: dict[tuple[int, int], RoundCosts] = {}
+
+    def at(self, length: int, num_rows: int) -> RoundCosts:
+        """Of a row of so many tokens, among so many rows."""
+        context = (length + CONTEXT_STEP // 2) // CONTEXT_STEP * CONTEXT_STEP
+        found = self._found.get((context, num_rows))
+        if found is None:
+            found = RoundCosts(self.table, float(self.rates_D[0]), context, num_rows)
+            self._found[context, num_rows] = found
+        return found

@@ -7,22 +7,20 @@ as far as they pay for what they cost here, and turns drafting off where plain d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import Literal, Protocol
 
-import numpy as np
-
 from moaspec.decode.cost import (
-    CONTEXT_STEP,
     GAIN,
     MEMORY,
     PRIOR,
     PRIOR_ROUNDS,
-    Acceptance,
     CostTable,
-    Prospect,
+    KnownCosts,
     RoundCosts,
+    chain_speedups,
 )
 from moaspec.decode.tree import AUTO, Chain, DraftTree, PricedTree, Tree, parse_shape
 from moaspec.errors import InputError
@@ -53,8 +51,6 @@ COPIES = Tree(5, 2, 8)
 drafts they fill a pass of 16, which GPUs and CPUs with packed weights make at the price of one."""
 
 FreeBranches = Literal["auto"] | bool
-KnownCosts = dict[tuple[int, int], RoundCosts]
-"""What rounds cost, by length of the text and number of rows."""
 
 
 class ShapePolicy(Protocol):
@@ -108,7 +104,6 @@ class Shaping:
     free_branches: FreeBranches = "auto"
     costs: CostTable | None = None
     prior: Sequence[Sequence[float]] = PRIOR
-    _known: KnownCosts = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.tree, Tree | str):
@@ -121,15 +116,22 @@ class Shaping:
 
     def policy(self) -> ShapePolicy:
         """A new row's drafts."""
-        if self.tree == "auto" and self.costs is not None:
-            return CostShape(self.costs, self.prior, self._known)
+        if self._known is not None:
+            return CostShape(self._known)
         return FixedShape(parse_shape(self.tree) if isinstance(self.tree, str) else self.tree)
 
     def branches(self) -> ShapePolicy | None:
         """A new row's free branches."""
         if self.free_branches == "auto":
-            return CostBranches(self.costs) if self.tree == "auto" and self.costs else None
+            return None if self._known is None else CostBranches(self._known)
         return FixedShape(COPIES) if self.free_branches else None
+
+    @cached_property
+    def _known(self) -> KnownCosts | None:
+        """What all rows that go by cost share."""
+        if self.tree != "auto" or self.costs is None:
+            return None
+        return KnownCosts(self.costs, self.prior)
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,7 @@ class CostShape:
     `PricedTree` has far too large ones verified.
 
     Args:
-        costs: of this machine, target and drafter.
-        prior: acceptance rates by depth and rank, by which a long prompt is encoded or not; the
-            first of them says how far a level of drafts is worth drafting.
-        known: shared with other rows of the same costs and prior, which add to it.
+        costs: of this machine, target and drafter, shared with other rows.
 
     Attributes:
         lost_s: seconds, by the cost table, that drafting has cost beyond plain decoding so far;
@@ -183,15 +182,8 @@ class CostShape:
         plain_s: seconds, by the cost table, of plain decoding of the tokens so far.
     """
 
-    def __init__(
-        self,
-        costs: CostTable,
-        prior: Sequence[Sequence[float]] = PRIOR,
-        known: KnownCosts | None = None,
-    ) -> None:
-        self._costs, self._prior = costs, prior
-        self._known: KnownCosts = {} if known is None else known
-        self._rate = float(Acceptance(prior).rates[0, 0])
+    def __init__(self, costs: KnownCosts) -> None:
+        self._costs = costs
         self._round: RoundCosts | None = None
         self._drafting: PricedTree | None = None
         self._pause, self._waiting, self._unencoded = FIRST_PAUSE, 0, 0
@@ -201,12 +193,11 @@ class CostShape:
 
     def begin(self, unread: int, room: int) -> None:
         """See `ShapePolicy`."""
-        prospect = Prospect(self._costs, Acceptance(self._prior).rates, unread)
-        written_s = room * prospect.plain_s
-        encoding_s = float(self._costs.accept_s(unread))
-        if encoding_s > TOLERATED_LOSS * (written_s + CREDIT_TOKENS * prospect.plain_s):
-            gain_s = written_s * (1.0 - 1.0 / prospect.best().speedup)
-            if encoding_s > gain_s:
+        table = self._costs.table
+        plain_s, encoding_s = table.plain_s(unread), float(table.accept_s(unread))
+        if encoding_s > TOLERATED_LOSS * (room + CREDIT_TOKENS) * plain_s:
+            speedup = float(chain_speedups(table, self._costs.rates_D, unread).max())
+            if encoding_s > room * plain_s * (1.0 - 1.0 / speedup):
                 self._waiting = NEVER
 
     @property
@@ -220,7 +211,7 @@ class CostShape:
         if self._waiting:
             self._waiting -= 1
             return None
-        costs = self._round_costs(length, num_rows)
+        costs = self._round = self._costs.at(length, num_rows)
         self._drafting = self._affordable(costs)
         if self._drafting is None:
             self._waiting = self._rounds_until_affordable(costs)
@@ -244,15 +235,6 @@ class CostShape:
         if self.wants_features:
             self.lost_s += costs.accept_s(self._unencoded)
             self._unencoded = 0
-
-    def _round_costs(self, length: int, num_rows: int) -> RoundCosts:
-        context = (length + CONTEXT_STEP // 2) // CONTEXT_STEP * CONTEXT_STEP
-        found = self._known.get((context, num_rows))
-        if found is None:
-            found = RoundCosts(self._costs, self._rate, context, num_rows)
-            self._known[context, num_rows] = found
-        self._round = found
-        return found
 
     def _affordable(self, costs: RoundCosts) -> PricedTree | None:
         """The tree, cut until it may be rejected as a whole; None where nothing may."""
@@ -300,12 +282,12 @@ class CostBranches:
     is no branch to verify. Counts fade with every round, so what was once given up is tried again.
 
     Args:
-        costs: of this machine.
+        costs: of this machine, shared with other rows.
     """
 
     wants_features = False
 
-    def __init__(self, costs: CostTable) -> None:
+    def __init__(self, costs: KnownCosts) -> None:
         self._costs = costs
         # How often the first copied token of a round was right, and each one after a right one.
         self._first, self._next = _Rate(0.25), _Rate(0.6)
@@ -328,14 +310,11 @@ class CostBranches:
 
     def _gain(self, shape: Tree, length: int, num_rows: int) -> float:
         """Seconds that a round with such branches is expected to save."""
-        wide = self._costs.verify_s(
-            num_rows * np.array([1.0 + self._drafted, 1.0 + self._drafted + shape.total_tokens]),
-            length,
-        )
+        costs = self._costs.at(length, num_rows)
         first, further = self._first.value, self._next.value
         copied = sum(first * further**level for level in range(shape.depth))
-        saved_s = copied * self._costs.plain_s(length, num_rows)
-        return saved_s - float(wide[1] - wide[0]) / num_rows
+        wider_s = costs.pass_s(self._drafted + shape.total_tokens) - costs.pass_s(self._drafted)
+        return copied * costs.plain_s - wider_s
 
 
 class _Rate:

@@ -54,15 +54,15 @@ class LinkShape:
 
     def speeds(self) -> np.ndarray:
         """Expected tokens per second of chains of 1, 2, ... drafts."""
-        first = self._acceptance.rates[:, 0]
-        rates = np.append(first, np.full(LONGEST - MAX_DEPTH, first[-1]))
+        rates = self._acceptance.rates
+        rates = np.append(rates, np.full(LONGEST - MAX_DEPTH, rates[-1]))
         reached = rates.cumprod()
         tokens = 1.0 + reached.cumsum()
         wait_s = _or(self._wait_s(), ASSUMED_WAIT_S)
         draft_s = np.arange(1, LONGEST + 1) * _or(self._step_s(), ASSUMED_STEP_S)
         if not self._ahead:
             return np.asarray(tokens / (draft_s + wait_s))
-        hit = reached * first[0]
+        hit = reached * rates[0]
         return np.asarray(tokens / (np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s))
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
