@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moaspec.decode.law import temperatures
+from moaspec.decode.law import law, temperatures
 from moaspec.decode.noise import gumbel, seed_bits
 from moaspec.decode.processors import survivors
 from moaspec.decode.protocols import RowText
+from moaspec.kernels import Coupling
 
 SHARPNESS = 1.75
 """A drafter that knows less than the target spreads its probability wider than the target does, and
@@ -96,6 +97,13 @@ class Ranking:
         facts_S3 = torch.tensor(facts, device=self._token_ids_V.device)
         seed_S1, choice_S1, position_S1 = facts_S3[..., None].unbind(1)
         return gumbel(seed_S1, choice_S1, position_S1, self._token_ids_V)
+
+
+def coupling(row: RowText) -> Coupling | None:
+    """The same ranking as kernels take it; None for a row that does not sample."""
+    if not row.sampling.samples:
+        return None
+    return Coupling(law(row.sampling, len(row.token_ids), sharpness=SHARPNESS), AGREEMENT)
 
 
 def coupled(perturbed_V: Tensor, breadth: int) -> tuple[Tensor, Tensor]:

@@ -136,9 +136,7 @@ class Growing(ABC):
         """
         shape = shape.narrowed(self.vocabulary)
         level = self.level(rows, shape)
-        alone = len(rows) == 1 and not rows[0].sampling.samples
-        grown = level.grow(shape) if alone else None
-        return [best_nodes(one, shape) for one in ([grown] if grown else self._grow(level, shape))]
+        return [best_nodes(one, shape) for one in level.grow(shape) or self._grow(level, shape)]
 
     def _grow(self, level: Level, shape: Tree) -> list[Grown]:
         """All nodes that are drafted for each row, level by level."""
@@ -250,8 +248,8 @@ class Level(ABC):
         roots_B1 = torch.tensor(self.roots, device=self.device)[:, None]
         return self._finished(root_B1E, roots_B1, Own(self.roots, self.own_BNU))
 
-    def grow(self, _shape: Tree) -> Grown | None:
-        """The nodes that are drafted for the only row, where one call gives them all.
+    def grow(self, _shape: Tree) -> list[Grown] | None:
+        """The nodes that are drafted for each row, where one call gives all of a row's.
 
         It reads the text that was not read yet, as `read_root` does.
         """

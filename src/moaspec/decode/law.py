@@ -9,6 +9,7 @@ Legend: N nodes, S surviving (node, token) pairs, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from moaspec.decode.noise import gumbel, seed_bits
 from moaspec.decode.processors import Prefix, processed, survivors
 from moaspec.decode.sampling import SamplingParams
+from moaspec.kernels import Law, can_choose, choose
 
 COLDEST = 1e-200
 """Temperatures below are taken as this one. No quotient of a float32 logit overflows float64 with
@@ -38,21 +40,42 @@ def next_tokens(logits_NV: Tensor, prefixes: Sequence[Prefix]) -> list[int]:
     """
     rows = [processed(logits, prefix) for logits, prefix in zip(logits_NV, prefixes, strict=True)]
     tokens = [0] * len(rows)
-    for samples, choose in ((False, _best), (True, _sampled)):
+    for samples, pick in ((False, _best), (True, _sampled)):
         nodes = [i for i, prefix in enumerate(prefixes) if prefix.sampling.samples is samples]
         if nodes:
-            chosen = choose(torch.stack([rows[i] for i in nodes]), [prefixes[i] for i in nodes])
-            for node, token in zip(nodes, chosen.tolist(), strict=True):
+            chosen = pick(torch.stack([rows[i] for i in nodes]), [prefixes[i] for i in nodes])
+            for node, token in zip(nodes, chosen, strict=True):
                 tokens[node] = token
     return tokens
 
 
-def _best(scores_NV: Tensor, _: Sequence[Prefix]) -> Tensor:
-    return scores_NV.argmax(-1)
+def _best(scores_NV: Tensor, _: Sequence[Prefix]) -> list[int]:
+    return cast(list[int], scores_NV.argmax(-1).tolist())
 
 
-def _sampled(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
-    return perturbed(scores_NV, prefixes).argmax(-1)
+def _sampled(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> list[int]:
+    if can_choose(scores_NV):  # the same, without two logarithms for each token
+        return choose(scores_NV, [law(one.sampling, len(one.token_ids)) for one in prefixes])
+    return cast(list[int], perturbed(scores_NV, prefixes).argmax(-1).tolist())
+
+
+def law(sampling: SamplingParams, position: int, *, sharpness: float = 1.0) -> Law:
+    """What decides a token, as kernels take it.
+
+    Args:
+        sampling: at a temperature above 0.
+        position: of the token in its sequence.
+        sharpness: what logits are multiplied with first.
+    """
+    return Law(
+        max(sampling.temperature, COLDEST) / sharpness,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        seed_bits(sampling.seed or 0),
+        sampling.choice,
+        position,
+    )
 
 
 def perturbed(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> Tensor:

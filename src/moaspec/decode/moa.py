@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moaspec.decode.cache import KVCache, StoredMemory, prefix_mask, tree_mask
+from moaspec.decode.coupling import coupling
 from moaspec.decode.growing import Growing, Level, Own, Reading, layer_cache
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import Tree
@@ -24,6 +25,9 @@ from moaspec.model.checkpoint import check_target
 from moaspec.model.layers import CrossAttend
 from moaspec.target import Target
 from moaspec.target.packing import PackedLinear, packed_copy
+
+MOST_ROWS = 8
+"""Rows that kernels draft for one after another; PyTorch drafts for more of them together."""
 
 
 class MoADrafting(Growing):
@@ -220,7 +224,7 @@ class _Speaking(Level):
             write=cache.writer(self.indices, own.starts, width, visible),
         )
 
-    def grow(self, shape: Tree) -> Grown | None:
+    def grow(self, shape: Tree) -> list[Grown] | None:
         """By kernels, where they have all layers and each draft is read by SA and CA alone."""
         drafting, module = self.drafting, self.drafting.module
         speaker, embeddings = module.speaker, drafting.target.embeddings
@@ -228,29 +232,40 @@ class _Speaking(Level):
         head = drafting.draft_head.matrix if isinstance(drafting.draft_head, PackedLinear) else None
         if sa is None or ca is None or head is None or embeddings is None:
             return None
-        if drafting.num_target_layers or module.exits or module.config.without or self.missing[0]:
+        if drafting.num_target_layers or module.exits or module.config.without or any(self.missing):
             return None
         if drafting.target.caps_logits:  # the kernel's probabilities are those of bare logits
             return None
-        (row,), (root,) = self.rows, self.roots
-        start = min(drafting.read.get(row.row, 0), root)
-        if max(root + 1 - start, shape.breadth) > MOST_QUERIES:
+        starts = [
+            min(drafting.read.get(row, 0), root)
+            for row, root in zip(self.indices, self.roots, strict=True)
+        ]
+        unread = max(root + 1 - start for root, start in zip(self.roots, starts, strict=True))
+        if len(self.rows) > MOST_ROWS or max(unread, shape.breadth) > MOST_QUERIES:
             return None
-        slots = Slots(drafting.text.data, self.indices, [start], root + 1)
-        remembered = Slots(drafting.memory.data, self.indices, [0], self.remembered[0])
-        grown = draft_tree(
-            row.token_ids[start:],
-            shape.depth,
-            shape.breadth,
-            shape.least_log_p,
-            text=TreePart(sa, *speaker.self_rope.along(start, root + shape.depth), slots),
-            memory=TreePart(ca, *speaker.cross_rope.along(root, root + shape.depth), remembered),
-            head=head,
-            names_O=drafting.vocabulary_ids,
-            embeddings_VE=embeddings,
-        )
-        drafting.read[row.row] = root + 1
-        return grown
+
+        def grown(place: int) -> Grown:
+            row, start, root = self.rows[place], starts[place], self.roots[place]
+            slots = Slots(drafting.text.data, [row.row], [start], root + 1)
+            remembered = Slots(drafting.memory.data, [row.row], [0], self.remembered[place])
+            drafts = draft_tree(
+                row.token_ids[start:],
+                shape.depth,
+                shape.breadth,
+                shape.least_log_p,
+                text=TreePart(sa, *speaker.self_rope.along(start, root + shape.depth), slots),
+                memory=TreePart(
+                    ca, *speaker.cross_rope.along(root, root + shape.depth), remembered
+                ),
+                head=head,
+                names_O=drafting.vocabulary_ids,
+                embeddings_VE=embeddings,
+                coupling=coupling(row),
+            )
+            drafting.read[row.row] = root + 1
+            return drafts
+
+        return [grown(place) for place in range(len(self.rows))]
 
     def _memory(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> CrossAttend:
         """What CA reads; drafts, where it reads them too, lie behind the root, as in the text."""

@@ -7,25 +7,30 @@ on with PyTorch's own operations.
 from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
 from moaspec.kernels.build import instructions, unpacks, why_not
 from moaspec.kernels.codes import can_be_moment
-from moaspec.kernels.drafter import FusedEncoder, Grown, TreePart, draft_tree
+from moaspec.kernels.drafter import Coupling, FusedEncoder, Grown, TreePart, draft_tree
+from moaspec.kernels.laws import Law, can_choose, choose
 from moaspec.kernels.layers import FusedLayer, FusedNorm, FusedStack, Slots
 from moaspec.kernels.matrix import Matrix
 from moaspec.kernels.noise import can_draw, draw_bits
 
 __all__ = [
     "MOST_QUERIES",
+    "Coupling",
     "FusedEncoder",
     "FusedLayer",
     "FusedNorm",
     "FusedStack",
     "Grown",
+    "Law",
     "Matrix",
     "Slots",
     "TreePart",
     "attend",
     "can_attend",
     "can_be_moment",
+    "can_choose",
     "can_draw",
+    "choose",
     "draft_tree",
     "draw_bits",
     "instructions",

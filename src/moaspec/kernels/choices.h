@@ -10,6 +10,15 @@
 
 namespace {
 
+inline float highest_of(const float* numbers, int64_t start, int64_t stop) {
+  Floats tops = all(-INFINITY);
+  int64_t i = start;
+  for (; i + kLanes <= stop; i += kLanes) tops = larger(tops, load(numbers + i));
+  float top = highest(tops);
+  for (; i < stop; i++) top = std::max(top, numbers[i]);
+  return top;
+}
+
 // Which output of a matrix is each row's largest, the first of equal ones.
 class Contest {
  public:
@@ -62,28 +71,56 @@ class Contest {
   std::vector<int32_t> places_;
 };
 
-// One of a row's largest outputs, and the logarithm of its share in the softmax over all.
+// One of a row's best outputs, and the logarithm of how probable its choice is.
 struct Favourite {
-  float logit;
+  double value;  // the larger the better
   int32_t output;
   float log_probability;
 };
 
-// The largest outputs of each row, in descending order, the first of equal ones before the others.
+inline bool before(const Favourite& a, const Favourite& b) { return a.value > b.value; }
+
+// Puts one that is better than the last of `count` in descending order among them, behind its equals.
+inline void put_among(Favourite* best, int64_t count, const Favourite& one) {
+  Favourite *const last = best + count - 1, *const place = std::upper_bound(best, last, one, before);
+  std::move_backward(place, last, last + 1);
+  *place = one;
+}
+
+// Products of a matrix with a few rows, each in whole registers.
+class Logits {
+ public:
+  Logits(const Matrix& matrix, int64_t rows)
+      : outputs(matrix.outputs), padded((outputs + kLanes - 1) / kLanes * kLanes),
+        numbers_(new float[rows * padded]) {}
+
+  // By a team, which waits at the end.
+  void team_compute(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride) {
+    multiply(matrix, x, rows, stride, [&](int64_t row, int64_t output, Floats sums) {
+      store(numbers_.get() + row * padded + output, chosen(first(outputs - output), sums, all(-INFINITY)));
+    });
+#pragma omp barrier
+  }
+
+  const float* row(int64_t row) const { return numbers_.get() + row * padded; }
+
+  const int64_t outputs, padded;  // with the latter -infinity behind the former
+
+ private:
+  std::unique_ptr<float[]> numbers_;  // of which calls write what they read
+};
+
+// The largest outputs of each row, in descending order, the first of equal ones before the others, and
+// their shares in the softmax over all.
 class Favourites {
  public:
   Favourites(const Matrix& matrix, int64_t rows, int64_t count)
-      : outputs_(matrix.outputs), padded_((outputs_ + kLanes - 1) / kLanes * kLanes),
-        blocks_((padded_ + kBlockOutputs - 1) / kBlockOutputs), count_(count),
-        logits_(new float[rows * padded_]), tops_(rows * blocks_), sums_(tops_.size()), best_(tops_.size() * count) {}
+      : logits_(matrix, rows), blocks_((logits_.padded + kBlockOutputs - 1) / kBlockOutputs), count_(count),
+        tops_(rows * blocks_), sums_(tops_.size()), best_(tops_.size() * count) {}
 
   // By a team. Sums are of blocks, so that they do not depend on the number of threads.
-  void team_find(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride) {
-    multiply(matrix, x, rows, stride, [&](int64_t row, int64_t output, Floats sums) {
-      store(logits_.get() + row * padded_ + output,
-            chosen(first(outputs_ - output), sums, all(-INFINITY)));
-    });
-#pragma omp barrier
+  void team_find(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride, int64_t /*level*/) {
+    logits_.team_compute(matrix, x, rows, stride);
     const Stretch share = share_of(rows * blocks_);
     for (int64_t i = share.start; i < share.stop; i++) look_through(i);
   }
@@ -96,41 +133,33 @@ class Favourites {
     for (int64_t i = start; i < stop; i++) sum += sums_[i] * std::exp(tops_[i] - top);
     std::vector<Favourite> found(best_.begin() + start * count_, best_.begin() + stop * count_);
     std::stable_sort(found.begin(), found.end(), before);  // blocks are in the order of their outputs
-    found.resize(std::min(count_, outputs_));
-    for (Favourite& one : found) one.log_probability = one.logit - top - std::log(sum);
+    found.resize(std::min(count_, logits_.outputs));
+    for (Favourite& one : found) one.log_probability = static_cast<float>(one.value) - top - std::log(sum);
     return found;
   }
 
  private:
   static constexpr int64_t kBlockOutputs = 1024;
 
-  static bool before(const Favourite& a, const Favourite& b) { return a.logit > b.logit; }
-
   void look_through(int64_t i) {
-    const int64_t start = i % blocks_ * kBlockOutputs, stop = std::min(start + kBlockOutputs, padded_);
-    const float* logits = logits_.get() + i / blocks_ * padded_;
-    Floats tops = all(-INFINITY), sums = all(0.0f);
-    for (int64_t k = start; k < stop; k += kLanes) tops = larger(tops, load(logits + k));
-    tops_[i] = highest(tops);
+    const int64_t start = i % blocks_ * kBlockOutputs, stop = std::min(start + kBlockOutputs, logits_.padded);
+    const float* logits = logits_.row(i / blocks_);
+    tops_[i] = highest_of(logits, start, stop);
+    Floats sums = all(0.0f);
     for (int64_t k = start; k < stop; k += kLanes)
       sums = sums + exponential(load(logits + k) - all(tops_[i]));
     sums_[i] = total(sums);
     Favourite *const best = best_.data() + i * count_, *const last = best + count_ - 1;
     std::fill_n(best, count_, Favourite{-INFINITY, 0, 0.0f});
     for (int64_t k = start; k < stop; k += kLanes) {
-      if (!(highest(load(logits + k)) > last->logit)) continue;
-      for (int64_t output = k; output < k + kLanes; output++) {
-        const Favourite one = {logits[output], static_cast<int32_t>(output), 0.0f};
-        if (!before(one, *last)) continue;
-        Favourite* const place = std::upper_bound(best, last, one, before);
-        std::move_backward(place, last, last + 1);
-        *place = one;
-      }
+      if (!(highest(load(logits + k)) > last->value)) continue;
+      for (int64_t output = k; output < k + kLanes; output++)
+        if (logits[output] > last->value) put_among(best, count_, {logits[output], static_cast<int32_t>(output), 0.0f});
     }
   }
 
-  int64_t outputs_, padded_, blocks_, count_;
-  std::unique_ptr<float[]> logits_;  // of which calls write what they read
+  Logits logits_;
+  int64_t blocks_, count_;
   std::vector<float> tops_, sums_;
   std::vector<Favourite> best_;
 };

@@ -112,6 +112,61 @@ void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, P
 #pragma omp barrier
 }
 
+// See `moaspec_tree`; the finder says which children each leaf gets.
+template <class Finder>
+void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Growth& growth, Finder&& finder,
+               int32_t threads) {
+  const int64_t width = drafter.width, start = *drafter.text_pass.starts, visible = start + tokens;
+  const int64_t rows = std::max(tokens, growth.breadth);
+  const int64_t slots = visible + (growth.depth - 1) * growth.breadth;
+  std::vector<bf16> x(rows * width);
+  const auto read = [&](int64_t token, int64_t row) {
+    std::copy_n(drafter.embeddings + token * width, width, x.data() + row * width);
+  };
+  for (int64_t i = 0; i < tokens; i++) read(unread[i], i);
+  // Each of the unread tokens sees those before it, and itself.
+  std::vector<uint8_t> mask(rows * slots, 0);
+  for (int64_t i = 0; i < tokens; i++) std::fill_n(mask.data() + i * slots, start + i + 1, 1);
+  PassRoom of_text(drafter.text, 1, drafter.text_pass.attention, rows);
+  PassRoom of_memory(drafter.memory, 1, drafter.memory_pass.attention, growth.breadth);
+  of_text.room = of_memory.room;  // the same memory, now large enough for both
+  Leaves leaves(growth, visible, slots);
+#pragma omp parallel num_threads(threads)
+  {
+    Pass text = drafter.text_pass, memory = drafter.memory_pass;
+    text.attention.tokens = tokens;
+    text.attention.slots = visible;
+    text.attention.mask = mask.data();
+    text.attention.mask_token = slots;
+    team_stack(drafter.text, 1, text, x.data(), of_text);
+    text.cos += (tokens - 1) * text.turned;
+    text.sin += (tokens - 1) * text.turned;
+    text.period = memory.period = 1;  // the leaves of a level are at one position
+    bf16* state = x.data() + (tokens - 1) * width;
+    for (int64_t level = 0; leaves.count() > 0; level++) {
+      const int64_t count = leaves.count();
+      if (level > 0) {
+        text.starts = leaves.first_slot();
+        text.attention.tokens = count;
+        text.attention.slots = *leaves.first_slot() + count;
+        text.attention.mask = leaves.masks();
+        for (Pass* pass : {&text, &memory}) {
+          pass->cos += pass->turned;
+          pass->sin += pass->turned;
+        }
+        state = x.data();
+        team_stack(drafter.text, 1, text, state, of_text);
+      }
+      memory.attention.tokens = count;
+      team_stack(drafter.memory, 1, memory, state, of_memory);
+      finder.team_find(*drafter.head, state, count, width, level);
+#pragma omp barrier
+#pragma omp single
+      leaves.grow(finder, drafter.names, read);
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -187,55 +242,24 @@ void moaspec_stack(const Layer* layers, int64_t count, const Pass* pass, bf16* x
 // Reads unread text, the last token of which is the root, and grows a tree of drafts below it.
 void moaspec_tree(const Drafter* drafter, const int64_t* unread, int64_t tokens, Growth* growth,
                   int32_t threads) {
-  const int64_t width = drafter->width, start = *drafter->text_pass.starts, visible = start + tokens;
-  const int64_t rows = std::max(tokens, growth->breadth);
-  const int64_t slots = visible + (growth->depth - 1) * growth->breadth;
-  std::vector<bf16> x(rows * width);
-  const auto read = [&](int64_t token, int64_t row) {
-    std::copy_n(drafter->embeddings + token * width, width, x.data() + row * width);
-  };
-  for (int64_t i = 0; i < tokens; i++) read(unread[i], i);
-  // Each of the unread tokens sees those before it, and itself.
-  std::vector<uint8_t> mask(rows * slots, 0);
-  for (int64_t i = 0; i < tokens; i++) std::fill_n(mask.data() + i * slots, start + i + 1, 1);
-  PassRoom of_text(drafter->text, 1, drafter->text_pass.attention, rows);
-  PassRoom of_memory(drafter->memory, 1, drafter->memory_pass.attention, growth->breadth);
-  of_text.room = of_memory.room;  // the same memory, now large enough for both
-  Favourites favourites(*drafter->head, growth->breadth, growth->breadth);
-  Leaves leaves(*growth, visible, slots);
+  const Matrix& head = *drafter->head;
+  const int64_t breadth = growth->breadth;
+  if (growth->coupling)
+    grow_tree(*drafter, unread, tokens, *growth,
+              Coupled(head, breadth, breadth, *growth->coupling, drafter->names), threads);
+  else
+    grow_tree(*drafter, unread, tokens, *growth, Favourites(head, breadth, breadth), threads);
+}
+
+// The token that each row's law chooses.
+void moaspec_choose(const float* logits, int64_t rows, int64_t size, const Law* laws, int64_t* out,
+                    int32_t threads) {
+  Draw draw(threads);
 #pragma omp parallel num_threads(threads)
-  {
-    Pass text = drafter->text_pass, memory = drafter->memory_pass;
-    text.attention.tokens = tokens;
-    text.attention.slots = visible;
-    text.attention.mask = mask.data();
-    text.attention.mask_token = slots;
-    team_stack(drafter->text, 1, text, x.data(), of_text);
-    text.cos += (tokens - 1) * text.turned;
-    text.sin += (tokens - 1) * text.turned;
-    text.period = memory.period = 1;  // the leaves of a level are at one position
-    bf16* state = x.data() + (tokens - 1) * width;
-    for (int64_t level = 0; leaves.count() > 0; level++) {
-      const int64_t count = leaves.count();
-      if (level > 0) {
-        text.starts = leaves.first_slot();
-        text.attention.tokens = count;
-        text.attention.slots = *leaves.first_slot() + count;
-        text.attention.mask = leaves.masks();
-        for (Pass* pass : {&text, &memory}) {
-          pass->cos += pass->turned;
-          pass->sin += pass->turned;
-        }
-        state = x.data();
-        team_stack(drafter->text, 1, text, state, of_text);
-      }
-      memory.attention.tokens = count;
-      team_stack(drafter->memory, 1, memory, state, of_memory);
-      favourites.team_find(*drafter->head, state, count, width);
-#pragma omp barrier
+  for (int64_t row = 0; row < rows; row++) {
+    draw.team_draw(laws[row], logits + row * size, size);
 #pragma omp single
-      leaves.grow(favourites, drafter->names, read);
-    }
+    out[row] = draw.token();
   }
 }
 

@@ -15,9 +15,16 @@ import torch
 from torch import Tensor
 
 from moaspec.kernels.build import library
+from moaspec.kernels.laws import Law
 from moaspec.kernels.layers import FusedLayer, FusedStack, Pass, Slots
 from moaspec.kernels.matrix import Matrix
-from moaspec.kernels.structures import DrafterFacts, EncoderFacts, GrowthFacts
+from moaspec.kernels.structures import (
+    CouplingFacts,
+    DrafterFacts,
+    EncoderFacts,
+    GrowthFacts,
+    LawFacts,
+)
 
 
 class FusedEncoder:
@@ -98,6 +105,21 @@ class TreePart:
         return Pass(self.stack, 1, (self.cos_TR, self.sin_TR), slots=self.slots, num=1)
 
 
+class Coupling:
+    """How the drafts of a sampled row are ranked, see `moaspec.decode.coupling`.
+
+    Args:
+        law: of the first level's tokens, its temperature divided by the sharpness.
+        agreement: the target chooses the draft of rank r with probability
+            sigmoid(a + b * margin), a and b those of line r; the last line goes for further ranks.
+    """
+
+    def __init__(self, law: Law, agreement: Sequence[tuple[float, float]]) -> None:
+        numbers = [number for line in agreement for number in line]
+        self._numbers = (c_float * len(numbers))(*numbers)  # kept, as facts have its address alone
+        self.facts = CouplingFacts(LawFacts(*law), ctypes.addressof(self._numbers), len(agreement))
+
+
 @dataclass(frozen=True)
 class Grown:
     """Drafted nodes of one row, parents first.
@@ -105,7 +127,7 @@ class Grown:
     Attributes:
         tokens: ids in the target's vocabulary.
         parents: node, -1: the root.
-        scores: log-probability of each node's path.
+        scores: log-probability of each node's path; with a coupling, that the target chooses it.
         levels: how many were drafted.
         num_read: how many nodes got children.
     """
@@ -128,6 +150,7 @@ def draft_tree(
     head: Matrix,
     names_O: Tensor,
     embeddings_VE: Tensor,
+    coupling: Coupling | None = None,
 ) -> Grown:
     """The best tokens after a text, the best ones after the best of these, and so on.
 
@@ -143,6 +166,7 @@ def draft_tree(
         head: of the drafter.
         names_O: int64, the ids of its outputs.
         embeddings_VE: of all ids, bf16.
+        coupling: of a row that samples. Drafts are then those that are left by its filters.
     """
     assert embeddings_VE.dtype == torch.bfloat16
     assert names_O.dtype == torch.int64
@@ -164,7 +188,8 @@ def draft_tree(
     most = breadth + (depth - 1) * breadth**2
     tokens, parents, scores = (c_int64 * most)(), (c_int64 * most)(), (c_float * most)()
     nodes = (ctypes.addressof(array) for array in (tokens, parents, scores))
-    growth = GrowthFacts(depth, breadth, least, 0, 0, 0, *nodes)
+    coupled = None if coupling is None else ctypes.addressof(coupling.facts)
+    growth = GrowthFacts(depth, breadth, least, 0, 0, 0, *nodes, coupled)
     library().moaspec_tree(
         ctypes.byref(drafter),
         (c_int64 * len(unread))(*unread),

@@ -1,7 +1,7 @@
 // A tree of drafts while it grows, level by level.
 #pragma once
 
-#include "choices.h"
+#include "coupling.h"
 
 extern "C" {
 
@@ -15,6 +15,7 @@ struct Growth {
   int64_t nodes;    // drafted, parents first; a parent of -1 is the root
   int64_t *tokens, *parents;
   float* scores;    // log-probabilities of paths
+  const Coupling* coupling;  // null: the best drafts are the likeliest
 };
 
 }  // extern "C"
@@ -38,8 +39,8 @@ class Leaves {
 
   // Gives the leaves children and makes the best of these the leaves. `read` is told which token each
   // of them is.
-  template <class Read>
-  void grow(const Favourites& favourites, const int64_t* names, const Read& read) {
+  template <class Finder, class Read>
+  void grow(const Finder& favourites, const int64_t* names, const Read& read) {
     std::vector<Child> children;
     for (int64_t leaf = 0; leaf < count(); leaf++)
       for (const Favourite& one : favourites.best(leaf)) {

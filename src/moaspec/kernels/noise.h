@@ -1,21 +1,30 @@
-// Philox4x32-10 (Salmon et al., SC 2011) as `moaspec.decode.noise` uses it: the first 64 bits of each
-// token's block, of which the leading 53 remain with the last one set.
-
+// Positional noise as `moaspec.decode.noise` has it: Philox4x32-10 (Salmon et al., SC 2011), of whose
+// first 64 bits the leading 53 remain with the last one set.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
-namespace {
-
-constexpr int kNoiseRounds = 10;
-constexpr int64_t kNoiseShare = 4096;  // draws that are worth a thread
+extern "C" {
 
 // What tells draws of one place from those of another.
 struct Place {
   int64_t seed, choice, position;
 };
 
-inline int64_t noise_bits(const Place& place, uint32_t token) {
+}  // extern "C"
+
+namespace {
+
+constexpr int kNoiseRounds = 10;
+constexpr int64_t kNoiseShare = 4096;  // draws that are worth a thread
+
+// The first two words of a token's block.
+struct NoiseWords {
+  uint32_t high, low;
+};
+
+inline NoiseWords noise_words(const Place& place, uint32_t token) {
   const uint64_t seed = static_cast<uint64_t>(place.seed);
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   uint32_t word0 = token, word1 = static_cast<uint32_t>(place.position);
@@ -32,7 +41,17 @@ inline int64_t noise_bits(const Place& place, uint32_t token) {
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
-  return static_cast<int64_t>(uint64_t{word0} << 21 | word1 >> 11 | 1);
+  return {word0, word1};
+}
+
+inline int64_t noise_bits(const Place& place, uint32_t token) {
+  const NoiseWords words = noise_words(place, token);
+  return static_cast<int64_t>(uint64_t{words.high} << 21 | words.low >> 11 | 1);
+}
+
+// Gumbel noise of a token.
+inline double gumbel(const Place& place, uint32_t token) {
+  return -std::log(-std::log(static_cast<double>(noise_bits(place, token)) * 0x1p-53));
 }
 
 }  // namespace

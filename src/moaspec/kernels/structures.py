@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 
 
 class MatrixFacts(ctypes.Structure):
@@ -116,4 +116,23 @@ class GrowthFacts(ctypes.Structure):
         ("tokens", c_void_p),
         ("parents", c_void_p),
         ("scores", c_void_p),
+        ("coupling", c_void_p),
     )
+
+
+class LawFacts(ctypes.Structure):
+    """How a token is chosen, and where."""
+
+    _fields_ = (
+        ("temperature", c_double),
+        ("top_k", c_int64),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        *((name, c_int64) for name in ("seed", "choice", "position")),
+    )
+
+
+class CouplingFacts(ctypes.Structure):
+    """How drafts for a sampled row are ranked."""
+
+    _fields_ = (("law", LawFacts), ("agreement", c_void_p), ("ranks", c_int64))
