@@ -23,7 +23,7 @@ from bits import (
     same_bits,
     threads,
 )
-from moaspec.kernels import Matrix, unpacks
+from moaspec.kernels import Matrix
 from moaspec.kernels.codes import BLOCK, rounded
 
 pytestmark = needs_kernels
@@ -266,24 +266,6 @@ def test_usual_weights_keep_all_bits() -> None:
     assert Matrix(normal(40, 34), None).bits == 16  # not in blocks
 
 
-@needs_unpacking
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", ROWS)
-def test_products_of_four_bits_are_those_of_their_codes(rows: int, biased: bool) -> None:
-    bias = normal(40, seed=1) if biased else None
-    matrix = Matrix(four_bit_weight(), bias, bits=4)
-    weight_OI, _ = unrounded(matrix)
-    assert same_bits(matrix.weight(), weight_OI.float().bfloat16())
-    x = normal(rows, 128, seed=2)
-    expected = Matrix(matrix.weight(), bias, bits=16).product(x, single=True)
-    got = matrix.product(x, single=True)
-    assert same_bits(got, expected)
-    assert same_bits(got.bfloat16(), matrix.product(x))
-
-
-@pytest.mark.skipif(
-    unpacks(), reason="these kernels do not round what four bits are multiplied with"
-)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 def test_four_bits_are_multiplied_with_eight(rows: int, biased: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moaspec.kernels import Matrix, unpacks, why_not
+from moaspec.kernels import Matrix, why_not
 from moaspec.target import forms
 from moaspec.target.forms import can_pack, fastest_form
 from moaspec.target.heads import StreamedLinear, pack_like
@@ -117,9 +117,9 @@ def test_float16_holds_every_bf16_weight_of_a_usual_range(
 
 
 def _half_steps(x: torch.Tensor) -> torch.Tensor:
-    """What rounding to eight bits may take from inputs, where kernels do that."""
+    """What rounding to eight bits may take from inputs."""
     largest = x.double().unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True)
-    return (largest * (0.0 if unpacks() else 1 / 254)).expand(-1, -1, -1, 32).flatten(-2)
+    return (largest / 254).expand(-1, -1, -1, 32).flatten(-2)
 
 
 @needs_kernels

@@ -19,6 +19,7 @@ constexpr int panels_of_tile(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 
 constexpr int kAhead = 64;    // pairs that weights are fetched ahead of their use
 constexpr int kTogether = 4;  // queries whose sums are kept in registers
 constexpr int kGathered = 1;  // (pairs of) registers of each query's sums of values
+constexpr int kRowsOfNibbles = 4;
 
 inline Floats operator+(Floats a, Floats b) {
   return {_mm256_add_ps(a.part[0], b.part[0]), _mm256_add_ps(a.part[1], b.part[1])};
@@ -209,6 +210,59 @@ template <int M, int V>
     add(x, pairs(words(panel)).first);
     add(x + 1, pairs(words(again)).second);
   });
+}
+
+// What four bits are multiplied in: a part of 16 outputs, each of whose numbers has two lanes.
+using Register = __m256;
+using Bytes = __m256i;
+constexpr int kParts = 4;
+
+inline Register multiply_add(Register a, Register b, Register c) { return _mm256_fmadd_ps(a, b, c); }
+inline Register repeated(float number) { return _mm256_set1_ps(number); }
+// Both in turns, all over a register.
+inline Register repeated(const float (&both)[2]) {
+  return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(both)));
+}
+inline Bytes bytes(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const Bytes*>(from)); }
+inline Bytes low_nibbles(Bytes both) { return _mm256_and_si256(both, _mm256_set1_epi8(15)); }
+inline Bytes high_nibbles(Bytes both) { return low_nibbles(_mm256_srli_epi16(both, 4)); }
+
+// Sums of what each word's four bytes give with those of `x`, whose two words go over a register in turns.
+inline Register dots(const Bytes (&codes)[4], const int8_t (&x)[4][8]) {
+  __m256i products = _mm256_setzero_si256();  // of 15 * 127 at most; eight of them fit
+  unrolled<4>([&](auto i) {
+    const __m256i both = _mm256_castpd_si256(_mm256_broadcast_sd(reinterpret_cast<const double*>(x[i])));
+    products = _mm256_add_epi16(products, _mm256_maddubs_epi16(codes[i], both));
+  });
+  return _mm256_cvtepi32_ps(_mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+}
+
+// 16 numbers in float16, each twice.
+inline void spread(const uint8_t* halves, Register to[kParts]) {
+  for (int i = 0; i < 2; i++) {
+    const __m256 eight =
+        _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i * kLanes)));
+    to[2 * i] = _mm256_permutevar8x32_ps(eight, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+    to[2 * i + 1] = _mm256_permutevar8x32_ps(eight, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7));
+  }
+}
+
+// The sums of each two lanes.
+inline Floats halves_added(const Register (&parts)[kParts]) {
+  Floats sums;
+  for (int i = 0; i < 2; i++) {
+    const __m256d mixed = _mm256_castps_pd(_mm256_hadd_ps(parts[2 * i], parts[2 * i + 1]));
+    sums.part[i] = _mm256_castpd_ps(_mm256_permute4x64_pd(mixed, 0xd8));
+  }
+  return sums;
+}
+
+// To whole numbers from -128 to 127; of what is not finite, some.
+inline __m128i nearest_bytes(Floats x) {
+  const __m256i mixed =
+      _mm256_packs_epi32(_mm256_cvtps_epi32(x.part[0]), _mm256_cvtps_epi32(x.part[1]));
+  const __m256i words = _mm256_permute4x64_epi64(mixed, 0xd8);
+  return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
 
 // Eight rows of eight words, `part` of each, as columns in `to`.

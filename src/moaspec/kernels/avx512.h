@@ -15,6 +15,7 @@ constexpr int panels_of_tile(int) { return 4; }
 constexpr int kAhead = 32;    // pairs that weights are fetched ahead of their use
 constexpr int kTogether = 8;  // queries whose sums are kept in registers
 constexpr int kGathered = 2;  // registers of each query's sums of values
+constexpr int kRowsOfNibbles = 8;
 
 inline Floats all(float number) { return _mm512_set1_ps(number); }
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
@@ -97,6 +98,51 @@ inline void add_products(const Input* x, int64_t stride, const uint8_t* panels, 
     for (int v = 0; v < V; v++) sums[m][v] = multiply_add(both, weights[v], sums[m][v]);
   }
 }
+
+// What four bits are multiplied in: a part of 16 outputs, each of whose numbers has two lanes.
+using Register = __m512;
+using Bytes = __m512i;
+constexpr int kParts = 2;
+
+inline Register repeated(float number) { return _mm512_set1_ps(number); }
+// Both in turns, all over a register.
+inline Register repeated(const float (&both)[2]) {
+  double bits;
+  __builtin_memcpy(&bits, both, sizeof(bits));
+  return _mm512_castpd_ps(_mm512_set1_pd(bits));
+}
+inline Bytes bytes(const uint8_t* from) { return _mm512_loadu_si512(from); }
+inline Bytes low_nibbles(Bytes both) { return _mm512_and_si512(both, _mm512_set1_epi8(15)); }
+inline Bytes high_nibbles(Bytes both) { return low_nibbles(_mm512_srli_epi16(both, 4)); }
+
+// Sums of what each word's four bytes give with those of `x`, whose two words go over a register in turns.
+inline Register dots(const Bytes (&codes)[4], const int8_t (&x)[4][8]) {
+  __m512i sums = _mm512_setzero_si512();
+  unrolled<4>([&](auto i) {
+    int64_t both;
+    __builtin_memcpy(&both, x[i], sizeof(both));
+    sums = _mm512_dpbusd_epi32(sums, codes[i], _mm512_set1_epi64(both));
+  });
+  return _mm512_cvtepi32_ps(sums);
+}
+
+// 16 numbers in float16, each twice.
+inline void spread(const uint8_t* halves, Register to[kParts]) {
+  const __m512 all = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+  const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  to[0] = _mm512_permutexvar_ps(twice, all);
+  to[1] = _mm512_permutexvar_ps(_mm512_add_epi32(twice, _mm512_set1_epi32(8)), all);
+}
+
+// The sums of each two lanes.
+inline Floats halves_added(const Register (&parts)[kParts]) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+  return _mm512_permutex2var_ps(parts[0], even, parts[1]) + _mm512_permutex2var_ps(parts[0], odd, parts[1]);
+}
+
+// To whole numbers from -128 to 127; of what is not finite, some.
+inline __m128i nearest_bytes(Floats x) { return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)); }
 
 // Rows of 16 words each become columns.
 inline void transpose(Words rows[kLanes]) {

@@ -1,5 +1,5 @@
 // Weights in blocks of fewer bits, for CPUs with AVX512-BF16. With AVX2 unpacking them to the very same
-// numbers takes longer than reading 16 bits does; `nibbles.h` has what is rounded anyway in four.
+// numbers takes longer than reading 16 bits does; `nibbles.h` multiplies what is rounded anyway.
 //
 // A panel of fewer bits is a row of blocks of 32 inputs. A block of four bits has 16 scales and 16 zeros
 // in float16, one of each for an output, then four times 16 words: for pairs 0 to 7 and 8 to 15, of outputs
@@ -13,14 +13,6 @@
 namespace {
 
 constexpr int kUnpackedRows = 16; // rows above which blocks are unpacked first
-
-// One number for each of 16 outputs, twice, as the lanes of outputs 0 to 7 and 8 to 15 want it.
-inline void spread(const uint8_t* halves, __m512 to[2]) {
-  const __m512 all = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
-  const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-  to[0] = _mm512_permutexvar_ps(twice, all);
-  to[1] = _mm512_permutexvar_ps(_mm512_add_epi32(twice, _mm512_set1_epi32(8)), all);
-}
 
 // A block of four bits, unpacked pair by pair in their order.
 class FourBits {

@@ -22,7 +22,7 @@ MAIN = SOURCES / "cpu.cpp"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-mfma")
 """`-fopenmp` finds the library that PyTorch has loaded: both then share one team of threads."""
 INSTRUCTIONS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mf16c"),
+    "avx512": (*(f"-mavx512{name}" for name in ("f", "bw", "vl", "dq", "vnni", "bf16")), "-mf16c"),
     "avx2": ("-mavx2", "-mf16c"),
 }
 """What kernels are compiled for, the fastest first; `registers.h` has both."""
@@ -99,8 +99,8 @@ def _wanted() -> list[str]:
         raise _UnavailableError(f"{SWITCH} is off")
     if platform.system() != "Linux" or not torch.cpu._is_avx2_supported():
         raise _UnavailableError("they are for Linux on CPUs with AVX2")
-    has_bf16 = torch.cpu._is_avx512_bf16_supported() and asked != "avx2"
-    return [name for name in INSTRUCTIONS if name == "avx2" or has_bf16]
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()
+    return [name for name in INSTRUCTIONS if name == "avx2" or (has_bf16 and asked != "avx2")]
 
 
 def _compiled() -> Path:

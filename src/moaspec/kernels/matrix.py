@@ -23,15 +23,15 @@ class Matrix:
 
     A weight that was made of four or eight bits, with a scale and perhaps a zero for each 32
     inputs, as GGUF's Q4_1 and Q8_0 are, is found out and kept so. Products have the same bits as
-    those of 16, and a third or half of the bytes is read. Where kernels cannot do that (see
-    `unpacks`), only weights that are to be rounded have fewer than 16 bits, and what they are
-    multiplied with is rounded, too.
+    those of 16, and a third or half of the bytes is read, where kernels can do that (see
+    `unpacks`).
 
     Args:
         weight_OI: bf16, see `can_hold`.
         bias: (O,), or None.
         bits: None: the fewest that keep every weight as it is. 16: as given. 4: the weights are
-            rounded, to 16 equidistant numbers for each 32 inputs.
+            rounded, to 16 equidistant numbers for each 32 inputs, and so is what they are
+            multiplied with, to 255 for each 32.
         moment_II: of the inputs, for rounding; see `codes.rounded`.
     """
 
@@ -52,7 +52,7 @@ class Matrix:
         elif bits is None and unpacks():
             coded = found_codes(padded_OI.contiguous())
         self._panels = _panels(padded_OI) if coded is None else coded.panels()
-        self._bits = 16 if coded is None else coded.bits
+        self._bits, self._rounded = 16 if coded is None else coded.bits, bits == 4
         self._bias = None if bias is None else pad(bias.float(), (0, wide))
         self._describe()
         self._call, self._call_best = library().moaspec_product, library().moaspec_best
@@ -60,7 +60,7 @@ class Matrix:
     def _describe(self) -> None:
         bias = None if self._bias is None else self._bias.data_ptr()
         self.described = MatrixFacts(
-            self._panels.data_ptr(), bias, self.inputs, self.outputs, self._bits
+            self._panels.data_ptr(), bias, self.inputs, self.outputs, self._bits, self._rounded
         )
         self._reference = ctypes.byref(self.described)
 

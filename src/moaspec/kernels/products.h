@@ -12,11 +12,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "panels.h"
+#include "nibbles.h"
 #ifdef __AVX512BF16__
 #include "blocks.h"
-#else
-#include "nibbles.h"
 #endif
 
 namespace {
@@ -34,7 +32,8 @@ struct Matrix {
   const float* bias;  // or null
   int64_t inputs;
   int64_t outputs;
-  int64_t bits;  // of a weight: 16, 8 or 4
+  int64_t bits;     // of a weight: 16, 8 or 4
+  int64_t rounded;  // 1: what it is multiplied with may be rounded, too; of four bits
 };
 
 }  // extern "C"
@@ -155,8 +154,6 @@ void multiply_stretch(const Matrix& matrix, const typename Format::Input* x, int
   if (behind < stretch.stop) take(behind, stretch.stop - behind, 1, behind);
 }
 
-#ifndef __AVX512BF16__
-
 // Rows as a format wants them, in a worker's own memory.
 template <class Format>
 const typename Format::Input* converted(const Matrix& matrix, const bf16* x, int64_t rows,
@@ -168,19 +165,16 @@ const typename Format::Input* converted(const Matrix& matrix, const bf16* x, int
   return to;
 }
 
-#endif
-
 // `use(format, inputs, their stride)`, by how a matrix is kept.
 template <class Use>
-void with_format(const Matrix& matrix, const bf16* x, [[maybe_unused]] int64_t rows, int64_t stride,
-                 const Use& use) {
+void with_format(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride, const Use& use) {
+  if (matrix.rounded)
+    return use(Nibbles(), converted<Nibbles>(matrix, x, rows, stride), matrix.inputs / Nibbles::kInputs);
 #ifdef __AVX512BF16__
   if (matrix.bits == 4) return use(Blocks<FourBits>(), x, stride);
   if (matrix.bits == 8) return use(Blocks<EightBits>(), x, stride);
   use(Sixteen(), x, stride);
 #else
-  if (matrix.bits == 4)
-    return use(Nibbles(), converted<Nibbles>(matrix, x, rows, stride), matrix.inputs / Nibbles::kInputs);
   use(Sixteen(), converted<Sixteen>(matrix, x, rows, stride), matrix.inputs);
 #endif
 }

@@ -15,6 +15,7 @@ class MatrixFacts(ctypes.Structure):
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("bits", c_int64),
+        ("rounded", c_int64),
     )
 
 
