@@ -126,10 +126,19 @@ DRAWN = [
 ]
 
 
+DRAFTED_BY: dict[str, moaspec.SamplingParams] = {
+    "greedy": moaspec.SamplingParams(),
+    "sampled": moaspec.SamplingParams(temperature=0.9, seed=5),
+    "cold": moaspec.SamplingParams(temperature=1e-300, seed=2**64 - 1, choice=2),
+    "hot": moaspec.SamplingParams(temperature=30.0, seed=6),
+}
+
+
+@pytest.mark.parametrize("law", DRAFTED_BY)
 @pytest.mark.parametrize("shape", DRAWN, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_in_one_call_is_what_levels_draft(
-    family: str, shape: moaspec.Tree, monkeypatch: pytest.MonkeyPatch
+    family: str, shape: moaspec.Tree, law: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
 
@@ -138,11 +147,50 @@ def test_a_tree_in_one_call_is_what_levels_draft(
         return draft_tree(*args, **kwargs)
 
     monkeypatch.setattr(moa, "draft_tree", counted)
-    in_one_call = drafts(family, shape)
+    in_one_call = drafts(family, shape, DRAFTED_BY[law])
     assert len(calls) == len(in_one_call)
     monkeypatch.setattr(moa._Speaking, "grow", lambda *_: None)
-    assert drafts(family, shape) == in_one_call
+    by_levels = drafts(family, shape, DRAFTED_BY[law])
     assert len(calls) == len(in_one_call)
+    for got, expected in zip(in_one_call, by_levels, strict=True):
+        assert paths(got) == paths(expected)
+        assert (got.levels, got.num_read) == (expected.levels, expected.num_read)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.2}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_a_tree_in_one_call_has_what_filters_leave(
+    family: str, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's way fills a tree up with drafts of no hope."""
+    sampling = moaspec.SamplingParams(temperature=0.9, seed=5, **filters)
+    in_one_call = drafts(family, moaspec.Tree(2, 4, 20), sampling)
+    monkeypatch.setattr(moa._Speaking, "grow", lambda *_: None)
+    by_levels = drafts(family, moaspec.Tree(2, 4, 20), sampling)
+    for few, more in zip(in_one_call, by_levels, strict=True):
+        assert 0 < len(few.tokens) <= len(more.tokens)
+        assert paths(few) <= paths(more)
+    assert any(len(few.tokens) < 20 for few in in_one_call)
+
+
+@pytest.mark.parametrize("rows", [2, 3, moa.MOST_ROWS, moa.MOST_ROWS + 1])
+def test_rows_together_draft_what_they_draft_alone(rows: int) -> None:
+    """Row by row in calls of their own, or all of them by PyTorch."""
+    target, drafter = parts("llama")
+    laws = list(DRAFTED_BY.values())
+    texts = [
+        RowText(i, ALL_PROMPTS[i % len(ALL_PROMPTS)], laws[i % len(laws)]) for i in range(rows)
+    ]
+    drafting = MoADrafting(drafter, target)
+    for one in texts:
+        _read(drafting, target, one.row, one.token_ids)
+    together = drafting.propose(texts, moaspec.Tree(3, 3, 8))
+    alone = []
+    for one in texts:
+        drafting = MoADrafting(drafter, target)
+        _read(drafting, target, one.row, one.token_ids)
+        alone += drafting.propose([one], moaspec.Tree(3, 3, 8))
+    assert together == alone
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 64, 150])
@@ -161,18 +209,33 @@ def test_encoding_in_one_call_is_what_its_parts_give(family: str, tokens: int) -
             assert torch.equal(got, wanted)
 
 
-def drafts(family: str, shape: moaspec.Tree) -> list[DraftTree]:
+def paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    """Each draft, as the tokens from the root to it."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return set(found)
+
+
+def _read(drafting: MoADrafting, target: Target, row: int, text: Sequence[int]) -> None:
+    """Let it read what was verified, all but the newest token."""
+    known = torch.tensor([text[:-1]])
+    kv_1TLK = target.encode(known, torch.ones_like(known)).kv_BTLK
+    (features,) = drafting.encode(kv_1TLK, torch.arange(len(text) - 1)[None], [len(text) - 1])
+    drafting.place(row, 0, features)
+
+
+def drafts(
+    family: str, shape: moaspec.Tree, sampling: moaspec.SamplingParams = moaspec.SamplingParams()
+) -> list[DraftTree]:
     """What is drafted after the ends of all prompts, as each grows token by token."""
     target, drafter = parts(family)
     drafting, drafted = MoADrafting(drafter, target), []
     for row, prompt in enumerate(ALL_PROMPTS):
         for length in range(max(2, len(prompt) - 3), len(prompt) + 1):
-            known = torch.tensor([prompt[: length - 1]])
-            kv_1TLK = target.encode(known, torch.ones_like(known)).kv_BTLK
-            (features,) = drafting.encode(kv_1TLK, torch.arange(length - 1)[None], [length - 1])
-            drafting.place(row, 0, features)
+            _read(drafting, target, row, prompt[:length])
             ends = [switch for switch in target.rope_switches if switch >= length]
             limited = shape.limited(min(ends) - length) if ends else shape  # as `Engine` does
             if limited is not None:
-                drafted += drafting.propose([RowText(row, prompt[:length])], limited)
+                drafted += drafting.propose([RowText(row, prompt[:length], sampling)], limited)
     return drafted
