@@ -226,7 +226,7 @@ def _read(drafting: MoADrafting, target: Target, row: int, text: Sequence[int]) 
 
 
 def drafts(
-    family: str, shape: moaspec.Tree, sampling: moaspec.SamplingParams = moaspec.SamplingParams()
+    family: str, shape: moaspec.Tree, sampling: moaspec.SamplingParams = DRAFTED_BY["greedy"]
 ) -> list[DraftTree]:
     """What is drafted after the ends of all prompts, as each grows token by token."""
     target, drafter = parts(family)
