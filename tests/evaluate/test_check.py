@@ -20,6 +20,7 @@ from moaspec.decode.row import Row
 from moaspec.decode.tree import DraftTree, ancestor_matrix, children
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.evaluate.check import Bait, Check, Finding
+from moaspec.kernels import Law
 from moaspec.target import Target
 
 NEW = 8
@@ -125,7 +126,7 @@ def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
 
 def noise_by_step(patch: pytest.MonkeyPatch) -> None:
     """Right for plain decoding, where a step is a token."""
-    verify, facts = LocalVerifier.verify, moaspec.decode.law._facts
+    verify, law_of = LocalVerifier.verify, moaspec.decode.law._law_of
     step = 0
 
     async def counted(self: LocalVerifier, requests: Sequence[Request]) -> Any:
@@ -133,11 +134,11 @@ def noise_by_step(patch: pytest.MonkeyPatch) -> None:
         step = 0 if requests[0].base == 0 else step + 1
         return await verify(self, requests)
 
-    def by_step(prefix: Prefix) -> tuple[int, int, int]:
-        return *facts(prefix)[:2], prefix.prompt_length + step
+    def by_step(prefix: Prefix) -> Law:
+        return law_of(prefix)._replace(position=prefix.prompt_length + step)
 
     patch.setattr(LocalVerifier, "verify", counted)
-    patch.setattr(moaspec.decode.law, "_facts", by_step)
+    patch.setattr(moaspec.decode.law, "_law_of", by_step)
 
 
 def token_lost(patch: pytest.MonkeyPatch) -> None:

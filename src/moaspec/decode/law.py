@@ -55,7 +55,7 @@ def _best(scores_NV: Tensor, _: Sequence[Prefix]) -> list[int]:
 
 def _sampled(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> list[int]:
     if can_choose(scores_NV):  # the same, without two logarithms for each token
-        return choose(scores_NV, [law(one.sampling, len(one.token_ids)) for one in prefixes])
+        return choose(scores_NV, [_law_of(one) for one in prefixes])
     return cast(list[int], perturbed(scores_NV, prefixes).argmax(-1).tolist())
 
 
@@ -87,7 +87,8 @@ def perturbed(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
     """
     settings = [prefix.sampling for prefix in prefixes]
     scaled_NV = scores_NV.double() / temperatures(settings).to(scores_NV.device)
-    facts_N3 = torch.tensor([_facts(prefix) for prefix in prefixes], device=scores_NV.device)
+    places = [(one.seed, one.choice, one.position) for one in map(_law_of, prefixes)]
+    facts_N3 = torch.tensor(places, device=scores_NV.device)
     if not any(one.filters for one in settings):
         token_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
         seed_N1, choice_N1, position_N1 = facts_N3[..., None].unbind(1)
@@ -106,7 +107,6 @@ def temperatures(settings: Sequence[SamplingParams]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _facts(prefix: Prefix) -> tuple[int, int, int]:
-    """Seed, choice and position of the token to be chosen."""
-    sampling = prefix.sampling
-    return seed_bits(sampling.seed or 0), sampling.choice, len(prefix.token_ids)
+def _law_of(prefix: Prefix) -> Law:
+    """Of the token to be chosen next."""
+    return law(prefix.sampling, len(prefix.token_ids))
