@@ -86,6 +86,42 @@ def test_equal_logits_and_forbidden_tokens(filters: dict[str, Any]) -> None:
     assert all(token % 3 for i, token in enumerate(got) if i != 2)
 
 
+@pytest.mark.parametrize("temperature", [1e46, 1e300])
+def test_forbidden_tokens_in_great_heat(temperature: float) -> None:
+    settings = [SamplingParams(temperature=temperature, seed=seed) for seed in range(40)]
+    logits_NV = torch.zeros(40, 300)
+    logits_NV[:, :3] = logits_NV[:, 112:128] = -math.inf
+    got, expected = chosen(logits_NV, settings)
+    assert got == expected
+    assert len(set(got)) > 10
+
+
+@pytest.mark.parametrize(("filters", "second", "temperature"), [
+    ({"top_p": 0.9}, -2.1972244, 1.0),
+    ({"top_p": 0.99999999}, -30.0, 1.0),
+    ({"min_p": 0.05}, -3.0, 1.0014246046113),
+])  # fmt: skip
+def test_filters_are_not_rounded_to_float32(
+    filters: dict[str, Any], second: float, temperature: float
+) -> None:
+    settings = [
+        SamplingParams(temperature=temperature, seed=seed, **filters) for seed in range(200)
+    ]
+    got, expected = chosen(torch.tensor([[0.0, second]] * 200), settings)
+    assert got == expected
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_logits_that_are_no_numbers_give_some_token(filters: dict[str, Any]) -> None:
+    """A model that overflows must not take the process down."""
+    settings = [SamplingParams(temperature=1.0, seed=seed, **filters) for seed in range(3)]
+    logits_NV = some_logits(3, 300, scale=1.0)
+    logits_NV[0], logits_NV[1, ::40] = math.nan, math.nan
+    logits_NV[2, 7] = math.inf
+    laws = [law(one, 3) for one in settings]
+    assert all(0 <= token < 300 for token in choose(logits_NV, laws))
+
+
 def test_nodes_by_themselves_and_strided_logits() -> None:
     settings = [SamplingParams(temperature=1.0, top_p=0.9, seed=seed) for seed in range(6)]
     wide_VN = some_logits(99, 6, scale=2.0)

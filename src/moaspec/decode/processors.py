@@ -114,7 +114,7 @@ def survivors(scaled_NV: Tensor, settings: Sequence[SamplingParams]) -> Tensor:
         remaining_NV = scaled_NV.masked_fill(scaled_NV < threshold_N[:, None], -math.inf)
         threshold_N = threshold_N.maximum(_top_p_threshold(remaining_NV, settings))
     if any(one.min_p for one in settings):
-        shares_N = torch.tensor([one.min_p for one in settings]).to(best_N)
+        shares_N = torch.tensor([one.min_p for one in settings], dtype=best_N.dtype).to(best_N)
         threshold_N = threshold_N.maximum(best_N + shares_N.log())
     return scaled_NV >= threshold_N[:, None]
 
@@ -134,7 +134,8 @@ def _top_k_threshold(scaled_NV: Tensor, settings: Sequence[SamplingParams]) -> T
 def _top_p_threshold(scaled_NV: Tensor, settings: Sequence[SamplingParams]) -> Tensor:
     """The smallest logit before which less than top_p of the mass lies."""
     vocabulary = scaled_NV.shape[1]
-    mass_N1 = torch.tensor([one.top_p for one in settings]).to(scaled_NV)[:, None]
+    masses = [one.top_p for one in settings]
+    mass_N1 = torch.tensor(masses, dtype=scaled_NV.dtype).to(scaled_NV)[:, None]
     total_N1 = scaled_NV.logsumexp(-1, keepdim=True)
     for num in (min(CANDIDATES, vocabulary), vocabulary):
         best_NK = scaled_NV.topk(num, dim=-1).values

@@ -221,7 +221,9 @@ inline Register multiply_add(Register a, Register b, Register c) { return _mm256
 inline Register repeated(float number) { return _mm256_set1_ps(number); }
 // Both in turns, all over a register.
 inline Register repeated(const float (&both)[2]) {
-  return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(both)));
+  double bits;
+  std::memcpy(&bits, both, sizeof(bits));
+  return _mm256_castpd_ps(_mm256_set1_pd(bits));
 }
 inline Bytes bytes(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const Bytes*>(from)); }
 inline Bytes low_nibbles(Bytes both) { return _mm256_and_si256(both, _mm256_set1_epi8(15)); }
@@ -231,8 +233,9 @@ inline Bytes high_nibbles(Bytes both) { return low_nibbles(_mm256_srli_epi16(bot
 inline Register dots(const Bytes (&codes)[4], const int8_t (&x)[4][8]) {
   __m256i products = _mm256_setzero_si256();  // of 15 * 127 at most; eight of them fit
   unrolled<4>([&](auto i) {
-    const __m256i both = _mm256_castpd_si256(_mm256_broadcast_sd(reinterpret_cast<const double*>(x[i])));
-    products = _mm256_add_epi16(products, _mm256_maddubs_epi16(codes[i], both));
+    int64_t both;
+    std::memcpy(&both, x[i], sizeof(both));
+    products = _mm256_add_epi16(products, _mm256_maddubs_epi16(codes[i], _mm256_set1_epi64x(both)));
   });
   return _mm256_cvtepi32_ps(_mm256_madd_epi16(products, _mm256_set1_epi16(1)));
 }

@@ -87,8 +87,10 @@ inline double mass_of(const float* logits, int64_t size, double temperature, flo
 // The quotient of logit and temperature from which on tokens are left.
 inline double threshold(const Law& law, const float* logits, int64_t size, float best) {
   double least = kNoLeast;
-  if (law.top_k > 0 && law.top_k < size)
-    least = std::max(least, largest(logits, size, law.top_k).back() / law.temperature);
+  if (law.top_k > 0 && law.top_k < size) {
+    const std::vector<float> found = largest(logits, size, law.top_k);
+    if (!found.empty()) least = std::max(least, found.back() / law.temperature);  // none where all are NaN
+  }
   if (law.top_p < 1.0) {
     const double whole = mass_of(logits, size, law.temperature, best, least);
     for (int64_t count = std::min(kTopPCandidates, size);; count = size) {
@@ -116,7 +118,7 @@ template <class Look>
 void show_hopeful(const Law& law, const float* logits, const int64_t* names, int64_t start, int64_t stop,
                   float best, double least, double value, const Look& look) {
   const double top = best / law.temperature;
-  const float steep = std::min(static_cast<float>(1.0 / law.temperature), kSteepest);
+  const float steep = static_cast<float>(std::min(1.0 / law.temperature, double{kSteepest}));
   uint32_t halves[kHopes];
   float bounds[kHopes];
   for (int64_t from = start; from < stop; from += kHopes) {
@@ -133,7 +135,8 @@ void show_hopeful(const Law& law, const float* logits, const int64_t* names, int
       int32_t bits;
       std::memcpy(&bits, &half, sizeof(bits));
       const float noise = 0.693147181f * (158.0f - static_cast<float>(bits) * 0x1p-23f);
-      bounds[i] = (logits[from + i] - best) * steep + noise;
+      // Finite even of forbidden tokens: nothing times -infinity, in great heat, is no number.
+      bounds[i] = std::max(logits[from + i] - best, -std::numeric_limits<float>::max()) * steep + noise;
     }
     float needed = static_cast<float>(value - top) - kSlack;
     if (!(highest_of(bounds, 0, count) >= needed)) continue;
