@@ -40,10 +40,10 @@ class Leaves {
   // Gives the leaves children and makes the best of these the leaves. `read` is told which token each
   // of them is.
   template <class Finder, class Read>
-  void grow(const Finder& favourites, const int64_t* names, const Read& read) {
+  void grow(const Finder& finder, const int64_t* names, const Read& read) {
     std::vector<Child> children;
     for (int64_t leaf = 0; leaf < count(); leaf++)
-      for (const Favourite& one : favourites.best(leaf)) {
+      for (const Favourite& one : finder.best(leaf)) {
         const int64_t node = growth_.nodes++;
         const float above = nodes_[leaf] < 0 ? 0.0f : growth_.scores[nodes_[leaf]];
         growth_.tokens[node] = names[one.output];

@@ -40,16 +40,19 @@ constexpr double kNoLeast = -std::numeric_limits<double>::max();
 inline std::vector<float> largest(const float* logits, int64_t size, int64_t count) {
   constexpr int64_t block = 4 * kLanes;
   std::vector<float> found, tops;
-  for (int64_t i = 0; i < size; i += block) tops.push_back(highest_of(logits, i, std::min(i + block, size)));
+  for (int64_t i = 0; i < size; i += block) {
+    const float top = highest_of(logits, i, std::min(i + block, size));
+    tops.push_back(std::isnan(top) ? -INFINITY : top);  // which has no order
+  }
   // At least `count` numbers are no smaller than the `count`-th largest of blocks' largest.
   float least = -INFINITY;
-  const std::vector<float> of_blocks = tops;
   if (count < static_cast<int64_t>(tops.size())) {
-    std::nth_element(tops.begin(), tops.begin() + count - 1, tops.end(), std::greater<>());
-    least = tops[count - 1];
+    std::vector<float> ordered = tops;
+    std::nth_element(ordered.begin(), ordered.begin() + count - 1, ordered.end(), std::greater<>());
+    least = ordered[count - 1];
   }
-  for (size_t b = 0; b < of_blocks.size(); b++) {
-    if (of_blocks[b] < least) continue;
+  for (size_t b = 0; b < tops.size(); b++) {
+    if (tops[b] < least) continue;
     const int64_t stop = std::min<int64_t>((b + 1) * block, size);
     for (int64_t i = b * block; i < stop; i++)
       if (logits[i] >= least) found.push_back(logits[i]);
