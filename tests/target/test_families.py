@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -145,3 +147,22 @@ def test_rotary_embeddings_that_are_looked_up_are_the_computed_ones(family: str)
         assert set(found) == set(computed)
         for kind in found:
             assert_close(found[kind], computed[kind], rtol=0, atol=0)
+
+
+def test_threads_with_one_target_get_their_own_rotary_embeddings() -> None:
+    """LongRoPE's module changes itself in every call."""
+    model = tiny.model("phi3")
+    embed = RotaryEmbeddings(model.model.rotary_emb, model.config)
+    states, positions, lengths = torch.zeros(1, 12, 8), torch.arange(12)[None], torch.tensor([5])
+    expected = embed(states, positions, lengths)[FULL]
+
+    def right(_: int) -> bool:
+        return all(map(torch.equal, embed(states, positions, lengths)[FULL], expected))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert all(pool.map(right, range(2000)))
+    finally:
+        sys.setswitchinterval(before)

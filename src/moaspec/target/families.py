@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,10 @@ FAMILIES: dict[str, Literal["none", "all", "by_type"]] = {
 config's `layer_types` names."""
 
 SUPPORTED_FAMILIES = tuple(FAMILIES)
+
+_ONE_CALLER = Lock()
+"""Of rotary modules: LongRoPE's notes in itself, call by call, which frequencies it uses, so that two
+threads with one target (a server and a device in one process) would get each other's."""
 
 BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
 """Kinds of rotary embeddings that depend on a token's position alone."""
@@ -173,7 +178,8 @@ class RotaryEmbeddings:
 
     def _embed(self, kind: str | None, like: Tensor, position_ids_BT: Tensor) -> CosSin:
         options = {} if kind is None else {"layer_type": kind}
-        cos, sin = self._module(like, position_ids_BT, **options)
+        with _ONE_CALLER:
+            cos, sin = self._module(like, position_ids_BT, **options)
         return cos, sin
 
     def _of_positions(self, kind: str | None, position_ids_S: Tensor) -> CosSin:
