@@ -36,8 +36,8 @@ config's `layer_types` names."""
 SUPPORTED_FAMILIES = tuple(FAMILIES)
 
 _ONE_CALLER = Lock()
-"""Of rotary modules: LongRoPE's notes in itself, call by call, which frequencies it uses, so that two
-threads with one target (a server and a device in one process) would get each other's."""
+"""Of rotary modules: LongRoPE's notes in itself, call by call, which frequencies it uses, so that
+two threads with one target (a server and a device in one process) would get each other's."""
 
 BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
 """Kinds of rotary embeddings that depend on a token's position alone."""
