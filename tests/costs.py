@@ -24,6 +24,6 @@ def table(**changes: Any) -> CostTable:
     return CostTable(**settings | changes)
 
 
-def by_cost(costs: CostTable, rate: float) -> CostShape:
+def by_cost(costs: CostTable, rate: float, *, lags: bool = False) -> CostShape:
     """The policy of a drafter whose favourite is right so often."""
-    return CostShape(KnownCosts(costs, [[rate]]))
+    return CostShape(KnownCosts(costs, [[rate]]), lags=lags)

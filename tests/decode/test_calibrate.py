@@ -40,6 +40,7 @@ def test_what_was_measured_is_found_again_and_used(cache: Path, layers: int) -> 
     assert len(parts) > 5
     shaping = shaping_for(tiny.target(), module, num_target_layers=layers)
     assert isinstance(shaping.policy(), CostShape)
+    assert shaping.lags is (layers == 0)
     result = moaspec.generate(
         tiny.target(),
         tiny.PROMPTS[0],

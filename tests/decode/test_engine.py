@@ -13,7 +13,16 @@ from torch.testing import assert_close
 import moaspec
 import moaspec.decode.engine
 import tiny
-from moaspec.decode import Chain, Engine, GenerationResult, Tree, acceptance_by_depth, local_engine
+from moaspec.decode import (
+    Chain,
+    Engine,
+    FixedShape,
+    GenerationResult,
+    ShapePolicy,
+    Tree,
+    acceptance_by_depth,
+    local_engine,
+)
 from moaspec.decode.engine import run_now
 from moaspec.decode.protocols import Request, Verdict
 from moaspec.decode.verifier import LocalVerifier
@@ -39,7 +48,7 @@ def decode(
     *,
     max_new_tokens: int = tiny.NEW_TOKENS,
     stop_token_ids: tuple[int, ...] = (),
-    shape: Tree = Chain(3),  # noqa: B008
+    shape: Tree | ShapePolicy = Chain(3),  # noqa: B008
 ) -> GenerationResult:
     handle = engine.add(
         prompt, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, shape=shape
@@ -160,6 +169,27 @@ def test_one_round_reads_the_text_anew_at_the_switch() -> None:
     # 13 tokens after the prefill; 3 drafts and a bonus reach 17; then the round without a draft.
     assert lengths == [4, 1, 6, 4]
     assert depths == [3, 0, 5, 3]
+
+
+class Told(FixedShape):
+    """Remembers which texts were to be read."""
+
+    def __init__(self) -> None:
+        super().__init__(Chain(2))
+        self.begun: list[tuple[int, int]] = []
+
+    def begin(self, unread: int, room: int) -> None:
+        self.begun.append((unread, room))
+
+
+def test_a_text_that_is_read_anew_is_a_prompt_to_its_policy() -> None:
+    """Its drafter has forgotten it, so that a policy which had it encoded no more must decide."""
+    target, policy = tiny.target("phi3"), Told()
+    engine = local_engine(target, tiny.random_drafter(target))
+    decode(engine, tiny.PROMPTS[2], max_new_tokens=16, shape=policy)
+    prompt, anew = policy.begun
+    assert prompt == (12, 16)
+    assert anew == (tiny.SWITCH + 1, 12 + 16 - tiny.SWITCH - 1)
 
 
 class Unreliable(LocalVerifier):

@@ -68,10 +68,11 @@ def test_trees_are_as_large_as_the_row_may_lose() -> None:
 
 @pytest.mark.parametrize("prior", [0.02, 0.3, 0.9])
 @pytest.mark.parametrize("encode_s", [(0.0,) * 4, ENCODING, tuple(4 * s for s in ENCODING)])
+@pytest.mark.parametrize("lags", [False, True])
 def test_hopeless_drafts_cost_at_most_what_is_tolerated(
-    prior: float, encode_s: tuple[float, ...]
+    prior: float, encode_s: tuple[float, ...], lags: bool
 ) -> None:
-    policy = by_cost(table(encode_s=encode_s), prior)
+    policy = by_cost(table(encode_s=encode_s), prior, lags=lags)
     shapes: list[Tree | None] = []
     for _ in range(100):
         shapes += play(policy, 20, lambda _: 0.0)
@@ -84,11 +85,41 @@ def test_hopeless_drafts_cost_at_most_what_is_tolerated(
     assert late <= min(early, 8)
 
 
-def test_a_text_that_becomes_easy_is_noticed() -> None:
-    policy = by_cost(table(), 0.3)
+@pytest.mark.parametrize("lags", [False, True])
+def test_a_text_that_becomes_easy_is_noticed(lags: bool) -> None:
+    policy = by_cost(table(), 0.3, lags=lags)
     shapes = play(policy, 1500, lambda number: 0.0 if number < 300 else 0.95)
     assert shapes[250:300].count(None) > 45
     assert shapes[-50:].count(None) < 5
+
+
+def test_what_a_prompt_took_to_encode_is_owed() -> None:
+    """Once the row has written enough, all of it is at most the tolerated share."""
+    costs = table(encode_s=ENCODING)
+    policy = by_cost(costs, 0.9, lags=True)
+    policy.begin(64, 2000)
+    assert policy.lost_s == costs.accept_s(64)
+    play(policy, 2000, lambda _: 0.0)
+    assert costs.accept_s(64) < policy.lost_s <= TOLERATED_LOSS * policy.plain_s
+
+
+def test_a_row_that_lags_is_encoded_when_drafts_pay_again() -> None:
+    """Encoding everything would take more than is tolerated, so that no other row comes back."""
+    dear = tuple(4 * seconds for seconds in ENCODING)
+    found = {}
+    for lags in (False, True):
+        policy = by_cost(table(encode_s=dear), 0.3, lags=lags)
+        encoded = []
+        for number in range(1500):
+            shape = policy.shape(100 + number, 1)
+            encoded.append(policy.wants_features)
+            tree = DraftTree() if shape is None else path(shape)
+            right = 0 if shape is None or number < 300 else shape.depth
+            policy.observe(tree, range(right))
+        assert not any(encoded[100:300])
+        found[lags] = encoded
+    assert not any(found[False][300:])
+    assert all(found[True][-50:])
 
 
 def test_the_same_history_gives_the_same_decisions() -> None:
@@ -189,8 +220,8 @@ def test_settings_that_do_not_exist() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("layers", [0, 1])
-def test_policies_never_change_the_text(temperature: float, layers: int) -> None:
+@pytest.mark.parametrize(("layers", "lags"), [(0, False), (0, True), (1, False)])
+def test_policies_never_change_the_text(temperature: float, layers: int, lags: bool) -> None:
     """Rows that pause, encode late and come back, beside rows of another opinion."""
     target = tiny.target()
     sampling = moaspec.SamplingParams(temperature=temperature, seed=3).resolved()
@@ -202,7 +233,7 @@ def test_policies_never_change_the_text(temperature: float, layers: int) -> None
                 prompt,
                 max_new_tokens=32,
                 sampling=sampling,
-                shape=by_cost(table(root_s=0.01 if number % 2 else 0.001), 0.6),
+                shape=by_cost(table(root_s=0.01 if number % 2 else 0.001), 0.6, lags=lags),
                 free_branches=CostBranches(KnownCosts(table())) if number > 1 else None,
             )
             for number, prompt in enumerate(tiny.PROMPTS)

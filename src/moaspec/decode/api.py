@@ -14,7 +14,7 @@ from moaspec.decode.calibrate import stored_costs
 from moaspec.decode.cost import PRIOR
 from moaspec.decode.engine import Engine
 from moaspec.decode.integers import as_token_ids
-from moaspec.decode.moa import MoADrafting
+from moaspec.decode.moa import MoADrafting, drafts_behind
 from moaspec.decode.protocols import DRAFTER_METHODS, Drafter
 from moaspec.decode.result import Event, GenerationResult
 from moaspec.decode.sampling import LogitsProcessor, SamplingParams
@@ -171,7 +171,8 @@ def shaping_for(
     if tree != "auto" or not isinstance(drafter, MoADrafter):
         return Shaping(tree, free_branches)
     costs = stored_costs(target, drafter, num_target_layers=num_target_layers)
-    return Shaping(tree, free_branches, costs, drafter.config.acceptance or PRIOR)
+    lags = drafts_behind(drafter, num_target_layers)
+    return Shaping(tree, free_branches, costs, drafter.config.acceptance or PRIOR, lags)
 
 
 class RowOptions(TypedDict, total=False):

@@ -274,6 +274,7 @@ class Engine:
         if self._drafter is not None:
             self._drafter.close(row.row)
         row.base = 0  # from here on its keys are written over, even if this pass is interrupted
+        row.policy.begin(len(row.token_ids), row.remaining)
         return row.request(0, row.token_ids, DraftTree())
 
     def _outgrown(self, row: Row) -> bool:

@@ -280,10 +280,25 @@ class _Speaking(Level):
         return StoredMemory(drafting.memory, self.indices, mask)
 
 
+def drafts_behind(drafter: MoADrafter, num_target_layers: int | None = None) -> bool:
+    """Whether it can draft, beside its target, on features that end before the text does.
+
+    Reused layers cannot: what stands for the rest would overwrite the target's own keys and values.
+    Neither can a CA that reads drafts, which lie where the text's features would.
+
+    Args:
+        drafter: the trained module.
+        num_target_layers: N; None takes the drafter's default.
+    """
+    layers = drafter.config.num_target_layers[0] if num_target_layers is None else num_target_layers
+    return layers == 0 and not drafter.reads_drafts
+
+
 def _check_place(drafter: MoADrafter, target: Target) -> None:
     """Refuse weights that the target's keys, values and embeddings cannot be multiplied with."""
+    expected = target.dtype, target.device  # asking a model takes a walk through its parameters
     for parameter in drafter.parameters():
-        got, expected = (parameter.dtype, parameter.device), (target.dtype, target.device)
+        got = parameter.dtype, parameter.device
         if got != expected:
             raise InputError(
                 f"The drafter is in {got[0]} on {got[1]}, and the target in {expected[0]} on "

@@ -28,10 +28,11 @@ from moaspec.errors import InputError
 TOLERATED_LOSS = 0.03
 """Share of plain decoding's time that drafting may cost a row where it brings nothing."""
 
-CREDIT_TOKENS = 64
-"""Tokens whose share of that a row may lose before it has written any."""
+CREDIT_TOKENS = 32
+"""Tokens whose share of that a row may lose, beyond what encoding its prompt takes, before it has
+written any."""
 
-FIRST_ROUNDS = 8.0
+FIRST_ROUNDS = 4.0
 """Rounds that `GAIN`, which is expected of drafts at first, counts for."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256
@@ -94,6 +95,8 @@ class Shaping:
         costs: of this machine, or None where it was not measured; then "auto" is a fixed shape
             without free branches.
         prior: acceptance rates that "auto" starts from.
+        lags: whether the drafter drafts on features that end before the text does; see
+            `CostShape`.
 
     Raises:
         ShapeError: a text that is no shape.
@@ -104,6 +107,7 @@ class Shaping:
     free_branches: FreeBranches = "auto"
     costs: CostTable | None = None
     prior: Sequence[Sequence[float]] = PRIOR
+    lags: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.tree, Tree | str):
@@ -117,7 +121,7 @@ class Shaping:
     def policy(self) -> ShapePolicy:
         """A new row's drafts."""
         if self._known is not None:
-            return CostShape(self._known)
+            return CostShape(self._known, lags=self.lags)
         return FixedShape(parse_shape(self.tree) if isinstance(self.tree, str) else self.tree)
 
     def branches(self) -> ShapePolicy | None:
@@ -165,56 +169,66 @@ class CostShape:
     probe at growing intervals, so that a text which becomes easier is noticed.
 
     A row never owes more than `TOLERATED_LOSS` of what plain decoding would have taken for its
-    tokens (and for `CREDIT_TOKENS` in advance), all in the cost table's seconds: trees are cut, and
-    rounds put off, where they could break this. What encoding the prompt takes is no part of the
-    debt; a prompt for which that is more than the row may lose is encoded only where drafts promise
-    to gain it back, and else its row never drafts.
+    tokens, or, as long as that is more, than what its prompt took to encode and that share of
+    `CREDIT_TOKENS`, all in the cost table's seconds: trees are cut, and rounds put off, where they
+    could break this. A prompt that takes more to encode than the row may lose in the end is
+    encoded only where drafts promise to gain it back, and else its row never drafts.
+
+    Encoding all tokens of a text may by itself take more than is tolerated. So a row that has
+    given up is not encoded any further; it probes with the features that it has, where its drafter
+    can do so, and is brought up to date when a probe shows that drafting pays again.
 
     Its drafter must grow trees by probabilities, as ours do: one that always drafts a whole
     `PricedTree` has far too large ones verified.
 
     Args:
         costs: of this machine, target and drafter, shared with other rows.
+        lags: whether the drafter drafts on features that end before the text does.
 
     Attributes:
-        lost_s: seconds, by the cost table, that drafting has cost beyond plain decoding so far;
-            negative where it has gained.
+        lost_s: seconds, by the cost table, that drafting has cost beyond plain decoding so far,
+            encoding included; negative where it has gained.
         plain_s: seconds, by the cost table, of plain decoding of the tokens so far.
+        wants_features: see `ShapePolicy`.
     """
 
-    def __init__(self, costs: KnownCosts) -> None:
-        self._costs = costs
+    wants_features = True
+
+    def __init__(self, costs: KnownCosts, *, lags: bool = False) -> None:
+        self._costs, self._lags = costs, lags
         self._round: RoundCosts | None = None
         self._drafting: PricedTree | None = None
-        self._pause, self._waiting, self._unencoded = FIRST_PAUSE, 0, 0
+        self._pause, self._waiting, self._behind = FIRST_PAUSE, 0, False
+        self._unencoded = 0
         # Tokens of rounds with drafts over those of plain decoding in the same time.
         self._speedup = _Rate(GAIN, FIRST_ROUNDS)
-        self.lost_s = self.plain_s = 0.0
+        self.lost_s = self.plain_s = self._prompt_s = 0.0
 
     def begin(self, unread: int, room: int) -> None:
         """See `ShapePolicy`."""
         table = self._costs.table
         plain_s, encoding_s = table.plain_s(unread), float(table.accept_s(unread))
+        self._waiting, self._behind, self._unencoded = 0, False, 0
         if encoding_s > TOLERATED_LOSS * (room + CREDIT_TOKENS) * plain_s:
             speedup = float(chain_speedups(table, self._costs.rates_D, unread).max())
             if encoding_s > room * plain_s * (1.0 - 1.0 / speedup):
                 self._waiting = NEVER
-
-    @property
-    def wants_features(self) -> bool:
-        """See `ShapePolicy`."""
-        return self._waiting == 0
+        self.wants_features = not self._waiting
+        if self.wants_features:
+            self._prompt_s += encoding_s
+            self.lost_s += encoding_s
 
     def shape(self, length: int, num_rows: int) -> Tree | None:
         """See `ShapePolicy`."""
         self._drafting = None
         if self._waiting:
             self._waiting -= 1
-            return None
-        costs = self._round = self._costs.at(length, num_rows)
-        self._drafting = self._affordable(costs)
-        if self._drafting is None:
-            self._waiting = self._rounds_until_affordable(costs)
+        else:
+            costs = self._round = self._costs.at(length, num_rows)
+            self._drafting = self._affordable(costs)
+            if self._drafting is None:
+                self._rest(costs, self._rounds_until_affordable(costs))
+        self.wants_features = not self._waiting and not self._behind
         return self._drafting
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
@@ -226,15 +240,15 @@ class CostShape:
         emitted = 1 + sum(node < own for node in accepted)
         self.plain_s += costs.plain_s * emitted
         self._unencoded += 1 + len(accepted)
+        if self.wants_features:
+            self.lost_s += costs.accept_s(self._unencoded)
+            self._unencoded = 0
         if self._drafting is not None:
             levels = tree.levels or max(tree.depths[:own], default=1)
             round_s = costs.drafted_s(levels, tree.num_read, own)
             self.lost_s += round_s - costs.plain_s * emitted
             round_s += costs.accept_s(emitted)
             self._schedule(costs, emitted, round_s / costs.plain_s)
-        if self.wants_features:
-            self.lost_s += costs.accept_s(self._unencoded)
-            self._unencoded = 0
 
     def _affordable(self, costs: RoundCosts) -> PricedTree | None:
         """The tree, cut until it may be rejected as a whole; None where nothing may."""
@@ -246,18 +260,20 @@ class CostShape:
 
     def _left_s(self, costs: RoundCosts) -> float:
         """What the row may lose now."""
-        credit_s = TOLERATED_LOSS * (self.plain_s + CREDIT_TOKENS * costs.plain_s)
-        return credit_s - self.lost_s
+        at_first_s = self._prompt_s + TOLERATED_LOSS * CREDIT_TOKENS * costs.plain_s
+        return max(at_first_s, TOLERATED_LOSS * self.plain_s) - self.lost_s
 
     def _rounds_until_affordable(self, costs: RoundCosts) -> int:
         """Plain rounds to make before one draft may be rejected."""
-        missing_s = costs.risk_s(replace(costs.tree, depth=1, total_tokens=1)) - self._left_s(costs)
+        risk_s = costs.risk_s(replace(costs.tree, depth=1, total_tokens=1))
+        missing_s = risk_s + self.lost_s - TOLERATED_LOSS * self.plain_s
         gain_s = self._earned_s(costs)
         return max(1, ceil(missing_s / gain_s)) if gain_s > 0 else NEVER
 
     def _earned_s(self, costs: RoundCosts) -> float:
-        """What a plain round adds to the credit, less the encoding that it puts off."""
-        return TOLERATED_LOSS * costs.plain_s - costs.accept_s(LATE_TOKENS) / LATE_TOKENS
+        """What a plain round adds to what may be lost, less the encoding that it puts off."""
+        encoding_s = 0.0 if self._lags else costs.accept_s(LATE_TOKENS) / LATE_TOKENS
+        return TOLERATED_LOSS * costs.plain_s - encoding_s
 
     def _schedule(self, costs: RoundCosts, emitted: int, plain_rounds: float) -> None:
         """After drafts: go on where they pay, or nearly do, else pause, longer each time.
@@ -270,9 +286,16 @@ class CostShape:
         self._speedup.count(emitted, plain_rounds)
         if self._speedup.value > 1.0 - TOLERATED_LOSS:
             self._pause = FIRST_PAUSE
+            if self._behind:
+                self._behind = costs.accept_s(self._unencoded) > self._left_s(costs)
             return
-        self._waiting = self._pause if self._earned_s(costs) > 0 else NEVER
+        self._rest(costs, self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _rest(self, costs: RoundCosts, rounds: int) -> None:
+        """Draft nothing for so many rounds, for good where encoding them costs too much."""
+        self._waiting = rounds if self._earned_s(costs) > 0 else NEVER
+        self._behind = self._lags
 
 
 class CostBranches:
