@@ -64,7 +64,8 @@ def load_target(args: argparse.Namespace) -> Target:
     """The target, after setting the threads."""
     torch.set_num_threads(args.threads)
     if args.full_bits:
-        mock.patch("moaspec.kernels.matrix.found_codes", return_value=None).start()
+        # Not what is called with a weight: a mock remembers its arguments, so that all would stay.
+        mock.patch("moaspec.kernels.matrix.unpacks", return_value=False).start()
     return moaspec.load_target(args.model, dtype=args.dtype, device=args.device)
 
 

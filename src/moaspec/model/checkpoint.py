@@ -392,12 +392,17 @@ def _check_shapes(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _fill(drafter: MoADrafter, tensors: Mapping[str, Tensor]) -> None:
-    """Put the tensors, which `_check_shapes` found to fit, into the modules in their dtype."""
-    state = {to_module_name(name): tensor for name, tensor in tensors.items()}
+    """Let the tensors, which `_check_shapes` found to fit, be the modules' weights.
+
+    They stay where they are, in the mapped file, whose pages the system may drop: kernels have
+    packed copies.
+    """
+    dtype = next(iter(tensors.values())).dtype
+    state = {to_module_name(name): tensor.to(dtype) for name, tensor in tensors.items()}
     shared = {
         _SHARED_NORM + name.removeprefix("speaker.cross_attention.input_layernorm."): tensor
         for name, tensor in state.items()
         if name.startswith("speaker.cross_attention.input_layernorm.")
     }
-    drafter.to(next(iter(tensors.values())).dtype)
-    drafter.load_state_dict(state | shared)
+    drafter.to(dtype)
+    drafter.load_state_dict(state | shared, assign=True)

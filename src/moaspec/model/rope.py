@@ -15,8 +15,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 CosSin = tuple[Tensor, Tensor]
 
-FIRST_TABULATED = 1024
-"""Positions of a new table: 0.5 MiB for heads of 64."""
+FIRST_TABULATED = 256
+"""Positions of a new table: 128 KiB for heads of 64."""
 
 
 class AngleTable:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -144,21 +146,42 @@ def _load_model(source: str, name: str, dtype: torch.dtype) -> Any:
     """The model, if its files hold all of its weights and nothing else."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     require_supported(config, name)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source,
-        config=config,
-        trust_remote_code=False,  # unset, transformers asks whether to run a repository's own code
-        dtype=dtype,
-        attn_implementation="sdpa",
-        # Ours is the clearer refusal.
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    with _in_this_thread():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            # Unset, transformers asks whether to run a repository's own code.
+            trust_remote_code=False,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            # Ours is the clearer refusal.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     model, info = loaded
     problem = _key_problem(info) or _value_problem(model)
     if problem is not None:
         raise _unusable(name, source, problem)
     return model
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """Have transformers load without threads of its own.
+
+    The C library keeps some memory for each, for good; and there is little to do, as weights stay
+    in the mapped file unless they are cast.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _key_problem(info: Mapping[str, Any]) -> str | None:
