@@ -132,6 +132,20 @@ def test_saving_again_replaces_a_checkpoint(tmp_path: Path) -> None:
     assert_same(load(saved(tmp_path, second)), second)
 
 
+def test_changing_a_loaded_drafter_leaves_its_file_alone(tmp_path: Path) -> None:
+    """Its weights lie in the mapped file: training writes to copies of its pages."""
+    before = (saved(tmp_path) / WEIGHTS).read_bytes()
+    drafter = load(tmp_path)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(1.0)
+    assert (tmp_path / WEIGHTS).read_bytes() == before
+    saved(tmp_path, drafter)  # over the very file that it lies in
+    again = load(tmp_path)
+    for name, parameter in drafter.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+
+
 def test_trimmed_vocabulary_is_kept(tmp_path: Path) -> None:
     ids = torch.tensor([1, 5, 63])
     loaded = load(saved(tmp_path, tiny.random_drafter(tiny.target(), draft_token_ids=ids)))
