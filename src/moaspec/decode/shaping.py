@@ -28,7 +28,7 @@ from moaspec.errors import InputError
 TOLERATED_LOSS = 0.03
 """Share of plain decoding's time that drafting may cost a row where it brings nothing."""
 
-CREDIT_TOKENS = 32
+CREDIT_TOKENS = 48
 """Tokens whose share of that a row may lose, beyond what encoding its prompt takes, before it has
 written any."""
 
