@@ -30,6 +30,7 @@ import moaspec
 import tiny
 from moaspec.decode import PromptLookup
 from moaspec.errors import InputError, UnsupportedTargetError
+from moaspec.target.lean import cache_argument
 
 PAD, EOS, NEW = 1, 6, 16
 
@@ -384,7 +385,8 @@ def test_a_row_at_the_contexts_end_is_padded() -> None:
 
 def filled_cache() -> DynamicCache:
     cache = DynamicCache()
-    tiny.target().model(input_ids=torch.tensor([[5, 9]]), past_key_values=cache)
+    model = tiny.target().model
+    model(input_ids=torch.tensor([[5, 9]]), **{cache_argument(model): cache})
     return cache
 
 
@@ -398,7 +400,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted"),
     "guidance": ({"guidance_scale": 1.5}, "FreeGuidance"),
     "embeddings": ({"inputs_embeds": torch.zeros(1, 3, 48)}, "inputs_embeds"),
-    "filled_cache": ({"past_key_values": filled_cache()}, "filled cache"),
+    "filled_cache": ({cache_argument(tiny.target().model): filled_cache()}, "filled cache"),
 }
 
 

@@ -15,6 +15,7 @@ import tiny
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.encoder import layer_features
 from moaspec.target import Target
+from moaspec.target.lean import cache_argument
 
 LONG, SHORT = 20, 11
 """Both past the sliding windows, one past LongRoPE's switch."""
@@ -27,7 +28,8 @@ def transformers_pass(target: Target, ids: list[int]) -> tuple[Tensor, Tensor, T
     """Keys and values of transformers' own cache, final states and logits."""
     cache = DynamicCache()  # without a config it keeps what lies outside sliding windows
     model: Any = target.model
-    output = model(input_ids=torch.tensor([ids]), past_key_values=cache, output_hidden_states=True)
+    options = {cache_argument(model): cache, "output_hidden_states": True}
+    output = model(input_ids=torch.tensor([ids]), **options)
     keys = torch.stack([layer.keys for layer in cache.layers])
     values = torch.stack([layer.values for layer in cache.layers])
     return layer_features(keys, values)[0], output.hidden_states[-1][0], output.logits[0]

@@ -197,7 +197,7 @@ def _check(
             f"{', '.join(asked)} cannot be given: tokens are verified several in one pass, whose "
             "logits are not kept. Leave them out, or call generate without custom_generate."
         )
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # named so from transformers 5.24
     if kwargs.get("inputs_embeds") is not None or (cache is not None and cache.get_seq_length()):
         raise InputError(
             "custom_generate starts from token ids: no inputs_embeds, no filled cache."

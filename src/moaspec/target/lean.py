@@ -12,6 +12,7 @@ R rotated dims, E hidden size.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,7 +115,7 @@ class LeanLayer:
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._own_forward = layer.forward
+        self._own_forward, self._cache_argument = layer.forward, cache_argument(layer)
         self._index, self.scale = attention.layer_idx, attention.scaling
         self._head_dim = attention.head_dim
         self._num_kv_heads = attention.config.num_key_value_heads
@@ -136,7 +137,7 @@ class LeanLayer:
     ) -> Any:
         if reading is None:
             return self._own_forward(states_BTE, *args, **kwargs)
-        return self._forward(states_BTE, reading, kwargs["past_key_values"])
+        return self._forward(states_BTE, reading, kwargs[self._cache_argument])
 
     def _as_fused(self, attention: Any, mlp: Any) -> FusedLayer | None:
         before_read, after_read, before_mlp, after_mlp = self._norms
@@ -213,6 +214,12 @@ class LeanLayer:
     def _mlp(self, x_BTE: Tensor) -> Tensor:
         gate, up = self._gate_up(x_BTE).chunk(2, dim=-1)
         return self._down(self._act(gate) * up)
+
+
+def cache_argument(module: nn.Module) -> str:
+    """What a model or layer calls the cache that it is handed: transformers renamed it in 5.24."""
+    names = inspect.signature(type(module).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def make_lean(layers: Sequence[Any]) -> FusedStack | None:

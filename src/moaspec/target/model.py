@@ -27,7 +27,7 @@ from moaspec.target import families
 from moaspec.target.facts import TargetFacts
 from moaspec.target.forms import can_pack
 from moaspec.target.heads import draft_rows, pack_like
-from moaspec.target.lean import Reading, kernel_norm, make_lean
+from moaspec.target.lean import Reading, cache_argument, kernel_norm, make_lean
 from moaspec.target.packing import PackedLinear, pack_linears, return_freed_memory
 
 WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -91,6 +91,7 @@ class Target(TargetFacts):
             generation_config=model.generation_config,
         )
         self._base: Any = model.base_model
+        self._cache_argument = cache_argument(self._base.layers[0])
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
         self._fast_head: nn.Module = self._lm_head
         self._forget_rows: Callable[[], None] = lambda: None
@@ -271,12 +272,12 @@ class Target(TargetFacts):
         shared = {
             kind: self._shared(rope[kind], mask, position_ids_BT) for kind, mask in masks.items()
         }
-        tap = _KVTap(write)
+        tap = {self._cache_argument: _KVTap(write)}
         for index in range(self.num_layers - num, self.num_layers):
             kind = self._layer_types[index]
             if watch is not None:
                 watch(index, states_BTE)
-            states_BTE = self._base.layers[index](states_BTE, past_key_values=tap, **shared[kind])
+            states_BTE = self._base.layers[index](states_BTE, **tap, **shared[kind])
         return self._normed(states_BTE)
 
     def _normed(self, states_BTE: Tensor) -> Tensor:
