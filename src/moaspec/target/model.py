@@ -91,7 +91,8 @@ class Target(TargetFacts):
             generation_config=model.generation_config,
         )
         self._base: Any = model.base_model
-        self._cache_argument = cache_argument(self._base.layers[0])
+        # The last layer is the one that an excerpt has, if it has any.
+        self._cache_argument = cache_argument(self._base.layers[-1])
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
         self._fast_head: nn.Module = self._lm_head
         self._forget_rows: Callable[[], None] = lambda: None
