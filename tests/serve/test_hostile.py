@@ -21,7 +21,7 @@ from serving import MODEL, Served, say
 KEY = "a-secret-key"
 LARGEST = 100_000
 CHAT = "/v1/chat/completions"
-GOOD: dict[str, Any] = {"model": MODEL, "messages": say("hello"), "max_tokens": 2}
+GOOD: dict[str, Any] = {"model": MODEL, "messages": say("hello"), "max_tokens": 2, "seed": 1}
 
 
 @pytest.fixture(scope="module")
