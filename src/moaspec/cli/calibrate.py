@@ -11,7 +11,7 @@ from rich.table import Table
 
 from moaspec.cli import console
 from moaspec.cli.generate import choose_drafter
-from moaspec.cli.options import MODEL
+from moaspec.cli.options import MODEL, Quantize
 from moaspec.decode import Chain, CostTable
 from moaspec.decode.cost import PRIOR, Acceptance, chain_speedups
 from moaspec.errors import InputError
@@ -26,21 +26,22 @@ def calibrate(
         int | None, typer.Option(help="N, target layers that the drafter reuses.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    quantize: Quantize = None,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what each part of a round costs here, so that --tree auto knows what pays.
 
-    The result is kept for this machine, target, drafter, dtype, device and number of threads, and
-    replaces an earlier one. Let nothing else run meanwhile.
+    The result is kept for this machine, target, drafter, dtype, --quantize, device and number of
+    threads, and replaces an earlier one. Let nothing else run meanwhile.
 
     Example: moaspec calibrate --dtype bfloat16 --threads 2
     """
     console.set_threads(threads)
     console.quiet_libraries()
     with console.status(f"Loading {model}"):
-        target = load_target(model, dtype=dtype, device=device)
+        target = load_target(model, dtype=dtype, device=device, quantize=quantize)
         module = choose_drafter(drafter, model, target)
     if module is not None and not isinstance(module, MoADrafter):
         raise InputError(

@@ -35,6 +35,7 @@ def chat(
     seed: options.Seed = None,
     speculation: options.Speculation = True,
     dtype: options.Dtype = "float32",
+    quantize: options.Quantize = None,
     threads: options.Threads = None,
 ) -> None:
     """Hold a conversation; accepted drafts are green, and /help lists what else can be typed.
@@ -45,13 +46,15 @@ def chat(
     Example: moaspec chat --system "Answer briefly." --temperature 0.7
     """
     settings = options.row_options(locals())
+    if url is not None and quantize is not None:
+        raise InputError("--quantize is for a target here; with --url the server has the target.")
     console.set_threads(threads)
     console.quiet_libraries()
     if url is not None:
         _hold(ServedTalk(url, settings, system))
         return
     with console.status(f"Loading {model}"):
-        target = load_target(model, dtype=dtype)
+        target = load_target(model, dtype=dtype, quantize=quantize)
         module = choose_drafter(drafter, model, target) if speculation else None
     talk = Conversation(Session(target, module), settings, system)
     talk.prompt_ids("?")  # a target that cannot hold conversations should say so at once

@@ -31,6 +31,7 @@ def check(
         int, typer.Option(help="Prompts that are also decoded each by itself, outside the batch.")
     ] = 1,
     dtype: options.Dtype = "float32",
+    quantize: options.Quantize = None,
     threads: options.Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -52,12 +53,12 @@ def check(
     console.set_threads(threads)
     console.quiet_libraries()
     with console.status(f"Loading {model}"):
-        target = load_target(model, dtype=dtype)
+        target = load_target(model, dtype=dtype, quantize=quantize)
         plan = Check(
             target,
             [console.chat_ids(target, prompt.turns[0]) for prompt in prompts],
             drafter=choose_drafter(drafter, model, target),
-            stock=load_target(model, dtype=dtype, packed=False),
+            stock=load_target(model, dtype=dtype, packed=False, quantize=quantize),
             max_new_tokens=max_new_tokens,
             seeds=range(seeds),
             alone=alone,
@@ -83,7 +84,7 @@ def _run(plan: Check) -> list[Finding]:
 def _as_json(target: Target, findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.precision,
         "device": str(target.device),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "right": all(finding.lossless for finding in findings),
@@ -93,8 +94,7 @@ def _as_json(target: Target, findings: Sequence[Finding]) -> dict[str, Any]:
 
 def _show(target: Target, findings: Sequence[Finding]) -> None:
     """A line per setting and method, then every fault and every parting."""
-    dtype = str(target.dtype).removeprefix("torch.")
-    table = Table("setting", title=f"{target.name}, {dtype}")
+    table = Table("setting", title=f"{target.name}, {target.precision}")
     table.add_column("method", no_wrap=True)
     for heading in ("texts", "tokens", "as plain", "ties", "faults"):
         table.add_column(heading)

@@ -12,7 +12,7 @@ import typer
 
 from moaspec.cli import console
 from moaspec.cli.generate import describe
-from moaspec.cli.options import MODEL
+from moaspec.cli.options import MODEL, Quantize
 from moaspec.cli.sources import Sources, chat_encoder, load_methods, load_trusted, read_checkpoints
 from moaspec.cli.tables import show, show_comparison, show_costs, show_cut
 from moaspec.decode import start
@@ -76,6 +76,7 @@ def evaluate(
         typer.Option(help="Of another kind of method: KIND=DIR, for example hf-assisted=DIR."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    quantize: Quantize = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     cost: Annotated[
@@ -120,7 +121,7 @@ def evaluate(
         prepare(out)
     console.set_threads(threads)
     console.quiet_libraries()
-    sources = Sources(model, drafter, read_checkpoints(checkpoint or []), dtype, device)
+    sources = Sources(model, drafter, read_checkpoints(checkpoint or []), dtype, device, quantize)
     asked = {"suite": suite, "limit": limit, "turns": turns}
     around = {**asdict(sources), "system": system, **surroundings()}
     facts = {**settings.as_facts(), **around, "rule": RULE}

@@ -39,6 +39,7 @@ def generate(
     num_choices: Annotated[int, typer.Option(help="Answers, each sampled by itself.")] = 1,
     speculation: options.Speculation = True,
     dtype: options.Dtype = "float32",
+    quantize: options.Quantize = None,
     threads: options.Threads = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no stream.")] = False,
@@ -58,7 +59,7 @@ def generate(
     console.set_threads(threads)
     console.quiet_libraries()
     with console.status(f"Loading {model}"):
-        target = load_target(model, dtype=dtype)
+        target = load_target(model, dtype=dtype, quantize=quantize)
         module = choose_drafter(drafter, model, target) if speculation else None
     prompt_ids = console.chat_ids(target, prompt, raw=raw)
     engine, results = start(

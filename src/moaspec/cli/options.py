@@ -53,6 +53,13 @@ Speculation = Annotated[
     bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        help="int8 or int4: round the target's weights by torchao. Its text is then the rounded "
+        "target's, with drafts and without, and not the original's."
+    ),
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 
 

@@ -52,6 +52,7 @@ def serve(
     default_max_tokens: MaxTokens = 1024,
     max_body_bytes: BodyBytes = 8 * 2**20,
     dtype: options.Dtype = "float32",
+    quantize: options.Quantize = None,
     threads: options.Threads = None,
     browse: Open = False,
 ) -> None:
@@ -72,7 +73,7 @@ def serve(
     console.set_threads(threads)
     console.quiet_libraries()
     with console.status(f"Loading {model}"):
-        target = load_target(model, dtype=dtype)
+        target = load_target(model, dtype=dtype, quantize=quantize)
         module = choose_drafter(drafter, model, target) if speculation else None
     source = LocalSource(
         target,

@@ -29,6 +29,7 @@ class Sources:
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     dtype: str = "float32"
     device: str = "cpu"
+    quantize: str | None = None
 
 
 def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
@@ -38,13 +39,13 @@ def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
         InputError: an unknown method, one without its checkpoint, a checkpoint without its method,
             or an N that the drafter was not trained for.
     """
-    target = load_target(sources.model, dtype=sources.dtype, device=sources.device)
+    target = _target(sources)
     methods = parse_methods(
         names,
         Parts(
             target=target,
             checkpoints=_load_checkpoints(needed_checkpoints(names), sources, target),
-            stock=lambda: _stock(sources),
+            stock=lambda: _target(sources, packed=False),
         ),
     )
     for method in methods:
@@ -61,11 +62,17 @@ def load_trusted(methods: Sequence[Method], sources: Sources) -> Target:
     as_loaded = [target for target in targets if not target.packed]
     if as_loaded or targets[0].dtype == torch.float32:
         return (as_loaded or targets)[0]
-    return _stock(sources)
+    return _target(sources, packed=False)
 
 
-def _stock(sources: Sources) -> Target:
-    return load_target(sources.model, dtype=sources.dtype, device=sources.device, packed=False)
+def _target(sources: Sources, *, packed: bool = True) -> Target:
+    return load_target(
+        sources.model,
+        dtype=sources.dtype,
+        device=sources.device,
+        packed=packed,
+        quantize=sources.quantize,
+    )
 
 
 def _require_trained(method: Method) -> None:

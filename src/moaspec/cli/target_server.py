@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -66,6 +67,7 @@ def target_server(
         typer.Option(help="What runs the target; vllm has to be installed, see docs/vllm.md."),
     ] = "torch",
     dtype: options.Dtype = "float32",
+    quantize: options.Quantize = None,
     threads: options.Threads = None,
 ) -> None:
     """Hold the target for devices that draft; stops gracefully on SIGTERM and Ctrl-C.
@@ -76,6 +78,8 @@ def target_server(
     Example: moaspec target-server --port 50051 --metrics-port 9464
     """
     _check(host, tls_certificate, tls_key, client_ca)
+    if quantize is not None and engine == "vllm":
+        raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
     # Imported here, because gRPC is not needed by any other command.
     from moaspec.remote import (
         GrpcServer,
@@ -105,7 +109,7 @@ def target_server(
     )
     name = drafter or (model if model in bundled_drafters() else None)
     with console.status(f"Loading {model}"):
-        load = _in_vllm if engine == "vllm" else _here
+        load = _in_vllm if engine == "vllm" else partial(_here, quantize=quantize)
         service = load(model, name, dtype, limits)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
@@ -115,11 +119,13 @@ def target_server(
     asyncio.run(_serve(lambda: GrpcServer(service, where), drain_s, facts))
 
 
-def _here(model: str, drafter: str | None, dtype: str, limits: ServiceOptions) -> TargetService:
+def _here(
+    model: str, drafter: str | None, dtype: str, limits: ServiceOptions, *, quantize: str | None
+) -> TargetService:
     """The target in this process."""
     from moaspec.remote import TargetService
 
-    target = load_target(model, dtype=dtype)
+    target = load_target(model, dtype=dtype, quantize=quantize)
     module = None if drafter is None else load_drafter(drafter, target=target)
     return TargetService(target, module, limits)
 

@@ -1,8 +1,8 @@
 """Measure once what each part of a round costs on this machine, and remember it.
 
-A measurement belongs to one machine, target, drafter, dtype, device and number of threads; a
-fingerprint of all of them names its file. Nothing is measured behind a caller's back: only when
-`calibrate` is called.
+A measurement belongs to one machine, target, drafter, dtype, what weights were rounded to, device
+and number of threads; a fingerprint of all of them names its file. Nothing is measured behind a
+caller's back: only when `calibrate` is called.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def fingerprint(
         "torch": torch.__version__,
         "target": asdict(target.identity),
         "inner": int(target.config.intermediate_size),
-        "dtype": str(target.dtype),
+        # Plain dtypes as they have always been written, so that stored tables stay valid.
+        "dtype": str(target.dtype) if target.quantize is None else target.precision,
         "packed": target.packed,
         "kernels": instructions() if target.packed else None,
     }

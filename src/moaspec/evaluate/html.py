@@ -14,7 +14,7 @@ from moaspec.evaluate.comparison import read_report
 from moaspec.evaluate.equality import EARLIER_RULE
 from moaspec.evaluate.plots import draw_plots
 
-SAME = ("model", "drafter", "dtype", "device", "threads")
+SAME = ("model", "drafter", "dtype", "quantize", "device", "threads")
 """Settings that what stands on one page has in common."""
 
 COSTS, CUT, PAGE = "costs.json", "cut.json", "report.html"

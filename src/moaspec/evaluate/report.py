@@ -140,7 +140,7 @@ class Report:
         target = self.outcomes[0].method.target
         return {
             "target": target.name,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": target.precision,
             "device": str(target.device),
             **surroundings(),
             "rule": RULE,

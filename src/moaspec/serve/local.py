@@ -154,5 +154,5 @@ class _TicketUpdates:
 
 
 def _fingerprint(target: Target) -> str:
-    facts = f"{target.identity} {target.dtype} {target.device.type}"
+    facts = f"{target.identity} {target.precision} {target.device.type}"
     return "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:12]

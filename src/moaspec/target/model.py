@@ -58,6 +58,8 @@ class Target(TargetFacts):
         name: how messages call it.
         freeze: False leaves the model's mode and gradients as they are, for a model that is not
             ours to change; it must be in evaluation mode then.
+        quantize: what its weights were rounded to ("int8", "int4"), so that nobody takes it for the
+            target that it was before; None where they were not.
 
     Attributes:
         packed: whether `pack` has laid the weights out for this CPU.
@@ -74,6 +76,7 @@ class Target(TargetFacts):
         *,
         name: str,
         freeze: bool = True,
+        quantize: str | None = None,
     ) -> None:
         families.require_supported(model.config, name)
         if model.config._attn_implementation != "sdpa":
@@ -90,6 +93,7 @@ class Target(TargetFacts):
             dtype=None,
             generation_config=model.generation_config,
         )
+        self.quantize = quantize
         self._base: Any = model.base_model
         # The last layer is the one that an excerpt has, if it has any.
         self._cache_argument = cache_argument(self._base.layers[-1])
@@ -113,6 +117,12 @@ class Target(TargetFacts):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.device
+
+    @property
+    def precision(self) -> str:
+        """Of its numbers, in words: what texts and costs go by."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dtype if self.quantize is None else f"{dtype}, {self.quantize} weights"
 
     def pack(self) -> bool:
         """Lay the weights of linear layers out for this CPU, in place, see `packing`.

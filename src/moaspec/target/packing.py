@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -292,10 +292,15 @@ def pack_linears(
     for name, child in list(module.named_children()):
         if child in keep:
             continue
-        if type(child) is nn.Linear:
+        if _is_plain(child):
             setattr(module, name, PackedLinear(child, drafts=drafts))
         else:
             pack_linears(child, keep=keep, drafts=drafts)
+
+
+def _is_plain(module: object) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer of numbers; torchao's tensors multiply by themselves."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
 
 
 def return_freed_memory() -> None:
@@ -310,7 +315,7 @@ def _fuse(module: nn.Module, keep: tuple[nn.Module, ...], *, drafts: bool) -> No
     """Replace this module's own groups of projections, where all of a group are there."""
     for names in SIBLINGS:
         linears = [getattr(module, name, None) for name in names]
-        found = [one for one in linears if type(one) is nn.Linear and one not in keep]
+        found = [one for one in linears if _is_plain(one) and one not in keep]
         biased = {one.bias is None for one in found}
         if len(found) < len(names) or len({one.in_features for one in found}) * len(biased) > 1:
             continue

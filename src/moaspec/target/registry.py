@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -23,6 +24,9 @@ from moaspec.places import cache_dir
 from moaspec.target.facts import TargetFacts
 from moaspec.target.families import require_supported
 from moaspec.target.model import Target
+from moaspec.target.weight_only import quantise, require_quantize
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,7 +50,12 @@ ALIASES = {
 
 
 def load_target(
-    name: str | Path, *, dtype: str = "float32", device: str = "cpu", packed: bool = True
+    name: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    packed: bool = True,
+    quantize: str | None = None,
 ) -> Target:
     """Load a target.
 
@@ -56,29 +65,40 @@ def load_target(
         device: a torch device.
         packed: lay linear weights out for this CPU, see `moaspec.target.packing`. Without it the
             model is as transformers loads it, which training and comparisons want.
+        quantize: "int8" or "int4" rounds weights by torchao, see `moaspec.target.weight_only`. This
+            changes the target: its texts, with drafts or without, are those of the rounded weights.
 
     Returns:
         The frozen target, with transformers' own `tokenizer` and `config`.
 
     Raises:
-        InputError: unknown dtype, or a device that cannot be used here.
+        InputError: unknown dtype, a device that cannot be used here, or `quantize` where it cannot
+            be done.
         UnknownModelError: nothing of that name can be found or read, or its weights are not those
             of its config, or not finite.
         UnsupportedTargetError: a family whose keys and values cannot be captured.
     """
     require_dtype(dtype)
     _require_device(device)
+    if quantize is not None:
+        require_quantize(quantize, dtype=dtype, device=device)
     name = str(name)
     source = find_weights(name)
     try:
-        target = Target(
-            _load_model(source, name, DTYPES[dtype]).to(device), load_tokenizer(source), name=name
-        )
+        model = _load_model(source, name, DTYPES[dtype]).to(device)
+        target = Target(model, load_tokenizer(source), name=name, quantize=quantize)
     except MoaSpecError:
         raise
     # The libraries below raise almost anything where files are damaged or configs are impossible.
     except Exception as error:
         raise _unusable(name, source, _first_line(error)) from error
+    if quantize is not None:
+        quantise(model, quantize, name=name, packed=packed)
+        log.warning(
+            "%s is rounded to %s: its text is the rounded target's, not the original's.",
+            name,
+            quantize,
+        )
     if packed:
         target.pack()
     return target

@@ -1,0 +1,68 @@
+"""`--quantize` of the commands that load a target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Cli
+from moaspec.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        (("generate", "Why?"), "generate"),
+        (("chat",), "chat"),
+        (("serve",), "serve"),
+        (("target-server",), "target_server"),
+        (("calibrate",), "calibrate"),
+        (("check",), "check"),
+        (("eval", "--methods", "plain"), "sources"),
+        (("eval", "--methods", "plain", "--cost"), "sources"),
+    ],
+)
+def test_it_reaches_the_target(
+    command: tuple[str, ...], module: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def load(*_: Any, **options: Any) -> None:
+        seen.append(options.get("quantize"))
+        raise InputError("enough seen")
+
+    monkeypatch.setattr(f"moaspec.cli.{module}.load_target", load)
+    assert cli(*command, "--quantize", "int4").code == 2
+    assert cli(*command).code == 2
+    assert seen == ["int4", None]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("generate", "Why?", "--quantize", "int3"), "choose one of int8, int4"),
+        (("chat", "--url", "http://127.0.0.1:1", "--quantize", "int8"), "the server has the"),
+        (("target-server", "--engine", "vllm", "--quantize", "int8"), "is for --engine torch"),
+    ],
+)
+def test_refused(command: tuple[str, ...], message: str, cli: Cli) -> None:
+    output = cli(*command)
+    assert output.code == 2
+    assert message in output.err
+
+
+def test_it_is_among_the_settings_that_results_have(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that other weights do not resume them."""
+
+    def load(*_: Any, **__: Any) -> None:
+        raise InputError("enough seen")
+
+    monkeypatch.setattr("moaspec.cli.sources.load_target", load)
+    cli("eval", "--methods", "plain", "--quantize", "int8", "--out", str(tmp_path))
+    settings = json.loads((tmp_path / "settings.json").read_text(encoding="utf-8"))
+    assert settings["quantize"] == "int8"
