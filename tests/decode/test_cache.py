@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from moaspec.decode.cache import SLOT_BUCKET, KVCache, prefix_mask, tree_mask
+from moaspec.decode.cache import SLOT_BUCKET, KVCache, PassSizes, prefix_mask, tree_mask
 
 LAYERS, HEADS, DIM = 2, 3, 4
 CPU = torch.device("cpu")
@@ -166,3 +166,23 @@ def test_neighbouring_rows_are_read_without_copies(rows: list[int]) -> None:
         assert_close(read(cache, row, start, start + 2)[0][1], key[i], rtol=0, atol=0)
     neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
     assert (got_key._base is not None) is neighbours
+
+
+@pytest.mark.parametrize(
+    ("rows", "starts", "longest", "expected"),
+    [
+        ([0], [0], 1, PassSizes(1, SLOT_BUCKET, steady=True)),
+        ([0], [254], 2, PassSizes(2, SLOT_BUCKET, steady=True)),
+        ([0], [254], 3, PassSizes(4, 2 * SLOT_BUCKET, steady=True)),
+        ([4, 1], [10, 300], 5, PassSizes(8, 2 * SLOT_BUCKET, steady=True)),
+        ([0], [0], 64, PassSizes(64, SLOT_BUCKET, steady=True)),
+        ([0], [7], 65, PassSizes(65, 72, steady=False)),
+        ([1, 1], [0, 16], 16, PassSizes(16, 32, steady=False)),
+    ],
+)
+def test_sizes_of_recorded_passes_are_few(
+    rows: list[int], starts: list[int], longest: int, expected: PassSizes
+) -> None:
+    assert PassSizes.of(rows, starts, longest, recorded=True) == expected
+    plain = PassSizes(longest, max(starts) + longest, steady=False)
+    assert PassSizes.of(rows, starts, longest, recorded=False) == plain

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moaspec.decode.cache import tree_mask
+from moaspec.decode.cache import PassSizes, tree_mask
 from moaspec.decode.cost import CostTable
 from moaspec.decode.engine import Engine
 from moaspec.decode.moa import MoADrafting
@@ -74,17 +74,18 @@ class Bench:
     def target_pass(self, num_tokens: int, context: int) -> Part:
         """A pass over so many tokens after `context` others, without the head."""
         target, device, cache = self.target, self.target.device, self._cache
-        visible = context + num_tokens
+        sizes = PassSizes.of([0], [context], num_tokens, recorded=target.graphs is not None)
+        tokens, visible = sizes.tokens, sizes.visible
         cache.reserve(1, visible)
-        positions_1T = torch.arange(context, visible, device=device)[None]
-        chain_1TT = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+        positions_1T = torch.arange(context, context + tokens, device=device)[None]
+        chain_1TT = torch.ones(1, tokens, tokens, dtype=torch.bool, device=device).tril()
 
         def run() -> None:
             target.run(
                 torch.zeros_like(positions_1T),
                 positions_1T,
                 mask_B1TS=tree_mask([context], chain_1TT, visible),
-                write=cache.writer([0], [context], num_tokens, visible),
+                write=cache.writer([0], [context], tokens, visible, steady=sizes.steady),
             )
 
         return Part(run, device)

@@ -9,7 +9,8 @@ Legend: L layers, R rows, H KV heads, S slots, D head dim; B rows of one pass, T
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -20,6 +21,9 @@ from moaspec.model.layers import masked_attention
 
 SLOT_BUCKET = 256
 """Capacities are multiples of this, so that few distinct shapes occur."""
+
+MOST_RECORDED = 64
+"""Tokens of a row up to which passes are recorded; more take longer than launching them does."""
 
 
 class KVCache:
@@ -87,7 +91,13 @@ class KVCache:
             self._data = self._data[:, :, :0, :, :0].clone()
 
     def writer(
-        self, rows: Sequence[int], starts: Sequence[int], num_tokens: int, visible: int
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        num_tokens: int,
+        visible: int,
+        *,
+        steady: bool = False,
     ) -> Writer:
         """The cache operation of one pass.
 
@@ -96,8 +106,10 @@ class KVCache:
             starts: first slot that each row writes.
             num_tokens: T, slots written per row (pads included).
             visible: S', how many slots are handed back.
+            steady: whether the pass may be recorded, see `PassSizes`.
         """
-        return Writer(self._data, Slots(self._data, rows, starts, visible), num_tokens)
+        kind = SteadyWriter if steady else Writer
+        return kind(self._data, Slots(self._data, rows, starts, visible), num_tokens)
 
     def commit(self, row: int, start: int, slots: Sequence[int]) -> None:
         """Keep `slots` (ascending) of a row by moving them to start, start + 1, ..."""
@@ -186,11 +198,16 @@ class Writer:
 
         return put
 
-    def _put_scattered(self) -> Callable[[int, Tensor, Tensor], None]:
+    @cached_property
+    def places(self) -> tuple[Tensor, ...]:
+        """Rows, (B, 1), and the slots that each writes, (B, T)."""
         device = self._data.device
         rows_B1 = torch.tensor(self.slots.rows_B, device=device)[:, None]
         starts_B1 = torch.tensor(self.slots.starts_B, device=device)[:, None]
-        slots_BT = starts_B1 + torch.arange(self._num_tokens, device=device)
+        return rows_B1, starts_B1 + torch.arange(self._num_tokens, device=device)
+
+    def _put_scattered(self) -> Callable[[int, Tensor, Tensor], None]:
+        rows_B1, slots_BT = self.places
 
         def put(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
             data = self._data[layer]
@@ -198,6 +215,72 @@ class Writer:
             data[1][rows_B1, :, slots_BT] = value_BHTD.transpose(1, 2)
 
         return put
+
+
+class SteadyWriter(Writer):
+    """A `Writer` that goes by tensors where it writes, so that its operations can be recorded.
+
+    Rows that are neighbours are read without copying, as elsewhere, and are part of the recording;
+    others are looked up. It is a `moaspec.target.graphs.Steady`.
+    """
+
+    def key(self) -> Hashable:
+        """Which memory is written and read, by place and shape: growing replaces it."""
+        neighbours = _neighbours(self.slots.rows_B)
+        first = None if neighbours is None else neighbours.start
+        return self._data.data_ptr(), self._data.shape, self.slots.visible, first
+
+    def where(self) -> tuple[Tensor, ...]:
+        """Rows and slots that are written."""
+        return self.places
+
+    def at(self, places: tuple[Tensor, ...]) -> SteadyWriter:
+        """The same, with these tensors as places."""
+        other = SteadyWriter(self._data, self.slots, self._num_tokens)
+        other.places = places
+        return other
+
+    @cached_property
+    def _index(self) -> slice | Tensor:
+        found = _neighbours(self.slots.rows_B)
+        return self.places[0][:, 0] if found is None else found
+
+    @cached_property
+    def _put(self) -> Callable[[int, Tensor, Tensor], None]:
+        return self._put_scattered()
+
+
+@dataclass(frozen=True)
+class PassSizes:
+    """How large a pass over a cache is.
+
+    Attributes:
+        tokens: T of each row, pads included.
+        visible: S', slots that are handed back.
+        steady: whether it may be recorded; then there are few sizes.
+    """
+
+    tokens: int
+    visible: int
+    steady: bool
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[int], starts: Sequence[int], longest: int, *, recorded: bool
+    ) -> PassSizes:
+        """Sizes that have room for what is wanted.
+
+        Args:
+            rows: of the pass. Pieces of one row cannot have pads, which the next would write over.
+            starts: first slot that each row writes.
+            longest: tokens of the longest row.
+            recorded: whether passes over a few tokens are recorded.
+        """
+        if not recorded or longest > MOST_RECORDED or len(set(rows)) < len(rows):
+            return cls(longest, max(starts) + longest, steady=False)
+        tokens = 1 << (longest - 1).bit_length()
+        visible = -(-(max(starts) + tokens) // SLOT_BUCKET) * SLOT_BUCKET
+        return cls(tokens, visible, steady=True)
 
 
 class StoredAttention:
@@ -242,9 +325,14 @@ class StoredMemory:
 
 def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     """Rows as an index: neighbours as a slice, which copies nothing."""
+    found = _neighbours(rows)
+    return torch.tensor(rows, device=device) if found is None else found
+
+
+def _neighbours(rows: Sequence[int]) -> slice | None:
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
-    return torch.tensor(rows, device=device)
+    return None
 
 
 def prefix_mask(lengths: Sequence[int], visible: int, device: torch.device) -> Tensor:

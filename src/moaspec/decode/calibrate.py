@@ -116,6 +116,8 @@ def fingerprint(
         "packed": target.packed,
         "kernels": instructions() if target.packed else None,
     }
+    if target.graphs is not None:
+        facts["graphs"] = True
     if drafter is not None:
         sizes = asdict(drafter.config)
         default = sizes["num_target_layers"][0]

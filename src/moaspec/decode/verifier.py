@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moaspec.decode.cache import KVCache, tree_mask
+from moaspec.decode.cache import KVCache, PassSizes, tree_mask
 from moaspec.decode.decide import Decision, decide, follow
 from moaspec.decode.protocols import Drafter, Need, Request, Verdict
 from moaspec.target import Target
@@ -198,9 +198,10 @@ class LocalVerifier:
 
     def _pass(self, plans: Sequence[_Plan]) -> Tensor:
         """Run the target over every plan's tokens, right-padded: (B, T, E) final states."""
-        longest = max(len(plan.tokens) for plan in plans)
         rows, starts = [p.request.row for p in plans], [p.start for p in plans]
-        visible = max(starts) + longest
+        wanted = max(len(plan.tokens) for plan in plans)
+        sizes = PassSizes.of(rows, starts, wanted, recorded=self.target.graphs is not None)
+        longest, visible = sizes.tokens, sizes.visible
         self.cache.reserve(max(rows) + 1, visible)
         tree_BTT = np.stack([_visible_matrix(plan, longest) for plan in plans])
         numbers = [[_padded(p.tokens, longest), _padded(p.positions, longest)] for p in plans]
@@ -214,7 +215,7 @@ class LocalVerifier:
                 tokens_BT,
                 positions_BT,
                 mask_B1TS=mask_B1TS,
-                write=self.cache.writer(rows, starts, longest, visible),
+                write=self.cache.writer(rows, starts, longest, visible, steady=sizes.steady),
                 lengths_B=lengths_B,
             )
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from moaspec.decode import Drafter, Tree, local_parts
-from moaspec.decode.cache import KVCache, tree_mask
+from moaspec.decode.cache import KVCache, PassSizes, tree_mask
 from moaspec.decode.protocols import RowText
 from moaspec.evaluate.meter import Meter
 from moaspec.evaluate.methods import Method
@@ -173,7 +173,9 @@ def _fitting(target: Target, contexts: Sequence[int], drafted: Sequence[Method])
 @torch.inference_mode()
 def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
     """Median seconds of a pass over `tokens` in each of `batch` rows, after `context` others."""
-    device, visible = target.device, context + tokens
+    device, rows, starts = target.device, range(batch), [context] * batch
+    sizes = PassSizes.of(rows, starts, tokens, recorded=target.graphs is not None)
+    tokens, visible = sizes.tokens, sizes.visible
     cache = KVCache(
         num_layers=target.num_layers,
         num_heads=target.num_kv_heads,
@@ -182,9 +184,8 @@ def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
         device=device,
     )
     cache.reserve(batch, visible)
-    rows, starts = range(batch), [context] * batch
     ids_BT = torch.zeros(batch, tokens, dtype=torch.long, device=device)
-    positions_BT = ids_BT + torch.arange(context, visible, device=device)
+    positions_BT = ids_BT + torch.arange(context, context + tokens, device=device)
     causal_BTT = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
     causal_BTT = causal_BTT.expand(batch, -1, -1)
 
@@ -193,7 +194,7 @@ def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
             ids_BT,
             positions_BT,
             mask_B1TS=tree_mask(starts, causal_BTT, visible),
-            write=cache.writer(rows, starts, tokens, visible),
+            write=cache.writer(rows, starts, tokens, visible, steady=sizes.steady),
         )
         target.best(hidden_BTE.flatten(0, 1)).tolist()
 

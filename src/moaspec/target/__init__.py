@@ -2,7 +2,8 @@
 
 from moaspec.target.facts import TargetFacts
 from moaspec.target.families import SUPPORTED_FAMILIES
-from moaspec.target.model import Target, WriteKV
+from moaspec.target.lean import WriteKV
+from moaspec.target.model import Target
 from moaspec.target.registry import ALIASES, load_target, target_facts
 
 __all__ = [

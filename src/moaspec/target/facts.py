@@ -23,6 +23,8 @@ class TargetFacts:
         dtype: of weights, keys and values; None where a subclass has the weights.
         generation_config: transformers' own; None where there is none.
         device: where keys and values are.
+        quantize: what weights were rounded to ("int8", "int4"), so that nobody takes this for the
+            target that it was before; None where they were not.
     """
 
     def __init__(
@@ -34,16 +36,23 @@ class TargetFacts:
         dtype: torch.dtype | None,
         generation_config: Any = None,
         device: str = "cpu",
+        quantize: str | None = None,
     ) -> None:
         self.config, self.tokenizer, self.name = config, tokenizer, name
         self._dtype, self._generation_config = dtype, generation_config
-        self._device = torch.device(device)
+        self._device, self.quantize = torch.device(device), quantize
 
     @property
     def dtype(self) -> torch.dtype:
         """Of weights, keys and values."""
         assert self._dtype is not None
         return self._dtype
+
+    @property
+    def precision(self) -> str:
+        """Of its numbers, in words: what texts and costs go by."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dtype if self.quantize is None else f"{dtype}, {self.quantize} weights"
 
     @property
     def device(self) -> torch.device:

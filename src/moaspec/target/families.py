@@ -8,7 +8,7 @@ Legend: B batch, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from threading import Lock
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moaspec.errors import UnsupportedTargetError
+from moaspec.model.masks import text_mask, window_mask
 from moaspec.model.rope import AngleTable, CosSin
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -128,6 +129,26 @@ def _switch(parameters: Mapping[str, Any]) -> int | None:
     if parameters["rope_type"] != "longrope":
         return None
     return int(parameters["original_max_position_embeddings"])
+
+
+def layer_masks(
+    kinds: Collection[str], window: int | None, mask_B1TS: Tensor | None, position_ids_BT: Tensor
+) -> dict[str, Tensor | None]:
+    """The mask of each layer type; None is plain causal attention.
+
+    Args:
+        kinds: FULL or SLIDING, of all layers.
+        window: of those that are SLIDING.
+        mask_B1TS: of those that are FULL.
+        position_ids_BT: of the tokens.
+    """
+    masks = {FULL: mask_B1TS}
+    if SLIDING in kinds:
+        assert window is not None
+        if mask_B1TS is None and position_ids_BT.shape[1] > window:
+            mask_B1TS = text_mask(torch.ones_like(position_ids_BT))
+        masks[SLIDING] = None if mask_B1TS is None else window_mask(mask_B1TS, window)
+    return masks
 
 
 class RotaryEmbeddings:

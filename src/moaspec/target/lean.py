@@ -27,6 +27,9 @@ from moaspec.target.packing import is_silu, joint_matrix, joint_product
 
 Norm = Callable[[Tensor], Tensor]
 
+WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
+
 
 class Tap(Protocol):
     """Transformers' cache interface, as far as a layer uses it."""
@@ -36,6 +39,18 @@ class Tap(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values, each (B, J, T, D); give back those to read, (B, J, S, D)."""
         ...
+
+
+class KVTap:
+    """Stands in for transformers' cache and passes keys and values to an operation."""
+
+    def __init__(self, write: WriteKV) -> None:
+        self._write = write
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self._write(layer_idx, key_states, value_states)
 
 
 @dataclass(frozen=True, kw_only=True)

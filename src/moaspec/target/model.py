@@ -11,6 +11,7 @@ K = 2 * H * D, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,32 +22,25 @@ from moaspec.errors import UnsupportedTargetError
 from moaspec.kernels import MOST_QUERIES, FusedNorm, FusedStack, Slots
 from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import LayerFeatures
-from moaspec.model.masks import text_mask, window_mask
+from moaspec.model.masks import text_mask
 from moaspec.places import cache_dir
 from moaspec.target import families
 from moaspec.target.facts import TargetFacts
 from moaspec.target.forms import can_pack
+from moaspec.target.graphs import PassGraphs, Steady
 from moaspec.target.heads import draft_rows, pack_like
-from moaspec.target.lean import Reading, cache_argument, kernel_norm, make_lean
+from moaspec.target.lean import (
+    KVTap,
+    Reading,
+    WriteKV,
+    cache_argument,
+    kernel_norm,
+    make_lean,
+)
 from moaspec.target.packing import PackedLinear, pack_linears, return_freed_memory
-
-WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
 
 WatchLayer = Callable[[int, Tensor], None]
 """(layer index, the states that enter it, (B, T, E))."""
-
-
-class _KVTap:
-    """Stands in for transformers' cache and passes keys and values to an operation."""
-
-    def __init__(self, write: WriteKV) -> None:
-        self._write = write
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        return self._write(layer_idx, key_states, value_states)
 
 
 class Target(TargetFacts):
@@ -58,12 +52,12 @@ class Target(TargetFacts):
         name: how messages call it.
         freeze: False leaves the model's mode and gradients as they are, for a model that is not
             ours to change; it must be in evaluation mode then.
-        quantize: what its weights were rounded to ("int8", "int4"), so that nobody takes it for the
-            target that it was before; None where they were not.
+        quantize: see `TargetFacts`.
 
     Attributes:
         packed: whether `pack` has laid the weights out for this CPU.
         fused: its layers as `moaspec.kernels` compute them, or None.
+        graphs: recordings of passes on a CUDA device, or None.
 
     Raises:
         UnsupportedTargetError: keys and values of this family cannot be captured.
@@ -92,8 +86,8 @@ class Target(TargetFacts):
             name=name,
             dtype=None,
             generation_config=model.generation_config,
+            quantize=quantize,
         )
-        self.quantize = quantize
         self._base: Any = model.base_model
         # The last layer is the one that an excerpt has, if it has any.
         self._cache_argument = cache_argument(self._base.layers[-1])
@@ -103,8 +97,10 @@ class Target(TargetFacts):
         self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._rotary = families.RotaryEmbeddings(self._base.rotary_emb, model.config)
         self._layer_types = families.layer_types(model.config)
+        self._window: int | None = getattr(model.config, "sliding_window", None)
         self.lean = self.packed = False
         self.fused: FusedStack | None = None
+        self.graphs: PassGraphs | None = None
         self._fast_norm: FusedNorm | None = None
         self._hooks: list[Mapping[int, Any]] = []
 
@@ -118,25 +114,22 @@ class Target(TargetFacts):
         """Where the weights are."""
         return self.model.device
 
-    @property
-    def precision(self) -> str:
-        """Of its numbers, in words: what texts and costs go by."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return dtype if self.quantize is None else f"{dtype}, {self.quantize} weights"
-
     def pack(self) -> bool:
         """Lay the weights of linear layers out for this CPU, in place, see `packing`.
 
         Afterwards the target decodes and can be saved, but no longer be moved or cast.
 
+        On a CUDA device passes are recorded instead, see `graphs`.
+
         Returns:
-            Whether it was done; False where there is nothing to gain, such as on a GPU.
+            Whether weights were laid out; False where there is nothing to gain, such as on a GPU.
         """
         self.packed = can_pack(self.dtype, self.device)
         if self.packed:
             pack_linears(self.model, keep=(self._lm_head,))
             self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
         self._fuse(list(self._base.layers))
+        self.graphs = PassGraphs.of(self.device)
         if self.fused is not None:
             self._rotary.tabulate()
         return_freed_memory()
@@ -273,7 +266,7 @@ class Target(TargetFacts):
             lengths_B = position_ids_BT.amax(1) + 1
         exact = self.fused is not None
         rope = self._rotary(states_BTE, position_ids_BT, lengths_B, exact=exact)
-        masks = self._masks(mask_B1TS, position_ids_BT)
+        masks = families.layer_masks(self._layer_types, self._window, mask_B1TS, position_ids_BT)
         kinds = set(self._layer_types[self.num_layers - num :])
         if watch is None and len(kinds) == 1:
             (kind,) = kinds
@@ -283,13 +276,39 @@ class Target(TargetFacts):
         shared = {
             kind: self._shared(rope[kind], mask, position_ids_BT) for kind, mask in masks.items()
         }
-        tap = {self._cache_argument: _KVTap(write)}
+        if self.graphs is not None and isinstance(write, Steady) and self._can_record(states_BTE):
+            readings = {kind: one["reading"] for kind, one in shared.items()}
+            return self.graphs.run(partial(self._read, num), states_BTE, readings, write, key=num)
+        return self._through(states_BTE, shared, write, num, watch)
+
+    def _through(
+        self,
+        states_BTE: Tensor,
+        shared: Mapping[str, dict[str, Any]],
+        write: WriteKV,
+        num: int,
+        watch: WatchLayer | None = None,
+    ) -> Tensor:
+        """The last `num` layers one by one, and the final norm."""
+        tap = {self._cache_argument: KVTap(write)}
         for index in range(self.num_layers - num, self.num_layers):
             kind = self._layer_types[index]
             if watch is not None:
                 watch(index, states_BTE)
             states_BTE = self._base.layers[index](states_BTE, **tap, **shared[kind])
         return self._normed(states_BTE)
+
+    def _read(
+        self, num: int, states_BTE: Tensor, readings: Mapping[str, Reading], write: WriteKV
+    ) -> Tensor:
+        return self._through(
+            states_BTE, {kind: {"reading": one} for kind, one in readings.items()}, write, num
+        )
+
+    def _can_record(self, states_BTE: Tensor) -> bool:
+        """Whether a pass does nothing that a recording would leave out."""
+        watched = any(self._hooks) or self._base.norm._forward_hooks
+        return self.lean and not watched and not states_BTE.requires_grad
 
     def _normed(self, states_BTE: Tensor) -> Tensor:
         """The final norm; the same bits however many tokens a pass has."""
@@ -347,16 +366,6 @@ class Target(TargetFacts):
             "position_ids": position_ids_BT,
             "position_embeddings": cos_sin,
         }
-
-    def _masks(self, mask_B1TS: Tensor | None, position_ids_BT: Tensor) -> dict[str, Tensor | None]:
-        """The mask of each layer type that this model has; None is plain causal attention."""
-        masks = {families.FULL: mask_B1TS}
-        if families.SLIDING in self._layer_types:
-            window = int(self.config.sliding_window)
-            if mask_B1TS is None and position_ids_BT.shape[1] > window:
-                mask_B1TS = text_mask(torch.ones_like(position_ids_BT))
-            masks[families.SLIDING] = None if mask_B1TS is None else window_mask(mask_B1TS, window)
-        return masks
 
     @torch.no_grad()
     def encode(
