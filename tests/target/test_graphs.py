@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -229,6 +231,42 @@ def test_nothing_of_it_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     target.pack()
     assert target.graphs is None
     moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=4)
+
+
+def test_what_is_asked_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stream and one pool for all recordings; each is captured with both, and replayed."""
+    asked: list[Any] = []
+    takes = inspect.signature(torch.cuda.graph)
+
+    class Fake:
+        def __init__(self, *_: Any) -> None:
+            asked.append("graph")
+
+        def replay(self) -> None:
+            asked.append("replay")
+
+    def capturing(graph: Any, **options: Any) -> Any:
+        takes.bind(graph, **options)  # PyTorch's own knows these names
+        asked.append(options)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Fake)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    made = PassGraphs.of(torch.device("cuda:1"))
+    target, _ = recording()
+    target.graphs = made
+    cache = cache_of(target)
+    for start in (0, 3, 6):
+        run(target, cache, [0], [start], seed=0)
+    options = {
+        "pool": "pool",
+        "stream": "stream of cuda:1",
+        "capture_error_mode": "thread_local",
+    }
+    assert asked == ["graph", options, "replay", "replay"]
 
 
 @pytest.mark.parametrize("said", ["off", "0", "False"])

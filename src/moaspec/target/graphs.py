@@ -1,7 +1,7 @@
 """Passes that are recorded once for their shape and replayed: on a GPU, CUDA graphs.
 
-A pass over a few tokens is some twenty small operations a layer, and launching these one by one
-from Python takes a GPU's host longer than the GPU needs for them. A recording is launched as a
+A pass over a few tokens is dozens of small operations a layer, and launching these one by one from
+Python takes a GPU's host longer than the GPU needs for them. A recording is launched as a
 whole. It reads what it computes with from tensors that stay where they are, so:
 
 - What differs between passes of one shape is copied there first: states, rotary embeddings, masks,
@@ -57,7 +57,7 @@ class Steady(Protocol):
     """A `write` of which a recording can be replayed for other places."""
 
     def key(self) -> Hashable:
-        """All that its operations depend on besides `places`."""
+        """All that its operations depend on besides these places."""
         ...
 
     def where(self) -> tuple[Tensor, ...]:
@@ -74,11 +74,12 @@ class CudaGraph:
 
     Args:
         device: whose operations are recorded.
+        stream: on which they are, one for all recordings: libraries keep memory for each stream.
         pool: of memory for what is between a recording's first and last operation.
     """
 
-    def __init__(self, device: torch.device, pool: Any) -> None:
-        self._device, self._pool = device, pool
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+        self._device, self._stream, self._pool = device, stream, pool
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, run: Callable[[], Tensor]) -> Tensor:
@@ -88,7 +89,7 @@ class CudaGraph:
             torch.cuda.graph(
                 self._graph,
                 pool=self._pool,
-                stream=torch.cuda.Stream(self._device),
+                stream=self._stream,
                 capture_error_mode="thread_local",
             ),
         ):
@@ -136,8 +137,8 @@ class PassGraphs:
         if device.type != "cuda" or os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
             return None
         # Recordings are replayed one at a time, and results copied: they can share their memory.
-        pool = torch.cuda.graph_pool_handle()
-        return cls(lambda: CudaGraph(device, pool))
+        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        return cls(lambda: CudaGraph(device, stream, pool))
 
     def run(
         self,
