@@ -24,7 +24,7 @@ from moaspec.errors import InputError
 from moaspec.kernels import Matrix
 from moaspec.kernels.build import unpacks
 from moaspec.target import Target
-from moaspec.target.weight_only import BITS, by_torchao, require_quantize, rounded
+from moaspec.target.weight_only import BITS, by_torchao, quantise, require_quantize, rounded
 
 needs_torchao = pytest.mark.skipif(
     find_spec("torchao") is None, reason="torchao is not installed: pip install 'moaspec[quantize]'"
@@ -229,6 +229,13 @@ def test_sizes_that_are_no_groups(tmp_path: Path) -> None:
     tiny.model().save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"groups of 32, and layers\.0\.self_attn\.q_proj .* 48"):
         moaspec.load_target(tmp_path, quantize="int4")
+
+
+def test_models_that_are_quantised_already() -> None:
+    model = tiny.kernel_target().model
+    model.config.quantization_config = {"quant_method": "torchao"}
+    with pytest.raises(InputError, match="some model is quantised already"):
+        quantise(model, "int8", name="some model", packed=True)
 
 
 @needs_torchao

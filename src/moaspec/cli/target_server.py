@@ -115,7 +115,9 @@ def target_server(
         _serve_metrics(service, host, metrics_port)
     where = ServerOptions(host=host, port=port, credentials=secure, guard=guard)
     # Made inside the loop, to which gRPC ties a server when it is made.
-    facts = {"max_sessions": service.max_sessions, "engine": engine}
+    facts: dict[str, Any] = {"max_sessions": service.max_sessions, "engine": engine}
+    if quantize is not None:
+        facts["quantize"] = quantize
     asyncio.run(_serve(lambda: GrpcServer(service, where), drain_s, facts))
 
 
