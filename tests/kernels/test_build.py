@@ -157,12 +157,34 @@ def test_they_can_be_switched_off(
 
 @needs_cpu
 @pytest.mark.usefixtures("afresh")
-@pytest.mark.parametrize("has_bf16", [False, True])
-def test_what_kernels_are_compiled_for(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
-    assert build._wanted() == (["avx512", "avx2"] if has_bf16 else ["avx2"])
-    monkeypatch.setenv(build.SWITCH, "avx2")
-    assert build._wanted() == ["avx2"]
+@pytest.mark.parametrize(
+    ("has_bf16", "has_amx", "granted", "names"),
+    [
+        (True, True, True, ["amx", "avx512", "avx2"]),
+        (True, True, False, ["avx512", "avx2"]),
+        (True, False, True, ["avx512", "avx2"]),
+        (False, True, True, ["avx2"]),
+    ],
+)
+def test_what_kernels_are_compiled_for(
+    has_bf16: bool,
+    has_amx: bool,
+    granted: bool,
+    names: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`granted`: the system lets this process have tile registers."""
+    for name, answer in (
+        ("_is_avx512_bf16_supported", has_bf16),
+        ("_is_vnni_supported", has_bf16),
+        ("_is_amx_tile_supported", has_amx),
+        ("_init_amx", granted),
+    ):
+        monkeypatch.setattr(torch.cpu, name, lambda answer=answer: answer)
+    assert build._wanted() == names
+    for asked in names:
+        monkeypatch.setenv(build.SWITCH, asked)
+        assert build._wanted() == names[names.index(asked) :]
 
 
 @pytest.mark.slow
@@ -336,12 +358,13 @@ def test_a_damaged_library_is_made_anew(counting: Path, afresh: Path) -> None:
 
 @pytest.mark.slow
 @needs_unpacking
-def test_kernels_for_avx2_have_the_same_tests() -> None:
+@pytest.mark.parametrize("name", list(build.INSTRUCTIONS)[1:])
+def test_kernels_for_older_cpus_have_the_same_tests(name: str) -> None:
     """On a CPU that would not choose them."""
     here = Path(__file__).parent
     files = [here / f"test_{name}.py" for name in ("attention", "layers", "matrix")]
     command = [sys.executable, "-m", "pytest", "--quiet", "--exitfirst", "-p", "no:cacheprovider"]
-    environment = {**os.environ, build.SWITCH: "avx2"}
+    environment = {**os.environ, build.SWITCH: name}
     subprocess.run([*command, *files], check=True, env=environment, timeout=600)
 
 

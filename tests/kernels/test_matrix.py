@@ -138,6 +138,17 @@ def test_a_row_has_the_same_bits_in_every_call(
                 assert same_bits(matrix.product(x[7 : 7 + rows], single=single), whole[7:][:rows])
 
 
+def test_pytorchs_own_products_between_ours_stay_as_they_are() -> None:
+    """Both may use tile registers, whose shapes are a thread's own state."""
+    matrix, x = Matrix(normal(40, 64), None), normal(20, 64, seed=1)
+    weight_OI, many = normal(96, 128, seed=2), normal(300, 128, seed=3)
+    with threads(1):
+        ours, theirs = matrix.product(x), torch.nn.functional.linear(many, weight_OI)
+        for rows in (1, 5, 20):
+            assert same_bits(torch.nn.functional.linear(many, weight_OI), theirs)
+            assert same_bits(matrix.product(x[:rows]), ours[:rows])
+
+
 def unrounded(matrix: Matrix) -> tuple[Tensor, Tensor]:
     """What four bits stand for, by the description of panels in `blocks.h`; and their scales."""
     panels_PNX = matrix._panels

@@ -34,16 +34,6 @@ struct Group {
   int count;
 };
 
-// Scores of Q queries, one beside another, against 16 keys, whose pairs are a panel.
-template <int Q>
-inline void score(const Input* queries, const Words* keys, int64_t dim, float* scores,
-                  int64_t stride) {
-  const uint8_t* panel = reinterpret_cast<const uint8_t*>(keys);
-  Tile tile;
-  Sixteen::tile<Q, 1>(queries, dim, panel, 0, panel, dim, tile);
-  for (int q = 0; q < Q; q++) store(scores + q * stride, tile.sums[q][0]);
-}
-
 // Adds values of some slots, weighted, to Q queries' sums of some numbers of the head.
 template <int Q>
 inline void gather(const float* weights, int64_t stride, const bf16* value, int64_t slot_stride,
@@ -87,6 +77,88 @@ inline void by_registers(int count, const Call& call) {
     with_queries<kTogether>(count - start, [&](auto q) { call(start, q); });
 }
 
+#ifdef __AMX_BF16__
+// Scores of a group's queries against all keys, which are read as they lie: keys by queries, 16 by 16.
+class Scores {
+ public:
+  Scores(const Group& group, int64_t dim) : group_(group), dim_(dim), tiles_(kTileMost) {
+    std::fill_n(queries_, dim * kLanes, 0);
+    for (int q = 0; q < group.count; q++)
+      for (int64_t i = 0; i < dim; i++)
+        queries_[i / 2 * 2 * kLanes + 2 * q + i % 2] = group.query[q][i];
+    Tiles::known(queries_);
+  }
+
+  // Against `count` keys, at most 16.
+  void against(const bf16* key, int64_t key_slot, int64_t count, float* scores, int64_t stride) {
+    if (count < kLanes) {  // there may be no memory behind the last key
+      for (int64_t s = 0; s < kLanes; s++)
+        if (s < count) std::copy_n(key + s * key_slot, dim_, last_ + s * dim_);
+        else std::fill_n(last_ + s * dim_, dim_, 0);
+      Tiles::known(last_);
+      key = last_;
+      key_slot = dim_;
+    }
+    _tile_zero(0);
+    for (int64_t i = 0; i < dim_; i += kBlock) {
+      _tile_loadd(4, key + i, key_slot * sizeof(bf16));
+      _tile_loadd(6, queries_ + i * kLanes, kTileBytes);
+      _tile_dpbf16ps(0, 4, 6);
+    }
+    _tile_stored(0, found_, kTileBytes);
+    Tiles::known(found_);
+    const Words places = _mm512_mullo_epi32(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(kLanes));
+    for (int q = 0; q < group_.count; q++)
+      store(scores + q * stride, _mm512_i32gather_ps(places, found_ + q, sizeof(float)));
+  }
+
+ private:
+  const Group& group_;
+  const int64_t dim_;
+  Tiles tiles_;
+  alignas(64) bf16 queries_[kMostDim * kLanes];  // (dim / 2, 16, 2)
+  alignas(64) bf16 last_[kMostDim * kLanes];     // (16, dim)
+  alignas(64) float found_[kLanes * kLanes];
+};
+#else
+// Scores of Q queries, one beside another, against 16 keys, whose pairs are a panel.
+template <int Q>
+inline void score(const Input* queries, const Words* keys, int64_t dim, float* scores,
+                  int64_t stride) {
+  const uint8_t* panel = reinterpret_cast<const uint8_t*>(keys);
+  Tile tile;
+  Sixteen::tile<Q, 1>(queries, dim, panel, 0, panel, dim, tile);
+  for (int q = 0; q < Q; q++) store(scores + q * stride, tile.sums[q][0]);
+}
+
+// Scores of a group's queries against all keys, 16 of which are turned into columns at a time.
+class Scores {
+ public:
+  Scores(const Group& group, int64_t dim) : count_(group.count), dim_(dim) {
+    for (int q = 0; q < count_; q++) as_inputs(group.query[q], dim, queries_ + q * dim);
+  }
+
+  // Against `count` keys, at most 16.
+  void against(const bf16* key, int64_t key_slot, int64_t count, float* scores, int64_t stride) {
+    for (int64_t part = 0; part < dim_ / 2; part += kLanes) {
+      for (int i = 0; i < kLanes; i++)
+        keys_[part + i] = i < count ? words(key + i * key_slot + 2 * part) : no_words();
+      transpose(keys_ + part);
+    }
+    by_registers(count_, [&](int start, auto q) {
+      score<q>(queries_ + start * dim_, keys_, dim_, scores + start * stride, stride);
+    });
+  }
+
+ private:
+  const int count_;
+  const int64_t dim_;
+  alignas(64) Input queries_[kQueries * kMostDim];
+  alignas(64) Words keys_[kMostDim / 2];
+};
+#endif
+
 // Scores become weights, zero where nothing is visible; returns one over their sum.
 float soften(float* scores, const uint8_t* mask, int64_t slots, float scale, float* visible) {
   const Floats nothing = all(-INFINITY);
@@ -112,24 +184,29 @@ float soften(float* scores, const uint8_t* mask, int64_t slots, float scale, flo
   return count ? 1.0f / total(sums) : 0.0f;
 }
 
+// Slots up to the last one that a group sees: what lies behind would be multiplied with zero.
+inline int64_t seen_slots(const Group& group, int64_t slots) {
+  if (!group.mask[0]) return slots;
+  int64_t seen = 0;
+  for (int q = 0; q < group.count; q++) {
+    int64_t last = slots;
+    while (last > seen && !group.mask[q][last - 1]) last--;
+    seen = last;
+  }
+  return seen;
+}
+
 void attend(const Group& group, const bf16* key, const bf16* value, const Attention& call) {
-  const int64_t slots = call.slots, stride = (slots + kLanes - 1) / kLanes * kLanes;
+  const int64_t slots = seen_slots(group, call.slots), stride = (slots + kLanes - 1) / kLanes * kLanes;
   const int64_t dim = call.head_dim;
   float* scores = own<Group, float>((kQueries + 1) * stride + kLanes);
-  alignas(64) Input queries[kQueries * kMostDim];
-  alignas(64) Words keys[kMostDim / 2];
-  for (int q = 0; q < group.count; q++) as_inputs(group.query[q], dim, queries + q * dim);
-  for (int64_t s = 0; s < slots; s += kLanes) {
-    fetch(key, call.key_slot, s + 2 * kLanes, std::min(slots, s + 3 * kLanes), dim);
-    for (int64_t part = 0; part < dim / 2; part += kLanes) {
-      for (int i = 0; i < kLanes; i++)
-        keys[part + i] =
-            s + i < slots ? words(key + (s + i) * call.key_slot + 2 * part) : no_words();
-      transpose(keys + part);
+  {
+    Scores found(group, dim);
+    for (int64_t s = 0; s < slots; s += kLanes) {
+      fetch(key, call.key_slot, s + 2 * kLanes, std::min(slots, s + 3 * kLanes), dim);
+      found.against(key + s * call.key_slot, call.key_slot, std::min<int64_t>(kLanes, slots - s), scores + s,
+                    stride);
     }
-    by_registers(group.count, [&](int start, auto q) {
-      score<q>(queries + start * dim, keys, dim, scores + start * stride + s, stride);
-    });
   }
   float factors[kQueries];
   for (int q = 0; q < group.count; q++)

@@ -12,7 +12,11 @@
 
 namespace {
 
-constexpr int kUnpackedRows = 16; // rows above which blocks are unpacked first
+#ifdef __AMX_BF16__
+constexpr int kUnpackedRows = 32; // rows above which blocks are unpacked first
+#else
+constexpr int kUnpackedRows = 16;
+#endif
 
 // A block of four bits, unpacked pair by pair in their order.
 class FourBits {
@@ -62,6 +66,15 @@ class EightBits {
   const uint8_t* codes_;
 };
 
+// A block in 16 bits.
+template <class Block>
+inline void unpack_block(const uint8_t* from, bf16* to) {
+  Block block(from);
+#pragma GCC unroll 16
+  for (int k = 0; k < kBlock / 2; k++)
+    _mm512_storeu_si512(to + 2 * k * kLanes, (__m512i)block.pair(k));
+}
+
 // Weights in blocks of fewer bits, of which each product has the same bits as of the 16 they stand for.
 template <class Block>
 struct Blocks {
@@ -96,11 +109,8 @@ struct Blocks {
 
   // A panel in 16 bits.
   static void unpack(const uint8_t* panel, int64_t inputs, bf16* to) {
-    for (int64_t b = 0; b < inputs / kBlock; b++) {
-      Block block(panel + b * Block::kBytes);
-      for (int k = 0; k < kBlock / 2; k++)
-        _mm512_storeu_si512(to + (b * kBlock + 2 * k) * kLanes, (__m512i)block.pair(k));
-    }
+    for (int64_t b = 0; b < inputs / kBlock; b++)
+      unpack_block<Block>(panel + b * Block::kBytes, to + b * kBlock * kLanes);
   }
 
  private:

@@ -21,15 +21,17 @@ SOURCES = Path(__file__).parent
 MAIN = SOURCES / "cpu.cpp"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-mfma")
 """`-fopenmp` finds the library that PyTorch has loaded: both then share one team of threads."""
+_AVX512 = (*(f"-mavx512{name}" for name in ("f", "bw", "vl", "dq", "vnni", "bf16")), "-mf16c")
 INSTRUCTIONS = {
-    "avx512": (*(f"-mavx512{name}" for name in ("f", "bw", "vl", "dq", "vnni", "bf16")), "-mf16c"),
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
+    "avx512": _AVX512,
     "avx2": ("-mavx2", "-mf16c"),
 }
 """What kernels are compiled for, the fastest first; `registers.h` has both."""
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300.0
 SWITCH = "MOASPEC_KERNELS"
-"""Environment variable; "off" does without kernels, "avx2" without AVX-512."""
+"""Environment variable; "off" does without kernels, one of `INSTRUCTIONS` without what is faster."""
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +54,15 @@ def library() -> ctypes.CDLL:
 
 def unpacks() -> bool:
     """Whether kernels here give products of fewer bits the very bits of those of 16."""
-    return instructions() == "avx512"
+    return instructions() in {"amx", "avx512"}
 
 
 def instructions() -> str | None:
     """The one of `INSTRUCTIONS` that the kernels here were compiled for; None without kernels."""
     if why_not() is not None:
         return None
-    return "avx512" if hasattr(library(), "moaspec_codes") else "avx2"
+    library().moaspec_instructions.restype = ctypes.c_char_p
+    return library().moaspec_instructions().decode()
 
 
 @cache
@@ -99,8 +102,12 @@ def _wanted() -> list[str]:
         raise _UnavailableError(f"{SWITCH} is off")
     if platform.system() != "Linux" or not torch.cpu._is_avx2_supported():
         raise _UnavailableError("they are for Linux on CPUs with AVX2")
-    has_bf16 = torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()
-    return [name for name in INSTRUCTIONS if name == "avx2" or (has_bf16 and asked != "avx2")]
+    names = list(INSTRUCTIONS)
+    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):
+        names = ["avx2"]
+    elif not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):  # asks the system
+        names.remove("amx")
+    return names[names.index(asked) :] if asked in names else names
 
 
 def _compiled() -> Path:

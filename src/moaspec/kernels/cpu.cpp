@@ -171,6 +171,17 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
 
 extern "C" {
 
+// What this was compiled for, as `build.py` names it.
+const char* moaspec_instructions() {
+#if defined(__AMX_BF16__)
+  return "amx";
+#elif defined(__AVX512BF16__)
+  return "avx512";
+#else
+  return "avx2";
+#endif
+}
+
 // out = x times the transposed weight, plus the bias; (rows, outputs), contiguous.
 void moaspec_product(const Matrix* matrix, const bf16* x, int64_t rows, int64_t stride, void* out,
                      int32_t single, int32_t threads) {

@@ -9,12 +9,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
 #include "nibbles.h"
 #ifdef __AVX512BF16__
 #include "blocks.h"
+#endif
+#ifdef __AMX_BF16__
+#include "tiles.h"
 #endif
 
 namespace {
@@ -109,6 +113,26 @@ void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stri
   }
 }
 
+#ifdef __AMX_BF16__
+// Whether products of so many inputs with weights of a format are the tiles' work.
+template <class Format>
+constexpr bool tiled(int64_t inputs) {
+  return std::is_same_v<typename Format::Input, bf16> && inputs % kBlock == 0;
+}
+#endif
+
+// As `multiply_panels`, by the fastest instructions.
+template <class Format, class Give>
+void multiply_any(const typename Format::Input* x, int64_t rows, int64_t stride, const uint8_t* panels,
+                  int count, int64_t apart, const uint8_t* next, int64_t inputs, const Give& give) {
+#ifdef __AMX_BF16__
+  if constexpr (std::is_same_v<typename Format::Input, bf16>)
+    if (tiled<Format>(inputs))
+      return multiply_tiled<Format>(x, rows, stride, panels, count, apart, next, inputs, give);
+#endif
+  multiply_panels<Format>(x, rows, stride, panels, count, apart, next, inputs, give);
+}
+
 // From `start` on, up to but without `stop`.
 struct Stretch { int64_t start, stop; };
 
@@ -123,6 +147,14 @@ template <class Format, class Give>
 void multiply_stretch(const Matrix& matrix, const typename Format::Input* x, int64_t rows,
                       int64_t stride, Stretch stretch, const Give& give) {
   const int64_t inputs = matrix.inputs, bytes = Format::panel_bytes(inputs);
+  int64_t streams = Format::panels_at_once(rows);
+#ifdef __AMX_BF16__
+  std::optional<Tiles> tiles;
+  if (tiled<Format>(inputs)) {
+    tiles.emplace(tiled_rows(rows));
+    streams = tiled_panels(rows);
+  }
+#endif
   const auto at = [&](int64_t panel) { return static_cast<const uint8_t*>(matrix.panels) + panel * bytes; };
   const auto take = [&](int64_t first, int64_t count, int64_t apart, int64_t next) {
     const int num = static_cast<int>(count);
@@ -138,14 +170,14 @@ void multiply_stretch(const Matrix& matrix, const typename Format::Input* x, int
         uint8_t* const room = own<Format, uint8_t>(count * size);
         for (int v = 0; v < num; v++)
           Format::unpack(at(first + v * apart), inputs, reinterpret_cast<bf16*>(room + v * size));
-        return multiply_panels<Sixteen>(x, rows, stride, room, num, size, room, inputs, pass);
+        return multiply_any<Sixteen>(x, rows, stride, room, num, size, room, inputs, pass);
       }
 #endif
-    multiply_panels<Format>(x, rows, stride, at(first), num, apart * bytes, at(next), inputs, pass);
+    multiply_any<Format>(x, rows, stride, at(first), num, apart * bytes, at(next), inputs, pass);
   };
   // Panels that are multiplied together are far apart: each is a stream of its own from memory, and a
   // CPU fetches several long ones ahead faster than one.
-  const int64_t streams = Format::panels_at_once(rows), length = (stretch.stop - stretch.start) / streams;
+  const int64_t length = (stretch.stop - stretch.start) / streams;
   const int64_t behind = stretch.start + streams * length;
   for (int64_t i = 0; i < length; i++) {
     const int64_t panel = stretch.start + i;
