@@ -5,6 +5,7 @@ Legend: B batch, T tokens, L target layers, K one layer's key and value, E hidde
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from moaspec.model.drafter import TargetPass
 from moaspec.model.encoder import Encoder
 from moaspec.target import Target
+from moaspec.target.packing import packed_copy
 from moaspec.train.activations import ActivationCache, ExampleStore, FinalStates, fingerprint
 from moaspec.train.data import Batch, Example, collate
 
@@ -86,6 +88,9 @@ class FrozenMeans:
         self, reader: TargetReader, encoder: Encoder, directory: Path, *, bf16: bool = False
     ) -> None:
         self._reader, self._encoder, self._bf16 = reader, encoder, bf16
+        if bf16:  # kernels, where they are: a dozen operations over all layers of all tokens are one
+            whole = copy.deepcopy(encoder).bfloat16()
+            self._encoder = packed_copy(whole, exact=list(whole.children()))
         identity = reader.target.identity
         weights = encoder.layer_self_attention.state_dict()
         name = fingerprint(reader.examples, identity, weights)
@@ -112,8 +117,8 @@ class FrozenMeans:
         )
 
     def _write(self, batch: Batch) -> None:
-        result, device = self._reader.passes(batch), self._reader.target.device
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
+        result = self._reader.passes(batch)
+        with torch.no_grad():
             mean_BTK = self._encoder.mean_over_layers(result.kv_BTLK)
         arrays = {"mean": mean_BTK, "hidden": result.hidden_BTE}
         arrays |= {f"before{n}": states for n, states in result.before.items()}
