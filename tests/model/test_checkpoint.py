@@ -103,12 +103,29 @@ def test_round_trip(family: str, dtype: torch.dtype | None, tmp_path: Path) -> N
 def test_exits_and_acceptance_are_kept(tmp_path: Path) -> None:
     target = tiny.target()
     config = drafter_config(target, DrafterSizes(without=("sa",)), (1, 0))
-    config = dataclasses.replace(config, acceptance=((0.5, 0.25), (0.4,)))
+    config = dataclasses.replace(
+        config, acceptance=((0.5, 0.25), (0.4,)), further_acceptance=(((0.3, 0.2),),)
+    )
     drafter = MoADrafter(config)
     loaded = load(saved(tmp_path, drafter), target)
     assert loaded.config == config
+    assert loaded.config.acceptance_of(1) == ((0.5, 0.25), (0.4,))
+    assert loaded.config.acceptance_of(0) == ((0.3, 0.2),)
     assert list(loaded.exits) == ["1", "0"]
     assert_same(loaded, drafter)
+
+
+@pytest.mark.parametrize("known", [("acceptance",), ()], ids=["first exit's", "none"])
+def test_acceptance_that_earlier_versions_recorded(known: tuple[str, ...], tmp_path: Path) -> None:
+    config = drafter_config(tiny.target(), DrafterSizes(), (1, 0))
+    saved(tmp_path, MoADrafter(dataclasses.replace(config, acceptance=((0.5, 0.25),))))
+    content = json.loads((tmp_path / CONFIG).read_text())
+    for name in {"acceptance", "further_acceptance"}.difference(known):
+        del content["moaspec"][name]
+    (tmp_path / CONFIG).write_text(json.dumps(content))
+    loaded = load(tmp_path).config
+    assert loaded.acceptance_of(1) == loaded.acceptance == (((0.5, 0.25),) if known else ())
+    assert loaded.acceptance_of(0) == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

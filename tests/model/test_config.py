@@ -62,6 +62,24 @@ def test_num_target_layers(layers: tuple[Any, ...]) -> None:
         dataclasses.replace(config, num_target_layers=layers)
 
 
+RATES = ((0.5, 0.2),)
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [{"acceptance": ((1.5,),)}, {"acceptance": ((),)}, {"further_acceptance": (RATES, RATES)}],
+    ids=["above 1", "no rank", "three exits"],
+)
+def test_acceptance_that_does_not_fit(rates: dict[str, Any]) -> None:
+    config = drafter_config(tiny.target(), DrafterSizes(), (0, 3))
+    with pytest.raises(ShapeError, match="acceptance"):
+        dataclasses.replace(config, **rates)
+    with pytest.raises(ShapeError, match="must be rates"):
+        dataclasses.replace(config, further_acceptance=(((-0.1,),),))
+    whole = dataclasses.replace(config, acceptance=RATES, further_acceptance=(((0.1,),),))
+    assert [whole.acceptance_of(n) for n in (0, 3, 1)] == [RATES, ((0.1,),), ()]
+
+
 def test_kv_size() -> None:
     identity = TargetIdentity(
         model_type="llama", num_layers=2, hidden_size=8, num_kv_heads=3, head_dim=5, vocab_size=9

@@ -39,6 +39,7 @@ from moaspec.train.data import response_counts
 from moaspec.train.losses import Divergence
 from moaspec.train.measure import MEASURED_BLOCK, RANKS, Measured
 from moaspec.train.schedule import learning_rate, staircase_probability
+from moaspec.train.state import FACTS_FILE
 from moaspec.train.students import DraftHead, MoAStudent, StudentPass, new_drafter
 
 EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
@@ -553,6 +554,35 @@ def test_exits_learn_and_the_export_drafts_with_each(
         assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts("llama"))
         rounds = sum(result.num_rounds for result in results)
         assert sum(sum(result.accept_lengths) for result in results) / rounds > 1.2
+
+
+def test_acceptance_of_each_exit_is_recorded(tmp_path: Path) -> None:
+    layers = (0, 2)
+    run = trainer(tmp_path, num_target_layers=layers, steps=2, activation_cache=False)
+    run.run()
+    config = moaspec.load_drafter(tmp_path / "drafter", target=tiny.target()).config
+    measured = run.measure()
+    # The measurement of the last step, whose weights the drafter has.
+    assert [config.acceptance_of(n) for n in layers] == [(measured[n].acceptance,) for n in layers]
+    assert config.acceptance_of(0) != config.acceptance_of(2)
+    again = trainer(tmp_path, num_target_layers=layers, steps=2, activation_cache=False)
+    again.run()  # finished: it measures nothing and writes the drafter again
+    assert moaspec.load_drafter(tmp_path / "drafter", target=tiny.target()).config == config
+
+
+def test_a_state_of_before_has_the_first_exits_acceptance(tmp_path: Path) -> None:
+    layers = (0, 2)
+    run = trainer(tmp_path, num_target_layers=layers, steps=2, activation_cache=False)
+    run.run()
+    state = run.states.latest()
+    assert state is not None
+    facts = json.loads((state / FACTS_FILE).read_text())
+    first = facts["acceptance"][0]
+    (state / FACTS_FILE).write_text(json.dumps({**facts, "acceptance": first}))
+    trainer(tmp_path, num_target_layers=layers, steps=2, activation_cache=False).run()
+    config = moaspec.load_drafter(tmp_path / "drafter", target=tiny.target()).config
+    assert config.acceptance == (tuple(first),)
+    assert config.further_acceptance == ()
 
 
 def test_an_exit_that_was_not_trained_is_refused(tmp_path: Path) -> None:

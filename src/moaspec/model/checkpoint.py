@@ -12,7 +12,7 @@ Sizes always come from the tensors; `config.json` adds only what tensors cannot 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from moaspec.kernels import can_be_moment
 from moaspec.model.config import (
     DrafterConfig,
     LayerConfig,
+    Rates,
     TargetIdentity,
     activation_name,
     text_rope,
@@ -259,10 +260,15 @@ def config_from_json(section: Mapping[str, Any]) -> DrafterConfig:
         values[name] = LayerConfig(**values[name])
     values["num_target_layers"] = tuple(values["num_target_layers"])
     values["without"] = tuple(values.get("without", ()))
-    values["acceptance"] = tuple(tuple(rates) for rates in values.get("acceptance", ()))
+    values["acceptance"] = _rates(values.get("acceptance", ()))
+    values["further_acceptance"] = tuple(map(_rates, values.get("further_acceptance", ())))
     if values.get("target") is not None:
         values["target"] = TargetIdentity(**values["target"])
     return DrafterConfig(**values)
+
+
+def _rates(lists: Sequence[Sequence[float]]) -> Rates:
+    return tuple(tuple(by_rank) for by_rank in lists)
 
 
 def _config_of(

@@ -12,6 +12,10 @@ from typing import Any
 
 from moaspec.errors import ShapeError
 
+Rates = tuple[tuple[float, ...], ...]
+"""Share of drafts that the target chose, given that it chose the path to them: by depth, then by
+rank among siblings. Empty where nobody measured it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
@@ -75,9 +79,10 @@ class DrafterConfig:
         without: parts left out to measure what they bring: "lsa" (only the last layer's keys and
             values are read), "sa" (CA's queries come from token embeddings alone), "ca" (in
             its place a self-attention over aggregates of verified tokens and states of drafts).
-        acceptance: share of its drafts that the target chose, given that it chose the path to
-            them: by depth, then by rank among siblings. Empty where nobody measured it. Decoding
-            starts from it when it weighs what to draft.
+        acceptance: of drafts of the first exit; decoding starts from it when it weighs what to
+            draft.
+        further_acceptance: of drafts of each further exit, in the order of `num_target_layers`;
+            with all of them, decoding weighs which exit to use. Empty where nobody measured them.
     """
 
     hidden_size: int
@@ -93,7 +98,8 @@ class DrafterConfig:
     num_target_layers: tuple[int, ...] = (0,)
     target: TargetIdentity | None = None
     without: tuple[str, ...] = ()
-    acceptance: tuple[tuple[float, ...], ...] = ()
+    acceptance: Rates = ()
+    further_acceptance: tuple[Rates, ...] = ()
 
     def __post_init__(self) -> None:
         unknown = set(self.without) - {"lsa", "sa", "ca"}
@@ -107,16 +113,33 @@ class DrafterConfig:
         for name, (got, expected) in widths.items():
             if got != expected:
                 raise ShapeError(f"{name} must be {expected} wide, got {got}.")
-        rates = [rate for by_rank in self.acceptance for rate in by_rank]
-        if not all(self.acceptance) or not all(0.0 <= rate <= 1.0 for rate in rates):
-            raise ShapeError(f"acceptance must be rates within 0..1, got {self.acceptance}.")
         numbers = self.num_target_layers
         if not numbers or not all(isinstance(n, int) and n >= 0 for n in numbers):
             raise ShapeError(f"num_target_layers must be integers >= 0, got {numbers}.")
+        self._check_acceptance()
         for name in ("rms_norm_eps", "rope_theta", "max_position_embeddings"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ShapeError(f"{name} must be a positive number, got {value!r}.")
+
+    def _check_acceptance(self) -> None:
+        for exit_rates in (self.acceptance, *self.further_acceptance):
+            rates = [rate for by_rank in exit_rates for rate in by_rank]
+            if not all(exit_rates) or not all(0.0 <= rate <= 1.0 for rate in rates):
+                raise ShapeError(f"acceptance must be rates within 0..1, got {exit_rates}.")
+        further = len(self.num_target_layers) - 1
+        if len(self.further_acceptance) not in (0, further):
+            raise ShapeError(
+                f"further_acceptance must be of {further} exits beside the first, or empty; got "
+                f"{len(self.further_acceptance)}."
+            )
+
+    def acceptance_of(self, num_target_layers: int) -> Rates:
+        """Of drafts of the exit for this N; empty where nobody measured it."""
+        by_exit = zip(
+            self.num_target_layers, (self.acceptance, *self.further_acceptance), strict=False
+        )
+        return dict(by_exit).get(num_target_layers, ())
 
 
 def text_rope(context: Any) -> dict[str, Any]:

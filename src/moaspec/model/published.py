@@ -17,7 +17,7 @@ from moaspec.model.drafter import MoADrafter
 from moaspec.model.weights import write_config, write_weights
 
 Form = Literal["raw", "vllm"]
-_NOT_SIZES = {"num_target_layers", "target", "acceptance"}
+_NOT_SIZES = {"num_target_layers", "target", "acceptance", "further_acceptance"}
 """What published checkpoints never record."""
 
 

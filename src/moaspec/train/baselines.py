@@ -66,7 +66,7 @@ class BaselineStudent:
         found = ExitStates(states_BTE[loss_BT].float(), hidden_BTE[loss_BT], self._head, self._head)
         return StudentPass([found])
 
-    def record(self, acceptance: tuple[float, ...], moment_EE: Tensor | None) -> None:
+    def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
         """Nothing: checkpoints of baselines have no place for it."""
 
     def save(

@@ -70,8 +70,13 @@ class Student(Protocol):
         """Run `model`, which is `module` as the processes share it."""
         ...
 
-    def record(self, acceptance: tuple[float, ...], moment_EE: Tensor | None) -> None:
-        """Take in what was measured on held-out drafts, for the checkpoint; see `Measured`."""
+    def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
+        """Take in what was measured on held-out drafts, for the checkpoint; see `Measured`.
+
+        Args:
+            acceptance: by exit, then by rank.
+            moment_EE: of the first exit.
+        """
         ...
 
     def save(
@@ -124,7 +129,9 @@ def earlier_drafter(
         )
     grows = had != wanted
     if grows:
-        shape = dataclasses.replace(drafter.config, num_target_layers=wanted, acceptance=())
+        shape = dataclasses.replace(
+            drafter.config, num_target_layers=wanted, acceptance=(), further_acceptance=()
+        )
         grown = MoADrafter(shape, drafter.draft_token_ids)
         grown.load_state_dict(drafter.state_dict(), strict=False)  # it has no exits
         drafter = grown.to(target.device)
@@ -293,9 +300,12 @@ class MoAStudent:
             relative=len(self.exits) > 1,
         )
 
-    def record(self, acceptance: tuple[float, ...], moment_EE: Tensor | None) -> None:
+    def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
         """Decoding weighs what to draft by these rates, and rounds the head by the moment."""
-        self.module.config = dataclasses.replace(self.module.config, acceptance=(acceptance,))
+        first, *further = ((by_rank,) for by_rank in acceptance)
+        self.module.config = dataclasses.replace(
+            self.module.config, acceptance=first, further_acceptance=tuple(further)
+        )
         self.module.head_moment = moment_EE
 
     def save(

@@ -93,7 +93,7 @@ class Trainer:
         on_cpu = self.accelerator.device.type == "cpu"
         self._pass_tokens = config.pass_tokens or (CPU_PASS_TOKENS if on_cpu else sys.maxsize)
         self.step = self.tokens = 0
-        self._acceptance: tuple[float, ...] = ()
+        self._acceptance: tuple[tuple[float, ...], ...] = ()  # by exit, then by rank
         self._moment_EE: Tensor | None = None
         saved = self.states.load()
         if saved is None:
@@ -251,7 +251,8 @@ class Trainer:
         if not found:
             return {}
         first = found[self.student.exits[0]]
-        self._acceptance, self._moment_EE = first.acceptance, first.moment_EE
+        self._acceptance = tuple(one.acceptance for one in found.values())
+        self._moment_EE = first.moment_EE
         return {
             "held_out_accuracy": first.accuracy,
             "held_out_tau": {
@@ -330,7 +331,7 @@ class Trainer:
         try:
             self.data.restore(facts["order"])
             self.step, self.tokens = int(facts["step"]), int(facts["tokens"])
-            self._acceptance = tuple(facts.get("acceptance", ()))
+            self._acceptance = _by_exit(facts.get("acceptance", ()))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise TrainingError(
                 f"The saved state in {self.states.directory} is damaged ({error!r}). Delete it to "
@@ -352,6 +353,12 @@ class Trainer:
                 for key, value in dataclasses.asdict(self.config).items()
             }
             self.accelerator.init_trackers("moaspec", config=simple)
+
+
+def _by_exit(saved: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
+    """Acceptance as a state holds it; those of earlier versions have the first exit's alone."""
+    lists = [saved] if saved and isinstance(saved[0], float) else saved
+    return tuple(tuple(by_rank) for by_rank in lists)
 
 
 def _summary(aggregated_NE: Tensor, hidden_NE: Tensor) -> Tensor:
