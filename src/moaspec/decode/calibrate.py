@@ -12,7 +12,7 @@ import json
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import chain
@@ -62,26 +62,35 @@ def calibrate(
     Args:
         target: in the dtype and on the device that it will be used with.
         drafter: None measures the target alone.
-        num_target_layers: N; None takes the drafter's default.
+        num_target_layers: N; None measures each that the drafter has an exit for.
         advance: told how far it is, now and then.
+
+    Returns:
+        The costs with N, or with the drafter's default; `stored_costs` has those of its other
+        exits.
 
     Raises:
         InputError: N outside the target's layers.
     """
-    drafting = (
-        None
-        if drafter is None
-        else MoADrafting(drafter, target, num_target_layers=num_target_layers)
-    )
-    costs = _measured(target, drafting, advance)
-    facts = fingerprint(target, drafter, num_target_layers)
+    numbers: Sequence[int | None] = [num_target_layers]
+    if drafter is not None and num_target_layers is None:
+        numbers = drafter.config.num_target_layers
+    draftings = [
+        MoADrafting(drafter, target, num_target_layers=n) for n in numbers if drafter is not None
+    ]
+    tables = _measured(target, draftings, advance)
+    for n, costs in zip(numbers, tables, strict=True):
+        _store(costs, fingerprint(target, drafter, n))
+    return tables[0]
+
+
+def _store(costs: CostTable, facts: dict[str, Any]) -> None:
     path = _path(facts)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"format_version": FORMAT_VERSION, "of": facts, "costs": asdict(costs)}
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
         json.dump(content, scratch, indent=1)
     Path(scratch.name).replace(path)
-    return costs
 
 
 def stored_costs(
@@ -160,39 +169,89 @@ def _path(facts: dict[str, Any]) -> Path:
 
 @torch.inference_mode()
 def _measured(
-    target: Target, drafting: MoADrafting | None, advance: Callable[[str], None]
-) -> CostTable:
-    bench = Bench(target, drafting)
-    longest = max(TOKENS)
-    contexts = tuple(c for c in CONTEXTS if c + longest <= target.max_positions) or (1,)
-    passes = [[bench.target_pass(n, context) for n in TOKENS] for context in contexts]
-    heads, root, grown, encoded = [bench.head(n) for n in TOKENS], [], [], []
-    rounds = [Rounds(bench, None)]
-    widths: tuple[int, ...] = ()
-    if drafting is not None:
-        widths = tuple(w for w in WIDTHS if w <= drafting.vocabulary)
-        root = [bench.draft(Chain(1))]
-        grown = [(bench.draft(_one_level(w)), bench.draft(_grown(w))) for w in widths]
-        encoded = [bench.encode(n) for n in TOKENS]
-        rounds.append(Rounds(bench, Chain(DRAFTS)))
-    parts: list[Part | Rounds] = [*chain(*passes), *heads, *root, *chain(*grown), *encoded, *rounds]
+    target: Target, draftings: Sequence[MoADrafting], advance: Callable[[str], None]
+) -> list[CostTable]:
+    """One table for each exit, or one of the target alone.
+
+    All are timed in the same turns, so that they can be compared.
+    """
+    benches = [Bench(target, drafting) for drafting in draftings] or [Bench(target, None)]
+    common = _TargetParts(benches[0])
+    drafts = [_DraftParts(bench) for bench in benches if bench.drafting is not None]
     for turn in _turns():
         advance(f"all parts, for the {turn + 1}. time")
-        for part in parts:
+        for part in chain(common.parts, *(one.parts for one in drafts)):
             part.time(counts=turn >= WARM_UPS)
-    costs = CostTable(
-        contexts=contexts,
-        tokens=TOKENS,
-        pass_s=tuple(_rising([part.median_s for part in line]) for line in passes),
-        head_s=_rising([part.median_s for part in heads]),
-        # Drafted twice in each turn, so that a moment in which something else ran counts less.
-        root_s=min([part.median_s for part in (*root, *(one for one, _ in grown[:1]))] or [0.0]),
-        widths=widths,
-        step_s=_rising([(many.median_s - one.median_s) / (LEVELS - 1) for one, many in grown]),
-        encode_s=_rising([part.median_s for part in encoded] or [0.0 for _ in TOKENS]),
-    )
-    plain_rest_s, *draft_rest_s = (one.rest_s(costs) for one in rounds)
-    return replace(costs, plain_rest_s=plain_rest_s, draft_rest_s=sum(draft_rest_s))
+    costs = common.costs()
+    return [one.added_to(costs) for one in drafts] or [costs]
+
+
+class _TargetParts:
+    """Parts of a round that every exit shares.
+
+    Args:
+        bench: makes them.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        room = bench.target.max_positions - max(TOKENS)
+        self._contexts = tuple(c for c in CONTEXTS if c <= room) or (1,)
+        self._passes = [
+            [bench.target_pass(n, context) for n in TOKENS] for context in self._contexts
+        ]
+        self._heads, self._rounds = [bench.head(n) for n in TOKENS], Rounds(bench, None)
+        self.parts: list[Part | Rounds] = [*chain(*self._passes), *self._heads, self._rounds]
+
+    def costs(self) -> CostTable:
+        """Of the target alone."""
+        costs = CostTable(
+            contexts=self._contexts,
+            tokens=TOKENS,
+            pass_s=tuple(_rising([part.median_s for part in line]) for line in self._passes),
+            head_s=_rising([part.median_s for part in self._heads]),
+            root_s=0.0,
+            widths=(),
+            step_s=(),
+            encode_s=(0.0,) * len(TOKENS),
+        )
+        return replace(costs, plain_rest_s=self._rounds.rest_s(costs))
+
+
+class _DraftParts:
+    """Parts of a round that drafts through one exit add.
+
+    Args:
+        bench: makes them.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        assert bench.drafting is not None
+        self._widths = tuple(w for w in WIDTHS if w <= bench.drafting.vocabulary)
+        self._root = bench.draft(Chain(1))
+        self._grown = [(bench.draft(_one_level(w)), bench.draft(_grown(w))) for w in self._widths]
+        self._encoded = [bench.encode(n) for n in TOKENS]
+        self._rounds = Rounds(bench, Chain(DRAFTS))
+        self.parts: list[Part | Rounds] = [
+            self._root,
+            *chain(*self._grown),
+            *self._encoded,
+            self._rounds,
+        ]
+
+    def added_to(self, costs: CostTable) -> CostTable:
+        """The target's costs with those of drafts."""
+        levels = LEVELS - 1
+        costs = replace(
+            costs,
+            # Drafted twice in each turn, so that a moment in which something else ran counts less.
+            root_s=min(
+                part.median_s for part in (self._root, *(one for one, _ in self._grown[:1]))
+            ),
+            widths=self._widths,
+            step_s=_rising([(many.median_s - one.median_s) / levels for one, many in self._grown]),
+            encode_s=_rising([part.median_s for part in self._encoded]),
+        )
+        return replace(costs, draft_rest_s=self._rounds.rest_s(costs))
 
 
 def _turns() -> Iterator[int]:
