@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
+import tiny
 from moaspec.decode import CostShape, CostTable
 from moaspec.decode.cost import KnownCosts
+from moaspec.model import MoADrafter
+from moaspec.model.config import Rates
+from moaspec.target import Target
 
 
 def table(**changes: Any) -> CostTable:
@@ -27,3 +35,37 @@ def table(**changes: Any) -> CostTable:
 def by_cost(costs: CostTable, rate: float, *, lags: bool = False) -> CostShape:
     """The policy of a drafter whose favourite is right so often."""
     return CostShape(KnownCosts(costs, [[rate]]), lags=lags)
+
+
+def know(monkeypatch: pytest.MonkeyPatch, tables: Mapping[int, CostTable]) -> None:
+    """Let the machine be measured with drafts through these N."""
+
+    def stored(_: Target, __: MoADrafter, *, num_target_layers: int) -> CostTable | None:
+        return tables.get(num_target_layers)
+
+    monkeypatch.setattr("moaspec.decode.exits.stored_costs", stored)
+
+
+def rated(of: Target, *rates: float, exits: tuple[int, ...] = (0, 2)) -> MoADrafter:
+    """A drafter that disagrees, with these rates recorded for its first exits."""
+    module = tiny.random_drafter(of, exits=exits)
+    by_exit: tuple[Rates, ...] = tuple(((rate,),) for rate in rates)
+    first = by_exit[0] if by_exit else ()
+    module.config = dataclasses.replace(
+        module.config, acceptance=first, further_acceptance=by_exit[1:]
+    )
+    return module
+
+
+def watch_reused(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Through how many of a target's last layers drafts go from now on, where any."""
+    seen: set[int] = set()
+    run_last = Target.run_last
+
+    def watched(target: Target, *arguments: Any, num: int, **options: Any) -> Any:
+        if num < target.num_layers:  # the target itself runs through all
+            seen.add(num)
+        return run_last(target, *arguments, num=num, **options)
+
+    monkeypatch.setattr(Target, "run_last", watched)
+    return seen

@@ -166,11 +166,16 @@ def tokenizer() -> Any:
 
 
 def random_drafter(
-    of: Target, *, seed: int = 1, draft_token_ids: Tensor | None = None, **sizes: Any
+    of: Target,
+    *,
+    seed: int = 1,
+    draft_token_ids: Tensor | None = None,
+    exits: tuple[int, ...] = (0,),
+    **sizes: Any,
 ) -> MoADrafter:
     """A drafter that disagrees: random weights."""
     torch.manual_seed(seed)
-    drafter = MoADrafter(drafter_config(of, DrafterSizes(**sizes)), draft_token_ids)
+    drafter = MoADrafter(drafter_config(of, DrafterSizes(**sizes), exits), draft_token_ids)
     return drafter.eval().requires_grad_(requires_grad=False)
 
 

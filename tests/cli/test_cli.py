@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from commands import Cli, text_target
 from moaspec.cli import console
 from moaspec.cli.main import app, run
 from moaspec.decode import Engine, Event, stored_costs
+from moaspec.decode.exits import chosen_exit, known_exits
 from moaspec.errors import ShapeError, TrainingError
 from moaspec.model import LayerConfig, save_drafter
 from moaspec.model.baselines import save_baseline
@@ -64,6 +66,43 @@ def test_calibrate_as_json(cli: Cli, loaded: Target) -> None:
     assert loaded.tokenizer is not None
     facts = json.loads(cli("calibrate", "--json").out)
     assert len(facts["pass_s"][0]) == len(facts["tokens"])
+
+
+@pytest.mark.parametrize("rates", [(), ((0.5,),)], ids=["not recorded", "recorded"])
+def test_calibrate_tells_what_each_exit_promises(
+    rates: tuple[tuple[float, ...], ...],
+    cli: Cli,
+    loaded: Target,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = tiny.random_drafter(loaded, exits=(0, 2))
+    module.config = dataclasses.replace(
+        module.config, acceptance=rates, further_acceptance=(rates,) if rates else ()
+    )
+    monkeypatch.setattr("moaspec.cli.generate.load_any_drafter", lambda *_, **__: module)
+    facts = json.loads(cli("calibrate", "--json").out)
+    exits = known_exits(loaded, module)
+    assert facts["speedups"] == {str(one.num_target_layers): one.speedup for one in exits}
+    assert facts["num_target_layers"] == chosen_exit(exits).num_target_layers
+    assert (None in facts["speedups"].values()) == (not rates)
+    output = cli("calibrate")  # which measures anew, and may find the other exit better
+    assert output.code == 0
+    for n in (0, 2):
+        assert f"N = {n}: drafting" in output.words
+    chosen = chosen_exit(known_exits(loaded, module)).num_target_layers
+    assert f"auto will draft with N = {chosen} as far as it pays" in output.words
+    assert ("records no rates" in output.words) == (not rates)
+
+
+def test_calibrate_without_a_drafter_promises_nothing(
+    cli: Cli, loaded: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert loaded.tokenizer is not None
+    monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", dict)
+    output = cli("calibrate")
+    assert output.code == 0
+    assert "auto will" not in output.words
+    assert "speedups" not in json.loads(cli("calibrate", "--json").out)
 
 
 def test_nothing_measures_the_machine_unasked(cli: Cli, loaded: Target) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import moaspec
 import tiny
 from moaspec.decode import CostShape, calibrate, shaping_for, stored_costs
 from moaspec.decode.calibrate import fingerprint
+from moaspec.decode.exits import known_exits
 from moaspec.model import MoADrafter
 
 
@@ -21,7 +23,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "calibration"
 
 
-def drafter(**sizes: int) -> MoADrafter:
+def drafter(**sizes: Any) -> MoADrafter:
     ids = torch.arange(0, tiny.VOCAB, 2)
     return tiny.random_drafter(tiny.target(), draft_token_ids=ids, **sizes)
 
@@ -49,6 +51,30 @@ def test_what_was_measured_is_found_again_and_used(cache: Path, layers: int) -> 
         num_target_layers=layers,
     )
     assert tuple(result.token_ids) == tiny.own_texts("llama")[0]
+
+
+def test_every_exit_is_measured_beside_the_others(cache: Path) -> None:
+    module = drafter(exits=(2, 0))
+    costs = calibrate(tiny.target(), module)
+    assert len(list(cache.iterdir())) == 2
+    first, other = (one.costs for one in known_exits(tiny.target(), module))
+    assert first == costs == stored_costs(tiny.target(), module)
+    assert other is not None
+    assert other == stored_costs(tiny.target(), module, num_target_layers=0)
+    # What the target does is one measurement, and what drafts do another for each exit.
+    for name in ("contexts", "pass_s", "head_s", "plain_rest_s"):
+        assert getattr(other, name) == getattr(costs, name)
+    assert costs.widths == other.widths != ()
+    for name in ("root_s", "encode_s"):
+        assert getattr(other, name) != getattr(costs, name)
+
+
+def test_one_exit_is_measured_where_it_is_named(cache: Path) -> None:
+    module = drafter(exits=(2, 0))
+    costs = calibrate(tiny.target(), module, num_target_layers=0)
+    assert len(list(cache.iterdir())) == 1
+    assert stored_costs(tiny.target(), module, num_target_layers=0) == costs
+    assert [one.costs for one in known_exits(tiny.target(), module)] == [None, costs]
 
 
 def test_the_target_alone(cache: Path) -> None:

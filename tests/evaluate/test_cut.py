@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tiny
+from costs import know, rated, table, watch_reused
 from moaspec.errors import InputError
 from moaspec.evaluate import Method, Parts, Prompt, cut, parse_methods
 from moaspec.evaluate.cut import OWN, continue_alone, measure_cut
@@ -54,6 +57,19 @@ def test_alone_is_what_one_long_draft_says() -> None:
     """Prompt lookup needs nothing of the target, so its draft is known beforehand."""
     assert continue_alone(methods("lookup")[0], [1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
     assert continue_alone(methods("lookup")[0], [1], 3) == []
+
+
+def test_who_goes_on_alone_drafts_as_it_did_before_the_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    know(monkeypatch, {0: table(), 2: table(root_s=0.003)})
+    reused = watch_reused(monkeypatch)
+    method = Method("moa", tiny.target(), rated(tiny.target(), 0.3, 0.8))
+    text = continue_alone(method, tiny.PROMPTS[0], 3)
+    assert reused == {2}
+    named = replace(method, num_target_layers=2)
+    assert continue_alone(named, tiny.PROMPTS[0], 3) == text
+    assert method.key == named.key != replace(method, num_target_layers=0).key
 
 
 def test_a_text_ends_with_its_turn() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,7 +14,7 @@ from moaspec.cli import console
 from moaspec.cli.generate import choose_drafter
 from moaspec.cli.options import MODEL, Quantize
 from moaspec.decode import Chain, CostTable
-from moaspec.decode.cost import PRIOR, Acceptance, chain_speedups
+from moaspec.decode.exits import Exit, chosen_exit, known_exits
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
 from moaspec.target import load_target
@@ -23,7 +24,10 @@ def calibrate(
     model: Annotated[str, typer.Option(help="Target: alias, directory or hub id.")] = MODEL,
     drafter: Annotated[str | None, typer.Option(help="Alias, directory or hub id.")] = None,
     num_target_layers: Annotated[
-        int | None, typer.Option(help="N, target layers that the drafter reuses.")
+        int | None,
+        typer.Option(
+            help="N, target layers that the drafter reuses; else all that it has exits for."
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     quantize: Quantize = None,
@@ -34,7 +38,8 @@ def calibrate(
     """Measure what each part of a round costs here, so that --tree auto knows what pays.
 
     The result is kept for this machine, target, drafter, dtype, --quantize, device and number of
-    threads, and replaces an earlier one. Let nothing else run meanwhile.
+    threads, and replaces an earlier one. Let nothing else run meanwhile. A drafter with several
+    exits is measured with each, and --tree auto takes the one that promises most.
 
     Example: moaspec calibrate --dtype bfloat16 --threads 2
     """
@@ -49,35 +54,61 @@ def calibrate(
             "only they draft by cost. Name one, or leave --drafter out."
         )
     costs = console.measure(target, module, num_target_layers=num_target_layers)
+    exits = []
+    if module is not None:
+        exits = known_exits(target, module, num_target_layers=num_target_layers)
     if as_json:
-        console.out.print(json.dumps(asdict(costs)))
+        console.out.print(json.dumps(_facts(costs, exits)))
         return
-    _show(costs, PRIOR if module is None else module.config.acceptance or PRIOR)
+    _show(costs, exits)
 
 
-def _show(costs: CostTable, prior: tuple[tuple[float, ...], ...]) -> None:
+def _facts(costs: CostTable, exits: Sequence[Exit]) -> dict[str, Any]:
+    """The costs that --tree auto goes by, and what each exit promises."""
+    if not exits:
+        return asdict(costs)
+    chosen = chosen_exit(exits)
+    return {
+        **asdict(chosen.costs or costs),
+        "num_target_layers": chosen.num_target_layers,
+        "speedups": {one.num_target_layers: one.speedup for one in exits},
+    }
+
+
+def _show(costs: CostTable, exits: Sequence[Exit]) -> None:
     table = Table("milliseconds", *map(str, costs.tokens), title="tokens in a pass")
     for context, line in zip(costs.contexts, costs.pass_s, strict=True):
         table.add_row(f"target after {context} tokens", *_milliseconds(line))
     table.add_row("head and choice", *_milliseconds(costs.head_s))
-    if costs.widths:
-        table.add_row("encoding them", *_milliseconds(costs.encode_s))
+    drafted = [(_named(one, exits), one.costs) for one in exits if one.costs is not None]
+    for name, of in drafted:
+        table.add_row(f"{name}encoding them", *_milliseconds(of.encode_s))
     console.out.print(table)
-    if not costs.widths:
-        return
-    steps = ", ".join(
-        f"{width}: {s}" for width, s in zip(costs.widths, _milliseconds(costs.step_s), strict=True)
-    )
-    console.out.print(
-        f"drafting: {1000 * costs.root_s:.1f} for the first level, then by nodes in it: {steps}"
-    )
-    speedups = chain_speedups(costs, Acceptance(prior).rates, costs.contexts[0])
-    length = int(speedups.argmax())
-    console.out.print(
-        "auto will draft as far as it pays: by the rates that the checkpoint records "
-        f"{Chain(length + 1)} alone would bring {speedups[length]:.2f}x.",
-        style="dim",
-    )
+    for name, of in drafted:
+        times = zip(of.widths, _milliseconds(of.step_s), strict=True)
+        steps = ", ".join(f"{width}: {s}" for width, s in times)
+        first = f"{name}drafting: {1000 * of.root_s:.1f} for the first level"
+        console.out.print(f"{first}, then by nodes in it: {steps}")
+    for one in exits:
+        console.out.print(f"{_named(one, exits)}{_promise(one)}", style="dim")
+    if exits:
+        with_n = f" with N = {chosen_exit(exits).num_target_layers}" if len(exits) > 1 else ""
+        console.out.print(f"auto will draft{with_n} as far as it pays.", style="dim")
+
+
+def _named(one: Exit, exits: Sequence[Exit]) -> str:
+    """What a line begins with that is one exit's among several."""
+    return f"N = {one.num_target_layers}: " if len(exits) > 1 else ""
+
+
+def _promise(one: Exit) -> str:
+    if one.best_chain is None:
+        return "not measured"
+    length, speedup = one.best_chain
+    rates = "by the rates that the checkpoint records"
+    if not one.recorded:
+        rates = "the checkpoint records no rates; by those of other drafts"
+    return f"{rates} {Chain(length)} alone would bring {speedup:.2f}x"
 
 
 def _milliseconds(seconds: tuple[float, ...]) -> list[str]:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 from moaspec.decode.baselines import baseline_drafting
-from moaspec.decode.calibrate import stored_costs
-from moaspec.decode.cost import PRIOR
 from moaspec.decode.engine import Engine
+from moaspec.decode.exits import chosen_exit, known_exits
 from moaspec.decode.integers import as_token_ids
 from moaspec.decode.moa import MoADrafting, drafts_behind
 from moaspec.decode.protocols import DRAFTER_METHODS, Drafter
@@ -158,6 +157,8 @@ def shaping_for(
 ) -> Shaping:
     """How rows of this target and drafter decide what to draft, by what `calibrate` has stored.
 
+    The engine that they join must have the N of the answer.
+
     Args:
         target: of the rows.
         drafter: of the rows; what it costs is known for `MoADrafter` only.
@@ -169,10 +170,11 @@ def shaping_for(
         InputError: a shape or setting that does not exist.
     """
     if tree != "auto" or not isinstance(drafter, MoADrafter):
-        return Shaping(tree, free_branches)
-    costs = stored_costs(target, drafter, num_target_layers=num_target_layers)
-    lags = drafts_behind(drafter, num_target_layers)
-    return Shaping(tree, free_branches, costs, drafter.config.acceptance or PRIOR, lags)
+        return Shaping(tree, free_branches, num_target_layers=num_target_layers)
+    chosen = chosen_exit(known_exits(target, drafter, num_target_layers=num_target_layers))
+    layers = chosen.num_target_layers
+    lags = drafts_behind(drafter, layers)
+    return Shaping(tree, free_branches, chosen.costs, chosen.prior, lags, layers)
 
 
 class RowOptions(TypedDict, total=False):
@@ -222,7 +224,9 @@ class Options(RowOptions, total=False):
             protocol; None (the default) decodes plainly.
         num_choices: continuations per prompt, each with noise of its own; with more than one,
             every prompt gives a list of results.
-        num_target_layers: N, target layers that the drafter reuses; None takes its default.
+        num_target_layers: N, target layers that the drafter reuses. None takes its default: the
+            first, or, of several, with `tree="auto"` the one that pays most on this machine, where
+            `moaspec calibrate` has measured it.
     """
 
     drafter: MoADrafter | Drafter | None
@@ -295,7 +299,7 @@ def start(
     drafter, layers = options.get("drafter"), options.get("num_target_layers")
     settings = row_settings(target, options)
     shaping = row_shaping(target, drafter, options, num_target_layers=layers)
-    engine = local_engine(target, drafter, num_target_layers=layers)
+    engine = local_engine(target, drafter, num_target_layers=shaping.num_target_layers)
     sampling = settings.pop("sampling")
     handles = [
         engine.add(

@@ -94,8 +94,8 @@ class CustomGenerate:
         _check_assistant(dropped.get("assistant_model"))
         _check(model, input_ids, generation_config, model_kwargs)
         target = Target(model, None, name=model.config.name_or_path or "this model", freeze=False)
-        engine = local_engine(target, self._drafter, num_target_layers=self._num_target_layers)
         shaping = self._shaping(target)
+        engine = local_engine(target, self._drafter, num_target_layers=shaping.num_target_layers)
         prompts = _Prompts(input_ids, model_kwargs.get("attention_mask"))
         choices = generation_config.num_return_sequences or 1
         limit = int(generation_config.max_length) - input_ids.shape[1]
@@ -151,7 +151,7 @@ def custom_generate(
         drafter: as for `moaspec.generate`; None decodes plainly.
         tree: shape of the drafts, as for `moaspec.generate`.
         free_branches: as for `moaspec.generate`.
-        num_target_layers: N, target layers that the drafter reuses; None takes its default.
+        num_target_layers: N, as for `moaspec.generate`.
 
     Raises:
         ShapeError: a text that is no shape.

@@ -280,7 +280,7 @@ class _Speaking(Level):
         return StoredMemory(drafting.memory, self.indices, mask)
 
 
-def drafts_behind(drafter: MoADrafter, num_target_layers: int | None = None) -> bool:
+def drafts_behind(drafter: MoADrafter, num_target_layers: int) -> bool:
     """Whether it can draft, beside its target, on features that end before the text does.
 
     Reused layers cannot: what stands for the rest would overwrite the target's own keys and values.
@@ -288,10 +288,9 @@ def drafts_behind(drafter: MoADrafter, num_target_layers: int | None = None) -> 
 
     Args:
         drafter: the trained module.
-        num_target_layers: N; None takes the drafter's default.
+        num_target_layers: N.
     """
-    layers = drafter.config.num_target_layers[0] if num_target_layers is None else num_target_layers
-    return layers == 0 and not drafter.reads_drafts
+    return num_target_layers == 0 and not drafter.reads_drafts
 
 
 def _check_place(drafter: MoADrafter, target: Target) -> None:

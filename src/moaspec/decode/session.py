@@ -11,6 +11,7 @@ from moaspec.decode.api import (
     local_engine,
     row_settings,
     row_shaping,
+    shaping_for,
     token_ids,
 )
 from moaspec.decode.protocols import Drafter
@@ -30,7 +31,8 @@ class Session:
     Args:
         target: the model whose text is produced.
         drafter: as for `generate`; None decodes plainly.
-        num_target_layers: N, target layers that the drafter reuses; None takes its default.
+        num_target_layers: N, target layers that the drafter reuses. None takes the one that
+            `generate` takes with `tree="auto"`, for all turns, whatever shapes they ask for.
 
     Raises:
         InputError: something that is no drafter, or N for a drafter that reuses no layers.
@@ -44,8 +46,9 @@ class Session:
         num_target_layers: int | None = None,
     ) -> None:
         self.target = target
-        self._drafter, self._num_target_layers = drafter, num_target_layers
-        self._engine = local_engine(target, drafter, num_target_layers=num_target_layers)
+        shaping = shaping_for(target, drafter, num_target_layers=num_target_layers)
+        self._drafter, self._num_target_layers = drafter, shaping.num_target_layers
+        self._engine = local_engine(target, drafter, num_target_layers=self._num_target_layers)
         self._prompt: list[int] = []
         self._handle: int | None = None
         self._result = GenerationResult()

@@ -97,6 +97,7 @@ class Shaping:
         prior: acceptance rates that "auto" starts from.
         lags: whether the drafter drafts on features that end before the text does; see
             `CostShape`.
+        num_target_layers: N of the drafter that all of this is for; None takes its default.
 
     Raises:
         ShapeError: a text that is no shape.
@@ -108,6 +109,7 @@ class Shaping:
     costs: CostTable | None = None
     prior: Sequence[Sequence[float]] = PRIOR
     lags: bool = False
+    num_target_layers: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.tree, Tree | str):

@@ -199,7 +199,6 @@ class Check:
 
     def _decode(self, way: _Way, rows: Sequence[_Row]) -> list[list[int]]:
         """One batch; each row has its own prompt and settings."""
-        engine = local_engine(self.target, way.drafter, num_target_layers=way.num_target_layers)
         shaping = shaping_for(
             self.target,
             way.drafter,
@@ -207,6 +206,7 @@ class Check:
             free_branches=way.free_branches,
             num_target_layers=way.num_target_layers,
         )
+        engine = local_engine(self.target, way.drafter, num_target_layers=shaping.num_target_layers)
         stops = self.target.stop_token_ids
         handles = [
             engine.add(

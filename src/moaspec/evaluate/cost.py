@@ -203,7 +203,7 @@ def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
 
 def _round_cost(method: Method, context: int, batch: int, plain_s: float) -> RoundCost:
     _, drafter = local_parts(
-        method.target, method.drafter, num_target_layers=method.num_target_layers
+        method.target, method.drafter, num_target_layers=method.shaping.num_target_layers
     )
     assert drafter is not None, "only methods with a drafter come here"
     width = 1 + method.fixed_shape.total_tokens

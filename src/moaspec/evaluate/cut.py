@@ -163,7 +163,7 @@ def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int
     Of the newest token it has none, as in every round.
     """
     verifier, drafter = local_parts(
-        method.target, method.drafter, num_target_layers=method.num_target_layers
+        method.target, method.drafter, num_target_layers=method.shaping.num_target_layers
     )
     assert drafter is not None, "only methods with a drafter come here"
     if len(token_ids) > 1:

@@ -17,6 +17,7 @@ from moaspec.decode import (
     GenerationResult,
     Replay,
     SamplingParams,
+    Shaping,
     Timing,
     Tree,
     generate,
@@ -60,7 +61,7 @@ class Method:
         target: what decodes.
         drafter: None for plain decoding.
         shape: of the drafts, or "auto".
-        num_target_layers: N of a Mixture-of-Attentions drafter; None takes its default.
+        num_target_layers: N of a Mixture-of-Attentions drafter, as for `moaspec.generate`.
         free_branches: see `moaspec.generate`.
     """
 
@@ -82,16 +83,25 @@ class Method:
         return parse_shape(self.shape) if isinstance(self.shape, str) else self.shape
 
     @cached_property
+    def shaping(self) -> Shaping:
+        """How its rows decide what to draft, and with which N."""
+        return shaping_for(
+            self.target,
+            self.drafter,
+            tree=self.shape,
+            free_branches=self.free_branches,
+            num_target_layers=self.num_target_layers,
+        )
+
+    @cached_property
     def key(self) -> str:
         """The name, with digests of the drafter's weights and of this machine's measured costs.
 
         Results on disk go by it, so that a drafter that was trained on, and "auto" on a machine
         that was calibrated again, are measured anew.
         """
-        shaping = shaping_for(
-            self.target, self.drafter, tree=self.shape, num_target_layers=self.num_target_layers
-        )
-        measured = "" if shaping.costs is None else f"~{_short(repr(shaping.costs).encode())}"
+        costs = self.shaping.costs
+        measured = "" if costs is None else f"~{_short(repr(costs).encode())}"
         return self.name + _digest(self.drafter) + measured
 
     def run(

@@ -27,7 +27,7 @@ class LocalSource:
         target: the model whose text is produced.
         drafter: proposes tokens; None decodes plainly.
         name: how responses call the model; None takes the target's own name.
-        shaping: what rows draft.
+        shaping: what rows draft, and with which N.
         limits: how much is decoded at a time.
     """
 
@@ -40,7 +40,10 @@ class LocalSource:
         shaping: Shaping | None = None,
         limits: Limits = LIMITS,
     ) -> None:
-        verifier, drafting = local_parts(target, drafter)
+        shaping = shaping or Shaping()
+        verifier, drafting = local_parts(
+            target, drafter, num_target_layers=shaping.num_target_layers
+        )
         self.engine = Engine(
             verifier,
             drafting,
@@ -61,7 +64,7 @@ class LocalSource:
             self.engine,
             release=release,
             slot_bytes=verifier.cache.slot_bytes,
-            shaping=shaping or Shaping(),
+            shaping=shaping,
             stop_token_ids=target.stop_token_ids,
             limits=limits,
         )
