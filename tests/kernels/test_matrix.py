@@ -5,6 +5,7 @@ Legend: O outputs, I inputs; P panels, see `moaspec.kernels.matrix`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from bits import (
     threads,
 )
 from moaspec.kernels import Matrix
-from moaspec.kernels.codes import BLOCK, rounded
+from moaspec.kernels.codes import BLOCK, Coded, rounded
 
 pytestmark = needs_kernels
 
@@ -261,6 +262,20 @@ def test_few_bits_are_found_and_change_no_bit(bits: int, biased: bool) -> None:
         for rows in ROWS:
             expected = all_.product(x[:rows], single=True)
             assert same_bits(few.product(x[:rows], single=True), expected)
+
+
+@pytest.mark.parametrize("by_output", [False, True])
+def test_codes_come_back_from_either_order(by_output: bool) -> None:
+    coded = rounded(four_bit_weight())
+    coded = dataclasses.replace(
+        coded,
+        scale_ON=coded.scale_ON[:32],
+        zero_ON=coded.zero_ON[:32],
+        codes_ONI=coded.codes_ONI[:32],
+    )
+    again = Coded.of(coded.panels(by_output=by_output), 4, by_output=by_output)
+    for name in ("scale_ON", "zero_ON", "codes_ONI"):
+        assert torch.equal(getattr(again, name), getattr(coded, name)), name
 
 
 @pytest.mark.parametrize("bits", [4, 8])

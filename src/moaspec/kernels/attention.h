@@ -81,12 +81,11 @@ inline void by_registers(int count, const Call& call) {
 // Scores of a group's queries against all keys, which are read as they lie: keys by queries, 16 by 16.
 class Scores {
  public:
-  Scores(const Group& group, int64_t dim) : group_(group), dim_(dim), tiles_(kTileMost) {
+  Scores(const Group& group, int64_t dim) : group_(group), dim_(dim), tiles_(kTileRows16) {
     std::fill_n(queries_, dim * kLanes, 0);
     for (int q = 0; q < group.count; q++)
       for (int64_t i = 0; i < dim; i++)
         queries_[i / 2 * 2 * kLanes + 2 * q + i % 2] = group.query[q][i];
-    Tiles::known(queries_);
   }
 
   // Against `count` keys, at most 16.
@@ -95,18 +94,16 @@ class Scores {
       for (int64_t s = 0; s < kLanes; s++)
         if (s < count) std::copy_n(key + s * key_slot, dim_, last_ + s * dim_);
         else std::fill_n(last_ + s * dim_, dim_, 0);
-      Tiles::known(last_);
       key = last_;
       key_slot = dim_;
     }
-    _tile_zero(0);
+    tile_zero<0>();
     for (int64_t i = 0; i < dim_; i += kBlock) {
-      _tile_loadd(4, key + i, key_slot * sizeof(bf16));
-      _tile_loadd(6, queries_ + i * kLanes, kTileBytes);
-      _tile_dpbf16ps(0, 4, 6);
+      tile_load<4>(key + i, key_slot * sizeof(bf16));
+      tile_load<6>(queries_ + i * kLanes, kTileBytes);
+      tile_add<0, 4, 6>();
     }
-    _tile_stored(0, found_, kTileBytes);
-    Tiles::known(found_);
+    tile_store<0>(found_, kTileBytes);
     const Words places = _mm512_mullo_epi32(
         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(kLanes));
     for (int q = 0; q < group_.count; q++)

@@ -18,8 +18,19 @@ constexpr int kUnpackedRows = 32; // rows above which blocks are unpacked first
 constexpr int kUnpackedRows = 16;
 #endif
 
+// What each kind of block has: all its pairs, as a panel of 16 bits has them.
+template <class Block>
+struct Unpacking {
+  static void unpack(const uint8_t* from, bf16* to) {
+    Block block(from);
+#pragma GCC unroll 16
+    for (int k = 0; k < kBlock / 2; k++)
+      _mm512_storeu_si512(to + 2 * k * kLanes, (__m512i)block.pair(k));
+  }
+};
+
 // A block of four bits, unpacked pair by pair in their order.
-class FourBits {
+class FourBits : public Unpacking<FourBits> {
  public:
   static constexpr int kBytes = 4 * kLanes + kBlock * kLanes / 2;
 
@@ -45,7 +56,7 @@ class FourBits {
 };
 
 // The same in eight bits.
-class EightBits {
+class EightBits : public Unpacking<EightBits> {
  public:
   static constexpr int kBytes = 2 * kLanes + kBlock * kLanes;
 
@@ -65,15 +76,6 @@ class EightBits {
   __m512 scale_[2];
   const uint8_t* codes_;
 };
-
-// A block in 16 bits.
-template <class Block>
-inline void unpack_block(const uint8_t* from, bf16* to) {
-  Block block(from);
-#pragma GCC unroll 16
-  for (int k = 0; k < kBlock / 2; k++)
-    _mm512_storeu_si512(to + 2 * k * kLanes, (__m512i)block.pair(k));
-}
 
 // Weights in blocks of fewer bits, of which each product has the same bits as of the 16 they stand for.
 template <class Block>
@@ -110,7 +112,7 @@ struct Blocks {
   // A panel in 16 bits.
   static void unpack(const uint8_t* panel, int64_t inputs, bf16* to) {
     for (int64_t b = 0; b < inputs / kBlock; b++)
-      unpack_block<Block>(panel + b * Block::kBytes, to + b * kBlock * kLanes);
+      Block::unpack(panel + b * Block::kBytes, to + b * kBlock * kLanes);
   }
 
  private:

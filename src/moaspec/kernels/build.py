@@ -31,7 +31,7 @@ INSTRUCTIONS = {
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300.0
 SWITCH = "MOASPEC_KERNELS"
-"""Environment variable; "off" does without kernels, one of `INSTRUCTIONS` without what is faster."""
+"""Environment variable: "off" does without kernels, one of `INSTRUCTIONS` without faster ones."""
 
 log = logging.getLogger(__name__)
 

@@ -47,10 +47,16 @@ class Coded:
         # Rounded to float32 once, as by the kernel's fused multiply and add.
         return (scale_ON1 * self.codes_ONI + zero_ON1).float().flatten(1).bfloat16()
 
-    def panels(self) -> Tensor:
-        """(P, N, bytes of a block) uint8."""
+    def panels(self, *, by_output: bool = False) -> Tensor:
+        """(P, N, bytes of a block) uint8.
+
+        Args:
+            by_output: codes of four bits as `outputs.h` reads them, not as `blocks.h` does.
+        """
         facts = (self.scale_ON, self.zero_ON) if self.bits == 4 else (self.scale_ON,)
         facts_PNX = torch.cat([x.unflatten(0, (-1, LANES)).mT for x in facts], dim=2)
+        if by_output:
+            return torch.cat((_bytes(facts_PNX), _bytes(self._words_by_output())), dim=2)
         # Pairs, halves of the 16 outputs, then outputs and halves of a pair as lanes.
         codes_PhoNke = self.codes_ONI.unflatten(0, (-1, 2, LANES // 2)).unflatten(-1, (-1, 2))
         codes_PNkhoe = codes_PhoNke.permute(0, 3, 4, 1, 2, 5)
@@ -60,13 +66,25 @@ class Coded:
         words_PNX = codes_PNkhoe.flatten(2).contiguous()
         return torch.cat((_bytes(facts_PNX), _bytes(words_PNX)), dim=2)
 
+    def _words_by_output(self) -> Tensor:
+        """(P, N, 4 * 32) int16: four outputs of each input share a word."""
+        codes_PjoNI = self.codes_ONI.unflatten(0, (-1, LANES // 4, 4)).int()
+        words_PjNI = sum(codes_PjoNI[:, :, o] << 4 * o for o in range(4))
+        # The highest of the four may be what an int16 has for its sign.
+        return words_PjNI.to(torch.int16).transpose(1, 2).flatten(2)
+
     @classmethod
-    def of(cls, panels_PNX: Tensor, bits: int) -> Coded:
+    def of(cls, panels_PNX: Tensor, bits: int, *, by_output: bool = False) -> Coded:
         """What `panels` made panels of."""
         facts = 2 if bits == 4 else 1
         facts_PNX = panels_PNX[..., : 2 * facts * LANES].contiguous().view(torch.float16)
         scale_ON, *zero = (x.mT.flatten(0, 1) for x in facts_PNX.split(LANES, dim=2))
         words_PNX = panels_PNX[..., 2 * facts * LANES :].contiguous()
+        if by_output:
+            words_PNjI = words_PNX.view(torch.int16).unflatten(2, (-1, BLOCK)).int()
+            codes_PNjoI = torch.stack([words_PNjI >> 4 * o & 15 for o in range(4)], dim=3)
+            codes_ONI = codes_PNjoI.permute(0, 2, 3, 1, 4).flatten(0, 2).to(torch.int8)
+            return cls(scale_ON, zero[0], codes_ONI, bits)
         if bits == 4:
             words_PNgX = words_PNX.view(torch.int32).unflatten(2, (2, -1))
             nibbles = [words_PNgX >> 4 * k & 15 for k in range(NIBBLES)]

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moaspec.kernels.build import library, unpacks, why_not
+from moaspec.kernels.build import instructions, library, unpacks, why_not
 from moaspec.kernels.codes import BLOCK, LANES, Coded, found_codes, rounded
 from moaspec.kernels.pages import large_pages
 from moaspec.kernels.structures import MatrixFacts
 
 
 class Matrix:
-    """A linear layer's weight in panels of 16 outputs, see `panels.h`, `blocks.h` and `nibbles.h`.
+    """A linear layer's weight in panels of 16 outputs.
+
+    They are described in `panels.h`, `blocks.h`, `outputs.h` and `nibbles.h`.
 
     A weight that was made of four or eight bits, with a scale and perhaps a zero for each 32
     inputs, as GGUF's Q4_1 and Q8_0 are, is found out and kept so. Products have the same bits as
@@ -51,8 +53,12 @@ class Matrix:
             coded = rounded(padded_OI, moment_II)
         elif bits is None and unpacks():
             coded = found_codes(padded_OI.contiguous())
-        self._panels = _panels(padded_OI) if coded is None else coded.panels()
         self._bits, self._rounded = 16 if coded is None else coded.bits, bits == 4
+        self._by_output = self._bits == 4 and not self._rounded and instructions() == "amx"
+        if coded is None:
+            self._panels = _panels(padded_OI)
+        else:
+            self._panels = coded.panels(by_output=self._by_output)
         self._bias = None if bias is None else pad(bias.float(), (0, wide))
         self._describe()
         self._call, self._call_best = library().moaspec_product, library().moaspec_best
@@ -101,7 +107,8 @@ class Matrix:
         if self._bits == 16:
             weight_OI = self._panels.transpose(1, 2).reshape(-1, self.inputs)
         else:
-            weight_OI = Coded.of(self._panels, self._bits).weight()
+            coded = Coded.of(self._panels, self._bits, by_output=self._by_output)
+            weight_OI = coded.weight()
         return weight_OI[: self.outputs]
 
     def product(self, x: Tensor, *, single: bool = False) -> Tensor:

@@ -18,7 +18,7 @@
 #include "blocks.h"
 #endif
 #ifdef __AMX_BF16__
-#include "tiles.h"
+#include "outputs.h"
 #endif
 
 namespace {
@@ -113,24 +113,22 @@ void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stri
   }
 }
 
-#ifdef __AMX_BF16__
-// Whether products of so many inputs with weights of a format are the tiles' work.
-template <class Format>
-constexpr bool tiled(int64_t inputs) {
-  return std::is_same_v<typename Format::Input, bf16> && inputs % kBlock == 0;
-}
-#endif
-
 // As `multiply_panels`, by the fastest instructions.
 template <class Format, class Give>
 void multiply_any(const typename Format::Input* x, int64_t rows, int64_t stride, const uint8_t* panels,
                   int count, int64_t apart, const uint8_t* next, int64_t inputs, const Give& give) {
 #ifdef __AMX_BF16__
-  if constexpr (std::is_same_v<typename Format::Input, bf16>)
-    if (tiled<Format>(inputs))
-      return multiply_tiled<Format>(x, rows, stride, panels, count, apart, next, inputs, give);
-#endif
+  if constexpr (std::is_same_v<Format, Outputs>) {
+    return multiply_by_outputs(x, rows, panels, count, apart, next, inputs, give);
+  } else {
+    if constexpr (std::is_same_v<typename Format::Input, bf16>)
+      if (inputs % kBlock == 0)
+        return multiply_rows<Format>(x, rows, stride, panels, count, apart, next, inputs, give);
+    multiply_panels<Format>(x, rows, stride, panels, count, apart, next, inputs, give);
+  }
+#else
   multiply_panels<Format>(x, rows, stride, panels, count, apart, next, inputs, give);
+#endif
 }
 
 // From `start` on, up to but without `stop`.
@@ -150,8 +148,10 @@ void multiply_stretch(const Matrix& matrix, const typename Format::Input* x, int
   int64_t streams = Format::panels_at_once(rows);
 #ifdef __AMX_BF16__
   std::optional<Tiles> tiles;
-  if (tiled<Format>(inputs)) {
-    tiles.emplace(tiled_rows(rows));
+  if constexpr (std::is_same_v<Format, Outputs>) {
+    tiles.emplace(RowTiles(rows).size, Outputs::first_rows(rows));
+  } else if (std::is_same_v<typename Format::Input, bf16> && inputs % kBlock == 0) {
+    tiles.emplace(RowTiles(rows).size);
     streams = tiled_panels(rows);
   }
 #endif
@@ -197,11 +197,24 @@ const typename Format::Input* converted(const Matrix& matrix, const bf16* x, int
   return to;
 }
 
+#ifdef __AMX_BF16__
+// Rows as `Outputs` want them, likewise.
+inline const uint32_t* paired(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride) {
+  const RowTiles tiles(rows);
+  uint32_t* const to = own<Outputs, uint32_t>(tiles.count * tiles.size * matrix.inputs / 2);
+  as_pairs(x, tiles, stride, matrix.inputs, to);
+  return to;
+}
+#endif
+
 // `use(format, inputs, their stride)`, by how a matrix is kept.
 template <class Use>
 void with_format(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride, const Use& use) {
   if (matrix.rounded)
     return use(Nibbles(), converted<Nibbles>(matrix, x, rows, stride), matrix.inputs / Nibbles::kInputs);
+#ifdef __AMX_BF16__
+  if (matrix.bits == 4) return use(Outputs(), paired(matrix, x, rows, stride), 0);
+#endif
 #ifdef __AVX512BF16__
   if (matrix.bits == 4) return use(Blocks<FourBits>(), x, stride);
   if (matrix.bits == 8) return use(Blocks<EightBits>(), x, stride);

@@ -1,78 +1,72 @@
 // Products by the tile registers of CPUs with AMX: 16 rows by 16 outputs at a time, 16 pairs deep.
 //
 // A panel's block of 32 inputs lies in memory as a tile of weights does, so it is loaded as it is; one of
-// fewer bits is unpacked a few blocks ahead, beside the tiles' own work. An output is summed block by
-// block in one order, whatever rows and panels are multiplied together. So up to 16 rows take the time of
-// one, where reading or unpacking weights takes longer than that.
+// eight bits is unpacked a few blocks ahead, beside the tiles' own work, and so is one of four
+// (`outputs.h`). An output is summed block by block in one order, whatever rows and panels are multiplied
+// together. So up to 16 rows take the time of one, where reading or unpacking weights takes longer.
 #pragma once
 
 #include "blocks.h"
 
 namespace {
 
-constexpr int kTileMost = 16;      // rows of a tile
-constexpr int kTileBytes = 64;     // of a row of a tile
+constexpr int kTileRows16 = 16;    // rows of a tile, at most
+constexpr int kTileBytes = 64;     // of a row of a tile, at most
 constexpr int kTileNumbers = kBlock * kLanes;  // weights of a tile
 constexpr int kUnpackedAhead = 2;  // blocks between unpacking and multiplying
 constexpr int kRing = 4;           // unpacked blocks that are kept, a power of two above `kUnpackedAhead`
 
-// While it lives, this thread's tiles have so many rows of inputs: sums are 0 to 3, inputs 4 and 5, weights
-// 6 and 7.
+// Tiles 0 to 3 are sums, 4 to 7 what is multiplied. The compiler does not know what these instructions read
+// and write: "memory" says that everything is where it belongs.
+template <int T>
+inline void tile_zero() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
+template <int T>
+inline void tile_load(const void* from, int64_t row_bytes) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_bytes), "i"(T) : "memory");
+}
+template <int T>
+inline void tile_store(void* to, int64_t row_bytes) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(row_bytes), "i"(T) : "memory");
+}
+// Adds the products of A's rows with B's pairs of rows.
+template <int Sums, int A, int B>
+inline void tile_add() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(A), "i"(B)); }
+
+// While it lives, this thread's tiles are for products of some rows of inputs.
 class Tiles {
  public:
-  explicit Tiles(int rows) {
-    alignas(64) uint8_t shape[64] = {1};
-    for (int tile = 0; tile < 8; tile++) {
-      shape[16 + 2 * tile] = kTileBytes;
-      shape[48 + tile] = static_cast<uint8_t>(tile < 6 ? rows : kTileMost);
-    }
-    known(shape);
-    _tile_loadconfig(shape);
-  }
-  ~Tiles() { _tile_release(); }
+  // Rows times weights: tiles 4 and 5 have rows, 6 and 7 weights.
+  explicit Tiles(int64_t rows) : Tiles(rows, kTileBytes, 6) {}
+  // Weights times rows: tiles from 4 on have weights, those from `first_rows` on rows.
+  Tiles(int64_t rows, int first_rows) : Tiles(kTileRows16, rows * sizeof(float), first_rows) {}
+  ~Tiles() { asm volatile("tilerelease"); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 
-  // Compilers do not know what the instructions for tiles read and write: all that is at a place is in memory.
-  static void known(const void* place) { asm volatile("" ::"r"(place) : "memory"); }
+ private:
+  // Rows of sums and of A, bytes of a row of sums and of B, and B's first tile.
+  Tiles(int64_t rows, int64_t bytes, int first_b) {
+    alignas(64) uint8_t shape[64] = {1};
+    for (int tile = 0; tile < 8; tile++) {
+      const bool is_a = tile >= 4 && tile < first_b, is_b = tile >= first_b;
+      shape[16 + 2 * tile] = static_cast<uint8_t>(is_a ? kTileBytes : bytes);
+      shape[48 + tile] = static_cast<uint8_t>(is_b ? kTileRows16 : rows);
+    }
+    asm volatile("ldtilecfg (%0)" ::"r"(shape) : "memory");
+  }
 };
 
-// Adds a block's products with V panels, of R times the rows of a tile, of which the second ones are so many
-// numbers behind the first ones.
-template <int R, int V>
-[[gnu::always_inline]] inline void add_tiles(const bf16* x, int64_t second, int64_t row_bytes,
-                                             const bf16* const (&weights)[V]) {
-  static_assert(R * V <= 4);
-  _tile_loadd(4, x, row_bytes);
-  if constexpr (R == 2) _tile_loadd(5, x + second, row_bytes);
-  _tile_loadd(6, weights[0], kTileBytes);
-  _tile_dpbf16ps(0, 4, 6);
-  if constexpr (R == 2) _tile_dpbf16ps(2, 5, 6);
-  if constexpr (V > 1) {
-    _tile_loadd(7, weights[1], kTileBytes);
-    _tile_dpbf16ps(1, 4, 7);
-    if constexpr (R == 2) _tile_dpbf16ps(3, 5, 7);
-  }
-  if constexpr (V > 2) {
-    _tile_loadd(6, weights[2], kTileBytes);
-    _tile_dpbf16ps(2, 4, 6);
-  }
-  if constexpr (V > 3) {
-    _tile_loadd(7, weights[3], kTileBytes);
-    _tile_dpbf16ps(3, 4, 7);
-  }
-}
-
-// Where tiles of weights are: in the panels themselves.
+// Where a block's weights are, of V panels so many bytes apart: in the panels themselves.
 template <int V>
 class Panels {
  public:
+  static constexpr int64_t kBytes = kTileNumbers * sizeof(bf16), kBefore = 2;
+
   Panels(const uint8_t* panels, int64_t apart, const uint8_t* next, int64_t blocks)
       : panels_(panels), apart_(apart), next_(next), blocks_(blocks) {}
   void find(int64_t b, const bf16* (&weights)[V]) {
-    constexpr int64_t kBytes = kTileNumbers * sizeof(bf16), kBlocksBefore = 2;
-    const uint8_t* later = b + kBlocksBefore < blocks_ ? panels_ + (b + kBlocksBefore) * kBytes
-                                                       : next_ + (b + kBlocksBefore - blocks_) * kBytes;
+    const uint8_t* later =
+        b + kBefore < blocks_ ? panels_ + (b + kBefore) * kBytes : next_ + (b + kBefore - blocks_) * kBytes;
     for (int v = 0; v < V; v++) {
       for (int line = 0; line < kBytes; line += 64)
         _mm_prefetch(reinterpret_cast<const char*>(later + v * apart_ + line), _MM_HINT_T0);
@@ -87,7 +81,7 @@ class Panels {
   int64_t blocks_;
 };
 
-// Unpacked from fewer bits, a few blocks ahead.
+// Unpacked from fewer bits, a few blocks ahead: `Block::kBytes` of a panel by `Block::unpack`.
 template <class Block, int V>
 class Unpacked {
  public:
@@ -97,7 +91,6 @@ class Unpacked {
   }
   void find(int64_t b, const bf16* (&weights)[V]) {
     if (b + kUnpackedAhead < blocks_) unpack(b + kUnpackedAhead);
-    Tiles::known(ring_);
     for (int v = 0; v < V; v++) weights[v] = ring_[b % kRing][v];
   }
 
@@ -108,7 +101,7 @@ class Unpacked {
     for (int v = 0; v < V; v++) {
       for (int line = 0; line < Block::kBytes; line += 64)
         _mm_prefetch(reinterpret_cast<const char*>(later + v * apart_ + line), _MM_HINT_T0);
-      unpack_block<Block>(panels_ + v * apart_ + b * Block::kBytes, ring_[b % kRing][v]);
+      Block::unpack(panels_ + v * apart_ + b * Block::kBytes, ring_[b % kRing][v]);
     }
   }
 
@@ -121,70 +114,68 @@ class Unpacked {
 
 // Which of these a format has.
 template <class Format, int V>
-struct TilesOf { using Type = Panels<V>; };
+struct WeightsOf { using Type = Panels<V>; };
 template <class Block, int V>
-struct TilesOf<Blocks<Block>, V> { using Type = Unpacked<Block, V>; };
+struct WeightsOf<Blocks<Block>, V> { using Type = Unpacked<Block, V>; };
 
-// R tiles of rows, the second so many rows behind the first, times V panels: `give(tile, v, sums of its rows)`.
-template <class Format, int R, int V, class Give>
+// R tiles of rows, the second so many numbers behind the first, times V panels: sums r * V + v.
+template <class Format, int R, int V>
 void multiply_tiles(const bf16* x, int64_t stride, int64_t second, const uint8_t* panels, int64_t apart,
-                    const uint8_t* next, int64_t inputs, const Give& give) {
-  typename TilesOf<Format, V>::Type tiles(panels, apart, next, inputs / kBlock);
-  _tile_zero(0);
-  if constexpr (V > 1) _tile_zero(1);
-  if constexpr (R * V > 2 || R > 1) _tile_zero(2);
-  if constexpr (R * V > 3) _tile_zero(3);
+                    const uint8_t* next, int64_t inputs, float (&sums)[4][kTileRows16 * kLanes]) {
+  static_assert(R <= 2 && R * V <= 4);
+  typename WeightsOf<Format, V>::Type panels_read(panels, apart, next, inputs / kBlock);
+  unrolled<R * V>([](auto i) { tile_zero<i>(); });
   for (int64_t b = 0; b < inputs / kBlock; b++) {
     const bf16* weights[V];
-    tiles.find(b, weights);
-    add_tiles<R, V>(x + b * kBlock, second * stride, stride * sizeof(bf16), weights);
+    panels_read.find(b, weights);
+    unrolled<R>([&](auto r) { tile_load<4 + r>(x + r * second + b * kBlock, stride * sizeof(bf16)); });
+    unrolled<V>([&](auto v) {
+      tile_load<6 + v % 2>(weights[v], kTileBytes);
+      unrolled<R>([&](auto r) { tile_add<r * V + v, 4 + r, 6 + v % 2>(); });
+    });
   }
-  alignas(64) float sums[4][kTileMost * kLanes];
-  _tile_stored(0, sums[0], kTileBytes);
-  if constexpr (V > 1) _tile_stored(1, sums[1], kTileBytes);
-  if constexpr (R * V > 2 || R > 1) _tile_stored(2, sums[2], kTileBytes);
-  if constexpr (R * V > 3) _tile_stored(3, sums[3], kTileBytes);
-  Tiles::known(sums);
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) give(r, v, sums[2 * r + v]);
+  unrolled<R * V>([&](auto i) { tile_store<i>(sums[i], kTileBytes); });
 }
 
-// Rows of one tile, or two, are multiplied with up to four panels at once, or two.
-inline int64_t tiled_panels(int64_t rows) { return rows > kTileMost ? 2 : 4; }
+// How rows are parted among tiles: into nearly equal parts, of which the last may begin before the one
+// before it ends.
+struct RowTiles {
+  int64_t rows, count, size;
 
-// Of which size tiles are, nearly equal ones: the last may begin before the one before it ends.
-inline int64_t tiled_rows(int64_t rows) {
-  const int64_t tiles = (rows + kTileMost - 1) / kTileMost;
-  return (rows + tiles - 1) / tiles;
-}
+  explicit RowTiles(int64_t num)
+      : rows(num), count((num + kTileRows16 - 1) / kTileRows16), size((num + count - 1) / count) {}
+  int64_t first(int64_t tile) const { return std::min(tile * size, rows - size); }
+  int64_t fresh(int64_t tile) const { return tile * size; }  // the first that no tile before it has
+};
 
-// Rows times `count` panels, so many bytes apart: `give(row, v, sums)`. There are `Tiles` for these rows.
+inline int64_t tiled_panels(int64_t rows) { return rows > kTileRows16 ? 2 : 4; }
+
+// Rows times `count` panels, so many bytes apart: `give(row, v, sums)`. There are `Tiles` for them.
 template <class Format, class Give>
-void multiply_tiled(const bf16* x, int64_t rows, int64_t stride, const uint8_t* panels, int count,
-                    int64_t apart, const uint8_t* next, int64_t inputs, const Give& give) {
-  const int64_t size = tiled_rows(rows);
-  for (int64_t row = 0; row < rows; row += 2 * size) {
-    const int64_t from[2] = {std::min(row, rows - size), std::min(row + size, rows - size)};
-    const auto take = [&](int r, int v, const float* sums) {
-      for (int64_t i = std::min(row + r * size, rows) - from[r]; i < size; i++)
-        give(from[r] + i, v, load(sums + i * kLanes));
-    };
-    const auto multiply = [&](auto tiles, auto num) {
-      multiply_tiles<Format, tiles, num>(x + from[0] * stride, stride, from[1] - from[0], panels, apart, next,
-                                         inputs, take);
+void multiply_rows(const bf16* x, int64_t rows, int64_t stride, const uint8_t* panels, int count, int64_t apart,
+                   const uint8_t* next, int64_t inputs, const Give& give) {
+  const RowTiles tiles(rows);
+  for (int64_t tile = 0; tile < tiles.count; tile += 2) {
+    const auto multiply = [&](auto num, auto panels_at_once) {
+      constexpr int R = num, V = panels_at_once;
+      alignas(64) float sums[4][kTileRows16 * kLanes];
+      const int64_t first = tiles.first(tile), second = tiles.first(tile + R - 1) - first;
+      multiply_tiles<Format, R, V>(x + first * stride, stride, second * stride, panels, apart, next, inputs, sums);
+      for (int r = 0; r < R; r++)
+        for (int64_t row = tiles.fresh(tile + r), from = tiles.first(tile + r); row < from + tiles.size; row++)
+          for (int v = 0; v < V; v++) give(row, v, load(sums[r * V + v] + (row - from) * kLanes));
     };
     using std::integral_constant;
-    if (row + size < rows) {
-      if (count == 2) multiply(integral_constant<int, 2>(), integral_constant<int, 2>());
-      else multiply(integral_constant<int, 2>(), integral_constant<int, 1>());
-    } else {
-      switch (count) {
-        case 4: multiply(integral_constant<int, 1>(), integral_constant<int, 4>()); break;
-        case 3: multiply(integral_constant<int, 1>(), integral_constant<int, 3>()); break;
-        case 2: multiply(integral_constant<int, 1>(), integral_constant<int, 2>()); break;
-        default: multiply(integral_constant<int, 1>(), integral_constant<int, 1>());
-      }
-    }
+    constexpr integral_constant<int, 1> one;
+    constexpr integral_constant<int, 2> two;
+    if (tile + 1 < tiles.count)
+      count == 2 ? multiply(two, two) : multiply(two, one);
+    else if (count == 4)
+      multiply(one, integral_constant<int, 4>());
+    else if (count == 3)
+      multiply(one, integral_constant<int, 3>());
+    else
+      count == 2 ? multiply(one, two) : multiply(one, one);
   }
 }
 

@@ -88,7 +88,8 @@ class FrozenMeans:
         self, reader: TargetReader, encoder: Encoder, directory: Path, *, bf16: bool = False
     ) -> None:
         self._reader, self._encoder, self._bf16 = reader, encoder, bf16
-        if bf16:  # kernels, where they are: a dozen operations over all layers of all tokens are one
+        if bf16:
+            # By kernels, where they are: a dozen operations over all layers of all tokens are one.
             whole = copy.deepcopy(encoder).bfloat16()
             self._encoder = packed_copy(whole, exact=list(whole.children()))
         identity = reader.target.identity

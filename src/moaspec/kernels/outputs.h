@@ -1,0 +1,143 @@
+// Exact weights of four bits on CPUs with AMX, unpacked output by output and multiplied from the left.
+//
+// An output has 16 possible weights in a block, which are looked up: one instruction for 32 of them, where
+// computing them pair by pair takes nine. A block of 32 inputs has 16 scales and 16 zeros in float16, one of
+// each for an output, then four times 32 words: word i of the j-th has the codes of input i for outputs 4 j
+// to 4 j + 3, the lowest bits first. Sums have the very bits of `tiles.h`.
+#pragma once
+
+#include "tiles.h"
+
+namespace {
+
+struct FourBitOutputs {
+  static constexpr int kBytes = 4 * kLanes + kBlock * kLanes / 2;
+
+  // 16 outputs of 32 weights each.
+  static void unpack(const uint8_t* block, bf16* to) {
+    const Floats codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    alignas(64) float scale[kLanes], zero[kLanes];
+    store(scale, from_halves(block));
+    store(zero, from_halves(block + 2 * kLanes));
+    unrolled<4>([&](auto j) {
+      const Words all = words(block + 4 * kLanes + j * 2 * kBlock);
+      unrolled<2>([&](auto pair) {
+        constexpr int o = 4 * j + 2 * pair;
+        // The weights of two outputs; a fifth bit says which of them is looked up.
+        const Words both = (Words)_mm512_cvtne2ps_pbh(
+            multiply_add(codes, repeated(scale[o + 1]), repeated(zero[o + 1])),
+            multiply_add(codes, repeated(scale[o]), repeated(zero[o])));
+        const Words low = _mm512_set1_epi16(15), fifth = _mm512_set1_epi16(16);
+        const Words first = _mm512_and_si512(_mm512_srli_epi16(all, 8 * pair), low);
+        const Words second = _mm512_ternarylogic_epi32(_mm512_srli_epi16(all, 8 * pair + 4), low, fifth, 0xea);
+        _mm512_store_si512(to + o * kBlock, _mm512_permutexvar_epi16(first, both));
+        _mm512_store_si512(to + (o + 1) * kBlock, _mm512_permutexvar_epi16(second, both));
+      });
+    });
+  }
+
+ private:
+  static Floats from_halves(const uint8_t* halves) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+  }
+};
+
+// The format of such weights. What they are multiplied with are rows tile by tile (`RowTiles`), of each tile
+// pair by pair that of every row.
+struct Outputs {
+  using Input = uint32_t;  // a pair
+  static constexpr bool kUnpacks = false;
+  static constexpr int kInputs = 2;
+  static int64_t panels_at_once(int64_t rows) { return rows <= kTileRows16 ? 4 : rows <= 2 * kTileRows16 ? 2 : 1; }
+  static int64_t panel_bytes(int64_t inputs) { return inputs / kBlock * FourBitOutputs::kBytes; }
+  // The first tile that has rows: with several panels 4 and 5 have weights, else 4 alone.
+  static int first_rows(int64_t rows) { return panels_at_once(rows) == 1 ? 5 : 6; }
+};
+
+// Rows in that form.
+inline void as_pairs(const bf16* x, const RowTiles& tiles, int64_t stride, int64_t inputs, uint32_t* to) {
+  for (int64_t tile = 0; tile < tiles.count; tile++, to += inputs / 2 * tiles.size) {
+    const bf16* from = x + tiles.first(tile) * stride;
+    if (tiles.size == 1) {
+      __builtin_memcpy(to, from, inputs * sizeof(bf16));
+      continue;
+    }
+    for (int64_t i = 0; i < inputs; i += kBlock) {
+      Words pairs[kLanes];
+      for (int64_t m = 0; m < kLanes; m++)
+        pairs[m] = m < tiles.size ? words(from + m * stride + i) : no_words();
+      transpose(pairs);
+      for (int64_t k = 0; k < kLanes; k++)
+        _mm512_mask_storeu_epi32(to + (i / 2 + k) * tiles.size, first(tiles.size), pairs[k]);
+    }
+  }
+}
+
+// V panels times R tiles of so many rows each: sums r * V + v, (16 outputs, `size`), 16 numbers a row.
+template <int R, int V>
+void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, int64_t apart, const uint8_t* next,
+                      int64_t inputs, float (&sums)[4][kTileRows16 * kLanes]) {
+  static_assert(R * V <= 4 && (V == 1 || R <= 2));
+  Unpacked<FourBitOutputs, V> unpacked(panels, apart, next, inputs / kBlock);
+  unrolled<R * V>([](auto i) { tile_zero<i>(); });
+  for (int64_t b = 0; b < inputs / kBlock; b++) {
+    const bf16* weights[V];
+    unpacked.find(b, weights);
+    const auto load_rows = [&](auto tile, int64_t r) {
+      tile_load<tile>(x + (r * inputs / 2 + b * kBlock / 2) * size, size * sizeof(*x));
+    };
+    if constexpr (R > 2) {  // more than can be kept beside the weights
+      tile_load<4>(weights[0], kTileBytes);
+      unrolled<R>([&](auto r) {
+        constexpr int rows = 5 + r % 3;
+        load_rows(std::integral_constant<int, rows>(), r);
+        tile_add<r, 4, rows>();
+      });
+    } else {
+      unrolled<R>([&](auto r) { load_rows(std::integral_constant<int, 6 + r>(), r); });
+      unrolled<V>([&](auto v) {
+        tile_load<4 + v % 2>(weights[v], kTileBytes);
+        unrolled<R>([&](auto r) { tile_add<r * V + v, 4 + v % 2, 6 + r>(); });
+      });
+    }
+  }
+  unrolled<R * V>([&](auto i) { tile_store<i>(sums[i], kTileBytes); });
+}
+
+// As `multiply_rows`, of what `Outputs::convert` gave. There are `Tiles` for them.
+template <class Give>
+void multiply_by_outputs(const uint32_t* x, int64_t rows, const uint8_t* panels, int count, int64_t apart,
+                         const uint8_t* next, int64_t inputs, const Give& give) {
+  const RowTiles tiles(rows);
+  const auto multiply = [&](int64_t tile, auto num, auto panels_at_once) {
+    constexpr int R = num, V = panels_at_once;
+    alignas(64) float sums[4][kTileRows16 * kLanes];
+    multiply_outputs<R, V>(x + tile * inputs / 2 * tiles.size, tiles.size, panels, apart, next, inputs, sums);
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) {
+        Words columns[kLanes];
+        for (int o = 0; o < kLanes; o++) columns[o] = words(sums[r * V + v] + o * kLanes);
+        transpose(columns);
+        const int64_t from = tiles.first(tile + r);
+        for (int64_t row = tiles.fresh(tile + r); row < from + tiles.size; row++)
+          give(row, v, (Floats)columns[row - from]);
+      }
+  };
+  using std::integral_constant;
+  constexpr integral_constant<int, 1> one;
+  constexpr integral_constant<int, 2> two;
+  constexpr integral_constant<int, 3> three;
+  constexpr integral_constant<int, 4> four;
+  if (tiles.count == 1)
+    return count == 4 ? multiply(0, one, four) : count == 3 ? multiply(0, one, three)
+         : count == 2 ? multiply(0, one, two) : multiply(0, one, one);
+  if (tiles.count == 2) return count == 2 ? multiply(0, two, two) : multiply(0, two, one);
+  for (int64_t tile = 0; tile < tiles.count; tile += 4) switch (tiles.count - tile) {
+      case 1: multiply(tile, one, one); break;
+      case 2: multiply(tile, two, one); break;
+      case 3: multiply(tile, three, one); break;
+      default: multiply(tile, four, one);
+    }
+}
+
+}  // namespace
