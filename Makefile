@@ -12,7 +12,7 @@ OUT ?= results
 PAGES ?= README.md docs/results.md
 METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
 
-.PHONY: demo test test-vllm lint bench results docs proto install clean
+.PHONY: demo test test-quantize test-vllm lint bench results docs proto install clean
 
 install: $(INSTALLED)
 
@@ -33,6 +33,14 @@ demo: install
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 		--cov --cov-report term:skip-covered
+
+# torchao lies beside the environment, because it warns in every process of one that has it.
+TORCHAO := $(CURDIR)/.torchao
+test-quantize: install
+	test -e $(TORCHAO) || $(BIN)/python -m pip install --quiet --no-deps --target $(TORCHAO) \
+		$(shell sed -n 's/^quantize = \[\(.*\)\]/\1/p' pyproject.toml)
+	PYTHONPATH=$(TORCHAO) OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+		tests/target/test_weight_only.py tests/cli/test_quantize.py
 
 # Some minutes, and a virtual environment of its own; CI does this where MOASPEC_CI_SLOW is set.
 test-vllm: $(VLLM_VENV)/.installed
@@ -67,4 +75,4 @@ proto: install
 	cd src && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. moaspec/remote/target.proto
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(TORCHAO) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
