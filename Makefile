@@ -35,12 +35,16 @@ test: install
 		--cov --cov-report term:skip-covered
 
 # torchao lies beside the environment, because it warns in every process of one that has it.
-TORCHAO := $(CURDIR)/.torchao
-test-quantize: install
-	test -e $(TORCHAO) || $(BIN)/python -m pip install --quiet --no-deps --target $(TORCHAO) \
-		$(shell sed -n 's/^quantize = \[\(.*\)\]/\1/p' pyproject.toml)
-	PYTHONPATH=$(TORCHAO) OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+TORCHAO := .torchao
+test-quantize: $(TORCHAO)/.installed
+	PYTHONPATH="$(CURDIR)/$(TORCHAO)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
 		tests/target/test_weight_only.py tests/cli/test_quantize.py
+
+$(TORCHAO)/.installed: $(INSTALLED)
+	rm -rf $(TORCHAO)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHAO) \
+		$(shell sed -n 's/^quantize = \[\(.*\)\]/\1/p' pyproject.toml)
+	touch $(TORCHAO)/.installed
 
 # Some minutes, and a virtual environment of its own; CI does this where MOASPEC_CI_SLOW is set.
 test-vllm: $(VLLM_VENV)/.installed

@@ -24,7 +24,7 @@ from moaspec.errors import InputError
 from moaspec.kernels import Matrix
 from moaspec.kernels.build import unpacks
 from moaspec.target import Target
-from moaspec.target.weight_only import BITS, by_torchao, quantise, require_quantize, rounded
+from moaspec.target.weight_only import BITS, by_torchao, in_groups, quantise, require_quantize
 
 needs_torchao = pytest.mark.skipif(
     find_spec("torchao") is None, reason="torchao is not installed: pip install 'moaspec[quantize]'"
@@ -61,7 +61,7 @@ def test_each_number_is_the_nearest_of_its_group(quantize: str) -> None:
         groups.abs().amax(-1) * 2 if quantize == "int8" else groups.amax(-1) - groups.amin(-1)
     )
     step_ON1 = (range_ON / (254 if quantize == "int8" else 15))[..., None]
-    error = (rounded(weight_OI, BITS[quantize]).unflatten(1, (-1, 32)) - groups).abs()
+    error = (in_groups(weight_OI, BITS[quantize]).unflatten(1, (-1, 32)) - groups).abs()
     # Half a step, and what float16 scales and zeros and bf16 results round of the largest number.
     most = 0.5 * step_ON1 + groups.abs().amax(-1, keepdim=True) * 2**-8
     assert bool((error <= most).all())
@@ -78,7 +78,7 @@ def test_groups_without_a_range(quantize: str, special: str) -> None:
         "tiny": torch.full((16, 32), 1e-30),
         "one outlier": torch.eye(16, 32) * 1000,
     }[special]
-    found_OI = rounded(weight_OI, BITS[quantize])
+    found_OI = in_groups(weight_OI, BITS[quantize])
     # The ends of a group are kept but for bf16's and float16's rounding.
     assert_close(found_OI, weight_OI, rtol=2**-8, atol=1e-12)
 
@@ -88,7 +88,7 @@ def test_groups_without_a_range(quantize: str, special: str) -> None:
 def test_kernels_keep_the_codes_alone(quantize: str) -> None:
     if not unpacks():
         pytest.skip("only kernels with AVX512-BF16 read codes")
-    weight_OI = rounded(0.02 * _weight(256, 512).bfloat16(), BITS[quantize])
+    weight_OI = in_groups(0.02 * _weight(256, 512).bfloat16(), BITS[quantize])
     matrix = Matrix(weight_OI, None)
     assert matrix.bits == BITS[quantize]
     assert_close(matrix.weight(), weight_OI, rtol=0, atol=0)
@@ -130,7 +130,7 @@ def test_the_text_is_another_one(directory: Path) -> None:
 
 @needs_torchao
 @pytest.mark.parametrize("quantize", BITS)
-def test_what_is_rounded(quantize: str, directory: Path) -> None:
+def test_what_is_in_groups(quantize: str, directory: Path) -> None:
     """Linear weights inside the layers, to the same numbers in either dtype; nothing else."""
     plain, single, half = (
         moaspec.load_target(directory, packed=False, **options)
@@ -144,7 +144,7 @@ def test_what_is_rounded(quantize: str, directory: Path) -> None:
     for name, weight in found.items():
         assert torch.equal(weight, before[name]) == (name == "lm_head")
         if name != "lm_head":
-            assert torch.equal(weight, rounded(before[name], BITS[quantize]))
+            assert torch.equal(weight, in_groups(before[name], BITS[quantize]))
             assert weight.bfloat16().float().equal(weight)
     assert half.dtype == torch.bfloat16
     assert (plain.quantize, single.quantize) == (None, quantize)

@@ -125,7 +125,7 @@ def fingerprint(
         "packed": target.packed,
         "kernels": instructions() if target.packed else None,
     }
-    if target.graphs is not None:
+    if target.records:
         facts["graphs"] = True
     if drafter is not None:
         sizes = asdict(drafter.config)

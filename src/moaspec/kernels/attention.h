@@ -81,7 +81,7 @@ inline void by_registers(int count, const Call& call) {
 // Scores of a group's queries against all keys, which are read as they lie: keys by queries, 16 by 16.
 class Scores {
  public:
-  Scores(const Group& group, int64_t dim) : group_(group), dim_(dim), tiles_(kTileRows16) {
+  Scores(const Group& group, int64_t dim) : group_(group), dim_(dim), tiles_(kRowsPerTile) {
     std::fill_n(queries_, dim * kLanes, 0);
     for (int q = 0; q < group.count; q++)
       for (int64_t i = 0; i < dim; i++)

@@ -27,7 +27,7 @@ INSTRUCTIONS = {
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mf16c"),
 }
-"""What kernels are compiled for, the fastest first; `registers.h` has both."""
+"""What kernels are compiled for, the fastest first."""
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300.0
 SWITCH = "MOASPEC_KERNELS"
@@ -105,9 +105,13 @@ def _wanted() -> list[str]:
     names = list(INSTRUCTIONS)
     if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):
         names = ["avx2"]
-    elif not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):  # asks the system
-        names.remove("amx")
-    return names[names.index(asked) :] if asked in names else names
+    names = names[names.index(asked) :] if asked in names else names
+    return [name for name in names if name != "amx" or _has_tiles()]
+
+
+def _has_tiles() -> bool:
+    """Whether the CPU has AMX for bf16 and the system, which is asked, lets this process use it."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16") and torch.cpu._init_amx())
 
 
 def _compiled() -> Path:

@@ -29,7 +29,8 @@ struct FourBitOutputs {
             multiply_add(codes, repeated(scale[o]), repeated(zero[o])));
         const Words low = _mm512_set1_epi16(15), fifth = _mm512_set1_epi16(16);
         const Words first = _mm512_and_si512(_mm512_srli_epi16(all, 8 * pair), low);
-        const Words second = _mm512_ternarylogic_epi32(_mm512_srli_epi16(all, 8 * pair + 4), low, fifth, 0xea);
+        const Words second =
+            _mm512_ternarylogic_epi32(_mm512_srli_epi16(all, 8 * pair + 4), low, fifth, 0xea);
         _mm512_store_si512(to + o * kBlock, _mm512_permutexvar_epi16(first, both));
         _mm512_store_si512(to + (o + 1) * kBlock, _mm512_permutexvar_epi16(second, both));
       });
@@ -47,8 +48,9 @@ struct FourBitOutputs {
 struct Outputs {
   using Input = uint32_t;  // a pair
   static constexpr bool kUnpacks = false;
-  static constexpr int kInputs = 2;
-  static int64_t panels_at_once(int64_t rows) { return rows <= kTileRows16 ? 4 : rows <= 2 * kTileRows16 ? 2 : 1; }
+  static int64_t panels_at_once(int64_t rows) {
+    return rows <= kRowsPerTile ? 4 : rows <= 2 * kRowsPerTile ? 2 : 1;
+  }
   static int64_t panel_bytes(int64_t inputs) { return inputs / kBlock * FourBitOutputs::kBytes; }
   // The first tile that has rows: with several panels 4 and 5 have weights, else 4 alone.
   static int first_rows(int64_t rows) { return panels_at_once(rows) == 1 ? 5 : 6; }
@@ -75,8 +77,8 @@ inline void as_pairs(const bf16* x, const RowTiles& tiles, int64_t stride, int64
 
 // V panels times R tiles of so many rows each: sums r * V + v, (16 outputs, `size`), 16 numbers a row.
 template <int R, int V>
-void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, int64_t apart, const uint8_t* next,
-                      int64_t inputs, float (&sums)[4][kTileRows16 * kLanes]) {
+void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, int64_t apart,
+                      const uint8_t* next, int64_t inputs, float (&sums)[4][kRowsPerTile * kLanes]) {
   static_assert(R * V <= 4 && (V == 1 || R <= 2));
   Unpacked<FourBitOutputs, V> unpacked(panels, apart, next, inputs / kBlock);
   unrolled<R * V>([](auto i) { tile_zero<i>(); });
@@ -104,14 +106,14 @@ void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, in
   unrolled<R * V>([&](auto i) { tile_store<i>(sums[i], kTileBytes); });
 }
 
-// As `multiply_rows`, of what `Outputs::convert` gave. There are `Tiles` for them.
+// As `multiply_rows`, of what `as_pairs` gave. There are `Tiles` for them.
 template <class Give>
 void multiply_by_outputs(const uint32_t* x, int64_t rows, const uint8_t* panels, int count, int64_t apart,
                          const uint8_t* next, int64_t inputs, const Give& give) {
   const RowTiles tiles(rows);
   const auto multiply = [&](int64_t tile, auto num, auto panels_at_once) {
     constexpr int R = num, V = panels_at_once;
-    alignas(64) float sums[4][kTileRows16 * kLanes];
+    alignas(64) float sums[4][kRowsPerTile * kLanes];
     multiply_outputs<R, V>(x + tile * inputs / 2 * tiles.size, tiles.size, panels, apart, next, inputs, sums);
     for (int r = 0; r < R; r++)
       for (int v = 0; v < V; v++) {

@@ -113,22 +113,28 @@ void multiply_panels(const typename Format::Input* x, int64_t rows, int64_t stri
   }
 }
 
+#ifdef __AMX_BF16__
+// Whether tiles multiply so many inputs with weights of a format.
+template <class Format>
+constexpr bool tiled(int64_t inputs) {
+  return std::is_same_v<Format, Outputs> ||
+         (std::is_same_v<typename Format::Input, bf16> && inputs % kBlock == 0);
+}
+#endif
+
 // As `multiply_panels`, by the fastest instructions.
 template <class Format, class Give>
 void multiply_any(const typename Format::Input* x, int64_t rows, int64_t stride, const uint8_t* panels,
                   int count, int64_t apart, const uint8_t* next, int64_t inputs, const Give& give) {
 #ifdef __AMX_BF16__
-  if constexpr (std::is_same_v<Format, Outputs>) {
+  if constexpr (std::is_same_v<Format, Outputs>)
     return multiply_by_outputs(x, rows, panels, count, apart, next, inputs, give);
-  } else {
-    if constexpr (std::is_same_v<typename Format::Input, bf16>)
-      if (inputs % kBlock == 0)
-        return multiply_rows<Format>(x, rows, stride, panels, count, apart, next, inputs, give);
-    multiply_panels<Format>(x, rows, stride, panels, count, apart, next, inputs, give);
-  }
-#else
-  multiply_panels<Format>(x, rows, stride, panels, count, apart, next, inputs, give);
+  else if constexpr (std::is_same_v<typename Format::Input, bf16>)
+    if (Format::kUnpacks || tiled<Format>(inputs))  // blocks are of as many inputs as tiles
+      return multiply_rows<Format>(x, rows, stride, panels, count, apart, next, inputs, give);
+  if constexpr (!std::is_same_v<Format, Outputs> && !Format::kUnpacks)
 #endif
+    multiply_panels<Format>(x, rows, stride, panels, count, apart, next, inputs, give);
 }
 
 // From `start` on, up to but without `stop`.
@@ -150,7 +156,7 @@ void multiply_stretch(const Matrix& matrix, const typename Format::Input* x, int
   std::optional<Tiles> tiles;
   if constexpr (std::is_same_v<Format, Outputs>) {
     tiles.emplace(RowTiles(rows).size, Outputs::first_rows(rows));
-  } else if (std::is_same_v<typename Format::Input, bf16> && inputs % kBlock == 0) {
+  } else if (tiled<Format>(inputs)) {
     tiles.emplace(RowTiles(rows).size);
     streams = tiled_panels(rows);
   }
@@ -214,9 +220,10 @@ void with_format(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stri
     return use(Nibbles(), converted<Nibbles>(matrix, x, rows, stride), matrix.inputs / Nibbles::kInputs);
 #ifdef __AMX_BF16__
   if (matrix.bits == 4) return use(Outputs(), paired(matrix, x, rows, stride), 0);
+#elif defined(__AVX512BF16__)
+  if (matrix.bits == 4) return use(Blocks<FourBits>(), x, stride);
 #endif
 #ifdef __AVX512BF16__
-  if (matrix.bits == 4) return use(Blocks<FourBits>(), x, stride);
   if (matrix.bits == 8) return use(Blocks<EightBits>(), x, stride);
   use(Sixteen(), x, stride);
 #else

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int kTileRows16 = 16;    // rows of a tile, at most
+constexpr int kRowsPerTile = 16;    // rows of a tile, at most
 constexpr int kTileBytes = 64;     // of a row of a tile, at most
 constexpr int kTileNumbers = kBlock * kLanes;  // weights of a tile
 constexpr int kUnpackedAhead = 2;  // blocks between unpacking and multiplying
@@ -38,7 +38,7 @@ class Tiles {
   // Rows times weights: tiles 4 and 5 have rows, 6 and 7 weights.
   explicit Tiles(int64_t rows) : Tiles(rows, kTileBytes, 6) {}
   // Weights times rows: tiles from 4 on have weights, those from `first_rows` on rows.
-  Tiles(int64_t rows, int first_rows) : Tiles(kTileRows16, rows * sizeof(float), first_rows) {}
+  Tiles(int64_t rows, int first_rows) : Tiles(kRowsPerTile, rows * sizeof(float), first_rows) {}
   ~Tiles() { asm volatile("tilerelease"); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
@@ -50,7 +50,7 @@ class Tiles {
     for (int tile = 0; tile < 8; tile++) {
       const bool is_a = tile >= 4 && tile < first_b, is_b = tile >= first_b;
       shape[16 + 2 * tile] = static_cast<uint8_t>(is_a ? kTileBytes : bytes);
-      shape[48 + tile] = static_cast<uint8_t>(is_b ? kTileRows16 : rows);
+      shape[48 + tile] = static_cast<uint8_t>(is_b ? kRowsPerTile : rows);
     }
     asm volatile("ldtilecfg (%0)" ::"r"(shape) : "memory");
   }
@@ -121,7 +121,7 @@ struct WeightsOf<Blocks<Block>, V> { using Type = Unpacked<Block, V>; };
 // R tiles of rows, the second so many numbers behind the first, times V panels: sums r * V + v.
 template <class Format, int R, int V>
 void multiply_tiles(const bf16* x, int64_t stride, int64_t second, const uint8_t* panels, int64_t apart,
-                    const uint8_t* next, int64_t inputs, float (&sums)[4][kTileRows16 * kLanes]) {
+                    const uint8_t* next, int64_t inputs, float (&sums)[4][kRowsPerTile * kLanes]) {
   static_assert(R <= 2 && R * V <= 4);
   typename WeightsOf<Format, V>::Type panels_read(panels, apart, next, inputs / kBlock);
   unrolled<R * V>([](auto i) { tile_zero<i>(); });
@@ -143,27 +143,30 @@ struct RowTiles {
   int64_t rows, count, size;
 
   explicit RowTiles(int64_t num)
-      : rows(num), count((num + kTileRows16 - 1) / kTileRows16), size((num + count - 1) / count) {}
+      : rows(num), count((num + kRowsPerTile - 1) / kRowsPerTile), size((num + count - 1) / count) {}
   int64_t first(int64_t tile) const { return std::min(tile * size, rows - size); }
   int64_t fresh(int64_t tile) const { return tile * size; }  // the first that no tile before it has
 };
 
-inline int64_t tiled_panels(int64_t rows) { return rows > kTileRows16 ? 2 : 4; }
+inline int64_t tiled_panels(int64_t rows) { return rows > kRowsPerTile ? 2 : 4; }
 
 // Rows times `count` panels, so many bytes apart: `give(row, v, sums)`. There are `Tiles` for them.
 template <class Format, class Give>
-void multiply_rows(const bf16* x, int64_t rows, int64_t stride, const uint8_t* panels, int count, int64_t apart,
-                   const uint8_t* next, int64_t inputs, const Give& give) {
+void multiply_rows(const bf16* x, int64_t rows, int64_t stride, const uint8_t* panels, int count,
+                   int64_t apart, const uint8_t* next, int64_t inputs, const Give& give) {
   const RowTiles tiles(rows);
   for (int64_t tile = 0; tile < tiles.count; tile += 2) {
     const auto multiply = [&](auto num, auto panels_at_once) {
       constexpr int R = num, V = panels_at_once;
-      alignas(64) float sums[4][kTileRows16 * kLanes];
+      alignas(64) float sums[4][kRowsPerTile * kLanes];
       const int64_t first = tiles.first(tile), second = tiles.first(tile + R - 1) - first;
-      multiply_tiles<Format, R, V>(x + first * stride, stride, second * stride, panels, apart, next, inputs, sums);
-      for (int r = 0; r < R; r++)
-        for (int64_t row = tiles.fresh(tile + r), from = tiles.first(tile + r); row < from + tiles.size; row++)
+      multiply_tiles<Format, R, V>(x + first * stride, stride, second * stride, panels, apart, next, inputs,
+                                   sums);
+      for (int r = 0; r < R; r++) {
+        const int64_t from = tiles.first(tile + r);
+        for (int64_t row = tiles.fresh(tile + r); row < from + tiles.size; row++)
           for (int v = 0; v < V; v++) give(row, v, load(sums[r * V + v] + (row - from) * kLanes));
+      }
     };
     using std::integral_constant;
     constexpr integral_constant<int, 1> one;

@@ -157,5 +157,7 @@ class _TicketUpdates:
 
 
 def _fingerprint(target: Target) -> str:
-    facts = f"{target.identity} {target.precision} {target.device.type}"
+    # Plain dtypes as they have always been written, so that nobody's fingerprint changes.
+    precision = str(target.dtype) if target.quantize is None else target.precision
+    facts = f"{target.identity} {precision} {target.device.type}"
     return "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:12]

@@ -114,6 +114,11 @@ class Target(TargetFacts):
         """Where the weights are."""
         return self.model.device
 
+    @property
+    def records(self) -> bool:
+        """Whether passes are recorded, so that their sizes are worth rounding up."""
+        return self.graphs is not None and self.graphs.failure is None
+
     def pack(self) -> bool:
         """Lay the weights of linear layers out for this CPU, in place, see `packing`.
 
@@ -307,7 +312,8 @@ class Target(TargetFacts):
 
     def _can_record(self, states_BTE: Tensor) -> bool:
         """Whether a pass does nothing that a recording would leave out."""
-        watched = any(self._hooks) or self._base.norm._forward_hooks
+        norm = self._base.norm
+        watched = any(self._hooks) or norm._forward_hooks or norm._forward_pre_hooks
         return self.lean and not watched and not states_BTE.requires_grad
 
     def _normed(self, states_BTE: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
@@ -25,8 +24,6 @@ from moaspec.target.facts import TargetFacts
 from moaspec.target.families import require_supported
 from moaspec.target.model import Target
 from moaspec.target.weight_only import quantise, require_quantize
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -94,11 +91,6 @@ def load_target(
         raise _unusable(name, source, _first_line(error)) from error
     if quantize is not None:
         quantise(model, quantize, name=name, packed=packed)
-        log.warning(
-            "%s is rounded to %s: its text is the rounded target's, not the original's.",
-            name,
-            quantize,
-        )
     if packed:
         target.pack()
     return target

@@ -4,9 +4,10 @@ torchao chooses the numbers of all linear layers inside the decoder layers. Embe
 head stay as they are. What becomes of the weights depends on who multiplies them:
 
 - On a CPU each group of 32 inputs becomes scale * code + zero, and the result an ordinary weight.
-  It is of the form that `moaspec.kernels` find out by themselves: with AVX512-BF16 they keep the
-  codes and read no more than these (`kernels/codes.py`). torchao's own tensors would be widened, a
-  whole matrix in every call. Elsewhere on CPUs the same numbers take as many bytes as before.
+  It is of the form that `moaspec.kernels` find out by themselves: with AMX or AVX512-BF16 they keep
+  the codes and read no more than these (`kernels/codes.py`). torchao's own tensors would be
+  widened, a whole matrix in every call. Elsewhere on CPUs the same numbers take as many bytes as
+  before.
 - On a CUDA device torchao's tensors take the weights' place, and its kernels multiply them.
 
 Legend: I inputs and O outputs of a matrix, N = I / 32 groups, X groups of some rows.
@@ -15,6 +16,7 @@ Legend: I inputs and O outputs of a matrix, N = I / 32 groups, X groups of some 
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from torch import Tensor, nn
 
 from moaspec.errors import InputError
 from moaspec.kernels.codes import BLOCK, Coded
+
+log = logging.getLogger(__name__)
 
 BITS = {"int8": 8, "int4": 4}
 """Values of `quantize`."""
@@ -79,14 +83,15 @@ def quantise(model: Any, quantize: str, *, name: str, packed: bool) -> None:
     if model.device.type == "cpu":
         for linear in linears.values():
             parts = linear.weight.detach().split(ROWS)
-            _replace(linear, torch.cat([rounded(part, BITS[quantize]) for part in parts]))
+            _replace(linear, torch.cat([in_groups(part, BITS[quantize]) for part in parts]))
     else:
         by_torchao(layers, quantize)
         for linear in () if packed else linears.values():
             _replace(linear, _widened(linear))
+    log.warning("%s is rounded to %s: its text is no longer the original's.", name, quantize)
 
 
-def rounded(weight_OI: Tensor, bits: int) -> Tensor:
+def in_groups(weight_OI: Tensor, bits: int) -> Tensor:
     """The nearest weight that is scale * code + zero in each group of 32 inputs, in its dtype.
 
     Scales and zeros are float16, and results bf16 numbers, whatever the dtype.

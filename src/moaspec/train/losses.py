@@ -164,8 +164,8 @@ def _reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _total_variation(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    q = _probabilities(log_q)
-    difference = q - _probabilities(log_p)
+    q = log_q.clamp_(min=LEAST_LOG).exp_()
+    difference = q - log_p.clamp_(min=LEAST_LOG).exp_()
     value, sign = 0.5 * difference.abs().sum(), difference.sign_().mul_(0.5)
     return value, sign.sub_((q * sign).sum(-1, keepdim=True)).mul_(q)
 

@@ -81,7 +81,7 @@ class FrozenMeans:
         reader: where its inputs come from.
         encoder: with the LSA, which must not change as long as this is used.
         directory: where the numbers are kept.
-        bf16: compute products in bf16, as mixed precision does in training.
+        bf16: compute in bf16, as decoding does, and by kernels where they are.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class FrozenMeans:
     ) -> None:
         self._reader, self._encoder, self._bf16 = reader, encoder, bf16
         if bf16:
-            # By kernels, where they are: a dozen operations over all layers of all tokens are one.
+            # A dozen operations over all layers of all tokens are one call of kernels.
             whole = copy.deepcopy(encoder).bfloat16()
             self._encoder = packed_copy(whole, exact=list(whole.children()))
         identity = reader.target.identity
@@ -100,7 +100,7 @@ class FrozenMeans:
         if self._last:
             widths["last"] = self._last * identity.kv_size
         widths |= {f"before{n}": identity.hidden_size for n in reader.before}
-        directory /= f"{name}-bf16" if bf16 else name
+        directory /= f"{name}-all-bf16" if bf16 else name
         self._store = ExampleStore(directory, reader.examples, widths)
 
     def read(self, batch: Batch) -> tuple[Tensor, TargetPass]:
