@@ -38,7 +38,9 @@ def test_what_was_measured_is_found_again_and_used(cache: Path, layers: int) -> 
     assert stored_costs(tiny.target(), module, num_target_layers=2) is None
     assert len(list(cache.iterdir())) == 1
     assert costs.plain_s(64) > 0 < costs.root_s
-    assert all(list(line) == sorted(line) for line in (*costs.pass_s, costs.step_s))
+    lines = (*costs.pass_s, costs.step_s, costs.logits_s)
+    assert all(list(line) == sorted(line) for line in lines)
+    assert len(costs.logits_s) == len(costs.head_s)
     assert len(parts) > 5
     shaping = shaping_for(tiny.target(), module, num_target_layers=layers)
     assert isinstance(shaping.policy(), CostShape)

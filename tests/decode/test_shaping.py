@@ -13,6 +13,7 @@ import tiny
 from costs import by_cost, table
 from moaspec.decode import CostShape, FixedShape, Shaping, local_engine
 from moaspec.decode.cost import MAX_DEPTH, KnownCosts
+from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.shaping import COPIES, CREDIT_TOKENS, TOLERATED_LOSS, CostBranches
 from moaspec.decode.tree import AUTO, Chain, DraftTree, Tree
 from moaspec.errors import InputError, ShapeError
@@ -198,6 +199,21 @@ def test_branches_stop_where_copies_are_wrong_and_come_back() -> None:
     for _ in range(200):
         branches.observe(DraftTree(), [])
     assert branches.shape(64, 1) == CostBranches(KnownCosts(dear)).shape(64, 1)
+
+
+def test_rows_that_ask_for_logits_pay_for_them() -> None:
+    """The head writes them for every draft that is verified."""
+    costs = table(logits_s=(0.001, 0.020, 0.040, 0.160))
+    shaping, sampling = Shaping(costs=costs), SamplingParams(temperature=1.0)
+    greedy, sampled = shaping.policy(), shaping.policy(sampling)
+    assert costs.with_logits.head_s == costs.logits_s
+    first, dearer = greedy.shape(64, 1), sampled.shape(64, 1)
+    assert first is not None
+    assert dearer is None or dearer.total_tokens < first.total_tokens
+    branches = shaping.branches(sampling), Shaping(costs=costs.with_logits).branches()
+    shapes = [one.shape(64, 1) for one in branches if one is not None]
+    assert shapes[0] == shapes[1]
+    assert table().with_logits == table()  # of before they were measured
 
 
 def test_settings_without_measurements() -> None:

@@ -304,8 +304,8 @@ def start(
     handles = [
         engine.add(
             token_ids(prompt),
-            shape=shaping.policy(),
-            free_branches=shaping.branches(),
+            shape=shaping.policy(sampling),
+            free_branches=shaping.branches(sampling),
             sampling=replace(sampling, choice=sampling.choice + choice),
             **settings,
         )

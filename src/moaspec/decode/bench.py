@@ -90,11 +90,13 @@ class Bench:
 
         return Part(run, device)
 
-    def head(self, num_tokens: int) -> Part:
-        """The head and the choice."""
+    def head(self, num_tokens: int, *, logits: bool = False) -> Part:
+        """The head and the choice of the best, or the head's logits."""
+        head = self.target.head if logits else self.target.best
         width = int(self.target.config.hidden_size)
-        states = torch.zeros(num_tokens, width, dtype=self.target.dtype, device=self.target.device)
-        return Part(lambda: self.target.best(states), self.target.device)
+        # Not zeros, whose logits are all equal: to find the best of these takes longer.
+        states = torch.ones(num_tokens, width, dtype=self.target.dtype, device=self.target.device)
+        return Part(lambda: head(states), self.target.device)
 
     def draft(self, shape: Tree) -> Part:
         """Growing a tree."""

@@ -200,7 +200,13 @@ class _TargetParts:
             [bench.target_pass(n, context) for n in TOKENS] for context in self._contexts
         ]
         self._heads, self._rounds = [bench.head(n) for n in TOKENS], Rounds(bench, None)
-        self.parts: list[Part | Rounds] = [*chain(*self._passes), *self._heads, self._rounds]
+        self._logits = [bench.head(n, logits=True) for n in TOKENS]
+        self.parts: list[Part | Rounds] = [
+            *chain(*self._passes),
+            *self._heads,
+            *self._logits,
+            self._rounds,
+        ]
 
     def costs(self) -> CostTable:
         """Of the target alone."""
@@ -209,6 +215,7 @@ class _TargetParts:
             tokens=TOKENS,
             pass_s=tuple(_rising([part.median_s for part in line]) for line in self._passes),
             head_s=_rising([part.median_s for part in self._heads]),
+            logits_s=_rising([part.median_s for part in self._logits]),
             root_s=0.0,
             widths=(),
             step_s=(),

@@ -9,7 +9,7 @@ Legend: D depths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,7 @@ class CostTable:
         encode_s: of encoding verified tokens, by number of `tokens`.
         plain_rest_s: of a round without drafts, beyond its pass and head.
         draft_rest_s: of a round with drafts, beyond all of these parts.
+        logits_s: of the LM head where a choice asks for all logits, by width; empty: as `head_s`.
 
     Raises:
         InputError: lists that do not fit one another, or a number that is not a positive time.
@@ -73,10 +74,11 @@ class CostTable:
     encode_s: tuple[float, ...]
     plain_rest_s: float = 0.0
     draft_rest_s: float = 0.0
+    logits_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         fits = len(self.pass_s) == len(self.contexts) > 0 and len(self.step_s) == len(self.widths)
-        lines = (*self.pass_s, self.head_s, self.encode_s)
+        lines = (*self.pass_s, self.head_s, self.encode_s, self.logits_s or self.head_s)
         fits = fits and all(len(line) == len(self.tokens) > 0 for line in lines)
         single = (self.root_s, self.plain_rest_s, self.draft_rest_s)
         times = [*single, *self.step_s, *(t for line in lines for t in line)]
@@ -85,6 +87,11 @@ class CostTable:
                 "A cost table needs one pass line per context, one time per width, and times of at "
                 "least 0. Measure it anew with `moaspec calibrate`."
             )
+
+    @property
+    def with_logits(self) -> CostTable:
+        """The costs of rows that ask for logits, as all do that do not just take the best token."""
+        return replace(self, head_s=self.logits_s or self.head_s)
 
     def verify_s(self, num_tokens: Floats | float, context: int) -> Floats:
         """A target pass over so many tokens, its head included."""

@@ -106,8 +106,8 @@ class CustomGenerate:
                 prompts.token_ids(row),
                 max_new_tokens=limit,
                 stop_token_ids=ends,
-                shape=shaping.policy(),
-                free_branches=shaping.branches(),
+                shape=shaping.policy(sampling),
+                free_branches=shaping.branches(sampling),
                 sampling=replace(
                     sampling, choice=row % choices, processors=prompts.adapt(processors, row)
                 ),

@@ -97,8 +97,8 @@ class Session:
         self._stop()
         self._handle = self._engine.add(
             prompt,
-            shape=shaping.policy(),
-            free_branches=shaping.branches(),
+            shape=shaping.policy(settings["sampling"]),
+            free_branches=shaping.branches(settings["sampling"]),
             keep=True,
             after=self._handle,
             **settings,

@@ -22,6 +22,7 @@ from moaspec.decode.cost import (
     RoundCosts,
     chain_speedups,
 )
+from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.tree import AUTO, Chain, DraftTree, PricedTree, Tree, parse_shape
 from moaspec.errors import InputError
 
@@ -120,24 +121,39 @@ class Shaping:
             )
         self.policy()
 
-    def policy(self) -> ShapePolicy:
-        """A new row's drafts."""
-        if self._known is not None:
-            return CostShape(self._known, lags=self.lags)
+    def policy(self, sampling: SamplingParams = GREEDY) -> ShapePolicy:
+        """A new row's drafts.
+
+        Args:
+            sampling: of the row; one that asks for logits has a dearer head.
+        """
+        known = self._known(sampling)
+        if known is not None:
+            return CostShape(known, lags=self.lags)
         return FixedShape(parse_shape(self.tree) if isinstance(self.tree, str) else self.tree)
 
-    def branches(self) -> ShapePolicy | None:
-        """A new row's free branches."""
+    def branches(self, sampling: SamplingParams = GREEDY) -> ShapePolicy | None:
+        """A new row's free branches; `sampling` as for `policy`."""
         if self.free_branches == "auto":
-            return None if self._known is None else CostBranches(self._known)
+            known = self._known(sampling)
+            return None if known is None else CostBranches(known)
         return FixedShape(COPIES) if self.free_branches else None
 
-    @cached_property
-    def _known(self) -> KnownCosts | None:
+    def _known(self, sampling: SamplingParams) -> KnownCosts | None:
         """What all rows that go by cost share."""
         if self.tree != "auto" or self.costs is None:
             return None
+        return self._of_logits if sampling.needs_logits else self._of_best
+
+    @cached_property
+    def _of_best(self) -> KnownCosts:
+        assert self.costs is not None
         return KnownCosts(self.costs, self.prior)
+
+    @cached_property
+    def _of_logits(self) -> KnownCosts:
+        assert self.costs is not None
+        return KnownCosts(self.costs.with_logits, self.prior)
 
 
 @dataclass(frozen=True)

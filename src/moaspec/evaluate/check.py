@@ -213,8 +213,8 @@ class Check:
                 self.prompts[row.prompt],
                 max_new_tokens=self.max_new_tokens,
                 stop_token_ids=() if way.beyond_stops else stops,
-                shape=shaping.policy(),
-                free_branches=shaping.branches(),
+                shape=shaping.policy(self.settings[row.setting]),
+                free_branches=shaping.branches(self.settings[row.setting]),
                 sampling=self.settings[row.setting],
             )
             for row in rows

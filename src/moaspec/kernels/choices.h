@@ -23,13 +23,14 @@ inline float highest_of(const float* numbers, int64_t start, int64_t stop) {
 class Contest {
  public:
   Contest(int64_t rows, int32_t threads)
-      : rows_(rows), threads_(threads), tops_(threads * rows * kLanes, -INFINITY), places_(tops_.size()) {}
+      : rows_(rows), threads_(threads), own_(rows * kLanes + kApart), tops_(threads * own_, -INFINITY),
+        places_(tops_.size()) {}
 
   // By a team. Every lane of every thread keeps its own best, and where that was.
   void team_hold(const Matrix& matrix, const bf16* x, int64_t stride) {
     const int64_t lanes = rows_ * kLanes;
-    float* tops = tops_.data() + omp_get_thread_num() * lanes;
-    int32_t* places = places_.data() + omp_get_thread_num() * lanes;
+    float* tops = tops_.data() + omp_get_thread_num() * own_;
+    int32_t* places = places_.data() + omp_get_thread_num() * own_;
     std::fill_n(tops, lanes, -INFINITY);
     std::fill_n(places, lanes, 0);
     multiply(matrix, x, rows_, stride, [&](int64_t row, int64_t output, Floats sums) {
@@ -48,7 +49,7 @@ class Contest {
     float top = -INFINITY;
     int64_t best = 0;
     for (int64_t i = 0; i < threads_ * kLanes; i++) {
-      const int64_t lane = i / kLanes * rows_ * kLanes + row * kLanes + i % kLanes;
+      const int64_t lane = i / kLanes * own_ + row * kLanes + i % kLanes;
       const int64_t place = places_[lane] + i % kLanes;
       if (tops_[lane] > top || (tops_[lane] == top && place < best)) {
         top = tops_[lane];
@@ -66,7 +67,10 @@ class Contest {
       if (numbers[i] == tops[i]) places[i] = std::min(places[i], static_cast<int32_t>(output));
   }
 
-  int64_t rows_, threads_;
+  // Numbers between those of two threads: what one writes would take a line of the caches from the other.
+  static constexpr int64_t kApart = 32;
+
+  int64_t rows_, threads_, own_;  // the last: numbers from one thread's to the next one's
   std::vector<float> tops_;
   std::vector<int32_t> places_;
 };

@@ -213,8 +213,8 @@ class EngineWorker:
                 stop_token_ids=self._stops,
                 stop=job.stop,
                 sampling=job.sampling,
-                shape=self._shaping.policy() if job.speculation else FixedShape(None),
-                free_branches=self._shaping.branches() if job.speculation else None,
+                shape=self._shaping.policy(job.sampling) if job.speculation else FixedShape(None),
+                free_branches=self._shaping.branches(job.sampling) if job.speculation else None,
                 keep=True,
                 after=after,
             )
