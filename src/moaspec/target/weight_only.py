@@ -88,7 +88,8 @@ def quantise(model: Any, quantize: str, *, name: str, packed: bool) -> None:
         by_torchao(layers, quantize)
         for linear in () if packed else linears.values():
             _replace(linear, _widened(linear))
-    log.warning("%s is rounded to %s: its text is no longer the original's.", name, quantize)
+    said = "%s is rounded to %s: its text is the rounded target's, not the original's."
+    log.warning(said, name, quantize)
 
 
 def in_groups(weight_OI: Tensor, bits: int) -> Tensor:
