@@ -201,8 +201,7 @@ def test_branches_stop_where_copies_are_wrong_and_come_back() -> None:
     assert branches.shape(64, 1) == CostBranches(KnownCosts(dear)).shape(64, 1)
 
 
-def test_rows_that_ask_for_logits_pay_for_them() -> None:
-    """The head writes them for every draft that is verified."""
+def test_rows_that_ask_for_logits_go_by_what_these_cost() -> None:
     costs = table(logits_s=(0.001, 0.020, 0.040, 0.160))
     shaping, sampling = Shaping(costs=costs), SamplingParams(temperature=1.0)
     greedy, sampled = shaping.policy(), shaping.policy(sampling)

@@ -91,12 +91,12 @@ class Bench:
         return Part(run, device)
 
     def head(self, num_tokens: int, *, logits: bool = False) -> Part:
-        """The head and the choice of the best, or the head's logits."""
+        """The head and its best token, or its logits; behind a pass, as in a round."""
         head = self.target.head if logits else self.target.best
         width = int(self.target.config.hidden_size)
         # Not zeros, whose logits are all equal: to find the best of these takes longer.
         states = torch.ones(num_tokens, width, dtype=self.target.dtype, device=self.target.device)
-        return Part(lambda: head(states), self.target.device)
+        return Part(lambda: head(states), self.target.device, self._small_pass)
 
     def draft(self, shape: Tree) -> Part:
         """Growing a tree."""

@@ -125,7 +125,7 @@ class Shaping:
         """A new row's drafts.
 
         Args:
-            sampling: of the row; one that asks for logits has a dearer head.
+            sampling: of the row; a head that gives logits has a price of its own.
         """
         known = self._known(sampling)
         if known is not None:
