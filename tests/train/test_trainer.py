@@ -41,6 +41,7 @@ from moaspec.train.measure import MEASURED_BLOCK, RANKS, Measured
 from moaspec.train.schedule import learning_rate, staircase_probability
 from moaspec.train.state import FACTS_FILE
 from moaspec.train.students import DraftHead, MoAStudent, StudentPass, new_drafter
+from moaspec.train.warm_start import fit_exits
 
 EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 
@@ -803,21 +804,49 @@ def test_an_earlier_drafters_vocabulary_grows_by_frequent_tokens(tmp_path: Path)
         )
 
 
-def test_an_earlier_drafter_keeps_its_exits(tmp_path: Path) -> None:
-    first = trainer(tmp_path / "first", steps=1)
-    first.run()
-    with pytest.raises(InputError, match="Set it to the same"):
-        trainer(
-            tmp_path / "second",
-            initial=str(tmp_path / "first" / "drafter"),
-            num_target_layers=(1,),
-        )
-
-
 def _explained(found_ME: Tensor, wanted_ME: Tensor) -> float:
     """The share of the variance."""
     missed = (found_ME - wanted_ME).square().sum()
     return 1 - float(missed / (wanted_ME - wanted_ME.mean(0)).square().sum())
+
+
+def test_an_earlier_drafter_gets_another_exit_in_place_of_its_own(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "first", steps=30)
+    first.run()
+    earlier = str(tmp_path / "first" / "drafter")
+    second = trainer(tmp_path / "second", initial=earlier, num_target_layers=(1,), steps=1)
+    with torch.no_grad():
+        (exit_,) = second.student.run(module(second), first.data.next_part(0), 0).exits
+    assert exit_.inner is not None
+    assert _explained(*exit_.inner) > 0.3
+    second.run()
+    directory = str(tmp_path / "second" / "drafter")
+    drafter = moaspec.load_drafter(directory, target=second.target)
+    assert drafter.config.num_target_layers == (1,)
+    assert list(drafter.exits) == ["1"]
+    trainer(tmp_path / "third", initial=directory, num_target_layers=(1,), steps=1).run()
+
+
+def test_massive_states_stay_out_of_the_fit_of_an_exit(tmp_path: Path) -> None:
+    """A text's first state may be a hundred times as large as the others, which then do not count."""
+    trainer(tmp_path / "first", steps=30).run()
+    second = trainer(
+        tmp_path / "second",
+        initial=str(tmp_path / "first" / "drafter"),
+        num_target_layers=(1,),
+        steps=1,
+    )
+    drafter, sample = module(second), list(second.reader.sample(second.data.train_ids, 100))
+    massive = []
+    for batch, result in sample:
+        before_BTE = result.before[1].clone()
+        before_BTE[:, 0] *= 1000
+        massive.append((batch, dataclasses.replace(result, before={1: before_BTE})))
+    scales = []
+    for passes in (sample, massive):
+        fit_exits(second.target, drafter, passes, had=0)
+        scales.append(drafter.exits["1"].scale.item())
+    assert scales[1] == pytest.approx(scales[0], rel=0.2)
 
 
 def test_an_earlier_drafter_gets_other_exits_beside_its_own(tmp_path: Path) -> None:

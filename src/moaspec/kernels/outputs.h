@@ -19,20 +19,25 @@ struct FourBitOutputs {
     alignas(64) float scale[kLanes], zero[kLanes];
     store(scale, from_halves(block));
     store(zero, from_halves(block + 2 * kLanes));
+    // Read from memory they cost nothing; a compiler that remembers them takes more instructions.
+    asm volatile("" : "+m"(scale), "+m"(zero));
+    const Words low = _mm512_set1_epi16(0x0f0f), fifth = _mm512_set1_epi16(0x1010);
     unrolled<4>([&](auto j) {
       const Words all = words(block + 4 * kLanes + j * 2 * kBlock);
+      // Each byte has a code; a fifth bit says which of two outputs' weights it stands for.
+      const Words even = _mm512_and_si512(all, low);
+      const Words odd = _mm512_ternarylogic_epi32(_mm512_srli_epi16(all, 4), low, fifth, 0xea);
       unrolled<2>([&](auto pair) {
         constexpr int o = 4 * j + 2 * pair;
-        // The weights of two outputs; a fifth bit says which of them is looked up.
         const Words both = (Words)_mm512_cvtne2ps_pbh(
             multiply_add(codes, repeated(scale[o + 1]), repeated(zero[o + 1])),
             multiply_add(codes, repeated(scale[o]), repeated(zero[o])));
-        const Words low = _mm512_set1_epi16(15), fifth = _mm512_set1_epi16(16);
-        const Words first = _mm512_and_si512(_mm512_srli_epi16(all, 8 * pair), low);
-        const Words second =
-            _mm512_ternarylogic_epi32(_mm512_srli_epi16(all, 8 * pair + 4), low, fifth, 0xea);
-        _mm512_store_si512(to + o * kBlock, _mm512_permutexvar_epi16(first, both));
-        _mm512_store_si512(to + (o + 1) * kBlock, _mm512_permutexvar_epi16(second, both));
+        const auto look_up = [&](Words bytes, int output) {
+          const Words found = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 8 * pair), both);
+          _mm512_store_si512(to + output * kBlock, found);
+        };
+        look_up(even, o);
+        look_up(odd, o + 1);
       });
     });
   }

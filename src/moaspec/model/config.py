@@ -75,6 +75,8 @@ class DrafterConfig:
         rope_parameters: transformers' `rope_parameters` of the target; SA keeps its scaling.
         max_position_embeddings: the target's context, which some scalings need.
         num_target_layers: the N that this drafter was trained for, the default one first.
+        adapter: whether CA's output goes through an adapter although there is one N alone, as it does
+            in a drafter that was trained for another N before. Each of several N always has one.
         target: the target it was trained for; None in published checkpoints.
         without: parts left out to measure what they bring: "lsa" (only the last layer's keys and
             values are read), "sa" (CA's queries come from token embeddings alone), "ca" (in
@@ -96,6 +98,7 @@ class DrafterConfig:
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     max_position_embeddings: int = 2048
     num_target_layers: tuple[int, ...] = (0,)
+    adapter: bool = False
     target: TargetIdentity | None = None
     without: tuple[str, ...] = ()
     acceptance: Rates = ()
@@ -133,6 +136,11 @@ class DrafterConfig:
                 f"further_acceptance must be of {further} exits beside the first, or empty; got "
                 f"{len(self.further_acceptance)}."
             )
+
+    @property
+    def adapts(self) -> bool:
+        """Whether there is an adapter for each N."""
+        return self.adapter or len(self.num_target_layers) > 1
 
     def acceptance_of(self, num_target_layers: int) -> Rates:
         """Of drafts of the exit for this N; empty where nobody measured it."""

@@ -57,10 +57,10 @@ class TrainingTarget(Protocol):
 
 
 class ExitAdapter(nn.Module):
-    """CA's output as one N of several wants it: norm, linear, and the size of that N's states.
+    """CA's output as an N wants it: norm, linear, and the size of that N's states.
 
     States before the last N layers differ in direction and by tens in size, too much for one
-    output to stand for all of them.
+    output to stand for all of them, or for CA to learn from what it gave for another N.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -118,10 +118,8 @@ class MoADrafter(nn.Module):
         self.speaker = Speaker(config)
         # CA normalises its queries and its keys with one weight; each half holds it.
         self.encoder.memory_norm = self.speaker.cross_attention.input_layernorm
-        several = len(config.num_target_layers) > 1
-        self.exits = nn.ModuleDict(
-            {str(n): ExitAdapter(config) for n in config.num_target_layers} if several else {}
-        )
+        adapted = config.num_target_layers if config.adapts else ()
+        self.exits = nn.ModuleDict({str(n): ExitAdapter(config) for n in adapted})
         self.draft_token_ids: Tensor | None
         self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
         self.head_moment: Tensor | None = None
@@ -221,7 +219,7 @@ class MoADrafter(nn.Module):
         """CA's output as input of the last N target layers (N = 0: of the head).
 
         Raises:
-            ShapeError: the drafter has several exits, and none for this N.
+            ShapeError: the drafter has exits, and none for this N.
         """
         if not self.exits:
             return states_BTE

@@ -99,7 +99,8 @@ class TrainConfig:
         staircase: start with SA restricted to its own block, fading out over half of training.
         warm_start: start from the target's own weights and states, see `moaspec.train.warm_start`.
         initial: a drafter to go on from, an alias, directory or hub id; its sizes are kept, and its
-            N, beside which a drafter with one N can get others (an exit each, by regression).
+            N, in place of which or beside which a drafter without exits can get others (an exit
+            each, by regression).
             `warm_start` means nothing then, and of `sizes` only `draft_vocab` does something: if
             not 0, the vocabulary grows to so many tokens by the most frequent others of the data.
         warm_start_tokens: tokens whose activations `warm_start` looks at.

@@ -93,7 +93,7 @@ class ExitStates:
         target_ME: the target's, after its final norm.
         drafted_logits, target_logits: heads; each gets its own final states.
         inner: N > 0: drafted and true states before the last N layers, (M, E) each.
-        relative: compare states in units of the target state's size, as several exits must.
+        relative: compare states in units of the target state's size, as exits with adapters must.
     """
 
     drafted_ME: Tensor

@@ -116,21 +116,25 @@ def earlier_drafter(
         The drafter, and the N that it had alone if it has got exits, which `fit_exits` starts.
 
     Raises:
-        InputError: it drafts with more tokens than `config.sizes.draft_vocab`, or with N that
-            `config.num_target_layers` lacks, or with several others.
+        InputError: it drafts with more tokens than `config.sizes.draft_vocab`, or with several N
+            that are not those of `config.num_target_layers`.
     """
     _check_vocabulary(target, config)
     drafter = load_drafter(config.initial, target=target).float()
     had, wanted = drafter.config.num_target_layers, config.num_target_layers
-    if had != wanted and (len(had) > 1 or had[0] not in wanted):
+    if had != wanted and drafter.exits:
         raise InputError(
             f"initial={config.initial} drafts with N = {had}, and num_target_layers asks for "
-            f"{wanted}. Set it to the same; a drafter with one N can also get others beside it."
+            f"{wanted}. Set it to the same; only a drafter without exits can get others."
         )
     grows = had != wanted
     if grows:
         shape = dataclasses.replace(
-            drafter.config, num_target_layers=wanted, acceptance=(), further_acceptance=()
+            drafter.config,
+            num_target_layers=wanted,
+            adapter=True,
+            acceptance=(),
+            further_acceptance=(),
         )
         grown = MoADrafter(shape, drafter.draft_token_ids)
         grown.load_state_dict(drafter.state_dict(), strict=False)  # it has no exits
@@ -297,7 +301,7 @@ class MoAStudent:
             self._head,
             self._head,
             inner=inner,
-            relative=len(self.exits) > 1,
+            relative=bool(self.module.exits),
         )
 
     def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:

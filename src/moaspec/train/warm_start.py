@@ -46,6 +46,9 @@ and the residual should not drown it."""
 TOKEN_SLOPES = ((1.2, 14.0), (0.4, 10.0), (0.0, 0.0))
 """How much lower CA's heads, in turns, score each token than the next one, and at most in all."""
 LONGEST_DISTANCE = 1024
+MASSIVE = 3.0
+"""States so many times the median's size, of a text's first token as a rule, stay out of the fit of
+an exit: they are a hundred times as large as others, and a fit would be to them alone."""
 
 
 def random_weights(drafter: nn.Module) -> None:
@@ -222,9 +225,12 @@ def fit_exits(
     for n, states in wanted.items():
         adapter: Any = drafter.exits[str(n)]
         wanted_NE = torch.cat(states)
+        size_N = wanted_NE.square().mean(1).sqrt()
+        usual_N = size_N < MASSIVE * size_N.median()
+        wanted_NE, given_NE = wanted_NE[usual_N], own_NE[usual_N]
         scale = wanted_NE.square().mean().sqrt()
         adapter.scale.fill_(scale)
-        fit_linear(adapter.linear, adapter.norm(own_NE), wanted_NE / scale)
+        fit_linear(adapter.linear, adapter.norm(given_NE), wanted_NE / scale)
 
 
 def _ridge(x_NK: Tensor, y_NE: Tensor) -> Tensor:
