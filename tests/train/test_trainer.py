@@ -828,7 +828,7 @@ def test_an_earlier_drafter_gets_another_exit_in_place_of_its_own(tmp_path: Path
 
 
 def test_massive_states_stay_out_of_the_fit_of_an_exit(tmp_path: Path) -> None:
-    """A text's first state may be a hundred times as large as the others, which then do not count."""
+    """A text's first state may be a hundred times as large as the others."""
     trainer(tmp_path / "first", steps=30).run()
     second = trainer(
         tmp_path / "second",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -154,19 +155,24 @@ def _nearest(weight_O: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
 
 def can_be_moment(moment_II: Tensor) -> bool:
     """Whether `rounded` can go by this square matrix: it is a mean of products, or nearly one."""
-    return int(torch.linalg.cholesky_ex(_damped(moment_II)).info) == 0
+    try:
+        np.linalg.cholesky(_damped(moment_II))
+    except np.linalg.LinAlgError:
+        return False
+    return True
 
 
-def _damped(moment_II: Tensor) -> Tensor:
-    moment_II = moment_II.double()
-    return moment_II + DAMPING * moment_II.diagonal().mean() * torch.eye(len(moment_II)).double()
+def _damped(moment_II: Tensor) -> np.ndarray:
+    """For numpy, because MKL, which PyTorch would call, keeps tens of megabytes for itself."""
+    moment = moment_II.double().numpy()
+    return moment + DAMPING * moment.diagonal().mean() * np.eye(len(moment))
 
 
 def _shares(moment_II: Tensor) -> Tensor:
     """How much of an error in an input (a row) each later one (a column) takes."""
-    inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(_damped(moment_II)))
-    upper_II = torch.linalg.cholesky(inverse_II, upper=True)
-    return (upper_II / upper_II.diagonal()[:, None]).float()
+    lower = np.linalg.inv(np.linalg.cholesky(_damped(moment_II)))
+    upper = np.linalg.cholesky(lower.T @ lower).T  # of the moment's inverse
+    return torch.from_numpy(upper / upper.diagonal()[:, None]).float()
 
 
 def _made_up(left_IO: Tensor, shares_XI: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
@@ -178,5 +184,6 @@ def _made_up(left_IO: Tensor, shares_XI: Tensor, scale_O: Tensor, zero_O: Tensor
         block_XO[i + 1 :].addr_(shares_XI[i, i + 1 : BLOCK], error_O, alpha=-1)
         codes.append(code_O)
         errors.append(error_O)
-    left_IO[BLOCK:].addmm_(shares_XI[:, BLOCK:].T, torch.stack(errors), alpha=-1)
+    rest = left_IO[BLOCK:].numpy()
+    rest -= shares_XI[:, BLOCK:].T.numpy() @ torch.stack(errors).numpy()
     return torch.stack(codes)

@@ -24,7 +24,7 @@
 namespace {
 
 constexpr int64_t kChunkRows = 192;    // rows of a layer at once; bounds scratch memory
-constexpr int64_t kEncodedTokens = 64; // tokens that are encoded at once; bounds scratch memory
+constexpr int64_t kEncodedTokens = 16; // tokens that are encoded at once; bounds scratch memory
 
 }  // namespace
 

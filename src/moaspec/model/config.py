@@ -75,8 +75,8 @@ class DrafterConfig:
         rope_parameters: transformers' `rope_parameters` of the target; SA keeps its scaling.
         max_position_embeddings: the target's context, which some scalings need.
         num_target_layers: the N that this drafter was trained for, the default one first.
-        adapter: whether CA's output goes through an adapter although there is one N alone, as it does
-            in a drafter that was trained for another N before. Each of several N always has one.
+        adapter: whether CA's output goes through an adapter although there is one N alone, as it
+            does where another N was trained for before. Each of several N always has one.
         target: the target it was trained for; None in published checkpoints.
         without: parts left out to measure what they bring: "lsa" (only the last layer's keys and
             values are read), "sa" (CA's queries come from token embeddings alone), "ca" (in
