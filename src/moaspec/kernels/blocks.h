@@ -5,7 +5,7 @@
 // in float16, one of each for an output, then four times 16 words: for pairs 0 to 7 and 8 to 15, of outputs
 // 0 to 7 and 8 to 15. A word's lane is an output and a half of the pair; its eight nibbles are the codes of
 // eight pairs, the lowest first. A weight is scale * code + zero, rounded to bf16. A block of eight bits has
-// 16 scales, then the signed codes in the order of a panel of bf16; a weight is scale * code, rounded.
+// 16 scales, then the codes plus 128 in the order of a panel of bf16; a weight is scale * code, rounded.
 #pragma once
 
 #include "panels.h"
@@ -55,25 +55,37 @@ class FourBits : public Unpacking<FourBits> {
   const uint8_t* words_;
 };
 
-// The same in eight bits.
+// The same in eight bits. A code becomes the second byte of a float of 1, which is then
+// 1 + (code + 128) / 2^15; one instruction takes that to scale * code, without any rounding.
 class EightBits : public Unpacking<EightBits> {
  public:
   static constexpr int kBytes = 2 * kLanes + kBlock * kLanes;
 
-  explicit EightBits(const uint8_t* block) : codes_(block + 2 * kLanes) { spread(block, scale_); }
+  explicit EightBits(const uint8_t* block) : codes_(block + 2 * kLanes) {
+    __m512 scale[2];
+    spread(block, scale);
+    for (int half = 0; half < 2; half++) {
+      steps_[half] = scale[half] * _mm512_set1_ps(32768.0f);
+      zero_[half] = scale[half] * _mm512_set1_ps(-32768.0f - 128.0f);
+    }
+  }
   __m512bh pair(int k) {
+    const __m512i order = _mm512_setr_epi32(0x0000, 0x0100, 0x0200, 0x0300, 0x0400, 0x0500, 0x0600, 0x0700,
+                                            0x0800, 0x0900, 0x0a00, 0x0b00, 0x0c00, 0x0d00, 0x0e00, 0x0f00);
+    const __m512i ones = _mm512_castps_si512(_mm512_set1_ps(1.0f));
     __m512 weights[2];
     for (int half = 0; half < 2; half++) {
       const uint8_t* from = codes_ + (2 * k + half) * kLanes;
       const __m512i codes =
-          _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-      weights[half] = _mm512_mul_ps(_mm512_cvtepi32_ps(codes), scale_[half]);
+          _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+      const __m512i floats = _mm512_mask_shuffle_epi8(ones, 0x2222222222222222, codes, order);
+      weights[half] = _mm512_fmadd_ps(_mm512_castsi512_ps(floats), steps_[half], zero_[half]);
     }
     return _mm512_cvtne2ps_pbh(weights[1], weights[0]);
   }
 
  private:
-  __m512 scale_[2];
+  __m512 steps_[2], zero_[2];
   const uint8_t* codes_;
 };
 

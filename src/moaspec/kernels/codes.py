@@ -22,6 +22,8 @@ BLOCK = 32
 """Inputs that share a scale and a zero."""
 NIBBLES = 8
 """Of a word."""
+SIGN = -128
+"""The bit of an int8 that tells it from a uint8 of 128 more."""
 DAMPING = 0.01
 """Of a moment, relative to its mean diagonal: what it was not measured on varies otherwise."""
 
@@ -64,6 +66,8 @@ class Coded:
         if self.bits == 4:
             nibbles_PNgkhoe = codes_PNkhoe.unflatten(2, (2, NIBBLES)).int()
             codes_PNkhoe = sum(nibbles_PNgkhoe[:, :, :, k] << 4 * k for k in range(NIBBLES))
+        else:
+            codes_PNkhoe = codes_PNkhoe ^ SIGN  # plus 128
         words_PNX = codes_PNkhoe.flatten(2).contiguous()
         return torch.cat((_bytes(facts_PNX), _bytes(words_PNX)), dim=2)
 
@@ -90,6 +94,8 @@ class Coded:
             words_PNgX = words_PNX.view(torch.int32).unflatten(2, (2, -1))
             nibbles = [words_PNgX >> 4 * k & 15 for k in range(NIBBLES)]
             words_PNX = torch.stack(nibbles, dim=3).to(torch.int8).flatten(2)
+        else:
+            words_PNX = words_PNX ^ SIGN
         codes_PNkhoe = words_PNX.view(torch.int8).unflatten(2, (BLOCK // 2, 2, LANES // 2, 2))
         codes_ONI = codes_PNkhoe.permute(0, 3, 4, 1, 2, 5).flatten(4).flatten(0, 2)
         return cls(scale_ON, zero[0] if zero else torch.zeros_like(scale_ON), codes_ONI, bits)

@@ -80,7 +80,8 @@ inline void as_pairs(const bf16* x, const RowTiles& tiles, int64_t stride, int64
   }
 }
 
-// V panels times R tiles of so many rows each: sums r * V + v, (16 outputs, `size`), 16 numbers a row.
+// V panels times R tiles of so many rows each: sums r * V + v, (16 outputs, `size`), 16 numbers an output,
+// or one for a single row.
 template <int R, int V>
 void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, int64_t apart,
                       const uint8_t* next, int64_t inputs, float (&sums)[4][kRowsPerTile * kLanes]) {
@@ -108,7 +109,8 @@ void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, in
       });
     }
   }
-  unrolled<R * V>([&](auto i) { tile_store<i>(sums[i], kTileBytes); });
+  const int64_t bytes = size == 1 ? sizeof(float) : kTileBytes;  // from one output's to the next one's
+  unrolled<R * V>([&](auto i) { tile_store<i>(sums[i], bytes); });
 }
 
 // As `multiply_rows`, of what `as_pairs` gave. There are `Tiles` for them.
@@ -122,10 +124,14 @@ void multiply_by_outputs(const uint32_t* x, int64_t rows, const uint8_t* panels,
     multiply_outputs<R, V>(x + tile * inputs / 2 * tiles.size, tiles.size, panels, apart, next, inputs, sums);
     for (int r = 0; r < R; r++)
       for (int v = 0; v < V; v++) {
+        const int64_t from = tiles.first(tile + r);
+        if (tiles.size == 1) {
+          give(from, v, load(sums[r * V + v]));
+          continue;
+        }
         Words columns[kLanes];
         for (int o = 0; o < kLanes; o++) columns[o] = words(sums[r * V + v] + o * kLanes);
         transpose(columns);
-        const int64_t from = tiles.first(tile + r);
         for (int64_t row = tiles.fresh(tile + r); row < from + tiles.size; row++)
           give(row, v, (Floats)columns[row - from]);
       }
