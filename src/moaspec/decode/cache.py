@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moaspec.kernels import Slots
@@ -355,6 +356,8 @@ def tree_mask(starts: Sequence[int], tree_BTU: Tensor, visible: int) -> Tensor:
         (B, 1, T, S') bool: all slots before start, then what `tree_BTU` says, then nothing.
     """
     own = tree_BTU.shape[2]
+    if len(set(starts)) == 1 and starts[0] + own == visible:
+        return F.pad(tree_BTU, (starts[0], 0), value=True)[:, None]
     if len(set(starts)) == 1:
         mask_B1TS = tree_BTU.new_ones(*tree_BTU.shape[:2], visible)[:, None]
         mask_B1TS[..., starts[0] :] = False

@@ -19,6 +19,9 @@ from moaspec.errors import ShapeError
 MAX_SIZES = {"depth": 128, "breadth": 128, "total_tokens": 1024}
 """Far beyond what pays; larger ones are mistakes, and would draft for minutes."""
 
+_CAUSAL = np.tri(64, dtype=np.bool_)
+_CAUSAL.flags.writeable = False
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -211,15 +214,23 @@ class DraftTree:
         return depths
 
     @cached_property
+    def is_chain(self) -> bool:
+        """Whether each node is the only child of the one before it."""
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    @cached_property
     def ancestors(self) -> npt.NDArray[np.bool_]:
         """See `ancestor_matrix`."""
-        return ancestor_matrix(self.parents)
+        return causal(len(self.parents)) if self.is_chain else ancestor_matrix(self.parents)
+
+
+def causal(size: int) -> npt.NDArray[np.bool_]:
+    """[i, j] is True when j is at most i; to be read only."""
+    return _CAUSAL[:size, :size] if size <= len(_CAUSAL) else np.tri(size, dtype=np.bool_)
 
 
 def ancestor_matrix(parents: Sequence[int]) -> npt.NDArray[np.bool_]:
     """[i, j] is True when node j is i itself or one of its ancestors."""
-    if list(parents) == list(range(-1, len(parents) - 1)):  # a chain, as most are
-        return np.tri(len(parents), dtype=np.bool_)
     above = np.array([*parents, -1])  # the last entry is where -1 points: the root is its own
     nodes = np.arange(len(parents))
     matrix = np.zeros((len(parents), len(parents) + 1), dtype=np.bool_)

@@ -17,6 +17,7 @@ from torch import Tensor
 from moaspec.decode.cache import KVCache, PassSizes, tree_mask
 from moaspec.decode.decide import Decision, decide, follow
 from moaspec.decode.protocols import Drafter, Need, Request, Verdict
+from moaspec.decode.tree import causal
 from moaspec.target import Target
 
 PREFILL_CHUNK_TOKENS = 1024
@@ -317,10 +318,11 @@ def _groups(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:
 
 def _visible_matrix(plan: _Plan, longest: int) -> np.ndarray:
     """Who sees whom among the tokens of a pass; pads see whatever comes before them."""
-    matrix = np.tri(longest, dtype=np.bool_)
-    if plan.drafted:
-        drafts = slice(plan.num_known, len(plan.tokens))
-        matrix[drafts, drafts] = plan.request.tree.ancestors
+    if not plan.drafted or plan.request.tree.is_chain:
+        return causal(longest)
+    matrix = causal(longest).copy()
+    drafts = slice(plan.num_known, len(plan.tokens))
+    matrix[drafts, drafts] = plan.request.tree.ancestors
     return matrix
 
 
