@@ -20,6 +20,7 @@ from moaspec.decode import moa
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, PricedTree
+from moaspec.decode.verifier import LocalVerifier
 from moaspec.kernels import MOST_QUERIES, draft_tree, why_not
 from moaspec.model import MoADrafter
 from moaspec.target.forms import can_pack
@@ -44,12 +45,20 @@ LAWS: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def parts(family: str) -> tuple[Target, MoADrafter]:
-    """A fused target, and a drafter that disagrees with it."""
+def fused_target(family: str) -> Target:
     target = kernel_target(family)
-    drafter = random_drafter(target).bfloat16()
     assert target.pack()
     assert target.fused is not None
+    return target
+
+
+@functools.cache
+def parts(family: str, exits: tuple[int, ...] = (0,)) -> tuple[Target, MoADrafter]:
+    """A fused target, and a drafter that disagrees with it."""
+    target = fused_target(family)
+    drafter = random_drafter(target, exits=exits).bfloat16()
+    for n in drafter.exits:
+        drafter.adapter(int(n)).scale.fill_(3.0)  # type: ignore[union-attr]
     return target, drafter
 
 
@@ -134,12 +143,8 @@ DRAFTED_BY: dict[str, moaspec.SamplingParams] = {
 }
 
 
-@pytest.mark.parametrize("law", DRAFTED_BY)
-@pytest.mark.parametrize("shape", DRAWN, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_tree_in_one_call_is_what_levels_draft(
-    family: str, shape: moaspec.Tree, law: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def both_ways(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> int:
+    """Draft in one call and by levels, which give the same: how often one call was enough."""
     calls: list[int] = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -147,14 +152,47 @@ def test_a_tree_in_one_call_is_what_levels_draft(
         return draft_tree(*args, **kwargs)
 
     monkeypatch.setattr(moa, "draft_tree", counted)
-    in_one_call = drafts(family, shape, DRAFTED_BY[law])
-    assert len(calls) == len(in_one_call)
+    in_one_call = drafts(*args, **options)
+    assert len(calls) in {0, len(in_one_call)}
     monkeypatch.setattr(moa._Speaking, "grow", lambda *_: None)
-    by_levels = drafts(family, shape, DRAFTED_BY[law])
-    assert len(calls) == len(in_one_call)
+    by_levels = drafts(*args, **options)
     for got, expected in zip(in_one_call, by_levels, strict=True):
         assert paths(got) == paths(expected)
         assert (got.levels, got.num_read) == (expected.levels, expected.num_read)
+    return len(calls)
+
+
+@pytest.mark.parametrize("law", DRAFTED_BY)
+@pytest.mark.parametrize("shape", DRAWN, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_in_one_call_is_what_levels_draft(
+    family: str, shape: moaspec.Tree, law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert both_ways(monkeypatch, family, shape, DRAFTED_BY[law])
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+@pytest.mark.parametrize(
+    ("exits", "num_target_layers"), [((0,), 1), ((0,), 3), ((0, 2), 0), ((0, 2), 2)], ids=str
+)
+@pytest.mark.parametrize("shape", [DRAWN[1], DRAWN[3], DRAWN[4]], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_so_it_is_through_exits_and_reused_layers(
+    family: str,
+    shape: moaspec.Tree,
+    exits: tuple[int, ...],
+    num_target_layers: int,
+    behind: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"exits": exits, "num_target_layers": num_target_layers, "behind": behind}
+    assert both_ways(monkeypatch, family, shape, DRAFTED_BY["greedy"], **options)
+
+
+def test_layers_whose_angles_depend_on_the_text_are_reused_level_by_level(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not both_ways(monkeypatch, "phi3", DRAWN[3], DRAFTED_BY["greedy"], num_target_layers=2)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.2}], ids=str)
@@ -217,23 +255,40 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
     return set(found)
 
 
-def _read(drafting: MoADrafting, target: Target, row: int, text: Sequence[int]) -> None:
-    """Let it read what was verified, all but the newest token."""
-    known = torch.tensor([text[:-1]])
+def _read(
+    drafting: MoADrafting, target: Target, row: int, text: Sequence[int], behind: int = 0
+) -> None:
+    """Let it read what was verified: all but the newest token, or tokens."""
+    known = torch.tensor([text[: max(1, len(text) - 1 - behind)]])
     kv_1TLK = target.encode(known, torch.ones_like(known)).kv_BTLK
-    (features,) = drafting.encode(kv_1TLK, torch.arange(len(text) - 1)[None], [len(text) - 1])
+    size = known.shape[1]
+    (features,) = drafting.encode(kv_1TLK, torch.arange(size)[None], [size])
+    drafting.close(row)
     drafting.place(row, 0, features)
+    if drafting.target_cache is not None:
+        kv_TLH2D = kv_1TLK[0].unflatten(-1, (target.num_kv_heads, 2, -1))
+        drafting.target_cache.reserve(row + 1, size)
+        drafting.target_cache.append(row, 0, *kv_TLH2D.permute(3, 1, 2, 0, 4))
 
 
 def drafts(
-    family: str, shape: moaspec.Tree, sampling: moaspec.SamplingParams = DRAFTED_BY["greedy"]
+    family: str,
+    shape: moaspec.Tree,
+    sampling: moaspec.SamplingParams = DRAFTED_BY["greedy"],
+    *,
+    exits: tuple[int, ...] = (0,),
+    num_target_layers: int = 0,
+    behind: int = 0,
 ) -> list[DraftTree]:
     """What is drafted after the ends of all prompts, as each grows token by token."""
-    target, drafter = parts(family)
-    drafting, drafted = MoADrafting(drafter, target), []
+    target, drafter = parts(family, exits)
+    drafting = MoADrafting(drafter, target, num_target_layers=num_target_layers)
+    if num_target_layers:
+        drafting.borrow(LocalVerifier(target).cache)
+    drafted = []
     for row, prompt in enumerate(ALL_PROMPTS):
         for length in range(max(2, len(prompt) - 3), len(prompt) + 1):
-            _read(drafting, target, row, prompt[:length])
+            _read(drafting, target, row, prompt[:length], behind)
             ends = [switch for switch in target.rope_switches if switch >= length]
             limited = shape.limited(min(ends) - length) if ends else shape  # as `Engine` does
             if limited is not None:

@@ -24,6 +24,7 @@ from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import check_target
 from moaspec.model.layers import CrossAttend
 from moaspec.target import Target
+from moaspec.target.model import LastLayers
 from moaspec.target.packing import PackedLinear, packed_copy
 
 MOST_ROWS = 8
@@ -212,10 +213,8 @@ class _Speaking(Level):
         states_BWE = drafting.module.exit(states_BWE, drafting.num_target_layers)
         if not drafting.num_target_layers:
             return states_BWE
-        cache = drafting.target_cache
-        assert cache is not None, "borrow() comes before drafting with N > 0"
         width, visible = states_BWE.shape[1], max(self.roots) + own.sees_BWU.shape[2]
-        cache.reserve(max(self.indices) + 1, max(self.slots, visible))
+        cache = self._reserve(max(self.slots, visible))
         return drafting.target.run_last(
             states_BWE,
             position_BW,
@@ -225,16 +224,21 @@ class _Speaking(Level):
         )
 
     def grow(self, shape: Tree) -> list[Grown] | None:
-        """By kernels, where they have all layers and each draft is read by SA and CA alone."""
+        """By kernels, where they have all layers and no draft is read by CA."""
         drafting, module = self.drafting, self.drafting.module
         speaker, embeddings = module.speaker, drafting.target.embeddings
         sa, ca = speaker.self_attention.stack, speaker.cross_attention.stack
         head = drafting.draft_head.matrix if isinstance(drafting.draft_head, PackedLinear) else None
         if sa is None or ca is None or head is None or embeddings is None:
             return None
-        if drafting.num_target_layers or module.exits or module.config.without or any(self.missing):
+        if module.config.without or any(self.missing):
             return None
         if drafting.target.caps_logits:  # the kernel's probabilities are those of bare logits
+            return None
+        num = drafting.num_target_layers
+        adapter = module.adapter(num)
+        reused = drafting.target.last_layers(num) if num else None
+        if (adapter is not None and adapter.fused is None) or (num > 0 and reused is None):
             return None
         starts = [
             min(drafting.read.get(row, 0), root)
@@ -243,11 +247,14 @@ class _Speaking(Level):
         unread = max(root + 1 - start for root, start in zip(self.roots, starts, strict=True))
         if len(self.rows) > MOST_ROWS or max(unread, shape.breadth) > MOST_QUERIES:
             return None
+        if reused is not None:
+            self._reserve(self.slots)
 
         def grown(place: int) -> Grown:
             row, start, root = self.rows[place], starts[place], self.roots[place]
             slots = Slots(drafting.text.data, [row.row], [start], root + 1)
             remembered = Slots(drafting.memory.data, [row.row], [0], self.remembered[place])
+            first = max(start, min(self.remembered[place], root)) if reused is not None else root
             drafts = draft_tree(
                 row.token_ids[start:],
                 shape.depth,
@@ -255,8 +262,11 @@ class _Speaking(Level):
                 shape.least_log_p,
                 text=TreePart(sa, *speaker.self_rope.along(start, root + shape.depth), slots),
                 memory=TreePart(
-                    ca, *speaker.cross_rope.along(root, root + shape.depth), remembered
+                    ca, *speaker.cross_rope.along(first, root + shape.depth), remembered
                 ),
+                exit_=None if adapter is None else adapter.fused,
+                last=None if reused is None else self._last(reused, place, first, shape.depth),
+                finished=root + 1 - first,
                 head=head,
                 names_O=drafting.vocabulary_ids,
                 embeddings_VE=embeddings,
@@ -266,6 +276,25 @@ class _Speaking(Level):
             return drafts
 
         return [grown(place) for place in range(len(self.rows))]
+
+    def _last(self, reused: LastLayers, place: int, first: int, depth: int) -> TreePart:
+        """The target's last layers over tokens from `first` to the root, then over drafts."""
+        cache, root = self.drafting.target_cache, self.roots[place]
+        assert cache is not None
+        return TreePart(
+            reused.stack,
+            *reused.angles.between(first, root + depth),
+            Slots(cache.data, [self.indices[place]], [first], root + 1),
+            num=self.drafting.num_target_layers,
+            norm=reused.norm,
+        )
+
+    def _reserve(self, slots: int) -> KVCache:
+        """Room for drafts among the target's own keys and values."""
+        cache = self.drafting.target_cache
+        assert cache is not None, "borrow() comes before drafting with N > 0"
+        cache.reserve(max(self.indices) + 1, slots)
+        return cache
 
     def _memory(self, x_BWE: Tensor, position_BW: Tensor, own: Own) -> CrossAttend:
         """What CA reads; drafts, where it reads them too, lie behind the root, as in the text."""

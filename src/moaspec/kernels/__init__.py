@@ -7,7 +7,7 @@ on with PyTorch's own operations.
 from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
 from moaspec.kernels.build import instructions, unpacks, why_not
 from moaspec.kernels.codes import can_be_moment
-from moaspec.kernels.drafter import Coupling, FusedEncoder, Grown, TreePart, draft_tree
+from moaspec.kernels.drafter import Coupling, FusedEncoder, FusedExit, Grown, TreePart, draft_tree
 from moaspec.kernels.laws import Law, can_choose, choose
 from moaspec.kernels.layers import FusedLayer, FusedNorm, FusedStack, Slots
 from moaspec.kernels.matrix import Matrix
@@ -17,6 +17,7 @@ __all__ = [
     "MOST_QUERIES",
     "Coupling",
     "FusedEncoder",
+    "FusedExit",
     "FusedLayer",
     "FusedNorm",
     "FusedStack",

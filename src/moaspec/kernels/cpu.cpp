@@ -36,11 +36,24 @@ struct Pass {
   float eps;                 // of that norm
 };
 
+// What a drafter's states go through before they enter the target's last layers, or its head.
+struct Exit {
+  const bf16* norm;
+  const Matrix* linear;
+  float eps;
+  float scale;  // of its outputs
+};
+
 // A drafter that reads text by one layer, and each token that it drafts behind by another one as well,
-// over its memory.
+// over its memory, and then by what it reuses of the target.
 struct Drafter {
   const Layer *text, *memory;
-  Pass text_pass, memory_pass;  // of the unread text, of its last token; angles of drafts follow theirs
+  const Layer* last;  // of the target's layers
+  int64_t reused;     // how many of them, none or more
+  const Exit* exit;   // or null
+  // Of the unread text; the other two of its end, that goes on to them. Angles of drafts follow theirs.
+  Pass text_pass, memory_pass, last_pass;
+  int64_t finished;   // tokens of that end, the root among them
   const Matrix* head;
   const int64_t* names;    // of the head's outputs, as rows of `embeddings`
   const bf16* embeddings;  // (vocabulary, E)
@@ -112,12 +125,23 @@ void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, P
 #pragma omp barrier
 }
 
+// An exit, in place, by a team, which waits at the end: x is (rows, E), at most kChunkRows.
+void team_exit(const Exit& exit, bf16* x, int64_t rows) {
+  const int64_t width = exit.linear->outputs;
+  const bf16* normed = normalised(x, exit.norm, exit.eps, rows, width);
+#pragma omp barrier
+  multiply(*exit.linear, normed, rows, width, [&](int64_t row, int64_t output, Floats sums) {
+    store(x + row * width + output, sums * all(exit.scale));
+  });
+#pragma omp barrier
+}
+
 // See `moaspec_tree`; the finder says which children each leaf gets.
 template <class Finder>
 void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Growth& growth, Finder&& finder,
                int32_t threads) {
   const int64_t width = drafter.width, start = *drafter.text_pass.starts, visible = start + tokens;
-  const int64_t rows = std::max(tokens, growth.breadth);
+  const int64_t rows = std::max(tokens, growth.breadth), finished = drafter.finished;
   const int64_t slots = visible + (growth.depth - 1) * growth.breadth;
   std::vector<bf16> x(rows * width);
   const auto read = [&](int64_t token, int64_t row) {
@@ -128,38 +152,53 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
   std::vector<uint8_t> mask(rows * slots, 0);
   for (int64_t i = 0; i < tokens; i++) std::fill_n(mask.data() + i * slots, start + i + 1, 1);
   PassRoom of_text(drafter.text, 1, drafter.text_pass.attention, rows);
-  PassRoom of_memory(drafter.memory, 1, drafter.memory_pass.attention, growth.breadth);
-  of_text.room = of_memory.room;  // the same memory, now large enough for both
+  PassRoom of_memory(drafter.memory, 1, drafter.memory_pass.attention, rows);
+  PassRoom of_last(drafter.last, drafter.reused, drafter.last_pass.attention, drafter.reused ? rows : 0);
+  if (drafter.reused) of_memory.room = of_last.room;
+  of_text.room = of_memory.room;  // the same memory, now large enough for all
   Leaves leaves(growth, visible, slots);
 #pragma omp parallel num_threads(threads)
   {
-    Pass text = drafter.text_pass, memory = drafter.memory_pass;
-    text.attention.tokens = tokens;
-    text.attention.slots = visible;
-    text.attention.mask = mask.data();
-    text.attention.mask_token = slots;
+    Pass text = drafter.text_pass, memory = drafter.memory_pass, last = drafter.last_pass;
+    // Tokens from here on are at the positions whose angles are `skipped` rows further on.
+    const auto turn = [&](std::initializer_list<Pass*> passes, int64_t skipped) {
+      for (Pass* pass : passes) {
+        pass->cos += skipped * pass->turned;
+        pass->sin += skipped * pass->turned;
+      }
+    };
+    // New tokens from a slot on, who see the same of a text as of the target's keys and values.
+    const auto place = [&](const int64_t* starts, int64_t count, int64_t seen, const uint8_t* masks) {
+      for (Pass* pass : {&text, &last}) {
+        pass->starts = starts;
+        pass->attention.tokens = count;
+        pass->attention.slots = seen;
+        pass->attention.mask = masks;
+        pass->attention.mask_token = slots;
+      }
+    };
+    place(text.starts, tokens, visible, mask.data());
     team_stack(drafter.text, 1, text, x.data(), of_text);
-    text.cos += (tokens - 1) * text.turned;
-    text.sin += (tokens - 1) * text.turned;
-    text.period = memory.period = 1;  // the leaves of a level are at one position
-    bf16* state = x.data() + (tokens - 1) * width;
+    const int64_t passed = tokens - finished, first = start + passed;
+    place(&first, finished, visible, mask.data() + passed * slots);
+    bf16* state = x.data() + passed * width;
+    int64_t count = finished;
     for (int64_t level = 0; leaves.count() > 0; level++) {
-      const int64_t count = leaves.count();
       if (level > 0) {
-        text.starts = leaves.first_slot();
-        text.attention.tokens = count;
-        text.attention.slots = *leaves.first_slot() + count;
-        text.attention.mask = leaves.masks();
-        for (Pass* pass : {&text, &memory}) {
-          pass->cos += pass->turned;
-          pass->sin += pass->turned;
-        }
+        count = leaves.count();
+        place(leaves.first_slot(), count, *leaves.first_slot() + count, leaves.masks());
+        turn({&text}, level == 1 ? tokens : 1);
+        turn({&memory, &last}, level == 1 ? finished : 1);
+        text.period = memory.period = last.period = 1;  // the leaves of a level are at one position
         state = x.data();
         team_stack(drafter.text, 1, text, state, of_text);
       }
       memory.attention.tokens = count;
       team_stack(drafter.memory, 1, memory, state, of_memory);
-      finder.team_find(*drafter.head, state, count, width, level);
+      if (drafter.exit) team_exit(*drafter.exit, state, count);
+      if (drafter.reused) team_stack(drafter.last, drafter.reused, last, state, of_last);
+      if (level == 0) state += (finished - 1) * width;  // the root alone gets drafts
+      finder.team_find(*drafter.head, state, leaves.count(), width, level);
 #pragma omp barrier
 #pragma omp single
       leaves.grow(finder, drafter.names, read);
@@ -203,6 +242,13 @@ void moaspec_best(const Matrix* matrix, const bf16* x, int64_t rows, int64_t str
 #pragma omp parallel num_threads(threads)
   contest.team_hold(*matrix, x, stride);
   for (int64_t row = 0; row < rows; row++) out[row] = contest.winner(row);
+}
+
+// An exit, in place.
+void moaspec_exit(const Exit* exit, bf16* x, int64_t rows, int32_t threads) {
+  for (int64_t row = 0; row < rows; row += kChunkRows)
+#pragma omp parallel num_threads(threads)
+    team_exit(*exit, x + row * exit->linear->outputs, std::min(kChunkRows, rows - row));
 }
 
 // RMSNorm of each row; `out` may be `x`.

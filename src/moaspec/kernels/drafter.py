@@ -16,14 +16,16 @@ from torch import Tensor
 
 from moaspec.kernels.build import library
 from moaspec.kernels.laws import Law
-from moaspec.kernels.layers import FusedLayer, FusedStack, Pass, Slots
+from moaspec.kernels.layers import FusedLayer, FusedNorm, FusedStack, Pass, Slots
 from moaspec.kernels.matrix import Matrix
 from moaspec.kernels.structures import (
     CouplingFacts,
     DrafterFacts,
     EncoderFacts,
+    ExitFacts,
     GrowthFacts,
     LawFacts,
+    PassFacts,
 )
 
 
@@ -84,25 +86,67 @@ class FusedEncoder:
         return out
 
 
+class FusedExit:
+    """A norm, a linear layer and the size of what it gives, in one call.
+
+    Args:
+        norm: before it.
+        linear: with its bias.
+        scale: of its outputs.
+    """
+
+    def __init__(self, norm: FusedNorm, linear: Matrix, scale: float) -> None:
+        assert linear.inputs == linear.outputs == len(norm.weight_E)
+        self._parts = norm, linear  # kept, because the description has only their addresses
+        self.described = ExitFacts(
+            norm.weight_E.data_ptr(), ctypes.addressof(linear.described), norm.eps, scale
+        )
+
+    def run(self, x: Tensor) -> Tensor:
+        """Of x's shape, (..., E) bf16."""
+        assert x.dtype == torch.bfloat16
+        width = self._parts[1].outputs
+        assert x.shape[-1] == width
+        x = x.clone(memory_format=torch.contiguous_format)
+        library().moaspec_exit(
+            ctypes.byref(self.described),
+            c_void_p(x.data_ptr()),
+            c_int64(x.numel() // width),
+            c_int32(torch.get_num_threads()),
+        )
+        return x
+
+
 @dataclass(frozen=True)
 class TreePart:
-    """One layer of a drafter over all tokens that it reads in one call.
+    """Layers that a drafter uses, over all tokens that they read in one call.
 
     Attributes:
-        stack: of that layer alone.
+        stack: that has them as its last ones.
         cos_TR: cosines of those tokens and of each level of drafts, float32, contiguous.
         sin_TR: sines, likewise.
         slots: of the first of those tokens.
+        num: how many layers.
+        norm: behind the last of them.
     """
 
     stack: FusedStack
     cos_TR: Tensor
     sin_TR: Tensor
     slots: Slots
+    num: int = 1
+    norm: FusedNorm | None = None
 
     def described(self) -> Pass:
         """The pass over the first token."""
-        return Pass(self.stack, 1, (self.cos_TR, self.sin_TR), slots=self.slots, num=1)
+        return Pass(
+            self.stack,
+            1,
+            (self.cos_TR, self.sin_TR),
+            slots=self.slots,
+            num=self.num,
+            norm=self.norm,
+        )
 
 
 class Coupling:
@@ -147,6 +191,9 @@ def draft_tree(
     *,
     text: TreePart,
     memory: TreePart,
+    exit_: FusedExit | None = None,
+    last: TreePart | None = None,
+    finished: int = 1,
     head: Matrix,
     names_O: Tensor,
     embeddings_VE: Tensor,
@@ -161,8 +208,13 @@ def draft_tree(
         least: log-probability that a path must have for its last node to get children.
         text: SA, of the unread tokens and then of the drafts; each is stored one slot behind the
             one before it, and sees the text and what it is drafted after.
-        memory: CA, of the last unread token and then of the drafts; it sees the same slots from
-            every token.
+        memory: CA, of the last `finished` unread tokens and then of the drafts; it sees the same
+            slots from every token.
+        exit_: what their states go through behind CA.
+        last: the target's layers that they go through then, of the same tokens. They are stored in
+            the target's cache in the slots that they have in SA's, and see the same.
+        finished: unread tokens that CA reads, too: the last one, and with `last` those before it of
+            which the target's cache has nothing.
         head: of the drafter.
         names_O: int64, the ids of its outputs.
         embeddings_VE: of all ids, bf16.
@@ -173,13 +225,20 @@ def draft_tree(
     assert len(names_O) == head.outputs
     assert 0 < breadth <= head.outputs
     assert len(text.cos_TR) == len(unread) + depth - 1
-    assert len(memory.cos_TR) == depth
+    assert 1 <= finished <= len(unread)
+    parts = [text, memory] if last is None else [text, memory, last]
+    assert all(len(part.cos_TR) == finished + depth - 1 for part in parts[1:])
     names_O = names_O.contiguous()
-    passes = text.described(), memory.described()
+    passes = [part.described() for part in parts]
+    facts = [one.facts for one in passes]
     drafter = DrafterFacts(
         text.stack.address(1),
         memory.stack.address(1),
-        *(one.facts for one in passes),
+        None if last is None else last.stack.address(last.num),
+        0 if last is None else last.num,
+        None if exit_ is None else ctypes.addressof(exit_.described),
+        *(facts if last is not None else [*facts, PassFacts()]),
+        finished,
         ctypes.addressof(head.described),
         names_O.data_ptr(),
         embeddings_VE.data_ptr(),

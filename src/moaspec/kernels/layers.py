@@ -243,10 +243,9 @@ class FusedStack:
         assert cos_BTR.numel() == x_BTE.shape[:2].numel() * cos_BTR.shape[-1]
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         angles = (cos_BTR, sin_BTR)
-        described = Pass(self, x_BTE.shape[1], angles, mask_B1TS=mask_B1TS, slots=slots, num=num)
-        if norm is not None:
-            assert x_BTE.shape[2] == len(norm.weight_E)
-            described.facts.norm, described.facts.eps = norm.weight_E.data_ptr(), norm.eps
+        described = Pass(
+            self, x_BTE.shape[1], angles, mask_B1TS=mask_B1TS, slots=slots, num=num, norm=norm
+        )
         self._call(
             c_void_p(self.address(num)),
             c_int64(num),
@@ -272,6 +271,7 @@ class Pass:
         mask_B1TS: see `FusedStack.run`; None: all slots are visible.
         slots: where keys and values are.
         num: how many layers.
+        norm: behind the last of them.
     """
 
     def __init__(
@@ -283,6 +283,7 @@ class Pass:
         mask_B1TS: Tensor | None = None,
         slots: Slots,
         num: int,
+        norm: FusedNorm | None = None,
     ) -> None:
         B, (cos, sin), cache = len(slots.rows_B), cos_sin, slots.cache
         last = stack.layers[-1].described
@@ -322,4 +323,6 @@ class Pass:
             *(layer, half, place, head),
             ctypes.addressof(starts),
             attention,
+            None if norm is None else norm.weight_E.data_ptr(),
+            0.0 if norm is None else norm.eps,
         )

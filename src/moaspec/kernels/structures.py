@@ -89,14 +89,28 @@ class EncoderFacts(ctypes.Structure):
     )
 
 
+class ExitFacts(ctypes.Structure):
+    """What a drafter's states go through before what it reuses of the target."""
+
+    _fields_ = (
+        ("norm", c_void_p),
+        ("linear", c_void_p),
+        ("eps", c_float),
+        ("scale", c_float),
+    )
+
+
 class DrafterFacts(ctypes.Structure):
     """A drafter that reads text, then its own drafts level by level."""
 
     _fields_ = (
         ("text", c_void_p),
         ("memory", c_void_p),
-        ("text_pass", PassFacts),
-        ("memory_pass", PassFacts),
+        ("last", c_void_p),
+        ("reused", c_int64),
+        ("exit", c_void_p),
+        *((f"{name}_pass", PassFacts) for name in ("text", "memory", "last")),
+        ("finished", c_int64),
         ("head", c_void_p),
         ("names", c_void_p),
         ("embeddings", c_void_p),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from moaspec.errors import ShapeError
+from moaspec.kernels import FusedExit
 from moaspec.model.config import DrafterConfig
 from moaspec.model.encoder import Encoder
 from moaspec.model.layers import masked_attention
@@ -61,7 +62,12 @@ class ExitAdapter(nn.Module):
 
     States before the last N layers differ in direction and by tens in size, too much for one
     output to stand for all of them, or for CA to learn from what it gave for another N.
+
+    Attributes:
+        fused: the same by kernels, where they can, in bf16.
     """
+
+    fused: FusedExit | None = None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -70,6 +76,8 @@ class ExitAdapter(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, states_BTE: Tensor) -> Tensor:
+        if self.fused is not None:
+            return self.fused.run(states_BTE)
         return self.linear(self.norm(states_BTE)) * self.scale
 
 
@@ -221,14 +229,23 @@ class MoADrafter(nn.Module):
         Raises:
             ShapeError: the drafter has exits, and none for this N.
         """
+        adapter = self.adapter(num_target_layers)
+        return states_BTE if adapter is None else adapter(states_BTE)
+
+    def adapter(self, num_target_layers: int) -> ExitAdapter | None:
+        """What CA's output goes through before the last N target layers, or the head.
+
+        Raises:
+            ShapeError: see `exit`.
+        """
         if not self.exits:
-            return states_BTE
+            return None
         if str(num_target_layers) not in self.exits:
             raise ShapeError(
                 f"This drafter was trained for num_target_layers in "
                 f"{self.config.num_target_layers}, got {num_target_layers}."
             )
-        return self.exits[str(num_target_layers)](states_BTE)
+        return cast(ExitAdapter, self.exits[str(num_target_layers)])
 
     def forward(
         self,

@@ -197,6 +197,10 @@ class RotaryEmbeddings:
             result |= dict.fromkeys((FULL, SLIDING) if kind is None else (kind,), pair)
         return result
 
+    def table(self, kind: str) -> AngleTable | None:
+        """Where those of a layer type are looked up; None where they are not."""
+        return self._tables.get(None if None in self._parameters else kind)
+
     def _embed(self, kind: str | None, like: Tensor, position_ids_BT: Tensor) -> CosSin:
         options = {} if kind is None else {"layer_type": kind}
         with _ONE_CALLER:

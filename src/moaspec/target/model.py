@@ -11,6 +11,7 @@ K = 2 * H * D, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from moaspec.kernels import MOST_QUERIES, FusedNorm, FusedStack, Slots
 from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import LayerFeatures
 from moaspec.model.masks import text_mask
+from moaspec.model.rope import AngleTable
 from moaspec.places import cache_dir
 from moaspec.target import families
 from moaspec.target.facts import TargetFacts
@@ -41,6 +43,21 @@ from moaspec.target.packing import PackedLinear, pack_linears, return_freed_memo
 
 WatchLayer = Callable[[int, Tensor], None]
 """(layer index, the states that enter it, (B, T, E))."""
+
+
+@dataclass(frozen=True)
+class LastLayers:
+    """A target's last layers as kernels run them inside a call for more than these.
+
+    Attributes:
+        stack: ends with them.
+        norm: behind the last one.
+        angles: float32, of any position.
+    """
+
+    stack: FusedStack
+    norm: FusedNorm
+    angles: AngleTable
 
 
 class Target(TargetFacts):
@@ -285,6 +302,14 @@ class Target(TargetFacts):
             readings = {kind: one["reading"] for kind, one in shared.items()}
             return self.graphs.run(partial(self._read, num), states_BTE, readings, write, key=num)
         return self._through(states_BTE, shared, write, num, watch)
+
+    def last_layers(self, num: int) -> LastLayers | None:
+        """The last `num` layers, if kernels can run them where a token sees all text before it."""
+        kinds = set(self._layer_types[self.num_layers - num :])
+        norm, angles = self._unwatched_norm(), self._rotary.table(families.FULL)
+        if self.fused is None or norm is None or angles is None or any(self._hooks):
+            return None
+        return LastLayers(self.fused, norm, angles) if kinds == {families.FULL} else None
 
     def _through(
         self,

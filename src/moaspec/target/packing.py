@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moaspec.kernels import FusedEncoder, FusedLayer, FusedStack, Matrix
+from moaspec.kernels import FusedEncoder, FusedExit, FusedLayer, FusedNorm, FusedStack, Matrix
+from moaspec.kernels.codes import LANES
+from moaspec.model.drafter import ExitAdapter
 from moaspec.model.encoder import Encoder
 from moaspec.model.layers import ReadingLayer
 from moaspec.model.rope import Rope
@@ -195,6 +197,8 @@ def packed_copy(drafter: Drafter, *, exact: Collection[nn.Module] = ()) -> Draft
         elif isinstance(module, Encoder):
             module.fused = _fused_memory(module)
             module.in_one_call = _fused_encoder(module)
+        elif isinstance(module, ExitAdapter):
+            module.fused = _fused_exit(module)
     return_freed_memory()
     return copied
 
@@ -221,6 +225,14 @@ def _fused_encoder(encoder: Encoder) -> FusedEncoder | None:
     if layer.fused is None or memory is None or projection is None or encoder.last_layer_only:
         return None
     return FusedEncoder(layer.fused, projection, memory, layer.self_attn.head_dim**-0.5)
+
+
+def _fused_exit(adapter: ExitAdapter) -> FusedExit | None:
+    """An adapter in one call, where kernels have its linear layer."""
+    matrix, eps = joint_matrix([adapter.linear]), adapter.norm.eps
+    if matrix is None or eps is None or matrix.outputs % LANES:
+        return None
+    return FusedExit(FusedNorm(adapter.norm.weight.detach(), eps), matrix, adapter.scale.item())
 
 
 def pack_layer(layer: ReadingLayer, *, drafts: bool) -> None:
