@@ -43,8 +43,8 @@ def save_published(
     """
     if drafter.draft_token_ids is not None or drafter.exits:
         raise CheckpointError(
-            "The published forms know neither a trimmed draft vocabulary nor several exits; train "
-            "with sizes.draft_vocab=0 and one num_target_layers to convert."
+            "The published forms know neither a trimmed draft vocabulary nor exits; train with "
+            "sizes.draft_vocab=0 and, from the start, one num_target_layers to convert."
         )
     config = context.to_dict() if form == "raw" else _converted_config(target, context)
     tensors = published_tensors(drafter)

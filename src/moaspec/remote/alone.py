@@ -82,8 +82,14 @@ async def decode_alone(
 ) -> AsyncGenerator[pb.Generated]:
     """Decode a request to its end, or to the longest text; whoever stops listening ends it."""
     drafting: Drafter | None = None
-    # Where another engine runs the weights, there is no embedding and no head to draft with.
-    if request.speculate and drafter is not None and isinstance(target, Target):
+    # Where another engine runs the weights, there is no embedding and no head to draft with. And no
+    # layers are reused here, so that a drafter for other N alone is of no use.
+    if (
+        request.speculate
+        and drafter is not None
+        and 0 in drafter.config.num_target_layers
+        and isinstance(target, Target)
+    ):
         drafting = _OwnDrafting(drafter, target, num_target_layers=0)
     row = LeasedRow(shared, encode=drafting is not None)
     try:

@@ -28,7 +28,13 @@ from moaspec.train.losses import ExitStates
 from moaspec.train.order import Part
 from moaspec.train.reader import FrozenMeans, TargetReader
 from moaspec.train.schedule import lsa_is_frozen
-from moaspec.train.warm_start import fit_exits, random_weights, warm_start
+from moaspec.train.warm_start import (
+    entering,
+    fit_exits,
+    random_weights,
+    usual_states,
+    warm_start,
+)
 
 
 @dataclass(frozen=True)
@@ -116,8 +122,8 @@ def earlier_drafter(
         The drafter, and the N that it had alone if it has got exits, which `fit_exits` starts.
 
     Raises:
-        InputError: it drafts with more tokens than `config.sizes.draft_vocab`, or with several N
-            that are not those of `config.num_target_layers`.
+        InputError: it drafts with more tokens than `config.sizes.draft_vocab`, or has exits for
+            other N than `config.num_target_layers`.
     """
     _check_vocabulary(target, config)
     drafter = load_drafter(config.initial, target=target).float()
@@ -132,7 +138,7 @@ def earlier_drafter(
         shape = dataclasses.replace(
             drafter.config,
             num_target_layers=wanted,
-            adapter=True,
+            adapter=len(wanted) == 1,
             acceptance=(),
             further_acceptance=(),
         )
@@ -251,8 +257,8 @@ class MoAStudent:
             for n in self.exits:
                 adapter: Any = self.module.exits[str(n)]
                 nn.init.eye_(adapter.linear.weight)
-                wanted = result.before[n] if n else result.hidden_BTE
-                adapter.scale.fill_(wanted.float().square().mean().sqrt())
+                _, scale = usual_states(entering(result, n)[0])
+                adapter.scale.fill_(scale)
 
     def run(self, model: nn.Module, part: Part, step: int) -> StudentPass:
         """All exits of a part; LSA's means are read back while it is frozen."""

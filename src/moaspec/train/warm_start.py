@@ -47,8 +47,8 @@ TOKEN_SLOPES = ((1.2, 14.0), (0.4, 10.0), (0.0, 0.0))
 """How much lower CA's heads, in turns, score each token than the next one, and at most in all."""
 LONGEST_DISTANCE = 1024
 MASSIVE = 3.0
-"""States so many times the median's size, of a text's first token as a rule, stay out of the fit of
-an exit: they are a hundred times as large as others, and a fit would be to them alone."""
+"""States of so many times the median's size, a text's first one as a rule, say nothing of the size
+of the others, and in a regression they would count for all of these."""
 
 
 def random_weights(drafter: nn.Module) -> None:
@@ -207,7 +207,7 @@ def fit_exits(
         sample: as for `warm_start`; the target's passes have the states before each N's layers.
         had: the N it was trained for.
     """
-    own: list[Tensor] = []
+    given: list[Tensor] = []
     wanted: dict[int, list[Tensor]] = {n: [] for n in drafter.config.num_target_layers}
     for batch, result in sample:
         newest_BT = positions(batch.attention_mask_BT)
@@ -217,20 +217,28 @@ def fit_exits(
             batch.attention_mask_BT,
             newest_BT,
         )
-        own.append(states_BTE[0])
+        given.append(states_BTE[0])
         for n, states in wanted.items():
-            given_BTE = states_BTE if n == had else result.before[n] if n else result.hidden_BTE
-            states.append(given_BTE[0].float())
-    own_NE = torch.cat(own)
+            states.append(states_BTE[0] if n == had else entering(result, n)[0].float())
+    given_NE = torch.cat(given)
     for n, states in wanted.items():
         adapter: Any = drafter.exits[str(n)]
         wanted_NE = torch.cat(states)
-        size_N = wanted_NE.square().mean(1).sqrt()
-        usual_N = size_N < MASSIVE * size_N.median()
-        wanted_NE, given_NE = wanted_NE[usual_N], own_NE[usual_N]
-        scale = wanted_NE.square().mean().sqrt()
+        usual_N, scale = usual_states(wanted_NE)
         adapter.scale.fill_(scale)
-        fit_linear(adapter.linear, adapter.norm(given_NE), wanted_NE / scale)
+        fit_linear(adapter.linear, adapter.norm(given_NE[usual_N]), wanted_NE[usual_N] / scale)
+
+
+def entering(result: TargetPass, num_target_layers: int) -> Tensor:
+    """The states that enter the last N layers, or for N = 0 the head, (B, T, E)."""
+    return result.before[num_target_layers] if num_target_layers else result.hidden_BTE
+
+
+def usual_states(states_NE: Tensor) -> tuple[Tensor, Tensor]:
+    """Which states are not massive, (N,) bool, and the root mean square of these."""
+    size_N = states_NE.float().square().mean(1).sqrt()
+    usual_N = size_N < MASSIVE * size_N.median()
+    return usual_N, size_N[usual_N].square().mean().sqrt()
 
 
 def _ridge(x_NK: Tensor, y_NE: Tensor) -> Tensor:
