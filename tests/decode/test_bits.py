@@ -17,12 +17,14 @@ import torch
 import moaspec
 from moaspec import Target
 from moaspec.decode import moa
+from moaspec.decode.growing import layer_cache
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, PricedTree
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.kernels import MOST_QUERIES, draft_tree, why_not
 from moaspec.model import MoADrafter
+from moaspec.target.excerpt import TargetExcerpt, excerpt_tensors
 from moaspec.target.forms import can_pack
 from tiny import PROMPTS, kernel_target, random_drafter
 
@@ -185,14 +187,45 @@ def test_so_it_is_through_exits_and_reused_layers(
     behind: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    law = DRAFTED_BY["sampled" if behind else "greedy"]
     options = {"exits": exits, "num_target_layers": num_target_layers, "behind": behind}
-    assert both_ways(monkeypatch, family, shape, DRAFTED_BY["greedy"], **options)
+    assert both_ways(monkeypatch, family, shape, law, **options)
 
 
-def test_layers_whose_angles_depend_on_the_text_are_reused_level_by_level(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("family", ["phi3", "qwen3"])
+def test_layers_that_go_by_a_window_or_the_texts_length_are_reused_level_by_level(
+    family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not both_ways(monkeypatch, "phi3", DRAWN[3], DRAFTED_BY["greedy"], num_target_layers=2)
+    assert not both_ways(monkeypatch, family, DRAWN[3], DRAFTED_BY["greedy"], num_target_layers=2)
+
+
+def test_a_device_drafts_what_its_whole_target_does() -> None:
+    target, drafter = parts("llama", (0, 2))
+    whole = kernel_target("llama")
+    excerpt = TargetExcerpt(
+        whole.config,
+        excerpt_tensors(whole, num_layers=2, head_token_ids=None),
+        None,
+        name="excerpt",
+        num_layers=2,
+        head_token_ids=None,
+        stop_token_ids=frozenset(),
+        dtype=torch.bfloat16,
+    )
+    # The target's was rounded with all the rest of it.
+    inv_freq = whole.model.base_model.rotary_emb.inv_freq
+    excerpt.model.base_model.rotary_emb.inv_freq.copy_(inv_freq)
+    assert excerpt.pack()
+    local = MoADrafting(drafter, target, num_target_layers=2)
+    local.borrow(LocalVerifier(target).cache)
+    on_device = MoADrafting(drafter, excerpt, num_target_layers=2)
+    on_device.borrow(layer_cache(target, drafter.config.self_attention, num_layers=2))
+    assert on_device.kernels() is not None
+    for row, prompt in enumerate(ALL_PROMPTS):
+        for drafting in (local, on_device):
+            _read(drafting, target, row, prompt)
+        texts = [RowText(row, prompt)]
+        assert on_device.propose(texts, DRAWN[3]) == local.propose(texts, DRAWN[3])
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.2}], ids=str)
@@ -211,21 +244,28 @@ def test_a_tree_in_one_call_has_what_filters_leave(
     assert any(len(few.tokens) < 20 for few in in_one_call)
 
 
+@pytest.mark.parametrize("num_target_layers", [0, 2])
 @pytest.mark.parametrize("rows", [2, 3, moa.MOST_ROWS, moa.MOST_ROWS + 1])
-def test_rows_together_draft_what_they_draft_alone(rows: int) -> None:
+def test_rows_together_draft_what_they_draft_alone(rows: int, num_target_layers: int) -> None:
     """Row by row in calls of their own, or all of them by PyTorch."""
     target, drafter = parts("llama")
+
+    def new_drafting() -> MoADrafting:
+        made = MoADrafting(drafter, target, num_target_layers=num_target_layers)
+        made.borrow(LocalVerifier(target).cache)
+        return made
+
     laws = list(DRAFTED_BY.values())
     texts = [
         RowText(i, ALL_PROMPTS[i % len(ALL_PROMPTS)], laws[i % len(laws)]) for i in range(rows)
     ]
-    drafting = MoADrafting(drafter, target)
+    drafting = new_drafting()
     for one in texts:
         _read(drafting, target, one.row, one.token_ids)
     together = drafting.propose(texts, moaspec.Tree(3, 3, 8))
     alone = []
     for one in texts:
-        drafting = MoADrafting(drafter, target)
+        drafting = new_drafting()
         _read(drafting, target, one.row, one.token_ids)
         alone += drafting.propose([one], moaspec.Tree(3, 3, 8))
     assert together == alone
@@ -267,8 +307,10 @@ def _read(
     drafting.place(row, 0, features)
     if drafting.target_cache is not None:
         kv_TLH2D = kv_1TLK[0].unflatten(-1, (target.num_kv_heads, 2, -1))
+        kv_2LHTD = kv_TLH2D.permute(3, 1, 2, 0, 4)
         drafting.target_cache.reserve(row + 1, size)
-        drafting.target_cache.append(row, 0, *kv_TLH2D.permute(3, 1, 2, 0, 4))
+        layers = len(drafting.target_cache.data)
+        drafting.target_cache.append(row, 0, *kv_2LHTD[:, -layers:])
 
 
 def drafts(

@@ -356,13 +356,10 @@ def tree_mask(starts: Sequence[int], tree_BTU: Tensor, visible: int) -> Tensor:
         (B, 1, T, S') bool: all slots before start, then what `tree_BTU` says, then nothing.
     """
     own = tree_BTU.shape[2]
-    if len(set(starts)) == 1 and starts[0] + own == visible:
-        return F.pad(tree_BTU, (starts[0], 0), value=True)[:, None]
     if len(set(starts)) == 1:
-        mask_B1TS = tree_BTU.new_ones(*tree_BTU.shape[:2], visible)[:, None]
-        mask_B1TS[..., starts[0] :] = False
-        mask_B1TS[..., starts[0] : starts[0] + own] = tree_BTU[:, None]
-        return mask_B1TS
+        mask_BTS = F.pad(tree_BTU, (starts[0], 0), value=True)
+        behind = visible - starts[0] - own
+        return (F.pad(mask_BTS, (0, behind), value=False) if behind else mask_BTS)[:, None]
     starts_B1 = torch.tensor(starts, device=tree_BTU.device)[:, None]
     offset_BS = torch.arange(visible, device=tree_BTU.device) - starts_B1
     index_BTS = offset_BS.clamp(0, own - 1)[:, None].expand(-1, tree_BTU.shape[1], -1)

@@ -32,7 +32,7 @@ from moaspec.model import MoADrafter
 from moaspec.places import cache_dir
 from moaspec.target import Target
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 TOKENS = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
 """Widths of passes. Every small one, because costs go in steps there, and decisions are made."""
 WIDTHS = (1, 2, 3, 4, 6, 8)

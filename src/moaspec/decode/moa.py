@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
@@ -19,7 +20,16 @@ from moaspec.decode.growing import Growing, Level, Own, Reading, layer_cache
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import Tree
 from moaspec.errors import InputError
-from moaspec.kernels import MOST_QUERIES, Grown, Slots, TreePart, draft_tree
+from moaspec.kernels import (
+    MOST_QUERIES,
+    FusedExit,
+    FusedStack,
+    Grown,
+    Matrix,
+    Slots,
+    TreePart,
+    draft_tree,
+)
 from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import check_target
 from moaspec.model.layers import CrossAttend
@@ -144,6 +154,36 @@ class MoADrafting(Growing):
         """The speaker's passes of one round."""
         return _Speaking(self, rows, shape)
 
+    def kernels(self) -> _Kernels | None:
+        """What they draft with; None where they lack a part."""
+        module, target, num = self.module, self.target, self.num_target_layers
+        sa, ca = (
+            layer.stack for layer in (module.speaker.self_attention, module.speaker.cross_attention)
+        )
+        head = self.draft_head.matrix if isinstance(self.draft_head, PackedLinear) else None
+        if sa is None or ca is None or head is None or target.embeddings is None:
+            return None
+        # Their probabilities are those of bare logits.
+        if module.config.without or target.caps_logits:
+            return None
+        adapter, last = module.adapter(num), target.last_layers(num) if num else None
+        if (num and last is None) or (adapter is not None and adapter.fused is None):
+            return None
+        exit_ = None if adapter is None else adapter.fused
+        return _Kernels(sa, ca, head, target.embeddings, exit_, last)
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """What kernels draft with: SA, CA, and where there are any, exit and last target layers."""
+
+    text: FusedStack
+    memory: FusedStack
+    head: Matrix
+    embeddings: Tensor
+    exit_: FusedExit | None
+    last: LastLayers | None
+
 
 class _Speaking(Level):
     """SA, CA, the reused layers."""
@@ -225,66 +265,56 @@ class _Speaking(Level):
 
     def grow(self, shape: Tree) -> list[Grown] | None:
         """By kernels, where they have all layers and no draft is read by CA."""
-        drafting, module = self.drafting, self.drafting.module
-        speaker, embeddings = module.speaker, drafting.target.embeddings
-        sa, ca = speaker.self_attention.stack, speaker.cross_attention.stack
-        head = drafting.draft_head.matrix if isinstance(drafting.draft_head, PackedLinear) else None
-        if sa is None or ca is None or head is None or embeddings is None:
-            return None
-        if module.config.without or any(self.missing):
-            return None
-        if drafting.target.caps_logits:  # the kernel's probabilities are those of bare logits
-            return None
-        num = drafting.num_target_layers
-        adapter = module.adapter(num)
-        reused = drafting.target.last_layers(num) if num else None
-        if (adapter is not None and adapter.fused is None) or (num > 0 and reused is None):
-            return None
+        drafting = self.drafting
+        kernels = None if any(self.missing) else drafting.kernels()
         starts = [
             min(drafting.read.get(row, 0), root)
             for row, root in zip(self.indices, self.roots, strict=True)
         ]
         unread = max(root + 1 - start for root, start in zip(self.roots, starts, strict=True))
-        if len(self.rows) > MOST_ROWS or max(unread, shape.breadth) > MOST_QUERIES:
+        if kernels is None or len(self.rows) > MOST_ROWS:
             return None
-        if reused is not None:
+        if max(unread, shape.breadth) > MOST_QUERIES:
+            return None
+        if kernels.last is not None:
             self._reserve(self.slots)
+        return [self._grown(place, start, shape, kernels) for place, start in enumerate(starts)]
 
-        def grown(place: int) -> Grown:
-            row, start, root = self.rows[place], starts[place], self.roots[place]
-            slots = Slots(drafting.text.data, [row.row], [start], root + 1)
-            remembered = Slots(drafting.memory.data, [row.row], [0], self.remembered[place])
-            first = max(start, min(self.remembered[place], root)) if reused is not None else root
-            drafts = draft_tree(
-                row.token_ids[start:],
-                shape.depth,
-                shape.breadth,
-                shape.least_log_p,
-                text=TreePart(sa, *speaker.self_rope.along(start, root + shape.depth), slots),
-                memory=TreePart(
-                    ca, *speaker.cross_rope.along(first, root + shape.depth), remembered
-                ),
-                exit_=None if adapter is None else adapter.fused,
-                last=None if reused is None else self._last(reused, place, first, shape.depth),
-                finished=root + 1 - first,
-                head=head,
-                names_O=drafting.vocabulary_ids,
-                embeddings_VE=embeddings,
-                coupling=coupling(row),
-            )
-            drafting.read[row.row] = root + 1
-            return drafts
+    def _grown(self, place: int, start: int, shape: Tree, kernels: _Kernels) -> Grown:
+        """The drafts of one row, of which SA has read what comes before `start`."""
+        drafting, speaker = self.drafting, self.drafting.module.speaker
+        row, root, known = self.rows[place], self.roots[place], self.remembered[place]
+        # Reused layers also need what has no features yet.
+        first = root if kernels.last is None else max(start, min(known, root))
+        stop = root + shape.depth
+        slots = Slots(drafting.text.data, [row.row], [start], root + 1)
+        remembered = Slots(drafting.memory.data, [row.row], [0], known)
+        drafts = draft_tree(
+            row.token_ids[start:],
+            shape.depth,
+            shape.breadth,
+            shape.least_log_p,
+            text=TreePart(kernels.text, *speaker.self_rope.along(start, stop), slots),
+            memory=TreePart(kernels.memory, *speaker.cross_rope.along(first, stop), remembered),
+            exit_=kernels.exit_,
+            last=None if kernels.last is None else self._last(kernels.last, place, first, stop),
+            finished=root + 1 - first,
+            head=kernels.head,
+            names_O=drafting.vocabulary_ids,
+            embeddings_VE=kernels.embeddings,
+            coupling=coupling(row),
+        )
+        drafting.read[row.row] = root + 1
+        return drafts
 
-        return [grown(place) for place in range(len(self.rows))]
-
-    def _last(self, reused: LastLayers, place: int, first: int, depth: int) -> TreePart:
+    def _last(self, reused: LastLayers, place: int, first: int, stop: int) -> TreePart:
         """The target's last layers over tokens from `first` to the root, then over drafts."""
-        cache, root = self.drafting.target_cache, self.roots[place]
+        cache = self.drafting.target_cache
         assert cache is not None
         return TreePart(
             reused.stack,
-            *reused.angles.between(first, root + depth),
-            Slots(cache.data, [self.indices[place]], [first], root + 1),
+            *reused.angles.between(first, stop),
+            Slots(cache.data, [self.indices[place]], [first], self.roots[place] + 1),
             num=self.drafting.num_target_layers,
             norm=reused.norm,
         )

@@ -162,14 +162,14 @@ def _nearest(weight_O: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
 def can_be_moment(moment_II: Tensor) -> bool:
     """Whether `rounded` can go by this square matrix: it is a mean of products, or nearly one."""
     try:
-        np.linalg.cholesky(_damped(moment_II))
+        factor = np.linalg.cholesky(_damped(moment_II))
     except np.linalg.LinAlgError:
         return False
-    return True
+    return bool(np.isfinite(factor).all())
 
 
 def _damped(moment_II: Tensor) -> np.ndarray:
-    """For numpy, because MKL, which PyTorch would call, keeps tens of megabytes for itself."""
+    """For numpy, because MKL, which PyTorch would call, keeps some ten megabytes for itself."""
     moment = moment_II.double().numpy()
     return moment + DAMPING * moment.diagonal().mean() * np.eye(len(moment))
 
@@ -190,6 +190,8 @@ def _made_up(left_IO: Tensor, shares_XI: Tensor, scale_O: Tensor, zero_O: Tensor
         block_XO[i + 1 :].addr_(shares_XI[i, i + 1 : BLOCK], error_O, alpha=-1)
         codes.append(code_O)
         errors.append(error_O)
-    rest = left_IO[BLOCK:].numpy()
-    rest -= shares_XI[:, BLOCK:].T.numpy() @ torch.stack(errors).numpy()
+    errors_XO, left, shares = torch.stack(errors).numpy(), left_IO.numpy(), shares_XI.numpy()
+    for start in range(BLOCK, len(left), BLOCK):  # what all change by would be as large as they are
+        stretch = slice(start, start + BLOCK)
+        left[stretch] -= shares[:, stretch].T @ errors_XO
     return torch.stack(codes)

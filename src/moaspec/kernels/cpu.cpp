@@ -45,15 +45,15 @@ struct Exit {
 };
 
 // A drafter that reads text by one layer, and each token that it drafts behind by another one as well,
-// over its memory, and then by what it reuses of the target.
+// over its memory, and then by what it reuses of the target. Angles of drafts follow those of the text.
 struct Drafter {
   const Layer *text, *memory;
   const Layer* last;  // of the target's layers
   int64_t reused;     // how many of them, none or more
   const Exit* exit;   // or null
-  // Of the unread text; the other two of its end, that goes on to them. Angles of drafts follow theirs.
-  Pass text_pass, memory_pass, last_pass;
-  int64_t finished;   // tokens of that end, the root among them
+  Pass text_pass;               // of all unread tokens
+  Pass memory_pass, last_pass;  // of the last `finished` of them, the root among these
+  int64_t finished;
   const Matrix* head;
   const int64_t* names;    // of the head's outputs, as rows of `embeddings`
   const bf16* embeddings;  // (vocabulary, E)
@@ -136,6 +136,41 @@ void team_exit(const Exit& exit, bf16* x, int64_t rows) {
 #pragma omp barrier
 }
 
+// A thread's passes over a text and over the drafts behind it.
+struct TreePasses {
+  Pass text, memory, last;
+
+  TreePasses(const Drafter& drafter, int64_t slots)
+      : text(drafter.text_pass), memory(drafter.memory_pass), last(drafter.last_pass), slots_(slots) {}
+  TreePasses(const TreePasses&) = delete;  // passes have the address of `start_`
+
+  // The next tokens are in slots from `start` on, of the text and of the target's own keys and values; they
+  // see what masks, (count, slots), say of the first so many.
+  void place(int64_t start, int64_t count, int64_t seen, const uint8_t* masks) {
+    start_ = start;
+    for (Pass* pass : {&text, &last}) {
+      pass->starts = &start_;
+      pass->attention.slots = seen;
+      pass->attention.mask = masks;
+      pass->attention.mask_token = slots_;
+    }
+    for (Pass* pass : {&text, &memory, &last}) pass->attention.tokens = count;
+  }
+
+  // They are at one position, the angles of which are so many rows further on.
+  void turn(int64_t of_text, int64_t of_others) {
+    for (Pass* pass : {&text, &memory, &last}) {
+      const int64_t skipped = (pass == &text ? of_text : of_others) * pass->turned;
+      pass->cos += skipped;
+      pass->sin += skipped;
+      pass->period = 1;
+    }
+  }
+
+ private:
+  int64_t slots_, start_ = 0;
+};
+
 // See `moaspec_tree`; the finder says which children each leaf gets.
 template <class Finder>
 void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Growth& growth, Finder&& finder,
@@ -153,50 +188,29 @@ void grow_tree(const Drafter& drafter, const int64_t* unread, int64_t tokens, Gr
   for (int64_t i = 0; i < tokens; i++) std::fill_n(mask.data() + i * slots, start + i + 1, 1);
   PassRoom of_text(drafter.text, 1, drafter.text_pass.attention, rows);
   PassRoom of_memory(drafter.memory, 1, drafter.memory_pass.attention, rows);
-  PassRoom of_last(drafter.last, drafter.reused, drafter.last_pass.attention, drafter.reused ? rows : 0);
+  PassRoom of_last(drafter.last, drafter.reused, drafter.last_pass.attention, rows);
   if (drafter.reused) of_memory.room = of_last.room;
   of_text.room = of_memory.room;  // the same memory, now large enough for all
   Leaves leaves(growth, visible, slots);
 #pragma omp parallel num_threads(threads)
   {
-    Pass text = drafter.text_pass, memory = drafter.memory_pass, last = drafter.last_pass;
-    // Tokens from here on are at the positions whose angles are `skipped` rows further on.
-    const auto turn = [&](std::initializer_list<Pass*> passes, int64_t skipped) {
-      for (Pass* pass : passes) {
-        pass->cos += skipped * pass->turned;
-        pass->sin += skipped * pass->turned;
-      }
-    };
-    // New tokens from a slot on, who see the same of a text as of the target's keys and values.
-    const auto place = [&](const int64_t* starts, int64_t count, int64_t seen, const uint8_t* masks) {
-      for (Pass* pass : {&text, &last}) {
-        pass->starts = starts;
-        pass->attention.tokens = count;
-        pass->attention.slots = seen;
-        pass->attention.mask = masks;
-        pass->attention.mask_token = slots;
-      }
-    };
-    place(text.starts, tokens, visible, mask.data());
-    team_stack(drafter.text, 1, text, x.data(), of_text);
-    const int64_t passed = tokens - finished, first = start + passed;
-    place(&first, finished, visible, mask.data() + passed * slots);
-    bf16* state = x.data() + passed * width;
-    int64_t count = finished;
+    TreePasses passes(drafter, slots);
+    passes.place(start, tokens, visible, mask.data());
+    team_stack(drafter.text, 1, passes.text, x.data(), of_text);
+    passes.place(visible - finished, finished, visible, mask.data() + (tokens - finished) * slots);
+    bf16* state = x.data() + (tokens - finished) * width;
     for (int64_t level = 0; leaves.count() > 0; level++) {
       if (level > 0) {
-        count = leaves.count();
-        place(leaves.first_slot(), count, *leaves.first_slot() + count, leaves.masks());
-        turn({&text}, level == 1 ? tokens : 1);
-        turn({&memory, &last}, level == 1 ? finished : 1);
-        text.period = memory.period = last.period = 1;  // the leaves of a level are at one position
+        const int64_t first = leaves.first_slot(), count = leaves.count();
+        passes.place(first, count, first + count, leaves.masks());
+        passes.turn(level == 1 ? tokens : 1, level == 1 ? finished : 1);
         state = x.data();
-        team_stack(drafter.text, 1, text, state, of_text);
+        team_stack(drafter.text, 1, passes.text, state, of_text);
       }
-      memory.attention.tokens = count;
-      team_stack(drafter.memory, 1, memory, state, of_memory);
+      const int64_t count = passes.text.attention.tokens;
+      team_stack(drafter.memory, 1, passes.memory, state, of_memory);
       if (drafter.exit) team_exit(*drafter.exit, state, count);
-      if (drafter.reused) team_stack(drafter.last, drafter.reused, last, state, of_last);
+      if (drafter.reused) team_stack(drafter.last, drafter.reused, passes.last, state, of_last);
       if (level == 0) state += (finished - 1) * width;  // the root alone gets drafts
       finder.team_find(*drafter.head, state, leaves.count(), width, level);
 #pragma omp barrier

@@ -34,7 +34,7 @@ class Leaves {
   }
 
   int64_t count() const { return static_cast<int64_t>(nodes_.size()); }
-  const int64_t* first_slot() const { return &first_slot_; }
+  int64_t first_slot() const { return first_slot_; }
   const uint8_t* masks() const { return masks_.data(); }  // (count, slots)
 
   // Gives the leaves children and makes the best of these the leaves. `read` is told which token each

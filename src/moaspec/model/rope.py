@@ -5,6 +5,7 @@ Legend: B batch, H heads, T tokens, D head dim.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,11 @@ CosSin = tuple[Tensor, Tensor]
 
 FIRST_TABULATED = 256
 """Positions of a new table: 128 KiB for heads of 64."""
+_ONE_GROWS = threading.Lock()
 
 
 class AngleTable:
-    """Cosines and sines by position, looked up on a CPU; it grows as it must.
+    """Cosines and sines by position, looked up on a CPU; it grows as it must, never shrinks.
 
     Args:
         compute: gives those of positions (S,), each (S, D).
@@ -28,31 +30,33 @@ class AngleTable:
 
     def __init__(self, compute: Callable[[Tensor], CosSin]) -> None:
         self._compute = compute
-        self._tabulate(FIRST_TABULATED)
+        self._table, self._size = compute(torch.arange(FIRST_TABULATED)), FIRST_TABULATED
 
     def __len__(self) -> int:
         return self._size
 
     def __call__(self, position_ids: Tensor) -> CosSin:
         """Those of positions of any shape, (..., D) each."""
+        cos_SD, sin_SD = self._table
         try:
-            return self._cos_SD[position_ids], self._sin_SD[position_ids]
+            return cos_SD[position_ids], sin_SD[position_ids]
         except IndexError:  # asking for the largest position every time costs as much as looking
-            self._grow(int(position_ids.max()))
-            return self._cos_SD[position_ids], self._sin_SD[position_ids]
+            cos_SD, sin_SD = self._grown(int(position_ids.max()) + 1)
+            return cos_SD[position_ids], sin_SD[position_ids]
 
     def between(self, start: int, stop: int) -> CosSin:
         """Views of those of positions start..stop - 1, (stop - start, D) each."""
-        if stop > len(self):
-            self._grow(stop)
-        return self._cos_SD[start:stop], self._sin_SD[start:stop]
+        cos_SD, sin_SD = self._table if stop <= self._size else self._grown(stop)
+        return cos_SD[start:stop], sin_SD[start:stop]
 
-    def _grow(self, size: int) -> None:
-        self._tabulate(2 * max(size, len(self)))
-
-    def _tabulate(self, size: int) -> None:
-        self._cos_SD, self._sin_SD = self._compute(torch.arange(size))
-        self._size = size  # last, and beside them: asking a tensor takes longer than looking up
+    def _grown(self, size: int) -> CosSin:
+        with _ONE_GROWS:  # a target may be shared by threads
+            if size > self._size:
+                size = 2 * max(size, self._size)
+                self._table = self._compute(torch.arange(size))
+                # Last, and beside it: asking a tensor takes longer than looking up.
+                self._size = size
+            return self._table
 
 
 class Rope(nn.Module):

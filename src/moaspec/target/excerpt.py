@@ -124,8 +124,6 @@ class TargetExcerpt(Target):
                 self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
         present = [layer for layer in self._base.layers if not isinstance(layer, _Absent)]
         self._fuse(present)
-        if self.fused is not None:
-            self._rotary.tabulate()
         return_freed_memory()
         return self.packed
 

@@ -152,8 +152,6 @@ class Target(TargetFacts):
             self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
         self._fuse(list(self._base.layers))
         self.graphs = PassGraphs.of(self.device)
-        if self.fused is not None:
-            self._rotary.tabulate()
         return_freed_memory()
         return self.packed
 
@@ -163,7 +161,9 @@ class Target(TargetFacts):
         self._hooks = [
             hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)
         ]
-        self._fast_norm = None if self.fused is None else kernel_norm(self._base.norm)
+        if self.fused is not None:
+            self._fast_norm = kernel_norm(self._base.norm)
+            self._rotary.tabulate()
 
     def layer_state(self, index: int) -> dict[str, Tensor]:
         """Weights of one decoder layer, under transformers' names."""
