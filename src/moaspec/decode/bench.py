@@ -72,7 +72,7 @@ class Bench:
         self._cache = LocalVerifier(target).cache
 
     def target_pass(self, num_tokens: int, context: int) -> Part:
-        """A pass over so many tokens after `context` others, without the head."""
+        """A pass over so many tokens after `context` others, behind one like it, without the head."""
         target, device, cache = self.target, self.target.device, self._cache
         sizes = PassSizes.of([0], [context], num_tokens, recorded=target.records)
         tokens, visible = sizes.tokens, sizes.visible
@@ -88,7 +88,8 @@ class Bench:
                 write=cache.writer([0], [context], tokens, visible, steady=sizes.steady),
             )
 
-        return Part(run, device)
+        # As in decoding, where the last pass has just read the same weights, keys and values.
+        return Part(run, device, run)
 
     def head(self, num_tokens: int, *, logits: bool = False) -> Part:
         """The head and its best token, or its logits; behind a pass, as in a round."""
