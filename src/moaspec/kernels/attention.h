@@ -24,6 +24,7 @@ namespace {
 
 constexpr int kMostDim = 256;   // numbers of a head
 constexpr int kQueries = 8;     // queries that share what is read of keys and values
+constexpr int kGatheredQueries = 3;  // whose scores are not worth turning a tile for
 constexpr int kNearSlots = 32;  // slots of which all queries take all values before the next ones
 
 // Queries that are read together, and where their results go.
@@ -104,6 +105,13 @@ class Scores {
       tile_add<0, 4, 6>();
     }
     tile_store<0>(found_, kTileBytes);
+    if (group_.count > kGatheredQueries) {
+      Words columns[kLanes];
+      for (int s = 0; s < kLanes; s++) columns[s] = words(found_ + s * kLanes);
+      transpose(columns);
+      for (int q = 0; q < group_.count; q++) store(scores + q * stride, (Floats)columns[q]);
+      return;
+    }
     const Words places = _mm512_mullo_epi32(
         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(kLanes));
     for (int q = 0; q < group_.count; q++)
