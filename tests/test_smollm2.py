@@ -24,6 +24,7 @@ from moaspec.target.forms import can_pack
 from moaspec.target.registry import ALIASES, packaged_gguf
 
 ALIAS = "smollm2-135m"
+REUSING = "smollm2-135m-n3"
 NEW_TOKENS = 32
 
 pytestmark = [
@@ -80,11 +81,12 @@ needs_kernels = pytest.mark.skipif(
 
 
 @needs_kernels
-def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding() -> None:
+@pytest.mark.parametrize("name", [ALIAS, REUSING])
+def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(name: str) -> None:
     """Ties included: a token has the same bits in every pass."""
     target = moaspec.load_target(ALIAS, dtype="bfloat16")
     assert target.fused is not None
-    drafter = moaspec.load_drafter(ALIAS, target=target)
+    drafter = moaspec.load_drafter(name, target=target)
     texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
     plain = [moaspec.generate(target, ids, max_new_tokens=48).token_ids for ids in texts]
     # Longer ones are read by PyTorch's attention first, whose bits depend on the batch.
@@ -96,6 +98,20 @@ def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding() -> None:
             assert moaspec.generate(target, ids, **options).token_ids == expected
         together = moaspec.generate(target, [texts[i] for i in short], **options)
         assert [result.token_ids for result in together] == [plain[i] for i in short]
+
+
+@needs_kernels
+def test_drafts_through_the_last_layers_are_accepted_more_often() -> None:
+    target = moaspec.load_target(ALIAS, dtype="bfloat16")
+    texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
+    rounds = []
+    for name in (ALIAS, REUSING):
+        drafting = MoADrafting(moaspec.load_drafter(name, target=target), target)
+        results = moaspec.generate(
+            target, texts, drafter=drafting, tree=moaspec.Tree(6, 4, 24), max_new_tokens=64
+        )
+        rounds.append(sum(result.num_rounds for result in results))
+    assert rounds[1] < 0.97 * rounds[0]
 
 
 @needs_kernels

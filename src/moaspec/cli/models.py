@@ -21,20 +21,19 @@ def models(
 
     Example: moaspec models
     """
-    drafters = bundled_drafters()
     rows = [
         {
             "alias": name,
             "source": f"package {alias.package}" if packaged_gguf(alias) else "hub",
             "hub_id": alias.hub_id,
-            "drafter": "bundled" if name in drafters else None,
+            "drafters": ", ".join(d for d in bundled_drafters() if f"{d}-".startswith(f"{name}-")),
         }
         for name, alias in ALIASES.items()
     ]
     if as_json:
         console.out.print(json.dumps({"models": rows, "families": SUPPORTED_FAMILIES}))
         return
-    table = Table("alias", "weights from", "hub id", "drafter")
+    table = Table("alias", "weights from", "hub id", "drafters")
     for row in rows:
         table.add_row(*(str(value or "none") for value in row.values()))
     console.out.print(table)

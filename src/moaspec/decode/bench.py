@@ -72,7 +72,7 @@ class Bench:
         self._cache = LocalVerifier(target).cache
 
     def target_pass(self, num_tokens: int, context: int) -> Part:
-        """A pass over so many tokens after `context` others, behind one like it, without the head."""
+        """A pass over so many tokens after `context` others, behind one like it; no head."""
         target, device, cache = self.target, self.target.device, self._cache
         sizes = PassSizes.of([0], [context], num_tokens, recorded=target.records)
         tokens, visible = sizes.tokens, sizes.visible
