@@ -150,6 +150,22 @@ def test_the_server_alone(service: TargetService, speculate: bool) -> None:
     asyncio.run(run())
 
 
+def test_the_server_alone_drafts_nothing_for_reused_layers() -> None:
+    drafter = tiny.random_drafter(tiny.target(), exits=(1, 2))
+
+    async def run() -> None:
+        async with GrpcServer(
+            TargetService(tiny.target(), drafter), ServerOptions(port=0)
+        ) as server:
+            text = RemoteText(GrpcTransport(f"127.0.0.1:{server.port}"))
+            events = [e async for e in text.stream(PROMPT, speculate=True, max_new_tokens=NEW)]
+        expected = moaspec.generate(tiny.target(), PROMPT, max_new_tokens=NEW)
+        assert [token for event in events for token in event.token_ids] == expected.token_ids
+        assert {source for event in events for source in event.sources} == {"target"}
+
+    asyncio.run(run())
+
+
 def test_tls_and_tokens(service: TargetService, authority: Authority, tmp_path: Path) -> None:
     other = Authority(tmp_path, "other")
     names = {"alice": "secret-a", "bob": "secret-b"}
