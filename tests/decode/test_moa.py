@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moaspec
 import tiny
 from moaspec.decode import Chain, Tree
-from moaspec.decode.moa import MoADrafting, prepared
+from moaspec.decode.moa import MoADrafting
+from moaspec.decode.prepared import prepared
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, ancestor_matrix
 from moaspec.errors import InputError, MismatchError

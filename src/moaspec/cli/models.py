@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -21,12 +21,12 @@ def models(
 
     Example: moaspec models
     """
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "alias": name,
             "source": f"package {alias.package}" if packaged_gguf(alias) else "hub",
             "hub_id": alias.hub_id,
-            "drafters": ", ".join(d for d in bundled_drafters() if f"{d}-".startswith(f"{name}-")),
+            "drafters": [d for d in bundled_drafters() if f"{d}-".startswith(f"{name}-")],
         }
         for name, alias in ALIASES.items()
     ]
@@ -35,7 +35,8 @@ def models(
         return
     table = Table("alias", "weights from", "hub id", "drafters")
     for row in rows:
-        table.add_row(*(str(value or "none") for value in row.values()))
+        drafters = ", ".join(row["drafters"]) or "none"
+        table.add_row(row["alias"], row["source"], row["hub_id"], drafters)
     console.out.print(table)
     console.out.print(
         f"Also: any directory or hub id of these families: {', '.join(SUPPORTED_FAMILIES)}."

@@ -5,18 +5,17 @@ Legend: B rows, T new tokens, W beams of a level, S visible slots, E hidden size
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moaspec.decode.cache import KVCache, StoredMemory, prefix_mask, tree_mask
 from moaspec.decode.coupling import coupling
 from moaspec.decode.growing import Growing, Level, Own, Reading, layer_cache
+from moaspec.decode.prepared import prepared
 from moaspec.decode.protocols import Features, Need, RowText
 from moaspec.decode.tree import Tree
 from moaspec.errors import InputError
@@ -35,7 +34,7 @@ from moaspec.model.checkpoint import check_target
 from moaspec.model.layers import CrossAttend
 from moaspec.target import Target
 from moaspec.target.model import LastLayers
-from moaspec.target.packing import PackedLinear, packed_copy
+from moaspec.target.packing import PackedLinear
 
 MOST_ROWS = 8
 """Rows that kernels draft for one after another; PyTorch drafts for more of them together."""
@@ -362,52 +361,3 @@ def _check_place(drafter: MoADrafter, target: Target) -> None:
                 f"The drafter is in {got[0]} on {got[1]}, and the target in {expected[0]} on "
                 f"{expected[1]}. Call drafter.to({str(expected[1])!r}, {expected[0]}) first."
             )
-
-
-def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
-    """The drafter and its head as decoding runs them: packed copies where the CPU gains by them.
-
-    They are made once and again when weights change, so a drafter in training may be tried out at
-    any time. The drafter itself stays as it is. One with hooks, or with methods that were replaced,
-    decodes as it is, so that they are called.
-    """
-    ids = drafter.draft_token_ids
-    chosen = None if ids is None else ids.data_ptr()
-    key = (
-        weakref.ref(target),
-        target.packed,
-        target.dtype,
-        drafter.version,
-        drafter.training,
-        _is_altered(drafter),
-        chosen,
-    )
-    return cast(
-        tuple[MoADrafter, nn.Module],
-        drafter.prepared.get(key, lambda: _prepared(drafter, target)),
-    )
-
-
-def _prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
-    head = target.draft_head(drafter.draft_token_ids, drafter.head_moment)
-    return _packed(drafter), head  # packing, the last of both, gives freed memory back
-
-
-def _packed(drafter: MoADrafter) -> MoADrafter:
-    if drafter.training or _is_altered(drafter):
-        return drafter
-    # What the encoder makes of a prompt is cached and sent to devices, which have no encoder.
-    encoder = getattr(drafter, "encoder", None)
-    return packed_copy(drafter, exact=[] if encoder is None else [encoder])
-
-
-def _is_altered(drafter: MoADrafter) -> bool:
-    """Whether somebody watches its modules, or has replaced methods of theirs."""
-    return any(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or any(
-            callable(value) and hasattr(type(module), name) for name, value in vars(module).items()
-        )
-        for module in drafter.modules()
-    )

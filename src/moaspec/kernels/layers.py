@@ -287,6 +287,7 @@ class Pass:
     ) -> None:
         B, (cos, sin), cache = len(slots.rows_B), cos_sin, slots.cache
         last = stack.layers[-1].described
+        assert norm is None or len(norm.weight_E) == last.read.inputs
         layer, half, place, head, slot, _ = cache.stride()
         # Kept, because the description has only their addresses.
         self._held = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B), cos_sin, slots
