@@ -312,7 +312,8 @@ def test_dropped_connections(strict: Served) -> None:
 
 
 def test_too_many_requests(strict: Served, http: httpx.Client) -> None:
-    long = {**GOOD, "n": 4, "max_tokens": 1900, "stream": True}
+    ends = dict.fromkeys(map(str, serving.target().stop_token_ids), -100)  # the first came early
+    long = {**GOOD, "n": 4, "max_tokens": 1900, "stream": True, "logit_bias": ends}
     with http.stream("POST", CHAT, json=long) as stream:
         next(stream.iter_bytes())
         answer = http.post(CHAT, json={**GOOD, "n": 3})
