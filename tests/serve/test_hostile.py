@@ -315,7 +315,8 @@ def test_too_many_requests(strict: Served, http: httpx.Client) -> None:
     ends = dict.fromkeys(map(str, serving.target().stop_token_ids), -100)  # the first came early
     long = {**GOOD, "n": 4, "max_tokens": 1900, "stream": True, "logit_bias": ends}
     with http.stream("POST", CHAT, json=long) as stream:
-        next(stream.iter_bytes())
+        texts = stream.iter_bytes()  # held: a dropped iterator closes the connection
+        next(texts)
         answer = http.post(CHAT, json={**GOOD, "n": 3})
         assert error(answer, 429)["type"] == "rate_limit_error"
         assert answer.headers["retry-after"] == "1"
