@@ -23,7 +23,7 @@ struct Attention {
 namespace {
 
 constexpr int kMostDim = 256;   // numbers of a head
-constexpr int kQueries = 8;     // queries that share what is read of keys and values
+constexpr int kQueries = 16;    // queries that share what is read of keys and values
 constexpr int kGatheredQueries = 3;  // whose scores are not worth turning a tile for
 constexpr int kNearSlots = 32;  // slots of which all queries take all values before the next ones
 
@@ -233,32 +233,56 @@ void attend(const Group& group, const bf16* key, const bf16* value, const Attent
       store(group.out[q] + i, load(sums + q * kMostDim + i) * all(factors[q]));
 }
 
+// A stretch of the queries that read one KV head of one row.
+struct Share { int64_t lane; Stretch queries; };
+
+// What a team of so many threads does of lanes, each with so many queries: share `i` of `count`.
+class Shares {
+ public:
+  Shares(int64_t lanes, int64_t queries, int64_t threads) : queries_(queries) {
+    // A thread that has a lane to itself reads its keys and values once. Those left over are parted.
+    whole_ = lanes / threads * threads;
+    const int64_t parted = lanes - whole_;
+    const int64_t wanted = parted ? std::min(queries, (2 * threads + parted - 1) / parted) : 1;
+    size_ = std::min<int64_t>(kQueries, (queries + wanted - 1) / wanted);
+    parts_ = (queries + size_ - 1) / size_;
+    count_ = whole_ + parted * parts_;
+  }
+  int64_t count() const { return count_; }
+  Share at(int64_t i) const {
+    if (i < whole_) return {i, {0, queries_}};
+    const int64_t start = (i - whole_) % parts_ * size_;
+    return {whole_ + (i - whole_) / parts_, {start, std::min(start + size_, queries_)}};
+  }
+
+ private:
+  int64_t queries_, whole_, size_, parts_, count_;
+};
+
 // Attention of few queries to keys and values wherever they are stored, by a team, which waits at the
 // end.
 inline void team_attend(const Attention& call) {
-  const int64_t groups = call.heads / call.kv_heads, queries = groups * call.tokens;
-  // Enough parts for all threads, each of at most kQueries queries.
-  const int64_t lanes = call.rows * call.kv_heads, threads = omp_get_num_threads();
-  const int64_t wanted = std::max<int64_t>((queries + kQueries - 1) / kQueries,
-                                           (2 * threads + lanes - 1) / lanes);
-  const int64_t size = (queries + std::min(wanted, queries) - 1) / std::min(wanted, queries);
-  const int64_t parts = (queries + size - 1) / size;
+  const int64_t groups = call.heads / call.kv_heads;
+  const Shares shares(call.rows * call.kv_heads, groups * call.tokens, omp_get_num_threads());
 #pragma omp for schedule(dynamic, 1)
-  for (int64_t task = 0; task < lanes * parts; task++) {
-    const int64_t row = task / parts / call.kv_heads, kv_head = task / parts % call.kv_heads;
-    const int64_t place = call.places ? call.places[row] : row, start = task % parts * size;
+  for (int64_t i = 0; i < shares.count(); i++) {
+    const Share share = shares.at(i);
+    const int64_t row = share.lane / call.kv_heads, kv_head = share.lane % call.kv_heads;
+    const int64_t place = call.places ? call.places[row] : row;
     Group group;
-    group.count = static_cast<int>(std::min(size, queries - start));
-    for (int q = 0; q < group.count; q++) {
-      const int64_t token = (start + q) / groups, head = kv_head * groups + (start + q) % groups;
-      group.query[q] = call.query + row * call.query_row + token * call.query_token +
-                       head * call.query_head;
-      group.mask[q] =
-          call.mask ? call.mask + row * call.mask_row + token * call.mask_token : nullptr;
-      group.out[q] = call.out + ((row * call.tokens + token) * call.heads + head) * call.head_dim;
+    for (int64_t start = share.queries.start; start < share.queries.stop; start += group.count) {
+      group.count = static_cast<int>(std::min<int64_t>(kQueries, share.queries.stop - start));
+      for (int q = 0; q < group.count; q++) {
+        const int64_t token = (start + q) / groups, head = kv_head * groups + (start + q) % groups;
+        group.query[q] = call.query + row * call.query_row + token * call.query_token +
+                         head * call.query_head;
+        group.mask[q] =
+            call.mask ? call.mask + row * call.mask_row + token * call.mask_token : nullptr;
+        group.out[q] = call.out + ((row * call.tokens + token) * call.heads + head) * call.head_dim;
+      }
+      attend(group, call.key + place * call.key_row + kv_head * call.key_head,
+             call.value + place * call.value_row + kv_head * call.value_head, call);
     }
-    attend(group, call.key + place * call.key_row + kv_head * call.key_head,
-           call.value + place * call.value_row + kv_head * call.value_head, call);
   }
 }
 
