@@ -83,10 +83,12 @@ inline void by_registers(int count, const Call& call) {
 class Scores {
  public:
   Scores(const Group& group, int64_t dim) : group_(group), dim_(dim), tiles_(kRowsPerTile) {
-    std::fill_n(queries_, dim * kLanes, 0);
-    for (int q = 0; q < group.count; q++)
-      for (int64_t i = 0; i < dim; i++)
-        queries_[i / 2 * 2 * kLanes + 2 * q + i % 2] = group.query[q][i];
+    for (int64_t i = 0; i < dim; i += kBlock) {
+      Words pairs[kLanes];
+      for (int q = 0; q < kLanes; q++) pairs[q] = q < group.count ? words(group.query[q] + i) : no_words();
+      transpose(pairs);
+      for (int k = 0; k < kLanes; k++) _mm512_store_si512(queries_ + i * kLanes + 2 * k * kLanes, pairs[k]);
+    }
   }
 
   // Against `count` keys, at most 16.
@@ -233,45 +235,23 @@ void attend(const Group& group, const bf16* key, const bf16* value, const Attent
       store(group.out[q] + i, load(sums + q * kMostDim + i) * all(factors[q]));
 }
 
-// A stretch of the queries that read one KV head of one row.
-struct Share { int64_t lane; Stretch queries; };
-
-// What a team of so many threads does of lanes, each with so many queries: share `i` of `count`.
-class Shares {
- public:
-  Shares(int64_t lanes, int64_t queries, int64_t threads) : queries_(queries) {
-    // A thread that has a lane to itself reads its keys and values once. Those left over are parted.
-    whole_ = lanes / threads * threads;
-    const int64_t parted = lanes - whole_;
-    const int64_t wanted = parted ? std::min(queries, (2 * threads + parted - 1) / parted) : 1;
-    size_ = std::min<int64_t>(kQueries, (queries + wanted - 1) / wanted);
-    parts_ = (queries + size_ - 1) / size_;
-    count_ = whole_ + parted * parts_;
-  }
-  int64_t count() const { return count_; }
-  Share at(int64_t i) const {
-    if (i < whole_) return {i, {0, queries_}};
-    const int64_t start = (i - whole_) % parts_ * size_;
-    return {whole_ + (i - whole_) / parts_, {start, std::min(start + size_, queries_)}};
-  }
-
- private:
-  int64_t queries_, whole_, size_, parts_, count_;
-};
-
 // Attention of few queries to keys and values wherever they are stored, by a team, which waits at the
-// end.
+// end. A thread that has a KV head to itself reads its keys and values once; the queries of heads that
+// cannot be dealt out evenly are parted.
 inline void team_attend(const Attention& call) {
-  const int64_t groups = call.heads / call.kv_heads;
-  const Shares shares(call.rows * call.kv_heads, groups * call.tokens, omp_get_num_threads());
-#pragma omp for schedule(dynamic, 1)
-  for (int64_t i = 0; i < shares.count(); i++) {
-    const Share share = shares.at(i);
-    const int64_t row = share.lane / call.kv_heads, kv_head = share.lane % call.kv_heads;
+  const int64_t groups = call.heads / call.kv_heads, queries = groups * call.tokens;
+  const int64_t lanes = call.rows * call.kv_heads, threads = omp_get_num_threads();
+  const int64_t whole = lanes / threads * threads, parted = lanes - whole;
+  const int64_t parts = parted ? std::min(queries, (threads + parted - 1) / parted) : 1;
+  for (int64_t task = omp_get_thread_num(); task < whole + parted * parts; task += threads) {
+    const bool all = task < whole;
+    const int64_t lane = all ? task : whole + (task - whole) / parts, part = all ? 0 : (task - whole) % parts;
+    const int64_t first = queries * part / parts, last = all ? queries : queries * (part + 1) / parts;
+    const int64_t row = lane / call.kv_heads, kv_head = lane % call.kv_heads;
     const int64_t place = call.places ? call.places[row] : row;
     Group group;
-    for (int64_t start = share.queries.start; start < share.queries.stop; start += group.count) {
-      group.count = static_cast<int>(std::min<int64_t>(kQueries, share.queries.stop - start));
+    for (int64_t start = first; start < last; start += group.count) {
+      group.count = static_cast<int>(std::min<int64_t>(kQueries, last - start));
       for (int q = 0; q < group.count; q++) {
         const int64_t token = (start + q) / groups, head = kv_head * groups + (start + q) % groups;
         group.query[q] = call.query + row * call.query_row + token * call.query_token +
@@ -284,6 +264,7 @@ inline void team_attend(const Attention& call) {
              call.value + place * call.value_row + kv_head * call.value_head, call);
     }
   }
+#pragma omp barrier
 }
 
 }  // namespace

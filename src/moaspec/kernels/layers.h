@@ -55,7 +55,9 @@ inline void rotate(const float* x, const float* cos, const float* sin, int64_t t
     out[i] = rounded(x[i] * cos[i] - x[i + half] * sin[i]);
     out[i + half] = rounded(x[i + half] * cos[i + half] + x[i] * sin[i + half]);
   }
-  for (int64_t i = turned; i < dim; i++) out[i] = rounded(x[i]);
+  int64_t i = turned;
+  for (; i + kLanes <= dim; i += kLanes) store(out + i, load(x + i));
+  for (; i < dim; i++) out[i] = rounded(x[i]);
 }
 
 inline void rotate_fast(const float* x, const float* cos, const float* sin, int64_t half, bf16* out) {

@@ -61,27 +61,39 @@ struct Outputs {
   static int first_rows(int64_t rows) { return panels_at_once(rows) == 1 ? 5 : 6; }
 };
 
+// Tiles of so few rows share a transposition of 16 columns; each has so many of them.
+inline int64_t columns_of(int64_t size) { return size <= 4 ? 4 : size <= 8 ? 8 : kLanes; }
+
 // Rows in that form.
 inline void as_pairs(const bf16* x, const RowTiles& tiles, int64_t stride, int64_t inputs, uint32_t* to) {
-  for (int64_t tile = 0; tile < tiles.count; tile++, to += inputs / 2 * tiles.size) {
+  const int64_t size = tiles.size, columns = columns_of(size), together = kLanes / columns * kBlock;
+  for (int64_t tile = 0; tile < tiles.count; tile++, to += inputs / 2 * size) {
     const bf16* from = x + tiles.first(tile) * stride;
-    if (tiles.size == 1) {
+    if (size == 1) {
       __builtin_memcpy(to, from, inputs * sizeof(bf16));
       continue;
     }
-    for (int64_t i = 0; i < inputs; i += kBlock) {
+    for (int64_t start = 0; start < inputs; start += together) {
+      const int64_t blocks = std::min(together, inputs - start) / kBlock;
       Words pairs[kLanes];
-      for (int64_t m = 0; m < kLanes; m++)
-        pairs[m] = m < tiles.size ? words(from + m * stride + i) : no_words();
+      for (int64_t i = 0; i < kLanes; i++) {
+        const int64_t block = i / columns, row = i % columns;
+        const bool is_there = block < blocks && row < size;
+        pairs[i] = is_there ? words(from + row * stride + start + block * kBlock) : no_words();
+      }
       transpose(pairs);
-      for (int64_t k = 0; k < kLanes; k++)
-        _mm512_mask_storeu_epi32(to + (i / 2 + k) * tiles.size, first(tiles.size), pairs[k]);
+      for (int64_t block = 0; block < blocks; block++) {
+        const int64_t column = block * columns;  // stored where a row begins that had it first
+        uint32_t* const place = to + (start + block * kBlock) / 2 * size - column;
+        for (int64_t k = 0; k < kLanes; k++)
+          _mm512_mask_storeu_epi32(place + k * size, first(size) << column, pairs[k]);
+      }
     }
   }
 }
 
-// V panels times R tiles of so many rows each: sums r * V + v, (16 outputs, `size`), 16 numbers an output,
-// or one for a single row.
+// V panels times R tiles of so many rows each: sums r * V + v, (16 outputs, `size`), side by side as
+// `columns_of` says, 16 numbers an output, or one for a single row.
 template <int R, int V>
 void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, int64_t apart,
                       const uint8_t* next, int64_t inputs, float (&sums)[4][kRowsPerTile * kLanes]) {
@@ -109,8 +121,11 @@ void multiply_outputs(const uint32_t* x, int64_t size, const uint8_t* panels, in
       });
     }
   }
-  const int64_t bytes = size == 1 ? sizeof(float) : kTileBytes;  // from one output's to the next one's
-  unrolled<R * V>([&](auto i) { tile_store<i>(sums[i], bytes); });
+  if (size == 1) return unrolled<R * V>([&](auto i) { tile_store<i>(sums[i], sizeof(float)); });
+  const int64_t columns = columns_of(size);
+  unrolled<R * V>([&](auto i) {
+    tile_store<i>(sums[i * columns / kLanes] + i * columns % kLanes, kTileBytes);
+  });
 }
 
 // As `multiply_rows`, of what `as_pairs` gave. There are `Tiles` for them.
@@ -122,19 +137,17 @@ void multiply_by_outputs(const uint32_t* x, int64_t rows, const uint8_t* panels,
     constexpr int R = num, V = panels_at_once;
     alignas(64) float sums[4][kRowsPerTile * kLanes];
     multiply_outputs<R, V>(x + tile * inputs / 2 * tiles.size, tiles.size, panels, apart, next, inputs, sums);
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < V; v++) {
-        const int64_t from = tiles.first(tile + r);
-        if (tiles.size == 1) {
-          give(from, v, load(sums[r * V + v]));
-          continue;
-        }
-        Words columns[kLanes];
-        for (int o = 0; o < kLanes; o++) columns[o] = words(sums[r * V + v] + o * kLanes);
+    if (tiles.size == 1) return unrolled<R * V>([&](auto i) { give(tile, i, load(sums[i])); });
+    Words columns[kLanes];
+    for (int i = 0; i < R * V; i++) {
+      const int64_t column = i * columns_of(tiles.size), from = tiles.first(tile + i / V);
+      if (column % kLanes == 0) {
+        for (int o = 0; o < kLanes; o++) columns[o] = words(sums[column / kLanes] + o * kLanes);
         transpose(columns);
-        for (int64_t row = tiles.fresh(tile + r); row < from + tiles.size; row++)
-          give(row, v, (Floats)columns[row - from]);
       }
+      for (int64_t row = tiles.fresh(tile + i / V); row < from + tiles.size; row++)
+        give(row, i % V, (Floats)columns[column % kLanes + row - from]);
+    }
   };
   using std::integral_constant;
   constexpr integral_constant<int, 1> one;
