@@ -85,7 +85,7 @@ needs_kernels = pytest.mark.skipif(
 def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(name: str) -> None:
     """Ties included: a token has the same bits in every pass."""
     target = moaspec.load_target(ALIAS, dtype="bfloat16")
-    assert target.fused is not None
+    assert target.layers.fused is not None
     drafter = moaspec.load_drafter(name, target=target)
     texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
     plain = [moaspec.generate(target, ids, max_new_tokens=48).token_ids for ids in texts]

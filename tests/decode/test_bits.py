@@ -50,7 +50,7 @@ LAWS: dict[str, dict[str, Any]] = {
 def fused_target(family: str) -> Target:
     target = kernel_target(family)
     assert target.pack()
-    assert target.fused is not None
+    assert target.layers.fused is not None
     return target
 
 

@@ -223,7 +223,7 @@ def test_without_kernels_text_comes_by_other_libraries(
         one.model.bfloat16()
     drafter = random_drafter(target).bfloat16()
     assert target.pack()
-    assert target.fused is None
+    assert target.layers.fused is None
     down = target.model.model.layers[0].mlp.down_proj
     assert isinstance(down, PackedLinear)
     assert type(down._form) is (OneDNN if forms._bf16_instructions() else Half)

@@ -32,7 +32,7 @@ def recording(family: str = "llama") -> tuple[Target, list[str]]:
     """A target of a test's own, as on a GPU, and what its recordings do."""
     target = tiny.fresh_target(family)
     target.pack()
-    target.graphs, log = recorders()
+    target.layers.graphs, log = recorders()
     return target, log
 
 
@@ -49,8 +49,8 @@ def test_texts_are_the_same(family: str, num_target_layers: int) -> None:
         num_target_layers=num_target_layers,
     )
     assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts(family))
-    assert target.graphs is not None
-    assert target.graphs.failure is None
+    assert target.layers.graphs is not None
+    assert target.layers.graphs.failure is None
     assert log.count("capture") < log.count("replay")
 
 
@@ -78,7 +78,7 @@ def run(
     target: Target, cache: KVCache, rows: Sequence[int], starts: Sequence[int], *, seed: int
 ) -> Tensor:
     """A pass over three tokens a row, rounded up where passes are recorded."""
-    sizes = PassSizes.of(rows, starts, 3, recorded=target.graphs is not None)
+    sizes = PassSizes.of(rows, starts, 3, recorded=target.layers.graphs is not None)
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.zeros(len(rows), sizes.tokens, dtype=torch.long)
     ids_BT[:, :3] = torch.randint(tiny.VOCAB, (len(rows), 3), generator=generator)
@@ -164,12 +164,12 @@ class _Failing(Recorder):
 
 def test_where_recording_fails_passes_go_on_without(caplog: pytest.LogCaptureFixture) -> None:
     target, log = recording()
-    target.graphs = PassGraphs(lambda: _Failing(log))
+    target.layers.graphs = PassGraphs(lambda: _Failing(log))
     with caplog.at_level(logging.WARNING, logger="moaspec"):
         results = moaspec.generate(target, tiny.PROMPTS, max_new_tokens=tiny.NEW_TOKENS)
     assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts("llama"))
     assert log == ["capture"]
-    assert target.graphs.failure == "CUDA error: capture is no good"
+    assert target.layers.graphs.failure == "CUDA error: capture is no good"
     assert not target.records  # so that nobody rounds sizes up for nothing
     (message,) = caplog.messages
     assert message.endswith("take longer to launch: CUDA error: capture is no good")
@@ -205,7 +205,7 @@ class _Slow(Recorder):
 
 def test_two_threads_with_one_recording() -> None:
     target, log = recording()
-    target.graphs = PassGraphs(lambda: _Slow(log))
+    target.layers.graphs = PassGraphs(lambda: _Slow(log))
     cache = cache_of(target)
     for seed in range(2):  # what is not recorded yet runs beside other passes, in its own cache
         run(target, cache, [0], [0], seed=seed)
@@ -230,7 +230,7 @@ def test_nothing_of_it_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: pytest.fail("a graph on a CPU"))
     target = tiny.fresh_target()
     target.pack()
-    assert target.graphs is None
+    assert target.layers.graphs is None
     moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=4)
 
 
@@ -258,7 +258,7 @@ def test_what_is_asked_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     made = PassGraphs.of(torch.device("cuda:1"))
     target, _ = recording()
-    target.graphs = made
+    target.layers.graphs = made
     cache = cache_of(target)
     for start in (0, 3, 6):
         run(target, cache, [0], [start], seed=0)
@@ -283,7 +283,7 @@ def test_on_a_gpu(family: str) -> None:
     target = tiny.fresh_target(family)
     target.model.to("cuda")
     target.pack()
-    assert target.graphs is not None
+    assert target.layers.graphs is not None
     results = moaspec.generate(
         target,
         tiny.PROMPTS,
@@ -292,4 +292,4 @@ def test_on_a_gpu(family: str) -> None:
         tree=TREE,
     )
     assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts(family))
-    assert target.graphs.failure is None
+    assert target.layers.graphs.failure is None

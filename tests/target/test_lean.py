@@ -72,7 +72,7 @@ def test_states_are_those_of_transformers_layers(family: str, num_tokens: int) -
     plain = fresh_target(family)
     lean = Target(copy.deepcopy(plain.model), None, name="lean")
     lean.pack()
-    assert lean.lean
+    assert lean.layers.lean
     with torch.inference_mode():
         # The same sums of float32 products in another order, through all layers; states near 1.
         torch.testing.assert_close(
@@ -121,13 +121,13 @@ def packed_target(family: str) -> Target:
 @needs_kernels
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_kernels_compute(family: str) -> None:
-    assert (packed_target(family).fused is not None) is (family in FUSED)
+    assert (packed_target(family).layers.fused is not None) is (family in FUSED)
     # Sizes that they do not take; nor is float32 theirs.
     small, single = fresh_target(family), kernel_target(family, dtype=torch.float32)
     small.model.bfloat16()
     small.pack()
     single.pack()
-    assert small.fused is single.fused is None
+    assert small.layers.fused is single.layers.fused is None
 
 
 @needs_kernels
@@ -140,7 +140,7 @@ def test_heads_that_kernels_do_not_take(head_dim: int) -> None:
         one.model.bfloat16()
     exact.model.float()  # of the same weights, rounded
     packed.pack()
-    assert packed.fused is None
+    assert packed.layers.fused is None
     assert_as_exact(exact, plain, packed, 9)
 
 
@@ -214,7 +214,7 @@ def test_one_call_gives_the_bits_of_one_per_layer(
     with torch.inference_mode():
         at_once = cached_pass(target, num_tokens, text)
         # Mixed windows need masks by layer; a start of more tokens is not theirs.
-        one_kind = len(set(target._layer_types)) == 1
+        one_kind = len(set(target.layers.types)) == 1
         assert len(calls) == ((len(text) - num_tokens <= MOST_QUERIES) + 1 if one_kind else 0)
         calls.clear()
         apart = cached_pass(target, num_tokens, text, watch=lambda index, _: seen.append(index))

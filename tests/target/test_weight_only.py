@@ -186,7 +186,7 @@ def test_packing_leaves_torchaos_tensors_alone() -> None:
     assert {kind.__name__ for name, kind in before.items() if "layers" in name} == {"Int8Tensor"}
     assert after == before
     assert_close(target.model.base_model.layers[0].mlp(states), expected, rtol=0, atol=0)
-    assert target.fused is None
+    assert target.layers.fused is None
     assert moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=4).token_ids
 
 

@@ -33,7 +33,7 @@ from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import check_target
 from moaspec.model.layers import CrossAttend
 from moaspec.target import Target
-from moaspec.target.model import LastLayers
+from moaspec.target.layers import LastLayers
 from moaspec.target.packing import PackedLinear
 
 MOST_ROWS = 8

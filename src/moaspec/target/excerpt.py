@@ -123,7 +123,7 @@ class TargetExcerpt(Target):
             if isinstance(self._lm_head, nn.Linear):
                 self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
         present = [layer for layer in self._base.layers if not isinstance(layer, _Absent)]
-        self._fuse(present)
+        self.layers.fuse(present)
         return_freed_memory()
         return self.packed
 

@@ -10,9 +10,7 @@ K = 2 * H * D, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
@@ -20,44 +18,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moaspec.errors import UnsupportedTargetError
-from moaspec.kernels import MOST_QUERIES, FusedNorm, FusedStack, Slots
 from moaspec.model.drafter import TargetPass, positions
 from moaspec.model.encoder import LayerFeatures
 from moaspec.model.masks import text_mask
-from moaspec.model.rope import AngleTable
 from moaspec.places import cache_dir
 from moaspec.target import families
 from moaspec.target.facts import TargetFacts
 from moaspec.target.forms import can_pack
-from moaspec.target.graphs import PassGraphs, Steady
 from moaspec.target.heads import draft_rows, pack_like
-from moaspec.target.lean import (
-    KVTap,
-    Reading,
-    WriteKV,
-    cache_argument,
-    kernel_norm,
-    make_lean,
-)
+from moaspec.target.layers import DecoderLayers, LastLayers, WatchLayer
+from moaspec.target.lean import WriteKV
 from moaspec.target.packing import PackedLinear, pack_linears, return_freed_memory
-
-WatchLayer = Callable[[int, Tensor], None]
-"""(layer index, the states that enter it, (B, T, E))."""
-
-
-@dataclass(frozen=True)
-class LastLayers:
-    """A target's last layers as kernels run them inside a call for more than these.
-
-    Attributes:
-        stack: ends with them.
-        norm: behind the last one.
-        angles: float32, of any position.
-    """
-
-    stack: FusedStack
-    norm: FusedNorm
-    angles: AngleTable
 
 
 class Target(TargetFacts):
@@ -73,8 +44,7 @@ class Target(TargetFacts):
 
     Attributes:
         packed: whether `pack` has laid the weights out for this CPU.
-        fused: its layers as `moaspec.kernels` compute them, or None.
-        graphs: recordings of passes on a CUDA device, or None.
+        layers: what runs its passes.
 
     Raises:
         UnsupportedTargetError: keys and values of this family cannot be captured.
@@ -106,20 +76,12 @@ class Target(TargetFacts):
             quantize=quantize,
         )
         self._base: Any = model.base_model
-        # The last layer is the one that an excerpt has, if it has any.
-        self._cache_argument = cache_argument(self._base.layers[-1])
+        self.layers = DecoderLayers(self._base, model.config)
         self._lm_head = cast(nn.Linear, model.get_output_embeddings())
         self._fast_head: nn.Module = self._lm_head
         self._forget_rows: Callable[[], None] = lambda: None
         self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
-        self._rotary = families.RotaryEmbeddings(self._base.rotary_emb, model.config)
-        self._layer_types = families.layer_types(model.config)
-        self._window: int | None = getattr(model.config, "sliding_window", None)
-        self.lean = self.packed = False
-        self.fused: FusedStack | None = None
-        self.graphs: PassGraphs | None = None
-        self._fast_norm: FusedNorm | None = None
-        self._hooks: list[Mapping[int, Any]] = []
+        self.packed = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,7 +96,7 @@ class Target(TargetFacts):
     @property
     def records(self) -> bool:
         """Whether passes are recorded, so that their sizes are worth rounding up."""
-        return self.graphs is not None and self.graphs.failure is None
+        return self.layers.records
 
     def pack(self) -> bool:
         """Lay the weights of linear layers out for this CPU, in place, see `packing`.
@@ -150,20 +112,10 @@ class Target(TargetFacts):
         if self.packed:
             pack_linears(self.model, keep=(self._lm_head,))
             self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
-        self._fuse(list(self._base.layers))
-        self.graphs = PassGraphs.of(self.device)
+        self.layers.fuse(list(self._base.layers))
+        self.layers.record(self.device)
         return_freed_memory()
         return self.packed
-
-    def _fuse(self, layers: Sequence[nn.Module]) -> None:
-        """Run layers in fewer calls; by kernels, with the norm behind them, where they can."""
-        self.fused, self.lean = make_lean(layers), True
-        self._hooks = [
-            hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)
-        ]
-        if self.fused is not None:
-            self._fast_norm = kernel_norm(self._base.norm)
-            self._rotary.tabulate()
 
     def layer_state(self, index: int) -> dict[str, Tensor]:
         """Weights of one decoder layer, under transformers' names."""
@@ -284,119 +236,19 @@ class Target(TargetFacts):
 
         The other arguments are those of `run`.
         """
-        if lengths_B is None:
-            lengths_B = position_ids_BT.amax(1) + 1
-        exact = self.fused is not None
-        rope = self._rotary(states_BTE, position_ids_BT, lengths_B, exact=exact)
-        masks = families.layer_masks(self._layer_types, self._window, mask_B1TS, position_ids_BT)
-        kinds = set(self._layer_types[self.num_layers - num :])
-        if watch is None and len(kinds) == 1:
-            (kind,) = kinds
-            done_BTE = self._in_one_call(states_BTE, rope[kind], masks[kind], write, num)
-            if done_BTE is not None:
-                return done_BTE
-        shared = {
-            kind: self._shared(rope[kind], mask, position_ids_BT) for kind, mask in masks.items()
-        }
-        if self.graphs is not None and isinstance(write, Steady) and self._can_record(states_BTE):
-            readings = {kind: one["reading"] for kind, one in shared.items()}
-            return self.graphs.run(partial(self._read, num), states_BTE, readings, write, key=num)
-        return self._through(states_BTE, shared, write, num, watch)
+        return self.layers.run(
+            states_BTE,
+            position_ids_BT,
+            num=num,
+            mask_B1TS=mask_B1TS,
+            write=write,
+            lengths_B=lengths_B,
+            watch=watch,
+        )
 
     def last_layers(self, num: int) -> LastLayers | None:
         """The last `num` layers, if kernels can run them where a token sees all text before it."""
-        kinds = set(self._layer_types[self.num_layers - num :])
-        norm, angles = self._unwatched_norm(), self._rotary.table(families.FULL)
-        if self.fused is None or norm is None or angles is None or any(self._hooks):
-            return None
-        return LastLayers(self.fused, norm, angles) if kinds == {families.FULL} else None
-
-    def _through(
-        self,
-        states_BTE: Tensor,
-        shared: Mapping[str, dict[str, Any]],
-        write: WriteKV,
-        num: int,
-        watch: WatchLayer | None = None,
-    ) -> Tensor:
-        """The last `num` layers one by one, and the final norm."""
-        tap = {self._cache_argument: KVTap(write)}
-        for index in range(self.num_layers - num, self.num_layers):
-            kind = self._layer_types[index]
-            if watch is not None:
-                watch(index, states_BTE)
-            states_BTE = self._base.layers[index](states_BTE, **tap, **shared[kind])
-        return self._normed(states_BTE)
-
-    def _read(
-        self, num: int, states_BTE: Tensor, readings: Mapping[str, Reading], write: WriteKV
-    ) -> Tensor:
-        return self._through(
-            states_BTE, {kind: {"reading": one} for kind, one in readings.items()}, write, num
-        )
-
-    def _can_record(self, states_BTE: Tensor) -> bool:
-        """Whether a pass does nothing that a recording would leave out."""
-        norm = self._base.norm
-        watched = any(self._hooks) or norm._forward_hooks or norm._forward_pre_hooks
-        return self.lean and not watched and not states_BTE.requires_grad
-
-    def _normed(self, states_BTE: Tensor) -> Tensor:
-        """The final norm; the same bits however many tokens a pass has."""
-        norm = self._unwatched_norm()
-        if norm is None or states_BTE.requires_grad:
-            return cast(Tensor, self._base.norm(states_BTE))
-        return norm(states_BTE)
-
-    def _unwatched_norm(self) -> FusedNorm | None:
-        """The final norm by kernels, unless somebody wants to see it."""
-        return None if self._base.norm._forward_hooks else self._fast_norm
-
-    def _in_one_call(
-        self,
-        states_BTE: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
-        mask_B1TS: Tensor | None,
-        write: WriteKV,
-        num: int,
-    ) -> Tensor | None:
-        """The last `num` layers and the final norm over a few tokens by kernels.
-
-        None where layers are run one by one.
-
-        That is so where somebody watches them, or where keys and values go elsewhere than into a
-        cache that kernels know.
-        """
-        slots = getattr(write, "slots", None)
-        if (
-            self.fused is None
-            or mask_B1TS is None
-            or mask_B1TS.shape[2] > MOST_QUERIES
-            or not isinstance(slots, Slots)
-            or any(self._hooks)
-            or states_BTE.requires_grad
-        ):
-            return None
-        cos_BTR, sin_BTR = (part.contiguous() for part in cos_sin)
-        norm = self._unwatched_norm()
-        done_BTE = self.fused.run(
-            states_BTE, cos_BTR, sin_BTR, mask_B1TS.contiguous(), slots=slots, num=num, norm=norm
-        )
-        return done_BTE if norm is not None else cast(Tensor, self._base.norm(done_BTE))
-
-    def _shared(
-        self, cos_sin: tuple[Tensor, Tensor], mask_B1TS: Tensor | None, position_ids_BT: Tensor
-    ) -> dict[str, Any]:
-        """What all layers of one type are called with in a pass."""
-        if self.lean:
-            groups = int(self.config.num_attention_heads) // self.num_kv_heads
-            fused = self.fused is not None
-            return {"reading": Reading.of(cos_sin, mask_B1TS, groups, self.dtype, fused=fused)}
-        return {
-            "attention_mask": mask_B1TS,
-            "position_ids": position_ids_BT,
-            "position_embeddings": cos_sin,
-        }
+        return self.layers.last(num)
 
     @torch.no_grad()
     def encode(
