@@ -14,8 +14,8 @@ from moaspec.kernels import unpacks, why_not
 needs_kernels = pytest.mark.skipif(why_not() is not None, reason=f"no kernels: {why_not()}")
 needs_unpacking = pytest.mark.skipif(not unpacks(), reason="no kernels unpack weights exactly here")
 
-ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 200)
-"""Every size of a tile, more than one of them, more rows than a layer takes at once, and none."""
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 31, 200)
+"""Tiles of every kind, one and two of them, more rows than a layer takes at once, and none."""
 BF16_STEP = 2.0**-8
 """Rounding to bf16, which has 8 bits, moves a number by at most this share of it."""
 

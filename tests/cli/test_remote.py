@@ -260,6 +260,22 @@ def test_edge_bench_without_emulation(cli: Cli, bundle: Path, tmp_path: Path) ->
     assert [row["same_text"] for row in rows] == [True, True]
 
 
+def test_edge_bench_with_a_drafter_that_lacks_0(cli: Cli, tmp_path: Path) -> None:
+    """It had asked every drafter for N = 0."""
+    bundle = save_bundle(tmp_path, num_target_layers=(1, 2))
+    arguments = (
+        *("edge-bench", "--model", str(bundle.parent / "target")),
+        *("--drafter", str(bundle.parent / "drafter"), "--links", "none", "--limit", "1"),
+        *("--modes", "plain,sync", "--max-new-tokens", "6"),
+    )
+    output = cli(*arguments)
+    assert output.code == 0, output.err
+    assert "sync moa@1" in output.words
+    refused = cli(*arguments, "--num-target-layers", "0")
+    assert refused.code == 2
+    assert "this drafter has exits for 1, 2" in " ".join(refused.err.split())
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

@@ -120,13 +120,16 @@ def test_it_does_not_matter_in_which_slots_keys_are(visible: int, groups: int) -
                 assert same_bits(attend(query, wide_key, wide_value, mask, 0.125), expected)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 3, 4])
-def test_a_query_has_the_same_bits_in_every_call(groups: int) -> None:
-    query, key, value = some_heads(2 * groups, 2, MOST_QUERIES, 70, 32, rows=3)
+def test_a_query_has_the_same_bits_in_every_call(groups: int, kv_heads: int) -> None:
+    """By threads that have heads to themselves, and by those that share one."""
+    heads = groups * kv_heads
+    query, key, value = some_heads(heads, kv_heads, MOST_QUERIES, 70, 32, rows=3)
     mask = random_mask(3, 1, MOST_QUERIES, 70)
     with threads(1):
         whole = attend(query, key, value, mask, 0.2)
-    for num in (1, 2):
+    for num in (1, 2, 3, 5):
         with threads(num):
             assert same_bits(attend(query, key, value, mask, 0.2), whole)
             for row in range(3):

@@ -108,10 +108,10 @@ def test_the_best_is_found_by_fewer_threads_than_were_asked_for() -> None:
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("shape", [(0,), (), (3, 0), (2, 5), (1, 2, 3)])
 def test_leading_axes_stay(shape: tuple[int, ...], bits: int) -> None:
-    matrix = Matrix(quantised(bits) if bits < 16 else normal(40, 96), None, bits=four(bits))
+    matrix = Matrix(quantised(bits) if bits < 16 else normal(OUTPUTS, 96), None, bits=four(bits))
     x = normal(*shape, 96, seed=1)
     got = matrix.product(x)
-    assert got.shape == (*shape, 40)
+    assert got.shape == (*shape, OUTPUTS)
     assert same_bits(got, matrix.product(x.reshape(-1, 96)).view(got.shape))
 
 
@@ -172,9 +172,13 @@ def unrounded(matrix: Matrix) -> tuple[Tensor, Tensor]:
     return weight_OI[: matrix.outputs], scale_OI[: matrix.outputs]
 
 
+OUTPUTS = 72
+"""Of weights in few bits: five panels, more than are multiplied together."""
+
+
 def four_bit_weight() -> Tensor:
     """Usual blocks; one of zeros, one of equal weights, one of tiny and one of large ones."""
-    weight_OI = 0.1 * normal(40, 128).float()
+    weight_OI = 0.1 * normal(OUTPUTS, 128).float()
     weight_OI[3, :32], weight_OI[4, 32:64] = 0.0, -0.37
     weight_OI[5, 64:96] *= 1e-6
     weight_OI[6, 96:] *= 1e4
@@ -234,10 +238,10 @@ def quantised(bits: int, *, seed: int = 0) -> Tensor:
     """A weight as a quantiser leaves it: usual blocks, and unusual ones of each kind."""
     made = torch.Generator().manual_seed(seed)
     lowest, highest = (0, 15) if bits == 4 else (-127, 127)
-    codes_ONI = torch.randint(lowest, highest + 1, (40, 3, BLOCK), generator=made).float()
+    codes_ONI = torch.randint(lowest, highest + 1, (OUTPUTS, 3, BLOCK), generator=made).float()
     codes_ONI[..., 3], codes_ONI[..., 17] = lowest, highest
-    scale_ON1 = (0.01 + 0.02 * torch.rand(40, 3, 1, generator=made)).half().float()
-    zero_ON1 = (-0.3 * torch.rand(40, 3, 1, generator=made)).half().float()
+    scale_ON1 = (0.01 + 0.02 * torch.rand(OUTPUTS, 3, 1, generator=made)).half().float()
+    zero_ON1 = (-0.3 * torch.rand(OUTPUTS, 3, 1, generator=made)).half().float()
     scale_ON1[1, 0], zero_ON1[1, 0] = 2.0**-20, 0.0  # float16's smallest numbers
     scale_ON1[2, 1], zero_ON1[2, 1] = 1000.0, -4000.0
     zero_ON1[3, 2] = 0.01  # no negative weight
@@ -253,10 +257,10 @@ def quantised(bits: int, *, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_few_bits_are_found_and_change_no_bit(bits: int, biased: bool) -> None:
     for seed in range(20):
-        weight_OI, bias = quantised(bits, seed=seed), normal(40, seed=1) if biased else None
+        weight_OI, bias = quantised(bits, seed=seed), normal(OUTPUTS, seed=1) if biased else None
         few, all_ = Matrix(weight_OI, bias), Matrix(weight_OI, bias, bits=16)
         assert (few.bits, all_.bits) == (bits, 16)
-        assert few.num_bytes == 48 * 3 * (BLOCK * bits // 8 + (4 if bits == 4 else 2))
+        assert few.num_bytes == 80 * 3 * (BLOCK * bits // 8 + (4 if bits == 4 else 2))
         assert same_bits(few.weight(), weight_OI)
         x = normal(max(ROWS), weight_OI.shape[1], seed=2)
         for rows in ROWS:
@@ -296,7 +300,7 @@ def test_usual_weights_keep_all_bits() -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_four_bits_are_multiplied_with_eight(rows: int, biased: bool) -> None:
     """Inputs have 127 steps up to the largest of a block; a block's zero meets them unrounded."""
-    bias = normal(40, seed=1) if biased else None
+    bias = normal(OUTPUTS, seed=1) if biased else None
     matrix, x = Matrix(four_bit_weight(), bias, bits=4), normal(rows, 128, seed=2)
     if rows:
         x[0, :32] = 0.0
@@ -342,8 +346,8 @@ def test_what_kernels_refuse_to_hold() -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_a_matrix_may_be_moved(bits: int) -> None:
-    weight_OI = quantised(bits) if bits < 16 else normal(40, 96)
-    matrix, x = Matrix(weight_OI, normal(40, seed=1), bits=four(bits)), normal(3, 96, seed=2)
+    weight_OI = quantised(bits) if bits < 16 else normal(OUTPUTS, 96)
+    matrix, x = Matrix(weight_OI, normal(OUTPUTS, seed=1), bits=four(bits)), normal(3, 96, seed=2)
     before, weight_OI = matrix.product(x), matrix.weight().clone()
     room = torch.zeros(matrix.num_bytes, dtype=torch.uint8)
     matrix.move(room)

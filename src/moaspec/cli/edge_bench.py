@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -44,7 +45,10 @@ def edge_bench(
         "plain,server,sync,ahead"
     ),
     drafters: Annotated[str, typer.Option(help="moa, independent, replay.")] = "moa,replay",
-    num_target_layers: Annotated[str, typer.Option(help="The N of moa, commas between.")] = "0",
+    num_target_layers: Annotated[
+        str | None,
+        typer.Option(help="The N of moa, commas between; default: the drafter's first."),
+    ] = None,
     server_speed: Annotated[
         str, typer.Option(help="How many times the device's the server's speed is.")
     ] = "3",
@@ -89,7 +93,11 @@ def edge_bench(
     # Leave through the context managers, which end processes and remove namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with tempfile.TemporaryDirectory() as scratch:
-        layers = _numbers("--num-target-layers", num_target_layers, int)
+        layers = (
+            None
+            if num_target_layers is None
+            else _numbers("--num-target-layers", num_target_layers, int)
+        )
         bundles = {"moa": str(Path(scratch) / "bundle")}
         if independent is not None:
             bundles["independent"] = str(independent)
@@ -102,7 +110,7 @@ def edge_bench(
             links=tuple(_list(links)),
             modes=tuple(_list(modes)),
             drafters=tuple(_list(drafters)),
-            num_target_layers=layers,
+            num_target_layers=layers or (0,),
             server_speeds=_numbers("--server-speed", server_speed, float),
             drafted=drafted,
             agreement=agreement,
@@ -112,7 +120,9 @@ def edge_bench(
             threads=threads,
         )
         with console.err.status("Exporting the device bundle") as status:
-            export_bundle(model, name, bundles["moa"], int8=int8, num_target_layers=max(layers))
+            most = None if layers is None else max(layers)
+            export_bundle(model, name, bundles["moa"], int8=int8, num_target_layers=most)
+            settings = replace(settings, num_target_layers=_known(bundles["moa"], layers))
             advance = status.update
             if cut is None:
                 report = run_edge_bench(settings, advance)
@@ -126,6 +136,22 @@ def edge_bench(
         _show_cuts(report)
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _known(bundle: str, layers: tuple[int, ...] | None) -> tuple[int, ...]:
+    """These N, if the bundle's drafter has them all, or its own first.
+
+    Raises:
+        InputError: it lacks one.
+    """
+    from moaspec.remote.bundle import load_device
+
+    device = load_device(bundle)
+    if layers is None:
+        return (device.info.drafter["num_target_layers"][0],)
+    for one in layers:
+        device.drafting(one)
+    return layers
 
 
 def _list(text: str) -> list[str]:

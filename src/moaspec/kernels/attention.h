@@ -236,13 +236,13 @@ void attend(const Group& group, const bf16* key, const bf16* value, const Attent
 }
 
 // Attention of few queries to keys and values wherever they are stored, by a team, which waits at the
-// end. A thread that has a KV head to itself reads its keys and values once; the queries of heads that
-// cannot be dealt out evenly are parted.
+// end. A thread that has a KV head to itself reads its keys and values once for each kQueries of its
+// queries; where heads cannot be dealt out evenly, the queries of those left over are parted.
 inline void team_attend(const Attention& call) {
   const int64_t groups = call.heads / call.kv_heads, queries = groups * call.tokens;
   const int64_t lanes = call.rows * call.kv_heads, threads = omp_get_num_threads();
   const int64_t whole = lanes / threads * threads, parted = lanes - whole;
-  const int64_t parts = parted ? std::min(queries, (threads + parted - 1) / parted) : 1;
+  const int64_t parts = parted ? std::min(queries, threads / parted) : 1;
   for (int64_t task = omp_get_thread_num(); task < whole + parted * parts; task += threads) {
     const bool all = task < whole;
     const int64_t lane = all ? task : whole + (task - whole) / parts, part = all ? 0 : (task - whole) % parts;

@@ -137,7 +137,8 @@ void multiply_by_outputs(const uint32_t* x, int64_t rows, const uint8_t* panels,
     constexpr int R = num, V = panels_at_once;
     alignas(64) float sums[4][kRowsPerTile * kLanes];
     multiply_outputs<R, V>(x + tile * inputs / 2 * tiles.size, tiles.size, panels, apart, next, inputs, sums);
-    if (tiles.size == 1) return unrolled<R * V>([&](auto i) { give(tile, i, load(sums[i])); });
+    if constexpr (R == 1)
+      if (tiles.size == 1) return unrolled<V>([&](auto v) { give(tile, v, load(sums[v])); });
     Words columns[kLanes];
     for (int i = 0; i < R * V; i++) {
       const int64_t column = i * columns_of(tiles.size), from = tiles.first(tile + i / V);

@@ -121,9 +121,10 @@ class DecoderLayers:
             kind: self._shared(states_BTE, rope[kind], mask, position_ids_BT)
             for kind, mask in masks.items()
         }
-        if self.graphs is not None and isinstance(write, Steady) and self._can_record(states_BTE):
+        graphs = self.graphs if watch is None and self._can_record(states_BTE) else None
+        if graphs is not None and isinstance(write, Steady):
             readings = {kind: one["reading"] for kind, one in shared.items()}
-            return self.graphs.run(partial(self._read, num), states_BTE, readings, write, key=num)
+            return graphs.run(partial(self._read, num), states_BTE, readings, write, key=num)
         return self._through(states_BTE, shared, write, num, watch)
 
     def last(self, num: int) -> LastLayers | None:
@@ -163,8 +164,7 @@ class DecoderLayers:
 
     def _can_record(self, states_BTE: Tensor) -> bool:
         """Whether a pass does nothing that a recording would leave out."""
-        norm = self._base.norm
-        watched = any(self._hooks) or norm._forward_hooks or norm._forward_pre_hooks
+        watched = any(self._hooks) or self._watches_norm()
         return self.lean and not watched and not states_BTE.requires_grad
 
     def _normed(self, states_BTE: Tensor) -> Tensor:
@@ -176,7 +176,11 @@ class DecoderLayers:
 
     def _unwatched_norm(self) -> FusedNorm | None:
         """The final norm by kernels, unless somebody wants to see it."""
-        return None if self._base.norm._forward_hooks else self._fast_norm
+        return None if self._watches_norm() else self._fast_norm
+
+    def _watches_norm(self) -> bool:
+        norm = self._base.norm
+        return bool(norm._forward_hooks or norm._forward_pre_hooks)
 
     def _in_one_call(
         self,

@@ -101,7 +101,9 @@ def test_the_workers_answer(bundle: Path) -> None:
             raise AssertionError
 
         assert (await device.answer({"do": "ping"}, ask))["rtt_s"] > 0
-        assert (await device.answer({"do": "steps"}, ask))["moa"] > 0
+        steps = await device.answer({"do": "steps", "num_target_layers": [0, 1]}, ask)
+        assert set(steps) == {"moa@0", "moa@1"}
+        assert min(steps.values()) > 0
         job = {"do": "case", "case": {"mode": "plain"}, "max_new_tokens": 8}
         text = (await device.answer(job, ask))["texts"][0]
         opinion = await ServerSide(target).answer(
@@ -188,8 +190,9 @@ def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
 
 def test_the_grid() -> None:
     given = settings(num_target_layers=(0, 3), server_speeds=(1.0, 3.0))
-    cases = list(given.cases({"moa": 0.01}))
+    cases = list(given.cases({"moa@0": 0.01, "moa@3": 0.02}))
     # Plain and server once; per speed sync and ahead of two N and of replay.
     assert len(cases) == 2 + 2 * 2 * 3
-    assert [case.step_s for speed, case in cases if speed == 3.0] == pytest.approx([0.03] * 6)
+    steps = [case.step_s for speed, case in cases if speed == 3.0]
+    assert steps == pytest.approx([0.03, 0.03, 0.06, 0.06, 0.03, 0.03])
     assert [case.mode for _, case in cases[:2]] == list(MODES[:2])

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from moaspec.decode import AUTO
 from moaspec.errors import InputError, MoaSpecError
-from moaspec.evaluate.edge.case import MODES, Case
+from moaspec.evaluate.edge.case import MODES, Case, drafter_name
 from moaspec.evaluate.edge.formula import Mode, Round, pays, prediction
 from moaspec.remote.codec import CodecName
 from moaspec.remote.emulation import PRESETS, Link, link_named
@@ -93,14 +93,20 @@ class EdgeSettings:
             raise InputError(f"No device bundle for {missing[0]}; name one.")
 
     def cases(self, steps: dict[str, float]) -> Iterator[tuple[float, Case]]:
-        """Server speed and case, in the order of the table; `steps` are natural draft steps."""
+        """Server speed and case, in the order of the table.
+
+        Args:
+            steps: natural draft steps, by `drafter_name`; replayed drafts take as long as those of
+                the first N.
+        """
+        first = steps[drafter_name("moa", self.num_target_layers[0])]
         for mode in self.modes:
             if mode in ("plain", "server"):
-                yield 1.0, Case(mode=cast(Mode, mode), step_s=steps["moa"], codec=self.codec)
+                yield 1.0, Case(mode=cast(Mode, mode), step_s=first, codec=self.codec)
         for speed in self.server_speeds:
             for drafter in self.drafters:
-                natural = steps["moa" if drafter == "replay" else drafter]
                 for layers in self.num_target_layers if drafter == "moa" else (0,):
+                    natural = steps.get(drafter_name(drafter, layers), first)
                     for mode in self.modes:
                         if mode in ("sync", "ahead"):
                             yield (
@@ -215,7 +221,8 @@ class Setup:
         }
         self.device = stack.enter_context(Worker(self._command("client", facts)))
         self.device.read()
-        self.steps: dict[str, float] = self.device.ask({"do": "steps"})["answer"]
+        job = {"do": "steps", "num_target_layers": settings.num_target_layers}
+        self.steps: dict[str, float] = self.device.ask(job)["answer"]
 
     def _command(self, side: Side, facts: dict[str, Any]) -> list[str]:
         role = "device" if side == "client" else side

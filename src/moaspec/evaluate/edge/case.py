@@ -44,8 +44,12 @@ class Case:
         """What tables call it."""
         if self.mode in ("plain", "server"):
             return self.mode
-        layers = f"@{self.num_target_layers}" if self.drafter == "moa" else ""
-        return f"{self.mode} {self.drafter}{layers}"
+        return f"{self.mode} {drafter_name(self.drafter, self.num_target_layers)}"
+
+
+def drafter_name(drafter: str, num_target_layers: int) -> str:
+    """What tables call a drafter: "moa" has several N."""
+    return f"{drafter}@{num_target_layers}" if drafter == "moa" else drafter
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 from moaspec.decode.engine import common_length
 from moaspec.errors import InputError
 from moaspec.evaluate.edge.bench import LOCAL, EdgeSettings, Setup
-from moaspec.evaluate.edge.case import Case
+from moaspec.evaluate.edge.case import Case, drafter_name
 
 
 def run_cut_bench(
@@ -59,7 +59,7 @@ def run_cut_bench(
 
 def _case(setup: Setup) -> dict[str, Any]:
     speed, layers = setup.settings.server_speeds[0], setup.settings.num_target_layers[0]
-    step_s = speed * setup.steps["moa"]
+    step_s = speed * setup.steps[drafter_name("moa", layers)]
     drafted = setup.settings.drafted
     return asdict(Case(mode="ahead", num_target_layers=layers, step_s=step_s, drafted=drafted))
 

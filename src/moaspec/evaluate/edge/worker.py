@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,10 +18,10 @@ import torch
 from transformers.utils import logging
 
 from moaspec.decode import Chain, load_drafter
-from moaspec.decode.protocols import RowText
+from moaspec.decode.protocols import Drafter, RowText
 from moaspec.evaluate.cost import pass_s
 from moaspec.evaluate.cut import opinion
-from moaspec.evaluate.edge.case import Case
+from moaspec.evaluate.edge.case import Case, drafter_name
 from moaspec.evaluate.edge.cutting import cut_and_return
 from moaspec.evaluate.edge.measure import measure_case, round_trip_s
 from moaspec.remote import (
@@ -85,7 +85,7 @@ class DeviceSide:
         if job["do"] == "ping":
             return {"rtt_s": await round_trip_s(self._address)}
         if job["do"] == "steps":
-            return {kind: natural_step_s(device) for kind, device in self._devices.items()}
+            return natural_steps(self._devices, job["num_target_layers"])
         case = Case(**job["case"])
         device = self._devices["moa" if case.drafter == "replay" else case.drafter]
         if job["do"] == "cut":
@@ -115,9 +115,18 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     return list(encoded["input_ids"])
 
 
-def natural_step_s(device: Device) -> float:
-    """Median seconds of a draft step as fast as this machine can, N = 0."""
-    drafter, times = device.drafting(0), []
+def natural_steps(
+    devices: Mapping[str, Device], num_target_layers: Sequence[int]
+) -> dict[str, float]:
+    """`natural_step_s` of every kind of drafter, by names of `drafter_name`."""
+    kinds = {drafter_name("moa", n): devices["moa"].drafting(n) for n in num_target_layers}
+    kinds |= {kind: one.drafting(None) for kind, one in devices.items() if kind != "moa"}
+    return {name: natural_step_s(drafter) for name, drafter in kinds.items()}
+
+
+def natural_step_s(drafter: Drafter) -> float:
+    """Median seconds of a draft step as fast as this machine can."""
+    times = []
     for repeat in range(_NATURAL_REPEATS + 1):
         started = time.perf_counter()
         drafter.propose([RowText(0, [1] * (16 + repeat))], Chain(_NATURAL_STEPS))
