@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import moaspec
+from bits import needs_unpacking
 from moaspec.cli.console import chat_ids
 from moaspec.decode import bundled_drafters, growing
 from moaspec.decode.growing import best_nodes
@@ -17,6 +18,7 @@ from moaspec.decode.moa import MoADrafting, _Speaking
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree
 from moaspec.evaluate import Check, Parts, judge, parse_methods, read_prompts
+from moaspec.evaluate.cost import measure_costs
 from moaspec.kernels import MOST_QUERIES, Grown, why_not
 from moaspec.model import MoADrafter
 from moaspec.model.encoder import Encoder
@@ -98,6 +100,16 @@ def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(name: str) -> Non
             assert moaspec.generate(target, ids, **options).token_ids == expected
         together = moaspec.generate(target, [texts[i] for i in short], **options)
         assert [result.token_ids for result in together] == [plain[i] for i in short]
+
+
+@needs_unpacking
+def test_costs_count_the_bits_that_weights_are_kept_in() -> None:
+    """All had counted as bf16, and a pass had seemed faster than reading them."""
+    target = moaspec.load_target(ALIAS, dtype="bfloat16")
+    plain = parse_methods(["plain"], Parts(target=target))
+    bound = measure_costs(plain, contexts=(32,), batches=(1,), widths=(1, 2)).bound
+    # 106 million weights in layers of 4.5 to 5 bits each, 28 million of the head in 8.5.
+    assert 90e6 < bound.weight_bytes < 100e6
 
 
 @needs_kernels

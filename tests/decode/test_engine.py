@@ -178,7 +178,7 @@ class Told(FixedShape):
         super().__init__(Chain(2))
         self.begun: list[tuple[int, int]] = []
 
-    def begin(self, unread: int, room: int) -> None:
+    def begin(self, unread: int, room: int, _num_rows: int) -> None:
         self.begun.append((unread, room))
 
 

@@ -98,7 +98,7 @@ def test_what_a_prompt_took_to_encode_is_owed() -> None:
     """Once the row has written enough, all of it is at most the tolerated share."""
     costs = table(encode_s=ENCODING)
     policy = by_cost(costs, 0.9, lags=True)
-    policy.begin(64, 2000)
+    policy.begin(64, 2000, 1)
     assert policy.lost_s == costs.accept_s(64)
     play(policy, 2000, lambda _: 0.0)
     assert costs.accept_s(64) < policy.lost_s <= TOLERATED_LOSS * policy.plain_s
@@ -146,26 +146,27 @@ DEAR = (0.001, 0.008, 0.1, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("prior", "room", "drafts"),
+    ("prior", "room", "num_rows", "drafts"),
     [
-        (0.9, 1000, True),  # promises to gain it back
-        (0.9, 50, False),  # the answer is too short for that
-        (0.05, 1000, False),  # drafts gain nothing
+        (0.9, 1000, 1, True),  # promises to gain it back
+        (0.9, 50, 1, False),  # the answer is too short for that
+        (0.05, 1000, 1, False),  # drafts gain nothing
+        (0.9, 1000, 64, False),  # nor do they where passes are full without them
     ],
 )
 def test_a_long_prompt_is_encoded_where_drafts_gain_it_back(
-    prior: float, room: int, drafts: bool
+    prior: float, room: int, num_rows: int, drafts: bool
 ) -> None:
     policy = by_cost(table(encode_s=DEAR), prior)
-    policy.begin(64, room)
+    policy.begin(64, room, num_rows)
     assert policy.wants_features is drafts
-    assert (policy.shape(64, 1) is not None) is drafts
+    assert (policy.shape(64, num_rows) is not None) is drafts
 
 
 @pytest.mark.parametrize("room", [50, 1000])
 def test_a_short_prompt_is_always_encoded(room: int) -> None:
     policy = by_cost(table(encode_s=DEAR), 0.05)
-    policy.begin(1, room)
+    policy.begin(1, room, 1)
     assert policy.wants_features
 
 

@@ -28,7 +28,7 @@ from moaspec.model.weights import read_tensors
 from moaspec.remote.bundle import export_bundle, is_bundle, load_device
 from moaspec.remote.identity import fingerprint
 from moaspec.target import Target, load_target
-from moaspec.target.quantised import Int8Linear, quantise
+from moaspec.target.quantised import ALIGNMENT, Int8Linear, quantise
 from moaspec.target.registry import ALIASES, packaged_gguf
 from moaspec.train import TrainConfig
 from moaspec.train.config import DrafterSizes, drafter_config, stack_config
@@ -372,6 +372,18 @@ def test_quantised_products(width: int) -> None:
     torch.testing.assert_close(
         Int8Linear(rows, scale, torch.float32).select(chosen)(x), exact[..., chosen]
     )
+
+
+@pytest.mark.parametrize("offset", [1, 8, 58])
+def test_weights_may_lie_anywhere_in_a_file(offset: int) -> None:
+    """PyTorch's kernel killed the process of a device whose last layers lay at an odd place."""
+    rows, scale = quantise(torch.randn(64, 576, generator=torch.Generator().manual_seed(0)))
+    room = torch.empty(offset + rows.numel() + ALIGNMENT, dtype=torch.int8)
+    start = -room.data_ptr() % ALIGNMENT + offset
+    moved = room[start : start + rows.numel()].view(rows.shape).copy_(rows)
+    x = torch.randn(15, 576).bfloat16()
+    got = Int8Linear(moved, scale, torch.bfloat16)(x)
+    assert torch.equal(got, Int8Linear(rows, scale, torch.bfloat16)(x))
 
 
 def test_zero_rows_stay_zero() -> None:

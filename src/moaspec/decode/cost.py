@@ -174,7 +174,7 @@ def _logit(p: Floats | float) -> Floats:
     return np.log(p / (1 - p))
 
 
-def chain_speedups(costs: CostTable, rates_D: Floats, context: int) -> Floats:
+def chain_speedups(costs: CostTable, rates_D: Floats, context: int, num_rows: int = 1) -> Floats:
     """(D,): tokens per second with chains of 1, 2, ... drafts over those of plain decoding.
 
     A drafter that knows when it is sure does better with trees, so this is a lower bound.
@@ -182,13 +182,16 @@ def chain_speedups(costs: CostTable, rates_D: Floats, context: int) -> Floats:
     Args:
         costs: of this machine.
         rates_D: see `Acceptance`.
-        context: tokens of the text, of one row alone.
+        context: tokens of the text.
+        num_rows: rows that are decoded together, all with such chains.
     """
     emitted_D = 1.0 + rates_D.cumprod().cumsum()
     lengths_D = np.arange(1.0, 1.0 + len(rates_D))
-    seconds_D = costs.verify_s(1.0 + lengths_D, context) + costs.accept_s(emitted_D)
-    seconds_D = seconds_D + costs.draft_s(1, 1, 1) + (lengths_D - 1.0) * costs.step_s_of(1)
-    return np.asarray(emitted_D / seconds_D * costs.plain_s(context))
+    shared_D = costs.verify_s(num_rows * (1.0 + lengths_D), context)
+    shared_D = shared_D + costs.draft_s(1, 1, num_rows)
+    shared_D = shared_D + (lengths_D - 1.0) * costs.step_s_of(num_rows)
+    seconds_D = shared_D / num_rows + costs.accept_s(emitted_D)
+    return np.asarray(emitted_D / seconds_D * costs.plain_s(context, num_rows))
 
 
 def best_chain(costs: CostTable, prior: Sequence[Sequence[float]]) -> tuple[int, float]:

@@ -235,7 +235,7 @@ class Engine:
     async def _prefill(self, rows: Sequence[Row]) -> list[Event]:
         started = time.perf_counter()
         for row in rows:
-            row.policy.begin(len(row.token_ids) - row.base, row.max_new_tokens)
+            row.policy.begin(len(row.token_ids) - row.base, row.max_new_tokens, len(self._rows))
         requests = [row.request(row.base, row.token_ids[row.base :], DraftTree()) for row in rows]
         verdicts = await self._verifier.verify(requests)
         events = [
@@ -274,7 +274,7 @@ class Engine:
         if self._drafter is not None:
             self._drafter.close(row.row)
         row.base = 0  # from here on its keys are written over, even if this pass is interrupted
-        row.policy.begin(len(row.token_ids), row.remaining)
+        row.policy.begin(len(row.token_ids), row.remaining, len(self._rows))
         return row.request(0, row.token_ids, DraftTree())
 
     def _outgrown(self, row: Row) -> bool:

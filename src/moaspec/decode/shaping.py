@@ -58,12 +58,13 @@ FreeBranches = Literal["auto"] | bool
 class ShapePolicy(Protocol):
     """What one row drafts. Asked once before every round, told the outcome after it."""
 
-    def begin(self, unread: int, room: int) -> None:
+    def begin(self, unread: int, room: int, num_rows: int) -> None:
         """A prompt is about to be read.
 
         Args:
             unread: tokens of it whose activations would have to be encoded for drafts.
             room: tokens that may be written after it.
+            num_rows: rows that are decoded together from then on, if none joins or ends.
         """
         ...
 
@@ -162,7 +163,7 @@ class FixedShape:
 
     tree: Tree | None = AUTO
 
-    def begin(self, _unread: int, _room: int) -> None:
+    def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
         """Nothing to decide."""
 
     @property
@@ -222,13 +223,13 @@ class CostShape:
         self._speedup = _Rate(GAIN, FIRST_ROUNDS)
         self.lost_s = self.plain_s = self._prompt_s = 0.0
 
-    def begin(self, unread: int, room: int) -> None:
+    def begin(self, unread: int, room: int, num_rows: int) -> None:
         """See `ShapePolicy`."""
         table = self._costs.table
-        plain_s, encoding_s = table.plain_s(unread), float(table.accept_s(unread))
+        plain_s, encoding_s = table.plain_s(unread, num_rows), float(table.accept_s(unread))
         self._waiting, self._behind, self._unencoded = 0, False, 0
         if encoding_s > TOLERATED_LOSS * (room + CREDIT_TOKENS) * plain_s:
-            speedup = float(chain_speedups(table, self._costs.rates_D, unread).max())
+            speedup = float(chain_speedups(table, self._costs.rates_D, unread, num_rows).max())
             if encoding_s > room * plain_s * (1.0 - 1.0 / speedup):
                 self._waiting = NEVER
         self.wants_features = not self._waiting
@@ -334,7 +335,7 @@ class CostBranches:
         self._first, self._next = _Rate(0.25), _Rate(0.6)
         self._drafted = 0
 
-    def begin(self, _unread: int, _room: int) -> None:
+    def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
         """Nothing to decide."""
 
     def shape(self, length: int, num_rows: int) -> Tree | None:

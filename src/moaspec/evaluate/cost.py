@@ -259,8 +259,9 @@ def _zeros(target: Target, tokens: int) -> torch.Tensor:
 
 
 def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
-    weights = _num_weights(target)
-    num_bytes = weights * target.dtype.itemsize
+    layers = _multiplied(target)
+    num_bytes = sum(_weight_bytes(layer, target.dtype) for layer in layers)
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
     bytes_per_s, flops_per_s = _reading_speed(target.device), _arithmetic_speed(target)
     one = passes[0].seconds
     return MemoryBound(
@@ -274,12 +275,22 @@ def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
     )
 
 
-def _num_weights(target: Target) -> int:
-    """Weights that a pass multiplies with, those of the head included."""
+def _multiplied(target: Target) -> list[nn.Linear | PackedLinear]:
+    """What a pass multiplies with, in the form that it does so in, the head included."""
     model: Any = target.model
-    kinds = nn.Linear | PackedLinear | FusedPart
-    linear = [each for each in model.modules() if isinstance(each, kinds)]
-    return sum(each.in_features * each.out_features for each in linear)
+    head = target.draft_head(None)
+    layers = [each.joined if isinstance(each, FusedPart) else each for each in model.modules()]
+    layers = [each for each in layers if each is not model.get_output_embeddings()]
+    found = [each for each in (*layers, head) if isinstance(each, nn.Linear | PackedLinear)]
+    return list(dict.fromkeys(found))
+
+
+def _weight_bytes(layer: nn.Linear | PackedLinear, dtype: torch.dtype) -> int:
+    """As many as kernels keep a weight in, or as its dtype takes."""
+    matrix = layer.matrix if isinstance(layer, PackedLinear) else None
+    if matrix is None:
+        return layer.in_features * layer.out_features * dtype.itemsize
+    return matrix.num_bytes
 
 
 def _computed_in(target: Target) -> torch.dtype:

@@ -45,7 +45,7 @@ class LinkShape:
         self._wait_s, self._step_s, self._ahead = wait_s, step_s, ahead
         self._acceptance = Acceptance(prior)
 
-    def begin(self, _unread: int, _room: int) -> None:
+    def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
         """Nothing to decide: the server encodes."""
 
     def shape(self, _length: int, _num_rows: int) -> Tree | None:

@@ -29,6 +29,9 @@ def quantise(weight_RI: Tensor) -> tuple[Tensor, Tensor]:
 
 KERNEL_BLOCK = 16
 """The CPU's kernel reads so many inputs at once, and past the end of a row that is no multiple."""
+ALIGNMENT = 64
+"""Bytes. The kernel may read from multiples of it alone, and weights in a mapped file lie anywhere:
+what lies elsewhere is copied, or the process would be killed."""
 
 
 class _Int8Rows(nn.Module):
@@ -80,7 +83,8 @@ class Int8Linear(_Int8Rows):
     def __init__(
         self, rows_RI: Tensor, scale_R: Tensor, dtype: torch.dtype, bias: Tensor | None = None
     ) -> None:
-        super().__init__(rows_RI, scale_R, dtype)
+        aligned = rows_RI.data_ptr() % ALIGNMENT == 0
+        super().__init__(rows_RI if aligned else rows_RI.clone(), scale_R, dtype)
         self.out_features, self.in_features = rows_RI.shape
         self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
 
