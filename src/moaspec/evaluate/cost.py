@@ -278,11 +278,11 @@ def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
 def _multiplied(target: Target) -> list[nn.Linear | PackedLinear]:
     """What a pass multiplies with, in the form that it does so in, the head included."""
     model: Any = target.model
-    head = target.draft_head(None)
-    layers = [each.joined if isinstance(each, FusedPart) else each for each in model.modules()]
-    layers = [each for each in layers if each is not model.get_output_embeddings()]
-    found = [each for each in (*layers, head) if isinstance(each, nn.Linear | PackedLinear)]
-    return list(dict.fromkeys(found))
+    plain_head = model.get_output_embeddings()
+    layers = [each for each in model.modules() if each is not plain_head]
+    layers = [each.joined if isinstance(each, FusedPart) else each for each in layers]
+    found = [*layers, *target.draft_head(None).modules()]
+    return list(dict.fromkeys(each for each in found if isinstance(each, nn.Linear | PackedLinear)))
 
 
 def _weight_bytes(layer: nn.Linear | PackedLinear, dtype: torch.dtype) -> int:
