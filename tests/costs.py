@@ -14,6 +14,7 @@ from moaspec.decode.cost import KnownCosts
 from moaspec.model import MoADrafter
 from moaspec.model.config import Rates
 from moaspec.target import Target
+from moaspec.target.layers import DecoderLayers
 
 
 def table(**changes: Any) -> CostTable:
@@ -60,12 +61,12 @@ def rated(of: Target, *rates: float, exits: tuple[int, ...] = (0, 2)) -> MoADraf
 def watch_reused(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Through how many of a target's last layers drafts go from now on, where any."""
     seen: set[int] = set()
-    run_last = Target.run_last
+    run = DecoderLayers.run
 
-    def watched(target: Target, *arguments: Any, num: int, **options: Any) -> Any:
-        if num < target.num_layers:  # the target itself runs through all
+    def watched(layers: DecoderLayers, *arguments: Any, num: int, **options: Any) -> Any:
+        if num < len(layers.types):  # the target itself runs through all
             seen.add(num)
-        return run_last(target, *arguments, num=num, **options)
+        return run(layers, *arguments, num=num, **options)
 
-    monkeypatch.setattr(Target, "run_last", watched)
+    monkeypatch.setattr(DecoderLayers, "run", watched)
     return seen

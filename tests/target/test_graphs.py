@@ -170,7 +170,7 @@ def test_where_recording_fails_passes_go_on_without(caplog: pytest.LogCaptureFix
     assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts("llama"))
     assert log == ["capture"]
     assert target.layers.graphs.failure == "CUDA error: capture is no good"
-    assert not target.records  # so that nobody rounds sizes up for nothing
+    assert not target.layers.records  # so that nobody rounds sizes up for nothing
     (message,) = caplog.messages
     assert message.endswith("take longer to launch: CUDA error: capture is no good")
 

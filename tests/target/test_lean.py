@@ -299,7 +299,7 @@ def test_gradients_flow_through_fused_layers() -> None:
         x_BTE = states_BTE.to(target.dtype).requires_grad_()
         cache = cache_of(target)
         cache.reserve(1, 5)
-        out = target.run_last(
+        out = target.layers.run(
             x_BTE,
             torch.arange(5)[None],
             num=2,

@@ -77,7 +77,7 @@ def test_the_last_layers_finish_a_pass(family: str, num: int) -> None:
     states = output.hidden_states[target.num_layers - num]
     if num == 0:
         states = captured_before_norm(target)
-    got = target.run_last(
+    got = target.layers.run(
         states,
         torch.arange(LONG)[None],
         num=num,

@@ -68,7 +68,7 @@ def oracle(
     inner_BTE, true_BTE = states_BTE, batch[f"target_hidden_{4 - num}"]
     if num:
         inner_BTE = torch.where((noisy_BT == 0)[..., None], true_BTE, states_BTE)
-        states_BTE = target.run_last(
+        states_BTE = target.layers.run(
             inner_BTE,
             positions(mask_BT),
             num=num,

@@ -93,11 +93,9 @@ def edge_bench(
     # Leave through the context managers, which end processes and remove namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with tempfile.TemporaryDirectory() as scratch:
-        layers = (
-            None
-            if num_target_layers is None
-            else _numbers("--num-target-layers", num_target_layers, int)
-        )
+        layers: tuple[int, ...] = ()  # the drafter's first
+        if num_target_layers is not None:
+            layers = _numbers("--num-target-layers", num_target_layers, int)
         bundles = {"moa": str(Path(scratch) / "bundle")}
         if independent is not None:
             bundles["independent"] = str(independent)
@@ -120,7 +118,7 @@ def edge_bench(
             threads=threads,
         )
         with console.err.status("Exporting the device bundle") as status:
-            most = None if layers is None else max(layers)
+            most = max(layers, default=None)
             export_bundle(model, name, bundles["moa"], int8=int8, num_target_layers=most)
             settings = replace(settings, num_target_layers=_known(bundles["moa"], layers))
             advance = status.update
@@ -138,8 +136,8 @@ def edge_bench(
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def _known(bundle: str, layers: tuple[int, ...] | None) -> tuple[int, ...]:
-    """These N, if the bundle's drafter has them all, or its own first.
+def _known(bundle: str, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """These N, if the bundle's drafter has them all; for none, its own first.
 
     Raises:
         InputError: it lacks one.
@@ -147,11 +145,9 @@ def _known(bundle: str, layers: tuple[int, ...] | None) -> tuple[int, ...]:
     from moaspec.remote.bundle import load_device
 
     device = load_device(bundle)
-    if layers is None:
-        return (device.info.drafter["num_target_layers"][0],)
     for one in layers:
         device.drafting(one)
-    return layers
+    return layers or (device.info.drafter["num_target_layers"][0],)
 
 
 def _list(text: str) -> list[str]:

@@ -74,7 +74,7 @@ class Bench:
     def target_pass(self, num_tokens: int, context: int) -> Part:
         """A pass over so many tokens after `context` others, behind one like it; no head."""
         target, device, cache = self.target, self.target.device, self._cache
-        sizes = PassSizes.of([0], [context], num_tokens, recorded=target.records)
+        sizes = PassSizes.of([0], [context], num_tokens, recorded=target.layers.records)
         tokens, visible = sizes.tokens, sizes.visible
         cache.reserve(1, visible)
         positions_1T = torch.arange(context, context + tokens, device=device)[None]

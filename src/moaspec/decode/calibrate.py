@@ -125,7 +125,7 @@ def fingerprint(
         "packed": target.packed,
         "kernels": instructions() if target.packed else None,
     }
-    if target.records:
+    if target.layers.records:
         facts["graphs"] = True
     if drafter is not None:
         sizes = asdict(drafter.config)

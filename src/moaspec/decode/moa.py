@@ -165,7 +165,7 @@ class MoADrafting(Growing):
         # Their probabilities are those of bare logits.
         if module.config.without or target.caps_logits:
             return None
-        adapter, last = module.adapter(num), target.last_layers(num) if num else None
+        adapter, last = module.adapter(num), target.layers.last(num) if num else None
         if (num and last is None) or (adapter is not None and adapter.fused is None):
             return None
         exit_ = None if adapter is None else adapter.fused
@@ -254,7 +254,7 @@ class _Speaking(Level):
             return states_BWE
         width, visible = states_BWE.shape[1], max(self.roots) + own.sees_BWU.shape[2]
         cache = self._reserve(max(self.slots, visible))
-        return drafting.target.run_last(
+        return drafting.target.layers.run(
             states_BWE,
             position_BW,
             num=drafting.num_target_layers,

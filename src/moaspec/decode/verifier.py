@@ -201,7 +201,7 @@ class LocalVerifier:
         """Run the target over every plan's tokens, right-padded: (B, T, E) final states."""
         rows, starts = [p.request.row for p in plans], [p.start for p in plans]
         wanted = max(len(plan.tokens) for plan in plans)
-        sizes = PassSizes.of(rows, starts, wanted, recorded=self.target.records)
+        sizes = PassSizes.of(rows, starts, wanted, recorded=self.target.layers.records)
         longest, visible = sizes.tokens, sizes.visible
         self.cache.reserve(max(rows) + 1, visible)
         tree_BTT = np.stack([_visible_matrix(plan, longest) for plan in plans])

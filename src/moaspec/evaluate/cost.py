@@ -174,7 +174,7 @@ def _fitting(target: Target, contexts: Sequence[int], drafted: Sequence[Method])
 def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
     """Median seconds of a pass over `tokens` in each of `batch` rows, after `context` others."""
     device, rows, starts = target.device, range(batch), [context] * batch
-    sizes = PassSizes.of(rows, starts, tokens, recorded=target.records)
+    sizes = PassSizes.of(rows, starts, tokens, recorded=target.layers.records)
     tokens, visible = sizes.tokens, sizes.visible
     cache = KVCache(
         num_layers=target.num_layers,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from moaspec.kernels import MOST_QUERIES, FusedNorm, FusedStack, Slots
@@ -86,10 +85,6 @@ class DecoderLayers:
             self._fast_norm = kernel_norm(self._base.norm)
             self._rotary.tabulate()
 
-    def record(self, device: torch.device) -> None:
-        """Record passes on a CUDA device, see `graphs`; elsewhere there is nothing to do."""
-        self.graphs = PassGraphs.of(device)
-
     @property
     def records(self) -> bool:
         """Whether passes are recorded, so that their sizes are worth rounding up."""
@@ -106,7 +101,10 @@ class DecoderLayers:
         lengths_B: Tensor | None = None,
         watch: WatchLayer | None = None,
     ) -> Tensor:
-        """See `Target.run_last`."""
+        """The last `num` layers and the final norm, from states that stand for their input.
+
+        The other arguments are those of `Target.run`.
+        """
         if lengths_B is None:
             lengths_B = position_ids_BT.amax(1) + 1
         rope = self._rotary(states_BTE, position_ids_BT, lengths_B, exact=self.fused is not None)
@@ -121,14 +119,14 @@ class DecoderLayers:
             kind: self._shared(states_BTE, rope[kind], mask, position_ids_BT)
             for kind, mask in masks.items()
         }
-        graphs = self.graphs if watch is None and self._can_record(states_BTE) else None
-        if graphs is not None and isinstance(write, Steady):
+        graphs = self.graphs if watch is None else None
+        if graphs is not None and isinstance(write, Steady) and self._can_record(states_BTE):
             readings = {kind: one["reading"] for kind, one in shared.items()}
             return graphs.run(partial(self._read, num), states_BTE, readings, write, key=num)
         return self._through(states_BTE, shared, write, num, watch)
 
     def last(self, num: int) -> LastLayers | None:
-        """See `Target.last_layers`."""
+        """The last `num` layers, if kernels can run them where a token sees all text before it."""
         norm, angles = self._unwatched_norm(), self._rotary.table(families.FULL)
         if self.fused is None or norm is None or angles is None or any(self._hooks):
             return None

@@ -25,8 +25,9 @@ from moaspec.places import cache_dir
 from moaspec.target import families
 from moaspec.target.facts import TargetFacts
 from moaspec.target.forms import can_pack
+from moaspec.target.graphs import PassGraphs
 from moaspec.target.heads import draft_rows, pack_like
-from moaspec.target.layers import DecoderLayers, LastLayers, WatchLayer
+from moaspec.target.layers import DecoderLayers, WatchLayer
 from moaspec.target.lean import WriteKV
 from moaspec.target.packing import PackedLinear, pack_linears, return_freed_memory
 
@@ -93,11 +94,6 @@ class Target(TargetFacts):
         """Where the weights are."""
         return self.model.device
 
-    @property
-    def records(self) -> bool:
-        """Whether passes are recorded, so that their sizes are worth rounding up."""
-        return self.layers.records
-
     def pack(self) -> bool:
         """Lay the weights of linear layers out for this CPU, in place, see `packing`.
 
@@ -113,7 +109,7 @@ class Target(TargetFacts):
             pack_linears(self.model, keep=(self._lm_head,))
             self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
         self.layers.fuse(list(self._base.layers))
-        self.layers.record(self.device)
+        self.layers.graphs = PassGraphs.of(self.device)
         return_freed_memory()
         return self.packed
 
@@ -211,7 +207,7 @@ class Target(TargetFacts):
         Returns:
             (B, T, E) after the final norm.
         """
-        return self.run_last(
+        return self.layers.run(
             self.embed(input_ids_BT),
             position_ids_BT,
             num=self.num_layers,
@@ -220,35 +216,6 @@ class Target(TargetFacts):
             lengths_B=lengths_B,
             watch=watch,
         )
-
-    def run_last(
-        self,
-        states_BTE: Tensor,
-        position_ids_BT: Tensor,
-        *,
-        num: int,
-        mask_B1TS: Tensor | None,
-        write: WriteKV,
-        lengths_B: Tensor | None = None,
-        watch: WatchLayer | None = None,
-    ) -> Tensor:
-        """The last `num` layers and the final norm, from states that stand for their input.
-
-        The other arguments are those of `run`.
-        """
-        return self.layers.run(
-            states_BTE,
-            position_ids_BT,
-            num=num,
-            mask_B1TS=mask_B1TS,
-            write=write,
-            lengths_B=lengths_B,
-            watch=watch,
-        )
-
-    def last_layers(self, num: int) -> LastLayers | None:
-        """The last `num` layers, if kernels can run them where a token sees all text before it."""
-        return self.layers.last(num)
 
     @torch.no_grad()
     def encode(
@@ -306,7 +273,7 @@ class Target(TargetFacts):
             true_key, true_value = pairs.to(key.dtype).chunk(2, dim=-1)
             return torch.cat((true_key, key), dim=2), torch.cat((true_value, value), dim=2)
 
-        return self.run_last(states_BTE, position_ids_BT, num=num, mask_B1TS=mask, write=join)
+        return self.layers.run(states_BTE, position_ids_BT, num=num, mask_B1TS=mask, write=join)
 
 
 def _right_padded(attention_mask_BT: Tensor) -> bool:
