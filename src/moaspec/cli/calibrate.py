@@ -11,13 +11,13 @@ import typer
 from rich.table import Table
 
 from moaspec.cli import console
-from moaspec.cli.generate import choose_drafter
-from moaspec.cli.options import MODEL, Quantize
+from moaspec.cli.loading import load
+from moaspec.cli.options import MODEL, Dtype, Quantize
 from moaspec.decode import Chain, CostTable
+from moaspec.decode import calibrate as measure
 from moaspec.decode.exits import Exit, chosen_exit, known_exits
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
-from moaspec.target import load_target
 
 
 def calibrate(
@@ -29,7 +29,7 @@ def calibrate(
             help="N, target layers that the drafter reuses; else all that it has exits for."
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Dtype = "auto",
     quantize: Quantize = None,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
@@ -41,19 +41,18 @@ def calibrate(
     threads, and replaces an earlier one. Let nothing else run meanwhile. A drafter with several
     exits is measured with each, and --tree auto takes the one that promises most.
 
-    Example: moaspec calibrate --dtype bfloat16 --threads 2
+    Example: moaspec calibrate --threads 2
     """
     console.set_threads(threads)
     console.quiet_libraries()
-    with console.status(f"Loading {model}"):
-        target = load_target(model, dtype=dtype, device=device, quantize=quantize)
-        module = choose_drafter(drafter, model, target)
+    target, module = load(model, drafter, dtype=dtype, device=device, quantize=quantize)
     if module is not None and not isinstance(module, MoADrafter):
         raise InputError(
             f"{drafter} is a baseline: only Mixture-of-Attentions drafters are measured, because "
             "only they draft by cost. Name one, or leave --drafter out."
         )
-    costs = console.measure(target, module, num_target_layers=num_target_layers)
+    with console.measuring() as advance:
+        costs = measure(target, module, num_target_layers=num_target_layers, advance=advance)
     exits = []
     if module is not None:
         exits = known_exits(target, module, num_target_layers=num_target_layers)

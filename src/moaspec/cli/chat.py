@@ -9,11 +9,11 @@ import typer
 
 from moaspec.cli import console, options
 from moaspec.cli.chat_url import ServedTalk
-from moaspec.cli.generate import choose_drafter, describe
+from moaspec.cli.generate import describe
+from moaspec.cli.loading import load, measure_once
 from moaspec.cli.talk import Talk
 from moaspec.decode import GenerationResult, RowOptions, Session
 from moaspec.errors import InputError
-from moaspec.target import load_target
 
 
 def chat(
@@ -34,7 +34,7 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
     speculation: options.Speculation = True,
-    dtype: options.Dtype = "float32",
+    dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,
 ) -> None:
@@ -53,9 +53,9 @@ def chat(
     if url is not None:
         _hold(ServedTalk(url, settings, system))
         return
-    with console.status(f"Loading {model}"):
-        target = load_target(model, dtype=dtype, quantize=quantize)
-        module = choose_drafter(drafter, model, target) if speculation else None
+    target, module = load(model, drafter, dtype=dtype, quantize=quantize, speculation=speculation)
+    if tree == "auto":
+        measure_once(target, module)
     talk = Conversation(Session(target, module), settings, system)
     talk.prompt_ids("?")  # a target that cannot hold conversations should say so at once
     _hold(talk)

@@ -19,11 +19,9 @@ from rich.status import Status
 from rich.text import Text
 from transformers.utils import logging
 
-from moaspec.decode import CostTable, calibrate
 from moaspec.decode.incremental import TextStream
 from moaspec.decode.result import Event, Source
 from moaspec.errors import InputError
-from moaspec.model import MoADrafter
 from moaspec.target import Target
 
 DEBUG: ContextVar[bool] = ContextVar("debug", default=False)
@@ -80,17 +78,11 @@ def bar(name: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: shown.advance(task)
 
 
-def measure(
-    target: Target, drafter: MoADrafter | None, *, num_target_layers: int | None = None
-) -> CostTable:
-    """Calibrate with a status line that says what is being timed."""
-    with err.status("Measuring this machine") as status:
-        return calibrate(
-            target,
-            drafter,
-            num_target_layers=num_target_layers,
-            advance=lambda part: status.update(f"Measuring this machine, once: {part}"),
-        )
+@contextmanager
+def measuring() -> Iterator[Callable[[str], None]]:
+    """A status line for `calibrate`; what is yielded says what is being timed."""
+    with err.status("Preparing") as status:
+        yield lambda part: status.update(f"Measuring this machine, once: {part}")
 
 
 class TokenPrinter:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moaspec.cli import console
-from moaspec.cli.options import MODEL
+from moaspec.cli.options import MODEL, Dtype
 from moaspec.decode import load_any_drafter
 from moaspec.errors import DataError, InputError
 from moaspec.model.weights import replace_file
@@ -45,7 +45,6 @@ Sources = Annotated[
     typer.Argument(help="JSONL files (.gz allowed) or hub:owner/name[:configuration][@split]."),
 ]
 Model = Annotated[str, typer.Option(help="Target: alias, directory or hub id.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 Device = Annotated[str, typer.Option(help="A torch device.")]
 BatchSize = Annotated[int, typer.Option(help="Conversations that are decoded together.")]
@@ -74,7 +73,7 @@ def synth_command(
     temperature: Temperature = 1.0,
     top_p: TopP = 0.95,
     seed: Annotated[int, typer.Option(help="Another seed gives other prompts.")] = 0,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = None,
     for_: For = None,
@@ -124,7 +123,7 @@ def regenerate_command(
     seed: Annotated[int, typer.Option(help="Of sampling and of the system prompts.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
     skip_malformed: Skip = False,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = None,
     for_: For = None,

@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from moaspec.cli import console
-from moaspec.cli.options import MODEL, DrafterName
+from moaspec.cli.options import MODEL, DrafterName, Dtype
 from moaspec.decode import bundled_drafters
 from moaspec.errors import InputError
 from moaspec.evaluate import read_prompts
+from moaspec.target import chosen_dtype
 
 COLUMNS = (
     "",
@@ -65,7 +66,7 @@ def edge_bench(
         int | None, typer.Option(help="Cut the link after so many tokens, instead of timing.")
     ] = None,
     alone: Annotated[int, typer.Option(help="With --cut: tokens without a link.")] = 24,
-    dtype: Annotated[str, typer.Option(help="Of the server: float32, bfloat16.")] = "float32",
+    dtype: Dtype = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads of each process.")] = 1,
     out: Annotated[Path | None, typer.Option(help="File for the JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -104,7 +105,7 @@ def edge_bench(
             drafter=name,
             bundles=bundles,
             prompts=tuple(one.turns[0] for one in read_prompts("bundled", limit=limit)),
-            dtype=dtype,
+            dtype=chosen_dtype(dtype),
             links=tuple(_list(links)),
             modes=tuple(_list(modes)),
             drafters=tuple(_list(drafters)),

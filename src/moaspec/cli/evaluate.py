@@ -12,7 +12,7 @@ import typer
 
 from moaspec.cli import console
 from moaspec.cli.generate import describe
-from moaspec.cli.options import MODEL, Quantize
+from moaspec.cli.options import MODEL, Dtype, Quantize
 from moaspec.cli.sources import Sources, chat_encoder, load_methods, load_trusted, read_checkpoints
 from moaspec.cli.tables import show, show_comparison, show_costs, show_cut
 from moaspec.decode import start
@@ -28,8 +28,7 @@ from moaspec.evaluate.markdown import BEGIN, END, write_markdown
 from moaspec.evaluate.report import surroundings
 from moaspec.evaluate.store import prepare, write_whole
 from moaspec.evaluate.table import require_known_noise
-from moaspec.target import Target
-from moaspec.target.forms import fastest_dtype
+from moaspec.target import Target, chosen_dtype
 
 DEFAULT_METHODS = "hf,plain,moa"
 
@@ -75,7 +74,7 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Of another kind of method: KIND=DIR, for example hf-assisted=DIR."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Dtype = "auto",
     quantize: Quantize = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
@@ -121,7 +120,9 @@ def evaluate(
         prepare(out)
     console.set_threads(threads)
     console.quiet_libraries()
-    sources = Sources(model, drafter, read_checkpoints(checkpoint or []), dtype, device, quantize)
+    checkpoints = read_checkpoints(checkpoint or [])
+    dtype = chosen_dtype(dtype, device=device)
+    sources = Sources(model, dtype, drafter, checkpoints, device, quantize)
     asked = {"suite": suite, "limit": limit, "turns": turns}
     around = {**asdict(sources), "system": system, **surroundings()}
     facts = {**settings.as_facts(), **around, "rule": RULE}
@@ -286,13 +287,7 @@ def _names(text: str) -> list[str]:
 
 def demo(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16; bfloat16 where it is the faster one on this CPU, "
-            "else float32."
-        ),
-    ] = None,
+    dtype: Dtype = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
 ) -> None:
     """Show speculative generation on a real model next to plain decoding.
@@ -303,8 +298,7 @@ def demo(
     console.set_threads(threads)
     console.quiet_libraries()
     with console.status(f"Loading {MODEL} (the first time its weights are unpacked, 30 s)"):
-        dtype = dtype or str(fastest_dtype()).removeprefix("torch.")
-        sources = Sources(MODEL, dtype=dtype)
+        sources = Sources(MODEL, dtype=chosen_dtype(dtype))
         methods = load_methods(_names(DEFAULT_METHODS), sources)
         trusted = load_trusted(methods, sources)
     prompts = read_prompts("bundled", limit=3)

@@ -8,16 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from moaspec.cli import console, options
+from moaspec.cli.loading import load, measure_once
 from moaspec.decode import (
-    Drafter,
     GenerationResult,
-    bundled_drafters,
-    load_any_drafter,
     start,
 )
 from moaspec.errors import InputError
-from moaspec.model import MoADrafter
-from moaspec.target import Target, load_target
+from moaspec.target import Target
 
 
 def generate(
@@ -38,7 +35,7 @@ def generate(
     ] = None,
     num_choices: Annotated[int, typer.Option(help="Answers, each sampled by itself.")] = 1,
     speculation: options.Speculation = True,
-    dtype: options.Dtype = "float32",
+    dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
@@ -58,9 +55,9 @@ def generate(
         raise InputError(f"--num-choices must be at least 1, got {num_choices}.")
     console.set_threads(threads)
     console.quiet_libraries()
-    with console.status(f"Loading {model}"):
-        target = load_target(model, dtype=dtype, quantize=quantize)
-        module = choose_drafter(drafter, model, target) if speculation else None
+    target, module = load(model, drafter, dtype=dtype, quantize=quantize, speculation=speculation)
+    if tree == "auto":
+        measure_once(target, module)
     prompt_ids = console.chat_ids(target, prompt, raw=raw)
     engine, results = start(
         target, [prompt_ids], drafter=module, num_choices=num_choices, **settings
@@ -90,16 +87,6 @@ def _show(
             text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
             console.out.print(text)
         console.err.print(describe(result), style="dim")
-
-
-def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | Drafter | None:
-    """The named drafter, else the one bundled for this target, else none (plain decoding)."""
-    if name is not None:
-        return load_any_drafter(name, target=target)
-    if model in bundled_drafters():
-        return load_any_drafter(model, target=target)
-    console.err.print(f"No drafter is bundled for {model}: decoding plainly.", style="yellow")
-    return None
 
 
 def describe(result: GenerationResult) -> str:

@@ -52,7 +52,12 @@ Seed = Annotated[int | None, typer.Option(help="Of sampling; drawn where none is
 Speculation = Annotated[
     bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
 ]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="float32, bfloat16, float16; auto: bfloat16 where it is faster here, else float32."
+    ),
+]
 Quantize = Annotated[
     str | None,
     typer.Option(

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moaspec.cli import console, options
-from moaspec.cli.generate import choose_drafter
+from moaspec.cli.loading import load, measure_once
 from moaspec.decode import parse_shape, shaping_for
 from moaspec.errors import InputError
-from moaspec.target import load_target
 
 if TYPE_CHECKING:
     from moaspec.serve.desk import ServeSettings
@@ -51,7 +50,7 @@ def serve(
     cache_gib: Annotated[float, typer.Option(help="Memory for keys and values.")] = 4.0,
     default_max_tokens: MaxTokens = 1024,
     max_body_bytes: BodyBytes = 8 * 2**20,
-    dtype: options.Dtype = "float32",
+    dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,
     browse: Open = False,
@@ -72,9 +71,9 @@ def serve(
 
     console.set_threads(threads)
     console.quiet_libraries()
-    with console.status(f"Loading {model}"):
-        target = load_target(model, dtype=dtype, quantize=quantize)
-        module = choose_drafter(drafter, model, target) if speculation else None
+    target, module = load(model, drafter, dtype=dtype, quantize=quantize, speculation=speculation)
+    if tree == "auto":
+        measure_once(target, module)
     source = LocalSource(
         target,
         module,

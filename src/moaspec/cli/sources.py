@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moaspec.cli import console
-from moaspec.cli.generate import choose_drafter
+from moaspec.cli.loading import choose_drafter
 from moaspec.decode import load_any_drafter
 from moaspec.errors import InputError
 from moaspec.evaluate import Method, Parts, needed_checkpoints, parse_methods
@@ -25,9 +25,9 @@ class Sources:
     """What to load."""
 
     model: str
+    dtype: str
     drafter: str | None = None
     checkpoints: Mapping[str, str] = field(default_factory=dict)
-    dtype: str = "float32"
     device: str = "cpu"
     quantize: str | None = None
 

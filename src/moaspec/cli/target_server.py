@@ -17,7 +17,7 @@ import typer
 from moaspec.cli import console, options
 from moaspec.decode import bundled_drafters, load_drafter
 from moaspec.errors import InputError
-from moaspec.target import load_target, target_facts
+from moaspec.target import chosen_dtype, load_target, target_facts
 from moaspec.target.registry import find_weights
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def target_server(
         Literal["torch", "vllm"],
         typer.Option(help="What runs the target; vllm has to be installed, see docs/vllm.md."),
     ] = "torch",
-    dtype: options.Dtype = "float32",
+    dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,
 ) -> None:
@@ -147,6 +147,7 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
     from moaspec.vllm_plugin.verifier import vllm_engine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = chosen_dtype(dtype, device=device, packed=False)
     facts = target_facts(model, dtype=dtype, device=device)
     if any(switch < limits.longest(facts) for switch in facts.rope_switches):
         raise InputError(

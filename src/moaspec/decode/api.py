@@ -9,9 +9,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
+from moaspec.decode.assumed import sure_costs
 from moaspec.decode.baselines import baseline_drafting
 from moaspec.decode.engine import Engine
 from moaspec.decode.exits import chosen_exit, known_exits
+from moaspec.decode.first_use import measure_once
 from moaspec.decode.integers import as_token_ids
 from moaspec.decode.moa import MoADrafting, drafts_behind
 from moaspec.decode.protocols import DRAFTER_METHODS, Drafter
@@ -155,7 +157,9 @@ def shaping_for(
     free_branches: FreeBranches = "auto",
     num_target_layers: int | None = None,
 ) -> Shaping:
-    """How rows of this target and drafter decide what to draft, by what `calibrate` has stored.
+    """How rows of this target and drafter decide what to draft.
+
+    By what `calibrate` has stored, else by `sure_costs`.
 
     The engine that they join must have the N of the answer.
 
@@ -171,10 +175,14 @@ def shaping_for(
     """
     if tree != "auto" or not isinstance(drafter, MoADrafter):
         return Shaping(tree, free_branches, num_target_layers=num_target_layers)
+    measure_once(target, drafter, num_target_layers=num_target_layers)
     chosen = chosen_exit(known_exits(target, drafter, num_target_layers=num_target_layers))
     layers = chosen.num_target_layers
+    costs = chosen.costs or sure_costs(target, drafter, layers, chosen.prior)
+    if costs is None:
+        return Shaping(None, free_branches, None, chosen.prior, num_target_layers=layers)
     lags = drafts_behind(drafter, layers)
-    return Shaping(tree, free_branches, chosen.costs, chosen.prior, lags, layers)
+    return Shaping(tree, free_branches, costs, chosen.prior, lags, layers)
 
 
 class RowOptions(TypedDict, total=False):
@@ -188,12 +196,15 @@ class RowOptions(TypedDict, total=False):
             `logit_bias` and `stop`, None is none.
         stop: a string or several; the text ends with the token that completes one.
         stop_token_ids: ids that end a row; None takes the target's own.
-        tree: "chain:4", "tree:6,8,62", a `Tree` or `Chain`; or "auto": the shape that pays most on
-            this machine, plain rounds included, where `moaspec calibrate` has measured it for this
-            target, drafter, dtype and number of threads, else a small fixed one.
+        tree: "chain:4", "tree:6x8x62", a `Tree` or `Chain`; or "auto": the shape that pays most on
+            this machine, plain rounds included, as `moaspec calibrate` has measured it for this
+            target, drafter, dtype and number of threads. Where it has not, the first call measures
+            it in some seconds and stores the result. Where that is impossible or takes longer, see
+            `measure_once`, costs are estimated from the models' sizes, and only what is sure to pay
+            is drafted. A drafter of another kind than `MoADrafter` drafts a small fixed tree.
         free_branches: whether candidates out of the text itself are verified beside the drafts:
-            True, False, or "auto" (the default): together with `tree="auto"`, where this machine
-            was measured, as long as they pay. Their tokens are reported as "copy".
+            True, False, or "auto" (the default): together with `tree="auto"`, as long as they pay.
+            Their tokens are reported as "copy".
     """
 
     max_new_tokens: int

@@ -13,7 +13,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -41,11 +41,27 @@ LEVELS = 3
 """Levels of the trees whose growth is timed; what they cost beyond one level is shared out."""
 DRAFTS = 2
 """Length of the chains in whole rounds that are timed."""
-WARM_UPS, FEWEST, MOST = 1, 5, 15
-"""Turns in which every part is timed once, of which the median counts: a machine that was busy for
-a second was so for all parts alike. The first does not count; MOST where they take little."""
-ENOUGH_S = 10.0
-"""Seconds after which there are no more turns than FEWEST."""
+WARM_UPS = 1
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Turns in which every part is timed once, of which the median counts.
+
+    A machine that was busy for a second was so for all parts alike. The first turn does not count.
+
+    Attributes:
+        least, most: how many there are.
+        enough_s: seconds after which there are no more than `least`.
+    """
+
+    least: int
+    most: int
+    enough_s: float
+
+
+TURNS = Turns(least=5, most=15, enough_s=10.0)
+QUICK_TURNS = Turns(least=3, most=5, enough_s=3.0)
 
 
 def calibrate(
@@ -53,6 +69,7 @@ def calibrate(
     drafter: MoADrafter | None = None,
     *,
     num_target_layers: int | None = None,
+    quick: bool = False,
     advance: Callable[[str], None] = lambda _: None,
 ) -> CostTable:
     """Measure target and drafter, and store the result for `tree="auto"`.
@@ -63,6 +80,7 @@ def calibrate(
         target: in the dtype and on the device that it will be used with.
         drafter: None measures the target alone.
         num_target_layers: N; None measures each that the drafter has an exit for.
+        quick: measure fewer times; see `QUICK_TURNS`.
         advance: told how far it is, now and then.
 
     Returns:
@@ -78,7 +96,7 @@ def calibrate(
     draftings = [
         MoADrafting(drafter, target, num_target_layers=n) for n in numbers if drafter is not None
     ]
-    tables = _measured(target, draftings, advance)
+    tables = _measured(target, draftings, QUICK_TURNS if quick else TURNS, advance)
     for n, costs in zip(numbers, tables, strict=True):
         _store(costs, fingerprint(target, drafter, n))
     return tables[0]
@@ -169,7 +187,10 @@ def _path(facts: dict[str, Any]) -> Path:
 
 @torch.inference_mode()
 def _measured(
-    target: Target, draftings: Sequence[MoADrafting], advance: Callable[[str], None]
+    target: Target,
+    draftings: Sequence[MoADrafting],
+    turns: Turns,
+    advance: Callable[[str], None],
 ) -> list[CostTable]:
     """One table for each exit, or one of the target alone.
 
@@ -178,7 +199,7 @@ def _measured(
     benches = [Bench(target, drafting) for drafting in draftings] or [Bench(target, None)]
     common = _TargetParts(benches[0])
     drafts = [_DraftParts(bench) for bench in benches if bench.drafting is not None]
-    for turn in _turns():
+    for turn in _numbered(turns):
         advance(f"all parts, for the {turn + 1}. time")
         for part in chain(common.parts, *(one.parts for one in drafts)):
             part.time(counts=turn >= WARM_UPS)
@@ -261,10 +282,10 @@ class _DraftParts:
         return replace(costs, draft_rest_s=self._rounds.rest_s(costs))
 
 
-def _turns() -> Iterator[int]:
+def _numbered(turns: Turns) -> Iterator[int]:
     started = time.perf_counter()
-    for turn in range(WARM_UPS + MOST):
-        if turn < WARM_UPS + FEWEST or time.perf_counter() - started < ENOUGH_S:
+    for turn in range(WARM_UPS + turns.most):
+        if turn < WARM_UPS + turns.least or time.perf_counter() - started < turns.enough_s:
             yield turn
 
 

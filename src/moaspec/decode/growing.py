@@ -135,8 +135,10 @@ class Growing(ABC):
         A breadth beyond the draft vocabulary means all of it.
         """
         shape = shape.narrowed(self.vocabulary)
-        level = self.level(rows, shape)
-        return [best_nodes(one, shape) for one in level.grow(shape) or self._grow(level, shape)]
+        with self.target.threads.limited():
+            level = self.level(rows, shape)
+            grown = level.grow(shape) or self._grow(level, shape)
+        return [best_nodes(one, shape) for one in grown]
 
     def _grow(self, level: Level, shape: Tree) -> list[Grown]:
         """All nodes that are drafted for each row, level by level."""

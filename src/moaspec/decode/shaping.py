@@ -92,7 +92,7 @@ class Shaping:
     """How the rows of one call decide what to draft; makes a policy for each.
 
     Attributes:
-        tree: a shape, or "auto".
+        tree: a shape, "auto", or None for no drafts.
         free_branches: see `generate`.
         costs: of this machine, or None where it was not measured; then "auto" is a fixed shape
             without free branches.
@@ -106,7 +106,7 @@ class Shaping:
         InputError: something else than the types say.
     """
 
-    tree: Tree | str = "auto"
+    tree: Tree | str | None = "auto"
     free_branches: FreeBranches = "auto"
     costs: CostTable | None = None
     prior: Sequence[Sequence[float]] = PRIOR
@@ -114,7 +114,7 @@ class Shaping:
     num_target_layers: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tree, Tree | str):
+        if not isinstance(self.tree, Tree | str | None):
             raise InputError(f'tree must be "auto", Tree(...) or Chain(...), got {self.tree!r}.')
         if self.free_branches not in ("auto", True, False):
             raise InputError(

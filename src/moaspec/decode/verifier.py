@@ -114,7 +114,7 @@ class LocalVerifier:
 
     async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
         """One target pass for all requests (long prompts take several before it)."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self.target.threads.limited():
             return self._verify(requests)
 
     @property

@@ -4,7 +4,7 @@ from moaspec.target.facts import TargetFacts
 from moaspec.target.families import SUPPORTED_FAMILIES
 from moaspec.target.lean import WriteKV
 from moaspec.target.model import Target
-from moaspec.target.registry import ALIASES, load_target, target_facts
+from moaspec.target.registry import ALIASES, chosen_dtype, load_target, target_facts
 
 __all__ = [
     "ALIASES",
@@ -12,6 +12,7 @@ __all__ = [
     "Target",
     "TargetFacts",
     "WriteKV",
+    "chosen_dtype",
     "load_target",
     "target_facts",
 ]

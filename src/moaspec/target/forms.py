@@ -50,9 +50,17 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def fastest_dtype() -> torch.dtype:
-    """bf16 where this CPU multiplies it faster than float32, else float32."""
-    fast = why_not() is None or _bf16_instructions()
+def fastest_dtype(device: torch.device, *, packed: bool = True) -> torch.dtype:
+    """bf16 where this device multiplies it faster than float32, else float32.
+
+    Args:
+        device: where the weights are.
+        packed: whether weights are packed; our kernels need that.
+    """
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = device.type == "cpu" and (_bf16_instructions() or (packed and why_not() is None))
     return torch.bfloat16 if fast else torch.float32
 
 

@@ -30,6 +30,7 @@ from moaspec.target.heads import draft_rows, pack_like
 from moaspec.target.layers import DecoderLayers, WatchLayer
 from moaspec.target.lean import WriteKV
 from moaspec.target.packing import PackedLinear, pack_linears, return_freed_memory
+from moaspec.target.threads import ThreadLimiter
 
 
 class Target(TargetFacts):
@@ -46,6 +47,7 @@ class Target(TargetFacts):
     Attributes:
         packed: whether `pack` has laid the weights out for this CPU.
         layers: what runs its passes.
+        threads: lowers the number of CPU threads while other processes need the cores.
 
     Raises:
         UnsupportedTargetError: keys and values of this family cannot be captured.
@@ -83,6 +85,7 @@ class Target(TargetFacts):
         self._forget_rows: Callable[[], None] = lambda: None
         self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self.packed = False
+        self.threads = ThreadLimiter()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,10 +22,12 @@ from moaspec.model.weights import is_directory
 from moaspec.places import cache_dir
 from moaspec.target.facts import TargetFacts
 from moaspec.target.families import require_supported
+from moaspec.target.forms import fastest_dtype
 from moaspec.target.model import Target
 from moaspec.target.weight_only import quantise, require_quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ ALIASES = {
 def load_target(
     name: str | Path,
     *,
-    dtype: str = "float32",
+    dtype: str = AUTO,
     device: str = "cpu",
     packed: bool = True,
     quantize: str | None = None,
@@ -58,7 +60,8 @@ def load_target(
 
     Args:
         name: an alias (`moaspec models` lists them), a directory, or a hub id.
-        dtype: "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where it is faster on this
+            device, else float32.
         device: a torch device.
         packed: lay linear weights out for this CPU, see `moaspec.target.packing`. Without it the
             model is as transformers loads it, which training and comparisons want.
@@ -75,8 +78,7 @@ def load_target(
             of its config, or not finite.
         UnsupportedTargetError: a family whose keys and values cannot be captured.
     """
-    require_dtype(dtype)
-    _require_device(device)
+    dtype = chosen_dtype(dtype, device=device, packed=packed)
     if quantize is not None:
         require_quantize(quantize, dtype=dtype, device=device)
     name = str(name)
@@ -134,14 +136,37 @@ def _generation_config(source: str) -> GenerationConfig | None:
         return None
 
 
-def require_dtype(dtype: str) -> None:
+def chosen_dtype(dtype: str, *, device: str = "cpu", packed: bool = True) -> str:
+    """Resolve "auto" to the dtype that is faster here; other names stay.
+
+    Args:
+        dtype: see `load_target`.
+        device: see `load_target`.
+        packed: see `load_target`.
+
+    Raises:
+        InputError: an unknown dtype, or a device that cannot be used here.
+    """
+    _require_device(device)
+    if dtype == AUTO:
+        return str(fastest_dtype(torch.device(device), packed=packed)).removeprefix("torch.")
+    require_dtype(dtype, AUTO)
+    return dtype
+
+
+def require_dtype(dtype: str, *others: str) -> None:
     """Refuse names that are no dtype of a target.
+
+    Args:
+        dtype: the name.
+        others: further names that the caller takes, for the message.
 
     Raises:
         InputError: names those that are.
     """
     if dtype not in DTYPES:
-        raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+        names = ", ".join((*DTYPES, *others))
+        raise InputError(f"Unknown dtype {dtype!r}; choose one of {names}.")
 
 
 def _require_device(device: str) -> None:

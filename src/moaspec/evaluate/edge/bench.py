@@ -59,7 +59,7 @@ class EdgeSettings:
     drafter: str
     bundles: dict[str, str]
     prompts: tuple[str, ...]
-    dtype: str = "float32"
+    dtype: str = "auto"
     links: tuple[str, ...] = ("lan", "4g", "5g")
     modes: tuple[str, ...] = MODES
     drafters: tuple[str, ...] = ("moa", "replay")

@@ -1,0 +1,64 @@
+"""Loading a target and its drafter for a command that decodes."""
+
+from __future__ import annotations
+
+import torch
+
+from moaspec.cli import console
+from moaspec.decode import Drafter, bundled_drafters, first_use, load_any_drafter
+from moaspec.kernels import instructions
+from moaspec.model import MoADrafter
+from moaspec.target import Target, load_target
+
+
+def load(
+    model: str,
+    drafter: str | None,
+    *,
+    dtype: str,
+    quantize: str | None = None,
+    device: str = "cpu",
+    speculation: bool = True,
+) -> tuple[Target, MoADrafter | Drafter | None]:
+    """Load both, with a line that says in which dtype and with how many threads they run."""
+    with console.status(f"Loading {model}"):
+        target = load_target(model, dtype=dtype, device=device, quantize=quantize)
+        module = choose_drafter(drafter, model, target) if speculation else None
+    console.err.print(described(target), style="dim")
+    return target, module
+
+
+def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | Drafter | None:
+    """The named drafter, else the one bundled for this target, else none (plain decoding)."""
+    if name is not None:
+        return load_any_drafter(name, target=target)
+    if model in bundled_drafters():
+        return load_any_drafter(model, target=target)
+    console.err.print(f"No drafter is bundled for {model}: decoding plainly.", style="yellow")
+    return None
+
+
+def described(target: Target) -> str:
+    """The target, its dtype, and what computes it."""
+    parts = [f"{target.name} in {target.precision}"]
+    if target.device.type == "cpu":
+        parts.append(f"{torch.get_num_threads()} CPU threads")
+        kernels = instructions() if target.packed and target.dtype == torch.bfloat16 else None
+        parts.append(f"{kernels.upper()} kernels" if kernels else "PyTorch's kernels")
+    else:
+        parts.append(str(target.device))
+    return ", ".join(parts)
+
+
+def measure_once(target: Target, module: MoADrafter | Drafter | None) -> None:
+    """Measure this machine where --tree auto is used on it first, with a status line."""
+    if not isinstance(module, MoADrafter):
+        return
+    with console.measuring() as advance:
+        why_not = first_use.measure_once(target, module, advance=advance)
+    if why_not is not None:
+        console.err.print(
+            f"This machine is not measured, because {why_not}. Only what is sure to pay is "
+            "drafted; `moaspec calibrate` measures the machine.",
+            style="dim",
+        )

@@ -1,0 +1,88 @@
+"""Measuring a machine when it first drafts by cost, where that takes seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from moaspec.decode import calibrate
+from moaspec.decode.assumed import PASSES, num_weights
+from moaspec.decode.assumed import TOKENS as ASSUMED_TOKENS
+from moaspec.decode.bench import Bench
+from moaspec.model import MoADrafter
+from moaspec.places import cache_dir
+from moaspec.target import Target
+
+SWITCH = "MOASPEC_CALIBRATE"
+"""Environment variable: "off" measures nothing but what `calibrate` is asked for."""
+LONGEST_S = 15.0
+"""What takes longer is left to `moaspec calibrate`."""
+FEWEST_WEIGHTS = 10_000_000
+"""Targets below that are toys, whose speed matters to nobody."""
+OTHER_PARTS = 60.0
+"""Parts of a round other than passes, in passes over one token."""
+
+
+def measure_once(
+    target: Target,
+    drafter: MoADrafter,
+    *,
+    num_target_layers: int | None = None,
+    advance: Callable[[str], None] = lambda _: None,
+) -> str | None:
+    """Measure and store what a round costs here, unless that was done before.
+
+    Args:
+        target: see `calibrate`.
+        drafter: see `calibrate`.
+        num_target_layers: see `calibrate`.
+        advance: see `calibrate`; called before the first measurement, too.
+
+    Returns:
+        Why nothing was measured; None where costs are stored now.
+    """
+    layers = num_target_layers
+    if calibrate.stored_costs(target, drafter, num_target_layers=layers) is not None:
+        return None
+    why_not = _why_not(target)
+    if why_not is None:
+        advance("loading its parts")
+        calibrate.calibrate(target, drafter, num_target_layers=layers, quick=True, advance=advance)
+    return why_not
+
+
+def _why_not(target: Target) -> str | None:
+    if os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
+        return f"{SWITCH} is off"
+    if num_weights(target) < FEWEST_WEIGHTS:
+        return f"{target.name} is too small to gain by it"
+    if target.threads.limit < torch.get_num_threads():
+        return "other processes use the CPU"
+    if not _can_store():
+        return f"{cache_dir()} cannot be written to"
+    seconds = _expected_s(target)
+    return f"that takes about {seconds:.0f} s" if seconds > LONGEST_S else None
+
+
+def _can_store() -> bool:
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(cache_dir(), os.W_OK)
+
+
+def _expected_s(target: Target) -> float:
+    """Seconds that a quick calibration will take here, from the time of one pass."""
+    one_pass = Bench(target, None).target_pass(1, 1)
+    with torch.inference_mode():
+        one_pass.time(counts=False)
+        one_pass.time()
+    ratios = PASSES.get(target.device.type, PASSES["cpu"])
+    widths = np.interp(calibrate.TOKENS, ASSUMED_TOKENS, ratios)
+    # Each pass is timed behind one like it.
+    turn = 2 * len(calibrate.CONTEXTS) * float(widths.sum()) + OTHER_PARTS
+    return one_pass.median_s * turn * (calibrate.WARM_UPS + calibrate.QUICK_TURNS.least)
