@@ -12,7 +12,7 @@ OUT ?= results
 PAGES ?= README.md docs/results.md
 METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
 
-.PHONY: demo test test-quantize test-vllm lint bench results docs proto install clean
+.PHONY: demo test test-fast test-kernels test-quantize test-vllm lint bench results docs proto install clean
 
 install: $(INSTALLED)
 
@@ -30,9 +30,22 @@ demo: install
 	$(BIN)/moaspec demo
 
 # Two processes of one thread each: with more threads than cores, torch's stall one another.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
-		--cov --cov-report term:skip-covered
+	$(PYTEST) --cov --cov-report term:skip-covered
+
+# Under two minutes: no real model, no browser, no processes beside the tests.
+test-fast: install
+	$(PYTEST) -m "not slow and not browser"
+
+# `make test` tests the fastest kernels that this CPU runs; this tests the others, and doing without.
+MODES ?= $(shell $(BIN)/python -c \
+	"from moaspec.kernels.build import supported; print(*[*supported(), 'off'][1:])")
+test-kernels: install
+	for mode in $(MODES); do \
+		echo "MOASPEC_KERNELS=$$mode"; MOASPEC_KERNELS=$$mode $(PYTEST) -m kernels || exit 1; \
+	done
 
 # torchao lies beside the environment, because it warns in every process of one that has it.
 TORCHAO := .torchao

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from moaspec.kernels import unpacks, why_not
+from moaspec.target.forms import can_pack
 
+PACKS = can_pack(torch.bfloat16, torch.device("cpu"))
+
+needs_packing = pytest.mark.skipif(not PACKS, reason="oneDNN cannot pack weights on this machine")
 needs_kernels = pytest.mark.skipif(why_not() is not None, reason=f"no kernels: {why_not()}")
+needs_packed_kernels = pytest.mark.skipif(
+    why_not() is not None or not PACKS, reason=f"no packed kernels: {why_not()}"
+)
 needs_unpacking = pytest.mark.skipif(not unpacks(), reason="no kernels unpack weights exactly here")
 
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 31, 200)

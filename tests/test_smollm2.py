@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import moaspec
-from bits import needs_unpacking
+from bits import needs_packed_kernels, needs_unpacking
 from moaspec.cli.console import chat_ids
 from moaspec.decode import bundled_drafters, growing
 from moaspec.decode.growing import best_nodes
@@ -19,10 +19,9 @@ from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree
 from moaspec.evaluate import Check, Parts, judge, parse_methods, read_prompts
 from moaspec.evaluate.cost import measure_costs
-from moaspec.kernels import MOST_QUERIES, Grown, why_not
+from moaspec.kernels import MOST_QUERIES, Grown
 from moaspec.model import MoADrafter
 from moaspec.model.encoder import Encoder
-from moaspec.target.forms import can_pack
 from moaspec.target.registry import ALIASES, packaged_gguf
 
 ALIAS = "smollm2-135m"
@@ -76,13 +75,8 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(
         assert judge(target, ids, alone.token_ids, result.token_ids, max_new_tokens=16).lossless
 
 
-needs_kernels = pytest.mark.skipif(
-    why_not() is not None or not can_pack(torch.bfloat16, torch.device("cpu")),
-    reason=f"no kernels: {why_not()}",
-)
-
-
-@needs_kernels
+@pytest.mark.kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("name", [ALIAS, REUSING])
 def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(name: str) -> None:
     """Ties included: a token has the same bits in every pass."""
@@ -102,6 +96,7 @@ def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(name: str) -> Non
         assert [result.token_ids for result in together] == [plain[i] for i in short]
 
 
+@pytest.mark.kernels
 @needs_unpacking
 def test_costs_count_the_bits_that_weights_are_kept_in() -> None:
     """All had counted as bf16, and a pass had seemed faster than reading them."""
@@ -112,7 +107,8 @@ def test_costs_count_the_bits_that_weights_are_kept_in() -> None:
     assert 90e6 < bound.weight_bytes < 100e6
 
 
-@needs_kernels
+@pytest.mark.kernels
+@needs_packed_kernels
 def test_drafts_through_the_last_layers_are_accepted_more_often() -> None:
     target = moaspec.load_target(ALIAS, dtype="bfloat16")
     texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
@@ -126,7 +122,8 @@ def test_drafts_through_the_last_layers_are_accepted_more_often() -> None:
     assert rounds[1] < 0.97 * rounds[0]
 
 
-@needs_kernels
+@pytest.mark.kernels
+@needs_packed_kernels
 def test_a_tree_over_the_real_vocabulary_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same drafts with the same log-probabilities as PyTorch's way gives."""
     target = moaspec.load_target(ALIAS, dtype="bfloat16")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import moaspec
+from bits import needs_packed_kernels
 from moaspec import Target
 from moaspec.decode import moa
 from moaspec.decode.growing import layer_cache
@@ -22,16 +23,12 @@ from moaspec.decode.moa import MoADrafting
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree, PricedTree
 from moaspec.decode.verifier import LocalVerifier
-from moaspec.kernels import MOST_QUERIES, draft_tree, why_not
+from moaspec.kernels import MOST_QUERIES, draft_tree
 from moaspec.model import MoADrafter
 from moaspec.target.excerpt import TargetExcerpt, excerpt_tensors
-from moaspec.target.forms import can_pack
 from tiny import PROMPTS, kernel_target, random_drafter
 
-pytestmark = pytest.mark.skipif(
-    why_not() is not None or not can_pack(torch.bfloat16, torch.device("cpu")),
-    reason=f"no kernels: {why_not()}",
-)
+pytestmark = [needs_packed_kernels, pytest.mark.kernels]
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
 ALL_PROMPTS = (*PROMPTS, *(tuple((7 * step * i + 3) % 64 for i in range(n)) for step, n in (

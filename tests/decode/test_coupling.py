@@ -17,6 +17,8 @@ from moaspec.decode.processors import Prefix
 from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import ancestor_matrix
 
+pytestmark = pytest.mark.kernels
+
 VOCAB = 50
 SAMPLED = [
     SamplingParams(temperature=0.8, seed=3),

@@ -28,6 +28,8 @@ from moaspec.decode.protocols import Request, Verdict
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError
 
+pytestmark = pytest.mark.kernels
+
 PROMPT, OWN = tiny.PROMPTS[0], tiny.own_texts("llama")[0]
 
 

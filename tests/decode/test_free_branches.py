@@ -15,6 +15,8 @@ from moaspec.decode.lookup import NgramIndex
 from moaspec.decode.row import COPY_NGRAMS
 from moaspec.decode.tree import DraftTree, merged
 
+pytestmark = pytest.mark.kernels
+
 LOOP: dict[str, Any] = {"logit_bias": {3: 60.0, 4: 60.0, 5: 60.0}, "frequency_penalty": 0.1}
 """Settings that make the tiny target repeat itself."""
 

@@ -32,6 +32,8 @@ from moaspec.decode import PromptLookup
 from moaspec.errors import InputError, UnsupportedTargetError
 from moaspec.target.lean import cache_argument
 
+pytestmark = pytest.mark.kernels
+
 PAD, EOS, NEW = 1, 6, 16
 
 

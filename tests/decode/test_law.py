@@ -27,6 +27,8 @@ from moaspec.decode.processors import Prefix
 from moaspec.model import MoADrafter
 from moaspec.target import Target
 
+pytestmark = pytest.mark.kernels
+
 NEW_TOKENS = 14
 RAGGED = (*tiny.PROMPTS, (2, 2, 9, 9, 2, 2))
 SHAPES = (Chain(3), Tree(3, 3, 8))

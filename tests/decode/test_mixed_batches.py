@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +19,8 @@ from moaspec import Engine, GenerationResult, PromptLookup, Replay, SamplingPara
 from moaspec.decode.moa import MoADrafting
 from moaspec.decode.textual import TextDrafter
 from moaspec.decode.verifier import LocalVerifier
+
+pytestmark = pytest.mark.kernels
 
 NEW_TOKENS = 10
 TARGET = tiny.fresh_target(tokenizer=tiny.tokenizer())
@@ -126,7 +129,7 @@ def runs(draw: st.DrawFn, machine: Machine) -> None:
     machine.check()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.data())
 def test_every_row_gets_its_own_text_and_memory_returns_to_zero(data: st.DataObject) -> None:
     layers = data.draw(st.sampled_from([None, 0, 1]))

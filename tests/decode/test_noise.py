@@ -11,6 +11,8 @@ from torch.testing import assert_close
 
 from moaspec.decode.noise import gumbel, philox, seed_bits, uniform
 
+pytestmark = pytest.mark.kernels
+
 ONES = (0xFFFFFFFF,) * 4
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 

@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import moaspec
 import tiny
+
+pytestmark = pytest.mark.kernels
 
 NEW_TOKENS = 20
 

@@ -14,6 +14,8 @@ from moaspec.decode.noise import uniform
 from moaspec.decode.tree import DraftTree, ancestor_matrix
 from moaspec.errors import InputError
 
+pytestmark = pytest.mark.kernels
+
 TEXT = list(range(10, 60))
 
 

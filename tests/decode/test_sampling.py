@@ -15,6 +15,8 @@ import tiny
 from moaspec import SamplingParams
 from moaspec.errors import InputError
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.mark.parametrize(
     ("name", "value"),

@@ -14,6 +14,8 @@ from costs import table
 from moaspec.decode import PromptLookup
 from moaspec.errors import InputError, PromptError
 
+pytestmark = pytest.mark.kernels
+
 GREEDY: dict[str, Any] = {}
 SAMPLED: dict[str, Any] = {"temperature": 1.2, "top_p": 0.9, "seed": 7, "presence_penalty": 0.5}
 NEW = 6

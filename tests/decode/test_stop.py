@@ -17,6 +17,8 @@ from moaspec.decode.textual import TextDrafter
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import InputError
 
+pytestmark = pytest.mark.kernels
+
 PROMPT, OWN = tiny.PROMPTS[0], tiny.own_texts("llama")[0]
 TARGET = tiny.fresh_target(tokenizer=tiny.tokenizer())
 

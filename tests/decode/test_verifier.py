@@ -44,7 +44,7 @@ def right_and_wrong(draw: st.DrawFn, right: Sequence[int]) -> DraftTree:
     return DraftTree(tuple(tokens), tuple(parents))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_cache_compaction_is_recomputation(data: st.DataObject) -> None:
     """After any rounds on any trees, the cache holds what an uncached pass computes.

@@ -17,7 +17,7 @@ from moaspec.kernels import MOST_QUERIES, attend, can_attend
 from moaspec.kernels.attention import MOST_DIM
 from moaspec.model.layers import masked_attention
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.kernels]
 
 
 def attention_in_float64(

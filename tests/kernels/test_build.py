@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import moaspec
-from bits import needs_kernels, needs_unpacking
+from bits import needs_kernels
 from moaspec.kernels import Matrix, build, can_attend, why_not
 from moaspec.target import forms
 from moaspec.target.forms import Half, Kernel, OneDNN, can_pack
@@ -182,7 +182,7 @@ def test_what_kernels_are_compiled_for(
         monkeypatch.setattr(torch.cpu, name, lambda answer=answer: answer)
     real = torch.cpu.get_capabilities()
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**real, "amx_bf16": has_amx})
-    assert build._wanted() == names
+    assert build.supported() == build._wanted() == names
     for asked in names:
         monkeypatch.setenv(build.SWITCH, asked)
         assert build._wanted() == names[names.index(asked) :]
@@ -355,18 +355,6 @@ def test_a_damaged_library_is_made_anew(counting: Path, afresh: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "None\n"
     assert len(counting.read_text().splitlines()) == 2
-
-
-@pytest.mark.slow
-@needs_unpacking
-@pytest.mark.parametrize("name", list(build.INSTRUCTIONS)[1:])
-def test_kernels_for_older_cpus_have_the_same_tests(name: str) -> None:
-    """On a CPU that would not choose them."""
-    here = Path(__file__).parent
-    files = [here / f"test_{name}.py" for name in ("attention", "layers", "matrix")]
-    command = [sys.executable, "-m", "pytest", "--quiet", "--exitfirst", "-p", "no:cacheprovider"]
-    environment = {**os.environ, build.SWITCH: name}
-    subprocess.run([*command, *files], check=True, env=environment, timeout=600)
 
 
 @needs_kernels

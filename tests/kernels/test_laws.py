@@ -16,7 +16,7 @@ from moaspec.decode.law import COLDEST, law, next_tokens, perturbed
 from moaspec.decode.processors import Prefix
 from moaspec.kernels import can_choose, choose
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.kernels]
 
 VOCABULARIES = (1, 5, 16, 17, 127, 128, 1039, 20_000)
 """Less than a register, full ones and others; less than what bounds are computed for, and more."""

@@ -26,7 +26,7 @@ from moaspec.model.layers import CrossLayer, DecoderLayer, masked_attention
 from moaspec.model.rope import Rope, rotate
 from moaspec.target.packing import pack_layer
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.kernels]
 
 EPS = 1e-5
 CONFIG = LayerConfig(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96)

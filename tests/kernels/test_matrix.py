@@ -27,7 +27,7 @@ from bits import (
 from moaspec.kernels import Matrix
 from moaspec.kernels.codes import BLOCK, Coded, rounded
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.kernels]
 
 
 def four(bits: int) -> int | None:

@@ -11,7 +11,7 @@ from moaspec.decode import noise
 from moaspec.decode.noise import gumbel, seed_bits
 from moaspec.kernels import can_draw
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.kernels]
 LAST = 2**32 - 1
 
 

@@ -9,16 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from moaspec.kernels import why_not
-from moaspec.target.forms import can_pack
+from bits import needs_kernels, needs_packing
 from moaspec.target.heads import StreamedLinear, draft_rows, map_into_memory, pack_like
 from moaspec.target.packing import PackedLinear
 
-CPU = torch.device("cpu")
-needs_packing = pytest.mark.skipif(
-    not can_pack(torch.bfloat16, CPU), reason="oneDNN cannot pack weights on this machine"
-)
-needs_kernels = pytest.mark.skipif(why_not() is not None, reason=f"no kernels: {why_not()}")
+pytestmark = pytest.mark.kernels
 
 
 @needs_packing

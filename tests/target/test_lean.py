@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import moaspec
+from bits import needs_packed_kernels
 from moaspec import Target
 from moaspec.decode.cache import KVCache, tree_mask
-from moaspec.kernels import MOST_QUERIES, FusedStack, why_not
-from moaspec.target.forms import can_pack
+from moaspec.kernels import MOST_QUERIES, FusedStack
 from tiny import (
     FAMILIES,
     PROMPTS,
@@ -24,15 +24,13 @@ from tiny import (
     random_drafter,
 )
 
+pytestmark = pytest.mark.kernels
+
 LONG = tuple(range(1, 60))
 TEXTS = tuple(tuple((11 * step * i + step) % 64 for i in range(90)) for step in (1, 3, 5, 7))
 """Longer than all windows and switches, and than what kernels attend from at once."""
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "phi3")
 """Families whose layers kernels compute."""
-needs_kernels = pytest.mark.skipif(
-    why_not() is not None or not can_pack(torch.bfloat16, torch.device("cpu")),
-    reason=f"no kernels: {why_not()}",
-)
 
 
 def cached_pass(
@@ -118,7 +116,7 @@ def packed_target(family: str) -> Target:
     return target
 
 
-@needs_kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_kernels_compute(family: str) -> None:
     assert (packed_target(family).layers.fused is not None) is (family in FUSED)
@@ -130,7 +128,7 @@ def test_families_that_kernels_compute(family: str) -> None:
     assert small.layers.fused is single.layers.fused is None
 
 
-@needs_kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("head_dim", [16, 48])
 def test_heads_that_kernels_do_not_take(head_dim: int) -> None:
     """A stack once wrote more numbers than such a head has."""
@@ -160,7 +158,7 @@ def assert_as_exact(exact: Target, plain: Target, packed: Target, num_tokens: in
     assert packed_error < 1.5 * plain_error
 
 
-@needs_kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("num_tokens", [1, 3, 9, MOST_QUERIES, 70])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_bf16_they_are_as_exact_as_transformers_layers(family: str, num_tokens: int) -> None:
@@ -169,7 +167,7 @@ def test_in_bf16_they_are_as_exact_as_transformers_layers(family: str, num_token
     assert_as_exact(exact, plain, packed_target(family), num_tokens)
 
 
-@needs_kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("length", [SWITCH - 3, SWITCH, SWITCH + 1, 40])
 def test_longrope_by_kernels(length: int) -> None:
     exact, plain, packed = kernel_target("phi3"), kernel_target("phi3"), packed_target("phi3")
@@ -183,7 +181,7 @@ def test_longrope_by_kernels(length: int) -> None:
     assert errors[1].sqrt() < 1.5 * errors[0].sqrt()  # as in `assert_as_exact`
 
 
-@needs_kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("num_tokens", [20, 70])
 def test_what_lies_before_all_sliding_windows_is_not_read(num_tokens: int) -> None:
     target, text = packed_target("mistral"), TEXTS[0]
@@ -196,7 +194,7 @@ def test_what_lies_before_all_sliding_windows_is_not_read(num_tokens: int) -> No
     assert not torch.equal(states[70 - 90], changed[70 - 90])
 
 
-@needs_kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("num_tokens", [1, 9, MOST_QUERIES])
 @pytest.mark.parametrize("family", FUSED)
 def test_one_call_gives_the_bits_of_one_per_layer(
@@ -223,7 +221,7 @@ def test_one_call_gives_the_bits_of_one_per_layer(
     assert torch.equal(at_once, apart)
 
 
-@needs_kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("family", FUSED)
 def test_a_token_has_the_same_bits_alone_in_a_chain_and_in_a_batch(family: str) -> None:
     """So speculation never parts from plain decoding, ties included."""
@@ -252,7 +250,7 @@ def test_a_token_has_the_same_bits_alone_in_a_chain_and_in_a_batch(family: str) 
     assert torch.equal(states[1], chain)
 
 
-@needs_kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("family", FUSED)
 def test_hooks_on_fused_layers_see_every_pass(family: str) -> None:
     lean, calls = packed_target(family), []
@@ -273,7 +271,7 @@ def test_hooks_on_fused_layers_see_every_pass(family: str) -> None:
     assert len(calls) == 2 * (result.num_rounds + 1)
 
 
-@needs_kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("family", FUSED)
 def test_fused_models_still_work_as_transformers_users_know_them(family: str) -> None:
     plain, fused = kernel_target(family), packed_target(family)
@@ -288,7 +286,7 @@ def test_fused_models_still_work_as_transformers_users_know_them(family: str) ->
         assert (got - expected).norm() < 0.1 * expected.norm()
 
 
-@needs_kernels
+@needs_packed_kernels
 def test_gradients_flow_through_fused_layers() -> None:
     """As training through reused layers needs them."""
     plain, fused = kernel_target(), packed_target("llama")

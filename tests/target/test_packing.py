@@ -11,22 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moaspec.kernels import Matrix, why_not
+from bits import needs_packed_kernels, needs_packing
+from moaspec.kernels import Matrix
 from moaspec.target import forms
 from moaspec.target.forms import can_pack, fastest_form
 from moaspec.target.heads import StreamedLinear, pack_like
 from moaspec.target.packing import FusedPart, PackedLinear, joint_matrix, pack_linears
 from tiny import FAMILIES, PROMPTS, fresh_target
 
+pytestmark = pytest.mark.kernels
+
 CPU = torch.device("cpu")
-needs_packing = pytest.mark.skipif(
-    not can_pack(torch.bfloat16, CPU), reason="oneDNN cannot pack weights on this machine"
-)
-
-
-needs_kernels = pytest.mark.skipif(
-    why_not() is not None or not can_pack(torch.bfloat16, CPU), reason=f"no kernels: {why_not()}"
-)
 
 
 @pytest.fixture(params=[False, True], ids=["emulated", "native"])
@@ -122,7 +117,7 @@ def _half_steps(x: torch.Tensor) -> torch.Tensor:
     return (largest / 254).expand(-1, -1, -1, 32).flatten(-2)
 
 
-@needs_kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("bias", [False, True])
 def test_drafts_may_be_rounded_to_four_bits(bias: bool) -> None:
     linear = nn.Linear(96, 100, bias=bias).bfloat16().requires_grad_(requires_grad=False)
@@ -157,7 +152,7 @@ def test_drafts_without_a_kernel_are_exact(dtype: torch.dtype, shape: tuple[int,
     assert torch.equal(PackedLinear(linear, drafts=True)(x), PackedLinear(linear)(x))
 
 
-@needs_kernels
+@needs_packed_kernels
 def test_logits_are_not_rounded_before_they_are_float32() -> None:
     linear, x = nn.Linear(96, 100).bfloat16(), torch.randn(3, 96).bfloat16()
     packed = PackedLinear(linear)
@@ -169,7 +164,7 @@ def test_logits_are_not_rounded_before_they_are_float32() -> None:
     assert gradient[0].shape == x.shape
 
 
-@needs_kernels
+@needs_packed_kernels
 def test_a_weight_that_kernels_do_not_take_goes_to_other_libraries() -> None:
     linear, x = nn.Linear(31, 40).bfloat16(), torch.randn(3, 31).bfloat16()
     packed = PackedLinear(linear)
@@ -179,7 +174,7 @@ def test_a_weight_that_kernels_do_not_take_goes_to_other_libraries() -> None:
     torch.testing.assert_close(packed(x), linear(x), atol=2**-7, rtol=0)
 
 
-@needs_kernels
+@needs_packed_kernels
 @pytest.mark.parametrize("drafts", [False, True])
 def test_joint_projections_by_kernels(drafts: bool) -> None:
     plain = Projections(bias=True, width=64).bfloat16().requires_grad_(requires_grad=False)

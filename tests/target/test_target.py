@@ -17,6 +17,8 @@ from moaspec.model.encoder import layer_features
 from moaspec.target import Target
 from moaspec.target.lean import cache_argument
 
+pytestmark = pytest.mark.kernels
+
 LONG, SHORT = 20, 11
 """Both past the sliding windows, one past LongRoPE's switch."""
 IDS = torch.tensor([[(7 * i + 5) % 64 for i in range(LONG)], [*range(30, 41), *[0] * 9]])

@@ -26,6 +26,8 @@ from moaspec.kernels.build import unpacks
 from moaspec.target import Target
 from moaspec.target.weight_only import BITS, by_torchao, in_groups, quantise, require_quantize
 
+pytestmark = pytest.mark.kernels
+
 needs_torchao = pytest.mark.skipif(
     find_spec("torchao") is None, reason="torchao is not installed: pip install 'moaspec[quantize]'"
 )

@@ -91,22 +91,28 @@ def _opened(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(_compiled()))
 
 
+def supported() -> list[str]:
+    """Those of `INSTRUCTIONS` that this CPU has, the fastest first; none on other systems."""
+    if platform.system() != "Linux" or not torch.cpu._is_avx2_supported():
+        return []
+    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):
+        return ["avx2"]
+    return [name for name in INSTRUCTIONS if name != "amx" or _has_tiles()]
+
+
 def _wanted() -> list[str]:
-    """Those of `INSTRUCTIONS` that this CPU has, the fastest first.
+    """What to compile for, the fastest first.
 
     Raises:
-        _UnavailableError: none, or they are not wanted.
+        _UnavailableError: this CPU has none of `INSTRUCTIONS`, or they are not wanted.
     """
     asked = os.environ.get(SWITCH, "").lower()
     if asked in {"off", "0", "false"}:
         raise _UnavailableError(f"{SWITCH} is off")
-    if platform.system() != "Linux" or not torch.cpu._is_avx2_supported():
+    names = supported()
+    if not names:
         raise _UnavailableError("they are for Linux on CPUs with AVX2")
-    names = list(INSTRUCTIONS)
-    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):
-        names = ["avx2"]
-    names = names[names.index(asked) :] if asked in names else names
-    return [name for name in names if name != "amx" or _has_tiles()]
+    return names[names.index(asked) :] if asked in names else names
 
 
 def _has_tiles() -> bool:
