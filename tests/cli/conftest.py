@@ -11,7 +11,9 @@ import torch
 from transformers.utils import logging
 
 import tiny
+from caches import new_cache
 from commands import Cli, Output, text_target
+from moaspec.cli import console
 from moaspec.cli.main import run
 from moaspec.model import MoADrafter
 from moaspec.target import Target
@@ -37,7 +39,15 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements of this machine are made for these tests alone."""
-    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MOASPEC_CACHE", str(new_cache(tmp_path / "cache")))
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing wraps, whatever terminal the tests run in; a test may set another width."""
+    monkeypatch.setenv("COLUMNS", "300")
+    for shown in (console.out, console.err):
+        monkeypatch.setattr(shown, "_width", None)  # what it had at import
 
 
 @pytest.fixture(autouse=True)

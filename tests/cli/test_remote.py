@@ -86,10 +86,10 @@ def test_the_text_is_the_targets_and_private_words_stay(
 
 def test_a_cut_is_shown_and_changes_nothing(cli: Cli, bundle: Path, address: str) -> None:
     arguments = ("remote", "w1 w2", "--server", address, "--bundle", str(bundle))
-    cut = ("--max-new-tokens", "16", "--cut-after", "5", "--cut-s", "1.2")
+    cut = ("--max-new-tokens", "16", "--cut-after", "5", "--cut-s", "3")
     output = cli(*arguments, *cut)
     assert output.code == 0, output.err
-    assert "link cut for 1.2 s" in output.words
+    assert "link cut for 3 s" in output.words
     assert "link back" in output.words
     facts = json.loads(cli(*arguments, *cut, "--json").out)
     assert facts["token_ids"] == expected(bundle, "w1 w2", 16)

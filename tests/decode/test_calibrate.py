@@ -11,6 +11,7 @@ import torch
 
 import moaspec
 import tiny
+from caches import new_cache
 from moaspec.decode import CostShape, calibrate, shaping_for, stored_costs
 from moaspec.decode.calibrate import fingerprint
 from moaspec.decode.exits import known_exits
@@ -19,7 +20,7 @@ from moaspec.model import MoADrafter
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("MOASPEC_CACHE", str(new_cache(tmp_path)))
     return tmp_path / "calibration"
 
 

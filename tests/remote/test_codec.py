@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
@@ -28,7 +28,6 @@ def test_sizes_are_those_of_the_arithmetic() -> None:
     seed=st.integers(0, 99),
     scale=st.sampled_from((0.0, 1e-30, 1e-6, 1.0, 1e4, 1e30, np.inf, np.nan)),
 )
-@settings(deadline=None)
 def test_any_numbers_come_back_as_near_as_the_codec_says(
     name: str, shape: tuple[int, int, int], seed: int, scale: float
 ) -> None:
@@ -57,7 +56,6 @@ def _error(name: str, clean: np.ndarray) -> np.ndarray:
 
 
 @given(name=st.sampled_from(CODECS), data=st.binary(max_size=300), count=st.integers(0, 4))
-@settings(deadline=None)
 def test_hostile_lengths_are_an_error(name: str, data: bytes, count: int) -> None:
     codec = Codec(name, vectors=3, width=10)  # type: ignore[arg-type]
     if len(data) != count * codec.token_bytes:
@@ -66,7 +64,6 @@ def test_hostile_lengths_are_an_error(name: str, data: bytes, count: int) -> Non
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_hostile_bytes_are_numbers_within_fp16(data: st.DataObject) -> None:
     """Scales may be infinite, or no numbers."""
     codec = Codec(data.draw(st.sampled_from(CODECS)), vectors=3, width=10)
@@ -79,7 +76,6 @@ def test_hostile_bytes_are_numbers_within_fp16(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_records_of_tokens_stand_alone(data: st.DataObject) -> None:
     """Any run of tokens can be cut out of the records of a text."""
     codec = Codec(data.draw(st.sampled_from(CODECS)), vectors=2, width=GROUP // 4)

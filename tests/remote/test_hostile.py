@@ -32,7 +32,6 @@ FRAMES = 1500
 
 
 @given(st.binary(max_size=400))
-@settings(deadline=None)
 def test_noise_is_a_message_or_an_error(frame: bytes) -> None:
     for parse in (wire.parse_client, wire.parse_server, wire.parse_generate):
         try:
@@ -82,7 +81,7 @@ def said(asked: pb.Open, *, past: int = 0, **verdict: Any) -> pb.ServerMessage:
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**31))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_activations_of_wrong_lengths(data: bytes, number: int) -> None:
     """They are refused, or of no use; either way what follows them is read as it should be."""
 

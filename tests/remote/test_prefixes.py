@@ -13,6 +13,7 @@ import tiny
 from moaspec.errors import InputError
 from moaspec.remote import (
     InProcessTransport,
+    LinkOptions,
     LocalDevice,
     RemoteOptions,
     RemoteSession,
@@ -90,6 +91,7 @@ def test_a_second_session_is_sent_less(tmp_path: Path, num_target_layers: int) -
             tenant="alice",
             draft="chain:2",
             draft_ahead=False,
+            link=LinkOptions(dead_after_s=60.0, retry_s=60.0),  # nothing is sent twice
             num_target_layers=num_target_layers,
         )
         sessions = []

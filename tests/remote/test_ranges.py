@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moaspec.remote.ranges import Positions
@@ -11,7 +11,6 @@ RUNS = st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 5)),
 
 
 @given(RUNS, st.integers(0, 20), st.integers(1, 6))
-@settings(deadline=None)
 def test_runs_and_gaps(steps: list[tuple[bool, int, int]], length: int, most: int) -> None:
     positions, expected = Positions(), set[int]()
     for put, start, size in steps:
