@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -12,19 +13,20 @@ import pytest
 
 import moaspec
 import serving
+from moaspec.decode.result import Event
+from moaspec.serve.worker import EngineWorker
 from serving import MODEL, Served
 
 NUM = 64
 NEW = 16
 
 
-@dataclass
-class Text:
-    """What one client saw."""
+@dataclass(frozen=True)
+class Batch:
+    """The ids that each client read, and the engine's events in their order."""
 
-    ids: list[int] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    """Where in the order of all clients' chunks its own came."""
+    texts: list[list[int]]
+    events: list[Event]
 
 
 def prompt(number: int) -> list[int]:
@@ -37,7 +39,7 @@ def settings(number: int) -> dict[str, Any]:
     return {"temperature": 0.8, "seed": number} if number % 2 else {"temperature": 0}
 
 
-async def read(http: httpx.AsyncClient, number: int, clock: list[int]) -> Text:
+async def read(http: httpx.AsyncClient, number: int) -> list[int]:
     body = {
         "model": MODEL,
         "prompt": prompt(number),
@@ -46,41 +48,64 @@ async def read(http: httpx.AsyncClient, number: int, clock: list[int]) -> Text:
         "moaspec": {"sources": True},
         **settings(number),
     }
-    text = Text()
+    ids: list[int] = []
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
-                clock[0] += 1
-                text.places.append(clock[0])
                 said = json.loads(line[6:])["moaspec"]
-                text.ids += [piece["id"] for piece in said.get("pieces", [])]
-    return text
+                ids += [piece["id"] for piece in said.get("pieces", [])]
+    return ids
 
 
-async def read_all(served: Served, num: int) -> list[Text]:
+async def read_all(served: Served, num: int) -> list[list[int]]:
     limits = httpx.Limits(max_connections=num)
     async with httpx.AsyncClient(base_url=served.url, timeout=300, limits=limits) as http:
-        clock = [0]
-        return await asyncio.gather(*(read(http, number, clock) for number in range(num)))
+        return await asyncio.gather(*(read(http, number) for number in range(num)))
+
+
+async def read_together(served: Served, worker: EngineWorker) -> list[list[int]]:
+    """The engine begins when all requests are there, however long clients take to connect."""
+    all_there = threading.Event()
+    worker._inbox.put(lambda: None if all_there.wait(300) else pytest.fail("some never came"))
+    reading = asyncio.create_task(read_all(served, NUM))
+    while served.source.load.waiting < NUM and not reading.done():
+        await asyncio.sleep(0.01)
+    all_there.set()
+    return await reading
 
 
 @pytest.fixture(scope="module")
-def texts(served: Served) -> list[Text]:
-    return asyncio.run(read_all(served, NUM))
+def batch(served: Served) -> Batch:
+    worker: EngineWorker = served.source._worker  # type: ignore[attr-defined]
+    events: list[Event] = []
+    report = worker._report
+
+    def note(event: Event) -> None:
+        events.append(event)
+        report(event)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "_report", note)
+        texts = asyncio.run(read_together(served, worker))
+    return Batch(texts, events)
 
 
-def test_each_text_is_what_it_is_alone(texts: list[Text]) -> None:
+def test_each_text_is_what_it_is_alone(batch: Batch) -> None:
     of = serving.target()
-    for number, text in enumerate(texts):
+    for number, ids in enumerate(batch.texts):
         alone = moaspec.generate(of, prompt(number), max_new_tokens=NEW, **settings(number))
-        assert text.ids == alone.token_ids, number
+        assert ids == alone.token_ids, number
 
 
-def test_nobody_waits_for_others_to_finish(texts: list[Text]) -> None:
+def test_nobody_waits_for_others_to_finish(batch: Batch) -> None:
     """All are decoded in one batch, so that they begin, and end, within the others' time."""
-    last_first = max(text.places[0] for text in texts)
-    full = [text.places[-1] for text in texts if len(text.ids) == NEW]
+    places: dict[int, list[int]] = {}
+    for place, event in enumerate(batch.events):
+        places.setdefault(event.handle, []).extend([place] * len(event.token_ids))
+    assert len(places) == NUM
+    last_first = max(own[0] for own in places.values())
+    full = [own[-1] for own in places.values() if len(own) == NEW]
     assert last_first < min(full)
     assert max(full) <= 2 * min(full)
 
@@ -114,9 +139,9 @@ def test_what_does_not_fit_waits() -> None:
     with serving.serving(serving.source(cache_bytes=2 * one_row, parked=1)) as served:
         texts = asyncio.run(read_all(served, 6))
     of = serving.target()
-    for number, text in enumerate(texts):
+    for number, ids in enumerate(texts):
         alone = moaspec.generate(of, prompt(number), max_new_tokens=NEW, **settings(number))
-        assert text.ids == alone.token_ids
+        assert ids == alone.token_ids
 
 
 def test_what_can_never_fit_is_refused() -> None:

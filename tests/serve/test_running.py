@@ -63,7 +63,7 @@ def test_who_still_listens_hears_why(ask: Ask, make: Callable[[], TextSource]) -
         reader.start()
         while not source.load.active:
             time.sleep(0.01)
-    reader.join(30)
+    reader.join(120)
     assert ended == ["The server is shutting down."]
 
 
@@ -107,7 +107,7 @@ def test_the_command_from_start_to_sigterm(tmp_path: Path) -> None:
                 time.sleep(0.1)
             assert "<title>moaspec" in http.get("/").text
         server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
+        assert server.wait(120) == 0
     finally:
         server.kill()
 
