@@ -1,8 +1,9 @@
 """Runs `moaspec` again and again, killing it at random moments: `killing.py KILLS OUT ARGUMENTS`.
 
 A program of its own: it imports everything once and forks, so that each run costs no more than its
-work. Prints one line of JSON: sizes of the output after each kill, and whether every completed
-output had the same bytes.
+work. A moment is a number of bytes by which the output has grown, and a little while: the clock
+alone would hit the same place again and again on a machine that has become slow. Prints one line
+of JSON: sizes of the output after each kill, and whether every completed output had the same bytes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,23 @@ def finished(child: int) -> bool:
     return os.WIFEXITED(status)
 
 
+def size(out: Path) -> int:
+    """Bytes of a file; 0 where there is none."""
+    return out.stat().st_size if out.exists() else 0
+
+
+def killed(child: int, out: Path, grown: int, pause_s: float) -> bool:
+    """Kill the child so long after the output has grown by so much; False if it came to its end."""
+    until = size(out) + grown
+    while size(out) < until:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return not finished(child)
+        time.sleep(0.001)
+    time.sleep(pause_s)
+    os.kill(child, signal.SIGKILL)
+    return not finished(child)
+
+
 def main(kills: int, out: Path, arguments: list[str]) -> None:
     """Kill, and run to the end whenever a run came to its end before it could be killed."""
     chance, outputs = random.Random(0), set()
@@ -51,17 +69,18 @@ def main(kills: int, out: Path, arguments: list[str]) -> None:
     begun = time.monotonic()
     assert finished(started(arguments))
     whole_s = time.monotonic() - begun
+    whole = size(out)
     while len(sizes) < kills:
         outputs.add(out.read_bytes())
         for file in (out, out.with_name(out.name + ".progress")):
             file.unlink()
-        while True:
-            child = started(arguments)
-            time.sleep(chance.uniform(0, 0.7 * whole_s))
-            os.kill(child, signal.SIGKILL)
-            if finished(child):
-                break
-            sizes.append(out.stat().st_size if out.exists() else 0)
+        while killed(
+            started(arguments),
+            out,
+            int(chance.uniform(0, whole / 2)),
+            chance.uniform(0, whole_s / 4),
+        ):
+            sizes.append(size(out))
     assert finished(started(arguments))
     outputs.add(out.read_bytes())
     print(json.dumps({"sizes": sizes, "different_outputs": len(outputs)}))  # noqa: T201

@@ -1,8 +1,9 @@
 """Trains in a child that is killed at random moments: `killing_training.py CONFIG KILLS`.
 
-The child is forked, so that ten kills cost one import. A run that comes to its end before it could
-be killed is deleted and begun again, so that all kills hit. Prints one line of JSON: how many did,
-and from how many different steps the next run went on.
+The child is forked, so that ten kills cost one import. A moment is a number of steps and a little
+while, because the clock alone tells little of how far a run is. A run that comes to its end before
+it could be killed is deleted and begun again, so that all kills hit. Prints one line of JSON: how
+many did, and from how many different steps the next run went on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,19 @@ from moaspec.train import Trainer, read_examples, read_train_config
 from moaspec.train.state import StateFiles
 
 
+def num_rows(log: Path) -> int:
+    """Steps that a log tells of."""
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def wait_for_rows(child: int, log: Path, number: int) -> None:
+    """Until the child has logged so many steps, or has ended."""
+    while num_rows(log) < number:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return
+        time.sleep(0.001)
+
+
 def main(config: Path, kills: int) -> None:
     """Kill `kills` times, then let a run come to its end."""
     torch.set_num_threads(1)
@@ -36,6 +50,7 @@ def main(config: Path, kills: int) -> None:
         stop_token_ids=target.stop_token_ids,
     )
     moments, steps, hits, ended = random.Random(3), set(), 0, False
+    log = Path(settings.output) / "log.jsonl"
     while hits < kills or not ended:
         if ended:
             shutil.rmtree(settings.output)
@@ -44,7 +59,8 @@ def main(config: Path, kills: int) -> None:
             Trainer(target, examples, settings).run()
             os._exit(0)
         if hits < kills:
-            time.sleep(moments.uniform(0.05, 1.0))
+            wait_for_rows(child, log, num_rows(log) + moments.randrange(8))
+            time.sleep(moments.uniform(0, 0.1))
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         assert status in {0, signal.SIGKILL}

@@ -247,6 +247,7 @@ def test_what_cannot_be(cli: Cli, bundle: Path) -> None:
     assert "never closed" in open_mark.err
 
 
+@pytest.mark.slow
 def test_edge_bench_without_emulation(cli: Cli, bundle: Path, tmp_path: Path) -> None:
     arguments = (
         *("edge-bench", "--model", str(bundle.parent / "target")),
@@ -260,6 +261,7 @@ def test_edge_bench_without_emulation(cli: Cli, bundle: Path, tmp_path: Path) ->
     assert [row["same_text"] for row in rows] == [True, True]
 
 
+@pytest.mark.slow
 def test_edge_bench_with_a_drafter_that_lacks_0(cli: Cli, tmp_path: Path) -> None:
     """It had asked every drafter for N = 0."""
     bundle = save_bundle(tmp_path, num_target_layers=(1, 2))

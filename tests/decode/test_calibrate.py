@@ -56,6 +56,7 @@ def test_what_was_measured_is_found_again_and_used(cache: Path, layers: int) -> 
     assert tuple(result.token_ids) == tiny.own_texts("llama")[0]
 
 
+@pytest.mark.slow
 def test_every_exit_is_measured_beside_the_others(cache: Path) -> None:
     module = drafter(exits=(2, 0))
     costs = calibrate(tiny.target(), module)

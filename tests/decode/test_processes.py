@@ -12,7 +12,7 @@ import pytest
 import moaspec
 import tiny
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.slow, pytest.mark.kernels]
 
 NEW_TOKENS = 20
 

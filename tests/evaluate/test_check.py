@@ -45,6 +45,7 @@ def faults(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if not finding.lossless]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
 def test_what_is_right_passes(family: str) -> None:
     findings = checked(family, prompts=tiny.PROMPTS[1:3])

@@ -91,6 +91,7 @@ def test_the_first_of_equal_products_is_found_in_whatever_order_panels_are_read(
                     assert matrix.best(x.expand(rows, 64)).tolist() == [first] * rows
 
 
+@pytest.mark.slow
 def test_the_best_is_found_by_fewer_threads_than_were_asked_for() -> None:
     """OpenMP may give a team fewer, whose absent members have seen nothing."""
     code = (

@@ -152,6 +152,7 @@ print(json.dumps({"tokens": tree.tokens, "opened": opened}))
 """
 
 
+@pytest.mark.slow
 def test_the_device_never_opens_the_targets_files(tmp_path: Path) -> None:
     """A process of its own that records what it opens, the target being moved away as well."""
     bundle = save_bundle(tmp_path)

@@ -63,6 +63,7 @@ def plain(family: str, prompt: Any, **options: Any) -> list[int]:
     return moaspec.generate(tiny.target(family), prompt, **options).token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("num_target_layers", [0, 1, 3])
 def test_every_link_and_codec(link: str, num_target_layers: int) -> None:
@@ -102,6 +103,7 @@ def test_every_link_and_codec(link: str, num_target_layers: int) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["phi3", "gemma3_text"])
 def test_families_with_other_keys(family: str) -> None:
     """LongRoPE's switch is crossed within the text; windows slide over activations of N > 0."""
