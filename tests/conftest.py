@@ -45,6 +45,14 @@ settings.register_profile("any-speed", deadline=None, suppress_health_check=[Hea
 settings.load_profile("any-speed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One model family is enough for the fast tests."""
+    for item in items:
+        family = item.callspec.params.get("family") if hasattr(item, "callspec") else None
+        if family not in (None, "llama"):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_unconfigure() -> None:
     """Remove the session's cache."""
     with contextlib.suppress(OSError):

@@ -348,6 +348,7 @@ def test_a_second_ctrl_c_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> Non
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_libraries_load() -> None:
     """They would catch an exception, or leave half a module; the process just ends."""
     code = """
@@ -368,6 +369,7 @@ run()
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+@pytest.mark.slow
 def test_names_of_the_package_load_when_they_are_used() -> None:
     code = """
 import sys, moaspec

@@ -29,6 +29,7 @@ def drafter(**sizes: Any) -> MoADrafter:
     return tiny.random_drafter(tiny.target(), draft_token_ids=ids, **sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [0, 1])
 def test_what_was_measured_is_found_again_and_used(cache: Path, layers: int) -> None:
     module = drafter()
@@ -73,6 +74,7 @@ def test_every_exit_is_measured_beside_the_others(cache: Path) -> None:
         assert getattr(other, name) != getattr(costs, name)
 
 
+@pytest.mark.slow
 def test_one_exit_is_measured_where_it_is_named(cache: Path) -> None:
     module = drafter(exits=(2, 0))
     costs = calibrate(tiny.target(), module, num_target_layers=0)

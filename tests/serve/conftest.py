@@ -29,7 +29,7 @@ def served_edge(edge: Edge) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture(params=["serve", "edge"])
+@pytest.fixture(params=["serve", pytest.param("edge", marks=pytest.mark.slow)])
 def endpoint(request: pytest.FixtureRequest) -> Served:
     """What `moaspec serve` and `moaspec edge` serve: clients must not notice which."""
     kinds = {"serve": "served", "edge": "served_edge"}

@@ -91,6 +91,7 @@ def batch(served: Served) -> Batch:
     return Batch(texts, events)
 
 
+@pytest.mark.slow
 def test_each_text_is_what_it_is_alone(batch: Batch) -> None:
     of = serving.target()
     for number, ids in enumerate(batch.texts):

@@ -28,15 +28,12 @@ from moaspec.train.zero import ZeroSharing
 STEPS = 4
 
 SHARDINGS = (
-    pytest.param("fsdp", marks=pytest.mark.slow),
+    "fsdp",
     pytest.param(
         "deepspeed",
-        marks=(
-            pytest.mark.slow,
-            pytest.mark.skipif(
-                importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
-                reason="DeepSpeed, or the compiler that it needs on CPUs, is not installed",
-            ),
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
+            reason="DeepSpeed, or the compiler that it needs on CPUs, is not installed",
         ),
     ),
 )
@@ -100,6 +97,7 @@ def losses(output: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["none", *SHARDINGS])
 def test_two_processes_give_the_loss_curve_of_one(sharding: str, tmp_path: Path) -> None:
     """With the same global batch; the last batch of an epoch has one row, so one process idles."""
@@ -124,6 +122,7 @@ def test_two_processes_give_the_loss_curve_of_one(sharding: str, tmp_path: Path)
     moaspec.load_drafter(tmp_path / "two" / "drafter", target=tiny.target())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_run_goes_on_with_other_processes(sharding: str, tmp_path: Path) -> None:
     """One step in two processes, the next in one, the rest in two again."""

@@ -58,6 +58,7 @@ def test_another_seed_gives_other_prompts(tmp_path: Path) -> None:
     assert first != other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 30, 55])
 def test_interrupted_and_continued(
     stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

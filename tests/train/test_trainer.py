@@ -78,6 +78,7 @@ def vocabulary(run: Trainer) -> list[int]:
     return ids.tolist()
 
 
+@pytest.mark.slow
 def test_it_learns_short_examples_by_heart_and_the_export_drafts(tmp_path: Path) -> None:
     seen: list[Progress] = []
     run = trainer(
@@ -523,6 +524,7 @@ def test_accumulation_changes_nothing(tmp_path: Path) -> None:
             assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [(2,), (0, 1), (1, 0, 3)], ids=str)
 def test_exits_learn_and_the_export_drafts_with_each(
     layers: tuple[int, ...], tmp_path: Path
@@ -740,6 +742,7 @@ def test_parts_left_out(without: tuple[Any, ...], tmp_path: Path) -> None:
     assert tuple(result.token_ids) == tiny.own_texts("llama")[0]
 
 
+@pytest.mark.slow
 def test_tau_rises_on_a_qwen3_never_seen_before(tmp_path: Path) -> None:
     """Three layers, random weights, nothing but its config and its own text."""
     target = tiny.fresh_target("qwen3", seed=77, initializer_range=0.1)
