@@ -40,6 +40,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _cache = tempfile.TemporaryDirectory(prefix="moaspec-tests-")
 os.environ["MOASPEC_CACHE"] = str(new_cache(Path(_cache.name)))
+# Measuring takes seconds, and what it finds decides what is drafted.
+os.environ["MOASPEC_CALIBRATE"] = "off"
 # A busy machine takes as long as it takes for an example.
 settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-speed")
