@@ -15,7 +15,7 @@ import transformers
 import moaspec
 from moaspec import Target
 from moaspec.cli.console import chat_ids
-from moaspec.decode.calibrate import machine
+from moaspec.decode.calibration import machine
 from moaspec.evaluate import read_prompts
 from moaspec.model import MoADrafter
 

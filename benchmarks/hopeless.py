@@ -21,7 +21,7 @@ from common import load, parser, prompts_of, setting, spread
 
 import moaspec
 from moaspec import GenerationResult, Target
-from moaspec.decode.calibrate import stored_costs
+from moaspec.decode.calibration import stored_costs
 from moaspec.model import MoADrafter
 from moaspec.train.warm_start import random_weights
 

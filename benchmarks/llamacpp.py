@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from moaspec.target.registry import ALIASES, packaged_gguf
+from moaspec.target.names import ALIASES, packaged_gguf
 
 
 def gguf_of(alias: str) -> Path:

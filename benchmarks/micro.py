@@ -27,7 +27,7 @@ from moaspec import Chain, Tree  # noqa: E402
 from moaspec.decode import CostShape, CostTable  # noqa: E402
 from moaspec.decode.bench import Bench, Part  # noqa: E402
 from moaspec.decode.cache import tree_mask  # noqa: E402
-from moaspec.decode.calibrate import fingerprint  # noqa: E402
+from moaspec.decode.calibration import fingerprint  # noqa: E402
 from moaspec.decode.cost import KnownCosts  # noqa: E402
 from moaspec.decode.lookup import NgramIndex  # noqa: E402
 from moaspec.decode.moa import MoADrafting  # noqa: E402

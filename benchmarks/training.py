@@ -29,7 +29,7 @@ from naive_training import naive_step
 
 import moaspec
 import moaspec.train.trainer as loop
-from moaspec.decode.calibrate import machine
+from moaspec.decode.calibration import machine
 from moaspec.model.encoder import Encoder
 from moaspec.model.speaker import Speaker
 from moaspec.target import Target

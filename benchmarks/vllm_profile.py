@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from vllm_common import Requests, engine, parser, prompt_ids, serve, speculative
 
-from moaspec.decode.calibrate import machine
+from moaspec.decode.calibration import machine
 
 LONGEST_PROMPT = 320
 SHARES = {

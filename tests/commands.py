@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 import tiny
 from moaspec.target import Target
 
@@ -30,3 +32,9 @@ Cli = Callable[..., Output]
 def text_target(**changes: Any) -> Target:
     """A tiny target whose tokenizer has one word per id."""
     return tiny.fresh_target(tokenizer=tiny.tokenizer(), **changes)
+
+
+def load_targets_by(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
+    """Let every command load its target by this function."""
+    for place in ("moaspec.cli.sources", "moaspec.remote.bundle", "moaspec.target"):
+        monkeypatch.setattr(f"{place}.load_target", load)

@@ -18,6 +18,9 @@ from pathlib import Path
 
 import torch
 
+import moaspec.target.registry
+import moaspec.train.regenerate
+import moaspec.train.synth  # noqa: F401 - what commands import when they need it
 from moaspec.cli.main import run
 
 

@@ -22,7 +22,7 @@ from moaspec.evaluate.cost import measure_costs
 from moaspec.kernels import MOST_QUERIES, Grown
 from moaspec.model import MoADrafter
 from moaspec.model.encoder import Encoder
-from moaspec.target.registry import ALIASES, packaged_gguf
+from moaspec.target.names import ALIASES, packaged_gguf
 
 ALIAS = "smollm2-135m"
 REUSING = "smollm2-135m-n3"

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 import tiny
 from caches import new_cache
-from commands import Cli, Output, text_target
+from commands import Cli, Output, load_targets_by, text_target
 from moaspec.cli import console
 from moaspec.cli.main import run
 from moaspec.model import MoADrafter
@@ -65,8 +65,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Target:
     def drafter(*_: Any, **__: Any) -> MoADrafter:
         return tiny.agreeing_drafter("llama")
 
-    for command in ("generate", "sources", "chat", "check", "calibrate"):
-        monkeypatch.setattr(f"moaspec.cli.{command}.load_target", lambda *_, **__: target)
-    monkeypatch.setattr("moaspec.cli.generate.load_any_drafter", drafter)
+    load_targets_by(monkeypatch, lambda *_, **__: target)
+    monkeypatch.setattr("moaspec.decode.load_any_drafter", drafter)
     monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", lambda: {"smollm2-135m": Path()})
     return target

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 import moaspec
 import tiny
+from commands import load_targets_by
 from moaspec.cli import console
 from moaspec.cli.chat import Conversation
 from moaspec.cli.main import run
@@ -178,7 +179,7 @@ def test_templates_that_cannot_do_it() -> None:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     target = chat_target()
-    monkeypatch.setattr("moaspec.cli.chat.load_target", lambda *_, **__: target)
+    load_targets_by(monkeypatch, lambda *_, **__: target)
     monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", dict)
     yield target
     logging.set_verbosity_warning()
@@ -199,7 +200,7 @@ def test_the_command_reads_a_pipe(
 def test_numbers_are_checked_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("moaspec.cli.chat.load_target", lambda *_, **__: pytest.fail("loaded"))
+    load_targets_by(monkeypatch, lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr("sys.argv", ["moaspec", "chat", "--max-new-tokens", "-1"])
     with pytest.raises(SystemExit) as caught:
         run()

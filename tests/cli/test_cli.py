@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import moaspec
 import tiny
-from commands import Cli, text_target
+from commands import Cli, load_targets_by, text_target
 from moaspec.cli import console
 from moaspec.cli.main import app, run
 from moaspec.decode import Engine, Event, stored_costs
@@ -80,7 +80,7 @@ def test_calibrate_tells_what_each_exit_promises(
     module.config = dataclasses.replace(
         module.config, acceptance=rates, further_acceptance=(rates,) if rates else ()
     )
-    monkeypatch.setattr("moaspec.cli.generate.load_any_drafter", lambda *_, **__: module)
+    monkeypatch.setattr("moaspec.decode.load_any_drafter", lambda *_, **__: module)
     facts = json.loads(cli("calibrate", "--json").out)
     exits = known_exits(loaded, module)
     assert facts["speedups"] == {str(one.num_target_layers): one.speedup for one in exits}
@@ -349,27 +349,6 @@ def test_a_second_ctrl_c_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_the_libraries_load() -> None:
-    """They would catch an exception, or leave half a module; the process just ends."""
-    code = """
-import os, signal, sys
-from moaspec.cli.entry import run
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in background
-assert "torch" not in sys.modules
-class Interrupt:
-    def find_spec(self, name, *_):
-        if name == "torch":
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Interrupt())
-run()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
-
-
-@pytest.mark.slow
 def test_names_of_the_package_load_when_they_are_used() -> None:
     code = """
 import sys, moaspec
@@ -398,7 +377,7 @@ def test_ctrl_c_while_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None
     def interrupted(*_: Any, **__: Any) -> Target:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moaspec.cli.generate.load_target", interrupted)
+    load_targets_by(monkeypatch, interrupted)
     output = cli("generate", PROMPT)
     assert output.code == 130
     assert "Traceback" not in output.err
@@ -538,7 +517,7 @@ def test_a_chat_template_is_used_unless_raw(cli: Cli, monkeypatch: pytest.Monkey
     target = text_target()
     tokenizer: Any = target.tokenizer
     tokenizer.chat_template = "w7 {{ messages[0]['content'] }} w8"
-    monkeypatch.setattr("moaspec.cli.generate.load_target", lambda *_, **__: target)
+    load_targets_by(monkeypatch, lambda *_, **__: target)
     options = ("--no-speculation", "--json", "--max-new-tokens", "2")
     assert json.loads(cli("generate", PROMPT, *options).out)["prompt_tokens"] == 5
     assert json.loads(cli("generate", PROMPT, "--raw", *options).out)["prompt_tokens"] == 3
@@ -577,8 +556,8 @@ def test_the_demo_takes_the_dtype_that_the_cpu_has_instructions_for(
         dtypes.append(dtype)
         return loaded
 
-    monkeypatch.setattr("moaspec.cli.evaluate.fastest_dtype", lambda: fastest)
-    monkeypatch.setattr("moaspec.cli.sources.load_target", load)
+    monkeypatch.setattr("moaspec.target.forms.fastest_dtype", lambda: fastest)
+    load_targets_by(monkeypatch, load)
     assert cli("demo", "--max-new-tokens", "2", *options).code == 0
     assert set(dtypes) == {taken}
 

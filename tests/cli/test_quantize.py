@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from commands import Cli
+from commands import Cli, load_targets_by
 from moaspec.errors import InputError
 
 
 @pytest.mark.parametrize(
-    ("command", "module"),
+    "command",
     [
-        (("generate", "Why?"), "generate"),
-        (("chat",), "chat"),
-        (("serve",), "serve"),
-        (("target-server",), "target_server"),
-        (("calibrate",), "calibrate"),
-        (("check",), "check"),
-        (("eval", "--methods", "plain"), "sources"),
-        (("eval", "--methods", "plain", "--cost"), "sources"),
+        ("generate", "Why?"),
+        ("chat",),
+        ("serve",),
+        ("target-server",),
+        ("calibrate",),
+        ("check",),
+        ("eval", "--methods", "plain"),
+        ("eval", "--methods", "plain", "--cost"),
     ],
 )
 def test_it_reaches_the_target(
-    command: tuple[str, ...], module: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    command: tuple[str, ...], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
 
@@ -34,7 +34,7 @@ def test_it_reaches_the_target(
         seen.append(options.get("quantize"))
         raise InputError("enough seen")
 
-    monkeypatch.setattr(f"moaspec.cli.{module}.load_target", load)
+    load_targets_by(monkeypatch, load)
     assert cli(*command, "--quantize", "int4").code == 2
     assert cli(*command).code == 2
     assert seen == ["int4", None]
@@ -62,7 +62,7 @@ def test_it_is_among_the_settings_that_results_have(
     def load(*_: Any, **__: Any) -> None:
         raise InputError("enough seen")
 
-    monkeypatch.setattr("moaspec.cli.sources.load_target", load)
+    load_targets_by(monkeypatch, load)
     cli("eval", "--methods", "plain", "--quantize", "int8", "--out", str(tmp_path))
     settings = json.loads((tmp_path / "settings.json").read_text(encoding="utf-8"))
     assert settings["quantize"] == "int8"

@@ -13,7 +13,7 @@ import moaspec
 import tiny
 from caches import new_cache
 from moaspec.decode import CostShape, calibrate, shaping_for, stored_costs
-from moaspec.decode.calibrate import fingerprint
+from moaspec.decode.calibration import fingerprint
 from moaspec.decode.exits import known_exits
 from moaspec.model import MoADrafter
 

@@ -20,7 +20,8 @@ from moaspec.evaluate import Parts, Prompt, Settings, measure, parse_methods
 from moaspec.evaluate.cost import measure_costs
 from moaspec.evaluate.cut import measure_cut
 from moaspec.evaluate.html import page, write_page
-from moaspec.evaluate.markdown import BEGIN, END, write_markdown
+from moaspec.evaluate.markdown import write_markdown
+from moaspec.evaluate.names import BEGIN, END
 from moaspec.evaluate.plots import draw_plots, scalable
 
 SETTINGS = {"model": "tiny", "dtype": "float32"}

@@ -28,8 +28,8 @@ from moaspec.model.weights import read_tensors
 from moaspec.remote.bundle import export_bundle, is_bundle, load_device
 from moaspec.remote.identity import fingerprint
 from moaspec.target import Target, load_target
+from moaspec.target.names import ALIASES, packaged_gguf
 from moaspec.target.quantised import ALIGNMENT, Int8Linear, quantise
-from moaspec.target.registry import ALIASES, packaged_gguf
 from moaspec.train import TrainConfig
 from moaspec.train.config import DrafterSizes, drafter_config, stack_config
 

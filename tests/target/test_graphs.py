@@ -19,7 +19,7 @@ import moaspec
 import tiny
 from moaspec.decode.bench import Bench
 from moaspec.decode.cache import SLOT_BUCKET, KVCache, PassSizes, tree_mask
-from moaspec.decode.calibrate import fingerprint
+from moaspec.decode.calibration import fingerprint
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.target import Target, graphs
 from moaspec.target.graphs import PassGraphs

@@ -19,8 +19,8 @@ from transformers import GPT2Config
 import moaspec
 import tiny
 from moaspec.errors import InputError, UnknownModelError, UnsupportedTargetError
-from moaspec.target import registry
-from moaspec.target.registry import ALIASES, Alias, packaged_gguf
+from moaspec.target import names, registry
+from moaspec.target.names import ALIASES, Alias, packaged_gguf
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_packaged_gguf_is_found_without_importing(
     alias = ALIASES["smollm2-135m"]
     code, weights = _File(tmp_path, "__init__.py"), _File(tmp_path, alias.gguf_suffix)
     installed = _Distribution([code, weights])
-    monkeypatch.setattr(registry, "distribution", lambda _: installed)
+    monkeypatch.setattr(names, "distribution", lambda _: installed)
     assert packaged_gguf(alias) == tmp_path / alias.gguf_suffix
     installed.files = [code]
     assert packaged_gguf(alias) is None

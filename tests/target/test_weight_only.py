@@ -19,7 +19,7 @@ from torch.testing import assert_close
 import moaspec
 import tiny
 from moaspec.decode import Tree
-from moaspec.decode.calibrate import fingerprint
+from moaspec.decode.calibration import fingerprint
 from moaspec.errors import InputError
 from moaspec.kernels import Matrix
 from moaspec.kernels.build import unpacks

@@ -28,7 +28,7 @@ def test_what_is_no_duration(text: str) -> None:
 def test_time_is_up() -> None:
     assert Stop().due is Ending.FINISHED
     assert Stop(1000).due is Ending.FINISHED
-    over = Stop.after("0.000001s")
+    over = Stop(0.000001)
     time.sleep(0.001)
     assert over.due is Ending.TIME
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,11 +13,11 @@ from rich.table import Table
 from moaspec.cli import console
 from moaspec.cli.loading import load
 from moaspec.cli.options import MODEL, Dtype, Quantize
-from moaspec.decode import Chain, CostTable
-from moaspec.decode import calibrate as measure
-from moaspec.decode.exits import Exit, chosen_exit, known_exits
 from moaspec.errors import InputError
-from moaspec.model import MoADrafter
+
+if TYPE_CHECKING:
+    from moaspec.decode import CostTable
+    from moaspec.decode.exits import Exit
 
 
 def calibrate(
@@ -43,9 +43,13 @@ def calibrate(
 
     Example: moaspec calibrate --threads 2
     """
-    console.set_threads(threads)
-    console.quiet_libraries()
-    target, module = load(model, drafter, dtype=dtype, device=device, quantize=quantize)
+    target, module = load(
+        model, drafter, dtype=dtype, quantize=quantize, device=device, threads=threads
+    )
+    from moaspec.decode import calibrate as measure
+    from moaspec.decode.exits import known_exits
+    from moaspec.model import MoADrafter
+
     if module is not None and not isinstance(module, MoADrafter):
         raise InputError(
             f"{drafter} is a baseline: only Mixture-of-Attentions drafters are measured, because "
@@ -64,6 +68,8 @@ def calibrate(
 
 def _facts(costs: CostTable, exits: Sequence[Exit]) -> dict[str, Any]:
     """The costs that --tree auto goes by, and what each exit promises."""
+    from moaspec.decode.exits import chosen_exit
+
     if not exits:
         return asdict(costs)
     chosen = chosen_exit(exits)
@@ -88,11 +94,17 @@ def _show(costs: CostTable, exits: Sequence[Exit]) -> None:
         steps = ", ".join(f"{width}: {s}" for width, s in times)
         first = f"{name}drafting: {1000 * of.root_s:.1f} for the first level"
         console.out.print(f"{first}, then by nodes in it: {steps}")
+    if exits:
+        _show_promises(exits)
+
+
+def _show_promises(exits: Sequence[Exit]) -> None:
+    from moaspec.decode.exits import chosen_exit
+
     for one in exits:
         console.out.print(f"{_named(one, exits)}{_promise(one)}", style="dim")
-    if exits:
-        with_n = f" with N = {chosen_exit(exits).num_target_layers}" if len(exits) > 1 else ""
-        console.out.print(f"auto will draft{with_n} as far as it pays.", style="dim")
+    with_n = f" with N = {chosen_exit(exits).num_target_layers}" if len(exits) > 1 else ""
+    console.out.print(f"auto will draft{with_n} as far as it pays.", style="dim")
 
 
 def _named(one: Exit, exits: Sequence[Exit]) -> str:
@@ -101,6 +113,8 @@ def _named(one: Exit, exits: Sequence[Exit]) -> str:
 
 
 def _promise(one: Exit) -> str:
+    from moaspec.decode import Chain
+
     if one.best_chain is None:
         return "not measured"
     length, speedup = one.best_chain

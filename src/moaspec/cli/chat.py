@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,8 +12,10 @@ from moaspec.cli.chat_url import ServedTalk
 from moaspec.cli.generate import describe
 from moaspec.cli.loading import load, measure_once
 from moaspec.cli.talk import Talk
-from moaspec.decode import GenerationResult, RowOptions, Session
 from moaspec.errors import InputError
+
+if TYPE_CHECKING:
+    from moaspec.decode import GenerationResult, RowOptions, Session
 
 
 def chat(
@@ -48,14 +50,16 @@ def chat(
     settings = options.row_options(locals())
     if url is not None and quantize is not None:
         raise InputError("--quantize is for a target here; with --url the server has the target.")
-    console.set_threads(threads)
-    console.quiet_libraries()
     if url is not None:
         _hold(ServedTalk(url, settings, system))
         return
-    target, module = load(model, drafter, dtype=dtype, quantize=quantize, speculation=speculation)
+    target, module = load(
+        model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
+    )
     if tree == "auto":
         measure_once(target, module)
+    from moaspec.decode import Session
+
     talk = Conversation(Session(target, module), settings, system)
     talk.prompt_ids("?")  # a target that cannot hold conversations should say so at once
     _hold(talk)

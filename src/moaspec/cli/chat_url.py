@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from moaspec.cli import console
 from moaspec.cli.talk import Talk
-from moaspec.decode import RowOptions
 from moaspec.errors import InputError
+
+if TYPE_CHECKING:
+    from moaspec.decode import RowOptions
 
 PROVISIONAL, CORRECTED, KEPT = "dim italic", "bold red", "magenta"
 TAKEN_BACK = " ⟲ "

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import transformers
 import typer
 from rich.table import Table
 
 from moaspec.cli import console, options
 from moaspec.cli.loading import choose_drafter
 from moaspec.errors import InputError
-from moaspec.evaluate import Check, Finding, read_prompts
-from moaspec.target import chosen_dtype, load_target
+
+if TYPE_CHECKING:
+    from moaspec.evaluate import Check, Finding
 
 
 def check(
@@ -49,10 +48,14 @@ def check(
         raise InputError("--limit, --max-new-tokens and --seeds must be at least 1.")
     if alone < 0:
         raise InputError(f"--alone must be at least 0, got {alone}.")
+    from moaspec.evaluate.prompts import read_prompts
+
     prompts = read_prompts(suite, limit=limit)
-    console.set_threads(threads)
-    console.quiet_libraries()
-    dtypes = [chosen_dtype(dtype)]
+    with console.loading(model, threads):
+        from moaspec.evaluate import Check
+        from moaspec.target import chosen_dtype, load_target
+
+        dtypes = [chosen_dtype(dtype)]
     if dtype == "auto" and dtypes != ["float32"]:
         dtypes.append("float32")
     checked: dict[str, list[Finding]] = {}
@@ -91,6 +94,9 @@ def _run(plan: Check) -> list[Finding]:
 
 
 def _as_json(model: str, checked: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
+    import torch
+    import transformers
+
     return {
         "target": model,
         "dtype": ", ".join(checked),

@@ -6,17 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
 
 from moaspec.cli import console
 from moaspec.cli.options import MODEL
-from moaspec.decode.api import find_drafter
 from moaspec.errors import HubError, InputError
-from moaspec.model import load_checkpoint, save_drafter, save_published
-from moaspec.model.baselines import read_whole
-from moaspec.model.published import recorded
-from moaspec.target import load_target
 
 app = typer.Typer(
     name="checkpoint",
@@ -46,8 +39,12 @@ def convert(
     """
     if Path(source).resolve() == out.resolve():
         raise InputError(f"{out} is the source itself; name another directory.")
-    console.quiet_libraries()
-    with console.status(f"Loading {model}"):
+    with console.loading(model):
+        from moaspec.decode.api import find_drafter
+        from moaspec.model import load_checkpoint, save_drafter, save_published
+        from moaspec.model.published import recorded
+        from moaspec.target import load_target
+
         target = load_target(model, dtype="float32", packed=False)
         drafter = load_checkpoint(find_drafter(source), target.identity, target.config)
     if to == "moaspec":
@@ -73,11 +70,9 @@ def export_device(
 
     Example: moaspec checkpoint export-device smollm2-135m smollm2-135m device --int8
     """
-    # Imported here, because gRPC, which its package needs, is not installed everywhere.
-    from moaspec.remote.bundle import export_bundle
+    with console.loading(target):
+        from moaspec.remote.bundle import export_bundle
 
-    console.quiet_libraries()
-    with console.status(f"Loading {target}"):
         export_bundle(target, drafter, out, int8=int8, num_target_layers=num_target_layers)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     console.out.print(f"Written to {out}: {size / 1e6:.1f} MB")
@@ -94,7 +89,13 @@ def push(
 
     Example: moaspec checkpoint push runs/smollm2-135m/drafter me/my-drafter
     """
-    read_whole(checkpoint)
+    with console.loading(str(checkpoint)):
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError
+
+        from moaspec.model.baselines import read_whole
+
+        read_whole(checkpoint)
     hub = HfApi()
     try:
         hub.create_repo(repository, private=private, exist_ok=True)

@@ -9,20 +9,20 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from jinja2 import TemplateError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.text import Text
-from transformers.utils import logging
 
-from moaspec.decode.incremental import TextStream
-from moaspec.decode.result import Event, Source
+from moaspec.cli.entry import leaving
 from moaspec.errors import InputError
-from moaspec.target import Target
+
+if TYPE_CHECKING:
+    from moaspec.decode import Event
+    from moaspec.decode.result import Source
+    from moaspec.target import Target
 
 DEBUG: ContextVar[bool] = ContextVar("debug", default=False)
 MOST_THREADS = 1024
@@ -45,13 +45,42 @@ def error(message: str) -> None:
     err.print(Text("Error: ", style="bold red") + Text(message))
 
 
+def note(message: str, style: str = "") -> None:
+    """A remark on standard output; lines of a terminal end between words."""
+    out.print(Text(message, style=style), soft_wrap=not out.is_terminal)
+
+
 def status(message: str) -> Status:
     """A line that shows what is being done, until it is done."""
     return err.status(Text(message))
 
 
+@contextmanager
+def loading(what: str, threads: int | None = None) -> Iterator[None]:
+    """A status line while PyTorch, transformers, and then what is named are loaded.
+
+    Args:
+        what: is being loaded.
+        threads: see `set_threads`.
+
+    Raises:
+        InputError: see `set_threads`.
+    """
+    _require_threads(threads)
+    with status(f"Loading {what}") as shown:
+        shown.update(spinner="dots")  # drawn now; by itself it waits for its thread's first turn
+        with leaving(shown.stop):
+            import moaspec.decode.api
+            import moaspec.target.registry  # noqa: F401 - importing is all that is wanted
+        quiet_libraries()
+        set_threads(threads)
+        yield
+
+
 def quiet_libraries() -> None:
     """Loading is shown by our own status line; transformers' bars would tear the text."""
+    from transformers.utils import logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -62,11 +91,16 @@ def set_threads(threads: int | None) -> None:
     Raises:
         InputError: fewer than one, or more than any machine has.
     """
-    if threads is None:
-        return
-    if not 1 <= threads <= MOST_THREADS:
+    _require_threads(threads)
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _require_threads(threads: int | None) -> None:
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise InputError(f"--threads must be within 1..{MOST_THREADS}, got {threads}.")
-    torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -89,6 +123,8 @@ class TokenPrinter:
     """Prints tokens as they are verified, accepted drafts apart from the target's own."""
 
     def __init__(self, target: Target) -> None:
+        from moaspec.decode.incremental import TextStream
+
         self._stream = TextStream(target.tokenizer, skip_special_tokens=True)
         self.token_ids: list[int] = []
 
@@ -196,6 +232,8 @@ def conversation_ids(target: Target, messages: Sequence[Mapping[str, str]]) -> l
     Raises:
         InputError: no chat template, or one that refuses these messages.
     """
+    from jinja2 import TemplateError
+
     tokenizer: Any = target.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise InputError(

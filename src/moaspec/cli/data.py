@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,21 +17,16 @@ from rich.table import Table
 
 from moaspec.cli import console
 from moaspec.cli.options import MODEL, Dtype
-from moaspec.decode import load_any_drafter
 from moaspec.errors import DataError, InputError
-from moaspec.model.weights import replace_file
-from moaspec.target import Target, load_target
 from moaspec.train.conversations import read_conversations
-from moaspec.train.failures import explained
 from moaspec.train.journal import Journal
-from moaspec.train.overlap import overlaps
-from moaspec.train.reading import read_examples
-from moaspec.train.regenerate import check_prompts, fingerprint, regenerate, with_system_prompts
 from moaspec.train.sources import read_records, refuse
-from moaspec.train.statistics import Statistics, statistics
-from moaspec.train.stopping import MORE_TO_DO, Ending, Stop
-from moaspec.train.synth import Imagination, synth
-from moaspec.train.writing import Scribe, Writing
+from moaspec.train.stopping import MORE_TO_DO, Ending, Stop, parse_duration
+
+if TYPE_CHECKING:
+    from moaspec.target import Target
+    from moaspec.train.statistics import Statistics
+    from moaspec.train.writing import Writing
 
 app = typer.Typer(
     name="data",
@@ -82,14 +77,20 @@ def synth_command(
 
     Example: moaspec data synth --num 2000 --out prompts.jsonl
     """
-    stop = Stop.after(for_)
+    seconds = None if for_ is None else parse_duration(for_)
     if num < 1:
         raise InputError(f"--num must be at least 1, got {num}.")
     writing = _writing(locals())
     systems = _lines(system_prompts)
     target = _load(model, dtype, device, threads)
+
+    from moaspec.decode import load_any_drafter
+    from moaspec.train.synth import Imagination, synth
+    from moaspec.train.writing import Scribe
+
     imagination = Imagination(target, systems)
     module = load_any_drafter(drafter, target=target) if drafter else None
+    stop = Stop(seconds)
     with _progress("prompts", num, stop) as bar:
         scribe = Scribe(
             target,
@@ -132,7 +133,7 @@ def regenerate_command(
 
     Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
     """
-    stop = Stop.after(for_)
+    seconds = None if for_ is None else parse_duration(for_)
     if not 0 <= without_system <= 1 or (limit is not None and limit < 1):
         raise InputError("--without-system must lie in 0..1, and --limit be at least 1.")
     writing = _writing(locals())
@@ -141,12 +142,18 @@ def regenerate_command(
     on_malformed = skipped or refuse
     found = list(islice(read_conversations(sources, on_malformed), limit))
     target = _load(model, dtype, device, threads)
+
+    from moaspec.decode import load_any_drafter
+    from moaspec.train.regenerate import check_prompts, fingerprint, regenerate, with_system_prompts
+    from moaspec.train.writing import Scribe
+
     found = with_system_prompts(found, systems, without=without_system, seed=seed)
     with console.err.status("Checking prompts"):
         conversations = check_prompts(target, found, on_malformed)
     if not conversations:
         raise DataError("No usable prompts: every source was empty or its rows malformed.")
     module = load_any_drafter(drafter, target=target) if drafter else None
+    stop = Stop(seconds)
     with _progress("conversations", len(conversations), stop) as bar:
         scribe = Scribe(target, module, writing, advance=bar.advance)
         settings = scribe.settings(prompts=fingerprint(conversations), drafter=drafter)
@@ -158,6 +165,8 @@ def regenerate_command(
 
 def _writing(options: Mapping[str, Any]) -> Writing:
     """How to write, from a command's options, which have the names of its fields."""
+    from moaspec.train.writing import Writing
+
     return Writing(**{field.name: options[field.name] for field in dataclasses.fields(Writing)})
 
 
@@ -175,6 +184,9 @@ def stats_command(
     """
     target = _load(model, "float32", "cpu", None)
     skipped = _Skipped() if skip_malformed else None
+    from moaspec.train.reading import read_examples
+    from moaspec.train.statistics import statistics
+
     examples = read_examples(
         sources,
         vocab_size=target.vocab_size,
@@ -214,6 +226,8 @@ def overlap_command(
 
     Example: moaspec data overlap responses.jsonl.gz --against prompts/ --out clean.jsonl
     """
+    from moaspec.train.overlap import overlaps
+
     if size < 1:
         raise InputError(f"--size must be at least 1, got {size}.")
     if out is not None and out.exists():
@@ -245,6 +259,7 @@ def overlap_command(
 
 def _write_others(out: Path, sources: list[str], left_out: set[str]) -> None:
     """The rows of these sources but some; malformed ones were told of before."""
+    from moaspec.model.weights import replace_file
 
     def write(scratch: Path) -> None:
         with scratch.open("w", encoding="utf-8") as file:
@@ -316,6 +331,8 @@ def _progress(what: str, total: int, stop: Stop) -> Iterator[_Bar]:
 @contextmanager
 def _stoppable(journal: Journal) -> Iterator[None]:
     """Say what is safe when the user stops, the time is up, or the device is gone."""
+    from moaspec.train.failures import explained
+
     try:
         with explained("while decoding", lambda: f"{journal.rows} rows before are intact."):
             yield
@@ -331,9 +348,9 @@ def _stoppable(journal: Journal) -> Iterator[None]:
 
 
 def _load(model: str, dtype: str, device: str, threads: int | None) -> Target:
-    console.set_threads(threads)
-    console.quiet_libraries()
-    with console.status(f"Loading {model}"):
+    with console.loading(model, threads):
+        from moaspec.target import load_target
+
         return load_target(model, dtype=dtype, device=device)
 
 

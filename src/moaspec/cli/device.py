@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.cli import console
-from moaspec.decode import bundled_drafters
+from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import InputError
 from moaspec.places import cache_dir
 

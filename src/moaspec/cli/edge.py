@@ -59,12 +59,16 @@ def edge(
 
     Example: moaspec edge --server 127.0.0.1:50051 --emulate 4g --open
     """
-    settings = serve_settings(api_key_file, cors_origin, name, default_max_tokens, max_body_bytes)
-    from moaspec.remote import GrpcTransport, RemoteText
-    from moaspec.remote.emulation import Faults, ShapedTransport, link_named
-    from moaspec.serve.edge import EdgeLimits, EdgeSource
-    from moaspec.serve.running import page_url
-    from moaspec.serve.running import serve as run
+    device.check_address(server)
+    with console.loading(model, threads):
+        settings = serve_settings(
+            api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
+        )
+        from moaspec.remote import GrpcTransport, RemoteText
+        from moaspec.remote.emulation import Faults, ShapedTransport, link_named
+        from moaspec.serve.edge import EdgeLimits, EdgeSource
+        from moaspec.serve.running import page_url
+        from moaspec.serve.running import serve as run
 
     chosen = device.remote_options(
         codec=codec,
@@ -76,10 +80,7 @@ def edge(
     )
     faults = None if emulate is None else Faults()
     link = None if emulate is None else link_named(emulate)
-    device.check_address(server)
     transport = GrpcTransport(server, device.credentials(token_file, ca, certificate, key))
-    console.set_threads(threads)
-    console.quiet_libraries()
     loaded = device.load_bundle(bundle, model)
     loaded.drafting(num_target_layers)  # a bad N is told now, not to every client
     source = EdgeSource(

@@ -18,10 +18,9 @@ from rich.table import Table
 
 from moaspec.cli import console
 from moaspec.cli.options import MODEL, DrafterName, Dtype
-from moaspec.decode import bundled_drafters
+from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import InputError
-from moaspec.evaluate import read_prompts
-from moaspec.target import chosen_dtype
+from moaspec.evaluate.prompts import read_prompts
 
 COLUMNS = (
     "",
@@ -80,17 +79,16 @@ def edge_bench(
 
     Example: moaspec edge-bench --links lan,4g --num-target-layers 0,1 --out edge.json
     """
-    # Imported here, because gRPC is not needed by most commands.
-    from moaspec.evaluate.edge import EdgeSettings, run_edge_bench
-    from moaspec.evaluate.edge.cut_bench import run_cut_bench
-    from moaspec.remote.bundle import export_bundle
-
     name = drafter or (model if model in bundled_drafters() else None)
     if name is None:
         raise InputError(f"No drafter is bundled for {model}; name one with --drafter.")
     if out is not None:
         _check_place(out)
-    console.quiet_libraries()
+    with console.loading(model):
+        from moaspec.evaluate.edge import EdgeSettings, run_edge_bench
+        from moaspec.evaluate.edge.cut_bench import run_cut_bench
+        from moaspec.remote.bundle import export_bundle
+        from moaspec.target import chosen_dtype
     # Leave through the context managers, which end processes and remove namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,21 +1,49 @@
-"""Where the `moaspec` command begins.
-
-Loading torch and transformers takes seconds. A Ctrl-C meanwhile ends the process at once and in
-silence; raised as an exception, it would be caught, or not, anywhere inside them.
-"""
+"""Where the `moaspec` command begins."""
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C has ended."""
 
 
 def run() -> None:
     """Load the commands, then run one; see `moaspec.cli.main.run`."""
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from moaspec.cli import main
-
-    if ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with leaving():
+        from moaspec.cli import main
     main.run()
+
+
+@contextmanager
+def leaving(first: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Around imports that take seconds: Ctrl-C ends the process at once and in silence.
+
+    Raised as an exception, it would be caught, or not, anywhere inside the libraries.
+
+    Args:
+        first: is called before the process ends.
+    """
+
+    def leave(*_: object) -> None:
+        first()
+        os._exit(INTERRUPTED)
+
+    if not _raises():
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _raises() -> bool:
+    """Whether a Ctrl-C is an exception in this thread; in the background it is ignored."""
+    ours = threading.current_thread() is threading.main_thread()
+    return ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler

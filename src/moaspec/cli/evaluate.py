@@ -6,29 +6,21 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from moaspec.cli import console
 from moaspec.cli.generate import describe
 from moaspec.cli.options import MODEL, Dtype, Quantize
-from moaspec.cli.sources import Sources, chat_encoder, load_methods, load_trusted, read_checkpoints
-from moaspec.cli.tables import show, show_comparison, show_costs, show_cut
-from moaspec.decode import start
 from moaspec.errors import InputError
-from moaspec.evaluate import Method, Prompt, Report, Settings, Store, measure, read_prompts
-from moaspec.evaluate.accuracy import is_right
-from moaspec.evaluate.comparison import REPORT, compare_reports, read_report
-from moaspec.evaluate.cost import measure_costs, num_measurements
-from moaspec.evaluate.cut import Cut, check_cut, measure_cut
-from moaspec.evaluate.equality import RULE
-from moaspec.evaluate.html import COSTS, CUT, PAGE, write_page
-from moaspec.evaluate.markdown import BEGIN, END, write_markdown
-from moaspec.evaluate.report import surroundings
-from moaspec.evaluate.store import prepare, write_whole
-from moaspec.evaluate.table import require_known_noise
-from moaspec.target import Target, chosen_dtype
+from moaspec.evaluate.names import BEGIN, COSTS, CUT, END, PAGE, REPORT
+from moaspec.evaluate.prompts import read_prompts
+
+if TYPE_CHECKING:
+    from moaspec.evaluate import Method, Prompt, Report, Settings, Store
+    from moaspec.evaluate.cut import Cut
+    from moaspec.target import Target
 
 DEFAULT_METHODS = "hf,plain,moa"
 
@@ -107,28 +99,39 @@ def evaluate(
     if context.invoked_subcommand is not None:
         return
     timed, untimed = _names(methods), _names(tau_only)
-    _check_options(context.params, timed, untimed)
-    settings = Settings(
-        max_new_tokens=max_new_tokens,
-        repeats=repeats,
-        batch=batch,
-        temperature=temperature,
-        seed=seed,
-    )
+    _check_options(context.params, timed)
     prompts = [] if cost else read_prompts(suite, limit=limit, max_turns=turns)
-    if out is not None:
-        prepare(out)
-    console.set_threads(threads)
-    console.quiet_libraries()
-    checkpoints = read_checkpoints(checkpoint or [])
-    dtype = chosen_dtype(dtype, device=device)
-    sources = Sources(model, dtype, drafter, checkpoints, device, quantize)
     asked = {"suite": suite, "limit": limit, "turns": turns}
-    around = {**asdict(sources), "system": system, **surroundings()}
-    facts = {**settings.as_facts(), **around, "rule": RULE}
     apart = cost or cut is not None
-    store = None if apart else Store(out, facts)  # refuses other settings before anything is loaded
-    with console.status(f"Loading {model}"):
+    with console.loading(model, threads):
+        from moaspec.cli.sources import Sources, load_methods, load_trusted, read_checkpoints
+        from moaspec.evaluate import Settings, Store
+        from moaspec.evaluate.cut import check_cut
+        from moaspec.evaluate.equality import RULE
+        from moaspec.evaluate.report import surroundings
+        from moaspec.evaluate.store import prepare
+        from moaspec.evaluate.table import require_known_noise
+        from moaspec.target import chosen_dtype
+
+        if cut is not None:
+            check_cut(cut, max_new_tokens)
+        require_known_noise([*timed, *untimed], temperature)
+        settings = Settings(
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            batch=batch,
+            temperature=temperature,
+            seed=seed,
+        )
+        if out is not None:
+            prepare(out)
+        given = read_checkpoints(checkpoint or [])
+        dtype = chosen_dtype(dtype, device=device)
+        sources = Sources(model, dtype, drafter, given, device, quantize)
+        around = {**asdict(sources), "system": system, **surroundings()}
+        facts = {**settings.as_facts(), **around, "rule": RULE}
+        # It refuses other settings before anything is loaded.
+        store = None if apart else Store(out, facts)
         loaded = load_methods([*timed, *untimed], sources)
         trusted = None if apart else load_trusted(loaded, sources)
     if cost:
@@ -151,12 +154,14 @@ def evaluate(
         system=system,
     )
     result = {"settings": {**facts, **asked}, **report.as_json()}
+    from moaspec.cli.tables import show
+
     _put_out(result, lambda: show(report), out and out / REPORT, as_json=as_json)
     if not report.lossless:
         raise typer.Exit(1)
 
 
-def _check_options(options: dict[str, Any], timed: Sequence[str], untimed: Sequence[str]) -> None:
+def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
     """Refuse what is out of range or would be ignored, before anything is loaded or written."""
     for name in ("limit", "turns"):
         value = options[name]
@@ -167,13 +172,10 @@ def _check_options(options: dict[str, Any], timed: Sequence[str], untimed: Seque
         raise InputError("--accuracy goes with --cut: without a cut every text is the target's.")
     if options["cost"] and options["cut"] is not None:
         raise InputError("--cost and --cut are measured by themselves: use one after the other.")
-    if options["cut"] is not None:
-        check_cut(options["cut"], options["max_new_tokens"])
     if apart and (options["repeats"], options["batch"], options["tau_only"]) != (1, 1, ""):
         raise InputError("--repeats, --batch and --tau-only do not go with --cost and --cut.")
     if apart and options["temperature"]:
         raise InputError("--temperature does not go with --cost and --cut, which are greedy.")
-    require_known_noise([*timed, *untimed], options["temperature"])
     if not timed:
         raise InputError("--methods must name at least one method that is timed.")
 
@@ -188,6 +190,9 @@ def compare(
 
     Example: moaspec eval compare results/before results/after
     """
+    from moaspec.cli.tables import show_comparison
+    from moaspec.evaluate.comparison import compare_reports, read_report
+
     found = compare_reports(read_report(before), read_report(after))
     _put_out(found.as_json(), lambda: show_comparison(found), None, as_json=as_json)
 
@@ -207,6 +212,9 @@ def page(
 
     Example: moaspec eval page results --markdown docs/results.md
     """
+    from moaspec.evaluate.html import write_page
+    from moaspec.evaluate.markdown import write_markdown
+
     try:
         written = [write_page(directory)]
         for path in markdown or ():
@@ -222,6 +230,8 @@ def _put_out(
 ) -> None:
     """Write the file and the page around it, where wanted; print the table or the JSON."""
     if path is not None:
+        from moaspec.evaluate.store import write_whole
+
         write_whole(path, json.dumps(facts, indent=1, allow_nan=False) + "\n")
         _write_page(path.parent)
     if as_json:
@@ -232,6 +242,8 @@ def _put_out(
 
 def _write_page(directory: Path) -> None:
     """The page, where there is a report to show; without matplotlib the rest still works."""
+    from moaspec.evaluate.html import write_page
+
     if not (directory / REPORT).exists():
         return
     try:
@@ -243,6 +255,9 @@ def _write_page(directory: Path) -> None:
 def _report_costs(
     methods: Sequence[Method], settings: dict[str, Any], out: Path | None, *, as_json: bool
 ) -> None:
+    from moaspec.cli.tables import show_costs
+    from moaspec.evaluate.cost import measure_costs, num_measurements
+
     with console.bar("measuring costs", num_measurements(methods[0].target, methods)) as advance:
         costs = measure_costs(methods, advance=advance)
     facts = {**costs.as_json(), "settings": settings}
@@ -258,6 +273,10 @@ def _measured_cut(
     accuracy: bool,
 ) -> Cut:
     """`lengths`: tokens before the cut, and of the whole text."""
+    from moaspec.cli.sources import chat_encoder
+    from moaspec.evaluate.accuracy import is_right
+    from moaspec.evaluate.cut import measure_cut
+
     target = methods[0].target
     encode, tokenizer = chat_encoder(target, system), cast(Any, target.tokenizer)
 
@@ -277,6 +296,8 @@ def _measured_cut(
 
 
 def _report_cut(found: Cut, settings: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
+    from moaspec.cli.tables import show_cut
+
     facts = {**found.as_json(), "settings": settings}
     _put_out(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
 
@@ -294,10 +315,13 @@ def demo(
 
     Example: moaspec demo
     """
-    settings = Settings(max_new_tokens=max_new_tokens)
-    console.set_threads(threads)
-    console.quiet_libraries()
-    with console.status(f"Loading {MODEL} (the first time its weights are unpacked, 30 s)"):
+    with console.loading(f"{MODEL} (the first time its weights are unpacked, 30 s)", threads):
+        from moaspec.cli.sources import Sources, load_methods, load_trusted
+        from moaspec.cli.tables import show
+        from moaspec.evaluate import Settings
+        from moaspec.target import chosen_dtype
+
+        settings = Settings(max_new_tokens=max_new_tokens)
         sources = Sources(MODEL, dtype=chosen_dtype(dtype))
         methods = load_methods(_names(DEFAULT_METHODS), sources)
         trusted = load_trusted(methods, sources)
@@ -312,6 +336,8 @@ def demo(
 
 
 def _stream_one(method: Method, prompt: Prompt, max_new_tokens: int) -> None:
+    from moaspec.decode import start
+
     target = method.target
     prompt_ids = console.chat_ids(target, prompt.turns[0])
     engine, (result,) = start(
@@ -336,6 +362,9 @@ def _measured(
     store: Store | None = None,
     system: str = "default",
 ) -> Report:
+    from moaspec.cli.sources import chat_encoder
+    from moaspec.evaluate import measure
+
     total = (len(methods) + len(tau_only)) * sum(len(prompt.turns) for prompt in prompts)
     with console.bar("measuring", total) as advance:
         return measure(

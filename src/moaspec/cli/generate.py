@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moaspec.cli import console, options
 from moaspec.cli.loading import load, measure_once
-from moaspec.decode import (
-    GenerationResult,
-    start,
-)
 from moaspec.errors import InputError
-from moaspec.target import Target
+
+if TYPE_CHECKING:
+    from moaspec.decode import GenerationResult
+    from moaspec.target import Target
 
 
 def generate(
@@ -43,7 +42,7 @@ def generate(
 ) -> None:
     """Answer a prompt, streaming verified tokens; accepted drafts are green, copies cyan.
 
-    --tree auto is a small fixed tree until `moaspec calibrate` has measured this machine.
+    --tree auto drafts what pays on this machine, which its first use measures in some seconds.
 
     Ctrl-C stops generating; what was generated stays on the screen. Several choices are decoded
     together and shown one after another when they are done.
@@ -53,11 +52,13 @@ def generate(
     settings = options.row_options({**locals(), "stop": stop or ()})
     if num_choices < 1:
         raise InputError(f"--num-choices must be at least 1, got {num_choices}.")
-    console.set_threads(threads)
-    console.quiet_libraries()
-    target, module = load(model, drafter, dtype=dtype, quantize=quantize, speculation=speculation)
+    target, module = load(
+        model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
+    )
     if tree == "auto":
         measure_once(target, module)
+    from moaspec.decode import start
+
     prompt_ids = console.chat_ids(target, prompt, raw=raw)
     engine, results = start(
         target, [prompt_ids], drafter=module, num_choices=num_choices, **settings

@@ -12,12 +12,9 @@ import typer
 from rich.table import Table
 
 from moaspec.cli import console
-from moaspec.decode import bundled_drafters
+from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import UnknownModelError
-from moaspec.model.baselines import SECTION as BASELINE
-from moaspec.model.baselines import read_whole
-from moaspec.model.checkpoint import DRAFT_TOKENS, HEAD_MOMENT, SECTION
-from moaspec.model.weights import is_directory, read_config, read_tensors
+from moaspec.model.files import is_directory, read_config
 
 
 def info(
@@ -34,7 +31,8 @@ def info(
             f"No checkpoint {checkpoint!r}: not a directory, and not bundled "
             f"({', '.join(bundled_drafters()) or 'none'})."
         )
-    facts = describe_bundle(directory) if _is_bundle(directory) else describe(directory)
+    with console.loading(checkpoint):
+        facts = describe_bundle(directory) if _is_bundle(directory) else describe(directory)
     if as_json:
         console.out.print(json.dumps(facts))
         return
@@ -46,6 +44,10 @@ def info(
 
 def describe(directory: Path) -> dict[str, Any]:
     """Facts of a checkpoint, its weights read and checked."""
+    from moaspec.model.baselines import SECTION as BASELINE
+    from moaspec.model.baselines import read_whole
+    from moaspec.model.checkpoint import DRAFT_TOKENS, HEAD_MOMENT, SECTION
+
     config, tensors = read_whole(directory)
     draft_tokens, _ = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
     ours = config.get(SECTION) or config.get(BASELINE) or {}
@@ -62,6 +64,9 @@ def describe(directory: Path) -> dict[str, Any]:
 
 
 def _format(config: Mapping[str, Any]) -> str:
+    from moaspec.model.baselines import SECTION as BASELINE
+    from moaspec.model.checkpoint import SECTION
+
     if BASELINE in config:
         return f"baseline ({config[BASELINE]['kind']})"
     return "moaspec" if SECTION in config else "published"
@@ -73,7 +78,8 @@ def _is_bundle(directory: Path) -> bool:
 
 def describe_bundle(directory: Path) -> dict[str, Any]:
     """Facts of a device bundle, its weights read and checked."""
-    # Imported here, because gRPC, which its package needs, is not installed everywhere.
+    from moaspec.model.checkpoint import DRAFT_TOKENS
+    from moaspec.model.weights import read_tensors
     from moaspec.remote.bundle import read_bundle_info
 
     info, tensors = read_bundle_info(directory), read_tensors(directory)

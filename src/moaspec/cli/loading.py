@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from moaspec.cli import console
-from moaspec.decode import Drafter, bundled_drafters, first_use, load_any_drafter
-from moaspec.kernels import instructions
-from moaspec.model import MoADrafter
-from moaspec.target import Target, load_target
+from moaspec.decode.bundled import bundled_drafters
+
+if TYPE_CHECKING:
+    from moaspec.decode import Drafter
+    from moaspec.model import MoADrafter
+    from moaspec.target import Target
 
 
 def load(
@@ -18,10 +20,13 @@ def load(
     dtype: str,
     quantize: str | None = None,
     device: str = "cpu",
+    threads: int | None = None,
     speculation: bool = True,
 ) -> tuple[Target, MoADrafter | Drafter | None]:
     """Load both, with a line that says in which dtype and with how many threads they run."""
-    with console.status(f"Loading {model}"):
+    with console.loading(model, threads):
+        from moaspec.target import load_target
+
         target = load_target(model, dtype=dtype, device=device, quantize=quantize)
         module = choose_drafter(drafter, model, target) if speculation else None
     console.err.print(described(target), style="dim")
@@ -30,6 +35,8 @@ def load(
 
 def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | Drafter | None:
     """The named drafter, else the one bundled for this target, else none (plain decoding)."""
+    from moaspec.decode import load_any_drafter
+
     if name is not None:
         return load_any_drafter(name, target=target)
     if model in bundled_drafters():
@@ -40,6 +47,10 @@ def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter |
 
 def described(target: Target) -> str:
     """The target, its dtype, and what computes it."""
+    import torch
+
+    from moaspec.kernels import instructions
+
     parts = [f"{target.name} in {target.precision}"]
     if target.device.type == "cpu":
         parts.append(f"{torch.get_num_threads()} CPU threads")
@@ -52,6 +63,9 @@ def described(target: Target) -> str:
 
 def measure_once(target: Target, module: MoADrafter | Drafter | None) -> None:
     """Measure this machine where --tree auto is used on it first, with a status line."""
+    from moaspec.decode import first_use
+    from moaspec.model import MoADrafter
+
     if not isinstance(module, MoADrafter):
         return
     with console.measuring() as advance:

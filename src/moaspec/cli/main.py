@@ -36,7 +36,6 @@ app = typer.Typer(
     help="Mixture of Attentions speculative decoding: the target's text, exactly, only sooner.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 
@@ -84,7 +83,7 @@ app.add_typer(checkpoint)
 def run() -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     try:
-        app()
+        app(prog_name="moaspec")
     except KeyboardInterrupt:
         sys.exit(130)
     except MoaSpecError as error:

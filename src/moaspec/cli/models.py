@@ -9,9 +9,8 @@ import typer
 from rich.table import Table
 
 from moaspec.cli import console
-from moaspec.decode import bundled_drafters
-from moaspec.target import ALIASES, SUPPORTED_FAMILIES
-from moaspec.target.registry import packaged_gguf
+from moaspec.decode.bundled import bundled_drafters
+from moaspec.target.names import ALIASES, SUPPORTED_FAMILIES, packaged_gguf
 
 
 def models(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from moaspec.decode import RowOptions, parse_shape, sampling_params
-from moaspec.decode.integers import as_integer
-from moaspec.decode.shaping import FreeBranches as Setting
+if TYPE_CHECKING:
+    from moaspec.decode import RowOptions
+    from moaspec.decode.shaping import FreeBranches as Setting
 
 MODEL = "smollm2-135m"
 
@@ -77,9 +78,34 @@ def row_options(given: Mapping[str, Any]) -> RowOptions:
     Raises:
         ShapeError, InputError: a bad value, which should not have to wait for a model to load.
     """
-    settings = {name: given[name] for name in RowOptions.__annotations__ if name in given}
-    settings["free_branches"] = given["free_branches"].setting
+    from moaspec.decode.integers import as_integer
+    from moaspec.decode.stop import stop_strings
+    from moaspec.decode.tree import parse_shape
+
     as_integer("--max-new-tokens", given["max_new_tokens"])
     parse_shape(given["tree"])
-    sampling_params(cast(RowOptions, settings))
-    return cast(RowOptions, settings)
+    settings = {
+        **_sampling(given),
+        "max_new_tokens": given["max_new_tokens"],
+        "tree": given["tree"],
+        "free_branches": given["free_branches"].setting,
+    }
+    if "stop" in given:
+        settings["stop"] = stop_strings(given["stop"])
+    check_sampling(settings)
+    return cast("RowOptions", settings)
+
+
+def check_sampling(settings: Mapping[str, Any]) -> None:
+    """Raise InputError for a value that no sampling can have."""
+    from moaspec.decode.sampling import SamplingParams
+
+    SamplingParams(**_sampling(settings))
+
+
+def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options that say how tokens are chosen."""
+    from moaspec.decode.sampling import SamplingParams
+
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    return {name: value for name, value in given.items() if name in names}

@@ -60,11 +60,12 @@ def remote(
 
     Example: moaspec remote "Why is the sky blue?" --cut-after 12
     """
-    # Imported here, because gRPC is not needed by most commands.
-    from moaspec.remote import GrpcTransport, RemoteSession
-    from moaspec.remote.emulation import Faults, ShapedTransport, link_named
-    from moaspec.remote.private import Vault
-    from moaspec.remote.private.recognisers import default
+    device.check_address(server)
+    with console.loading(model, threads):
+        from moaspec.remote import GrpcTransport, RemoteSession
+        from moaspec.remote.emulation import Faults, ShapedTransport, link_named
+        from moaspec.remote.private import Vault
+        from moaspec.remote.private.recognisers import default
 
     chosen = device.remote_options(
         codec=codec,
@@ -74,15 +75,12 @@ def remote(
         prefix_dir=prefix_dir,
         give_up_s=give_up_s,
     )
-    device.check_address(server)
     wire = GrpcTransport(server, device.credentials(token_file, ca, certificate, key))
     faults, emulated = Faults(), link_named(link)
     shaped = link != "none" or cut_after is not None
     transport = ShapedTransport(wire, emulated, faults) if shaped else wire
     vault = Vault(default(phone_region or ("US",)) if recognise else ())
     hidden = vault.hide(prompt)
-    console.set_threads(threads)
-    console.quiet_libraries()
     loaded = device.load_bundle(bundle, model)
     ids = console.chat_ids(loaded.target, hidden)
     session = RemoteSession(loaded, transport, chosen)

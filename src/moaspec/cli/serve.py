@@ -10,7 +10,6 @@ import typer
 
 from moaspec.cli import console, options
 from moaspec.cli.loading import load, measure_once
-from moaspec.decode import parse_shape, shaping_for
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,19 +58,23 @@ def serve(
 
     Example: moaspec serve --port 8000 --open
     """
+    from moaspec.decode.tree import parse_shape
+
     parse_shape(tree)  # before anything slow, as below
-    settings = serve_settings(api_key_file, cors_origin, name, default_max_tokens, max_body_bytes)
     if cache_gib <= 0:
         raise InputError(f"--cache-gib must be above 0, got {cache_gib}.")
-    # Imported here: FastAPI and the rest are an extra.
-    from moaspec.serve.local import LocalSource
-    from moaspec.serve.running import page_url
-    from moaspec.serve.running import serve as run
-    from moaspec.serve.worker import Limits
-
-    console.set_threads(threads)
-    console.quiet_libraries()
-    target, module = load(model, drafter, dtype=dtype, quantize=quantize, speculation=speculation)
+    with console.loading(model, threads):
+        settings = serve_settings(
+            api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
+        )
+        from moaspec.decode import shaping_for
+        from moaspec.serve.local import LocalSource
+        from moaspec.serve.running import page_url
+        from moaspec.serve.running import serve as run
+        from moaspec.serve.worker import Limits
+    target, module = load(
+        model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
+    )
     if tree == "auto":
         measure_once(target, module)
     source = LocalSource(

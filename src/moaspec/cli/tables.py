@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from moaspec.cli import console
-from moaspec.decode import acceptance_by_depth
-from moaspec.evaluate import Outcome, Report
-from moaspec.evaluate.comparison import Comparison, Interval
-from moaspec.evaluate.cost import Costs
-from moaspec.evaluate.cut import Cut
-from moaspec.evaluate.equality import RULE
-from moaspec.evaluate.report import costs
-from moaspec.evaluate.store import Sample
+
+if TYPE_CHECKING:
+    from moaspec.evaluate import Outcome, Report, Sample
+    from moaspec.evaluate.comparison import Comparison, Interval
+    from moaspec.evaluate.cost import Costs
+    from moaspec.evaluate.cut import Cut
 
 SHOWN_FAULTS = 3
 ROUND_PARTS = ("draft", "verify", "encode", "rest")
@@ -22,6 +21,9 @@ ROUND_PARTS = ("draft", "verify", "encode", "rest")
 
 def show(report: Report) -> None:
     """Print the table, and what its last column means."""
+    from moaspec.decode import acceptance_by_depth
+    from moaspec.evaluate.equality import RULE
+
     facts = report.as_json()
     how = f"{report.batch} prompts at once" if report.batch > 1 else "one prompt at a time"
     title = (
@@ -71,6 +73,8 @@ def _show_costs_of_methods(report: Report) -> None:
 
 
 def _cost_row(outcome: Outcome) -> Sequence[str]:
+    from moaspec.evaluate.report import costs
+
     facts = costs(outcome)
     peak, parts = facts["peak_bytes"], facts["round_s"] or {}
     return (

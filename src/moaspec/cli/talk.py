@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
-from moaspec.cli import console
-from moaspec.decode import RowOptions, sampling_params
+from moaspec.cli import console, options
 from moaspec.errors import InputError, ServerError
+
+if TYPE_CHECKING:
+    from moaspec.decode import RowOptions
 
 HELP = """\
 /stats        speed and acceptance of the last answer and of the conversation
@@ -101,7 +104,7 @@ class Talk(ABC):
             seed = int(argument) if argument else None
         except ValueError:
             raise InputError(f"/seed takes an integer, got {argument!r}.") from None
-        sampling_params({**self.settings, "seed": seed})
+        options.check_sampling({**self.settings, "seed": seed})
         self.settings["seed"] = seed
         console.out.print("a seed is drawn for each answer" if seed is None else f"seed {seed}")
 

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from moaspec.cli import console, options
-from moaspec.decode import bundled_drafters, load_drafter
+from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import InputError
-from moaspec.target import chosen_dtype, load_target, target_facts
-from moaspec.target.registry import find_weights
 
 if TYPE_CHECKING:
     from moaspec.remote import ServiceOptions, TargetService
@@ -80,35 +78,27 @@ def target_server(
     _check(host, tls_certificate, tls_key, client_ca)
     if quantize is not None and engine == "vllm":
         raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
-    # Imported here, because gRPC is not needed by any other command.
-    from moaspec.remote import (
-        GrpcServer,
-        Guard,
-        ServerOptions,
-        ServiceOptions,
-        StoreOptions,
-        server_credentials,
-    )
+    from moaspec.remote.auth import Guard, server_credentials
 
     guard = Guard() if tokens is None else Guard.read(tokens)
     secure = None
     if tls_certificate is not None and tls_key is not None:
         secure = server_credentials(tls_certificate, tls_key, client_ca)
-    console.set_threads(threads)
-    console.quiet_libraries()
     if traces:
         _print_traces()
-    limits = ServiceOptions(
-        max_tokens=max_tokens,
-        max_cache_bytes=int(max_cache_gib * 2**30),
-        sessions=StoreOptions(
-            max_sessions=max_sessions,
-            max_sessions_per_owner=max_sessions_per_client,
-            idle_s=idle_s,
-        ),
-    )
     name = drafter or (model if model in bundled_drafters() else None)
-    with console.status(f"Loading {model}"):
+    with console.loading(model, threads):
+        from moaspec.remote import GrpcServer, ServerOptions, ServiceOptions, StoreOptions
+
+        limits = ServiceOptions(
+            max_tokens=max_tokens,
+            max_cache_bytes=int(max_cache_gib * 2**30),
+            sessions=StoreOptions(
+                max_sessions=max_sessions,
+                max_sessions_per_owner=max_sessions_per_client,
+                idle_s=idle_s,
+            ),
+        )
         load = _in_vllm if engine == "vllm" else partial(_here, quantize=quantize)
         service = load(model, name, dtype, limits)
     if metrics_port is not None:
@@ -125,7 +115,9 @@ def _here(
     model: str, drafter: str | None, dtype: str, limits: ServiceOptions, *, quantize: str | None
 ) -> TargetService:
     """The target in this process."""
+    from moaspec.decode import load_drafter
     from moaspec.remote import TargetService
+    from moaspec.target import load_target
 
     target = load_target(model, dtype=dtype, quantize=quantize)
     module = None if drafter is None else load_drafter(drafter, target=target)
@@ -141,8 +133,11 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     import torch
 
+    from moaspec.decode import load_drafter
     from moaspec.remote import TargetService
     from moaspec.remote.service import wire_encoder
+    from moaspec.target import chosen_dtype, target_facts
+    from moaspec.target.registry import find_weights
     from moaspec.vllm_plugin.settings import Verifying
     from moaspec.vllm_plugin.verifier import vllm_engine
 
@@ -170,7 +165,6 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
 
 
 def _check(host: str, certificate: Path | None, key: Path | None, client_ca: Path | None) -> None:
-    # Imported here for the same reason.
     from moaspec.remote.auth import LOCAL_HOSTS
 
     if (certificate is None) != (key is None):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moaspec.cli import console
-from moaspec.target import load_target
-from moaspec.train import Ending, Trainer, new_accelerator, read_examples, read_train_config
-from moaspec.train import Progress as StepProgress
-from moaspec.train.stopping import MORE_TO_DO, parse_duration
+from moaspec.train.stopping import MORE_TO_DO, Ending, parse_duration
+
+if TYPE_CHECKING:
+    from moaspec.train import Progress as StepProgress
 
 
 def train(
@@ -30,10 +30,13 @@ def train(
     Example: moaspec train configs/smollm2-135m.yaml data='[responses.jsonl]' steps=500 --for 8m
     """
     seconds = None if for_ is None else parse_duration(for_)
-    settings = read_train_config(config, overrides or [])
-    console.set_threads(settings.threads or None)
-    console.quiet_libraries()
-    accelerator = new_accelerator(settings)
+    with console.loading(str(config)):
+        from moaspec.target import load_target
+        from moaspec.train import Trainer, new_accelerator, read_examples, read_train_config
+
+        settings = read_train_config(config, overrides or [])
+        console.set_threads(settings.threads or None)
+        accelerator = new_accelerator(settings)
     out = console.out if accelerator.is_main_process else console.nowhere()
     with console.status(f"Loading {settings.target}"):
         target = load_target(

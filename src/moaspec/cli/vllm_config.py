@@ -10,11 +10,7 @@ import typer
 
 from moaspec.cli import console
 from moaspec.cli.options import MODEL
-from moaspec.decode.api import find_drafter
 from moaspec.errors import MismatchError
-from moaspec.model.weights import read_config
-from moaspec.target.registry import find_weights
-from moaspec.vllm_plugin.settings import Serving
 
 
 def vllm_config(
@@ -35,7 +31,11 @@ def vllm_config(
 
     Example: moaspec vllm-config smollm2-135m --num-speculative-tokens 2
     """
-    name = model or _recorded_target(drafter)
+    with console.loading(drafter):
+        from moaspec.target.registry import find_weights
+        from moaspec.vllm_plugin.settings import Serving
+
+        name = model or _recorded_target(drafter)
     serving = Serving(
         model=find_weights(name),
         # A bundled alias is understood by every machine that has this package.
@@ -48,6 +48,9 @@ def vllm_config(
 
 def _recorded_target(drafter: str) -> str:
     """The target that a drafter's training run recorded."""
+    from moaspec.decode.api import find_drafter
+    from moaspec.model.files import read_config
+
     config = read_config(find_drafter(drafter))
     name = config.get("training", {}).get("config", {}).get("target")
     if not isinstance(name, str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import operator
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -11,6 +10,7 @@ from typing import Any, TypedDict, Unpack, overload
 
 from moaspec.decode.assumed import sure_costs
 from moaspec.decode.baselines import baseline_drafting
+from moaspec.decode.bundled import bundled_drafters
 from moaspec.decode.engine import Engine
 from moaspec.decode.exits import chosen_exit, known_exits
 from moaspec.decode.first_use import measure_once
@@ -26,14 +26,8 @@ from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError, UnknownModelError
 from moaspec.model import MoADrafter, load_checkpoint
 from moaspec.model.baselines import is_baseline, load_baseline
-from moaspec.model.weights import is_directory
+from moaspec.model.files import is_directory
 from moaspec.target import Target, TargetFacts
-
-
-def bundled_drafters() -> dict[str, Path]:
-    """Drafters that ship inside the package, by the alias of their target."""
-    root = Path(str(importlib.resources.files("moaspec"))) / "bundled"
-    return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
 
 
 def load_drafter(name: str | Path, *, target: TargetFacts) -> MoADrafter:

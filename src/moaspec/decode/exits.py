@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moaspec.decode.calibrate import stored_costs
+from moaspec.decode.calibration import stored_costs
 from moaspec.decode.cost import PRIOR, CostTable, best_chain
 from moaspec.model import MoADrafter
 from moaspec.target import Target

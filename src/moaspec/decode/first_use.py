@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from moaspec.decode import calibrate
+from moaspec.decode import calibration
 from moaspec.decode.assumed import PASSES, num_weights
 from moaspec.decode.assumed import TOKENS as ASSUMED_TOKENS
 from moaspec.decode.bench import Bench
@@ -45,12 +45,14 @@ def measure_once(
         Why nothing was measured; None where costs are stored now.
     """
     layers = num_target_layers
-    if calibrate.stored_costs(target, drafter, num_target_layers=layers) is not None:
+    if calibration.stored_costs(target, drafter, num_target_layers=layers) is not None:
         return None
     why_not = _why_not(target)
     if why_not is None:
         advance("loading its parts")
-        calibrate.calibrate(target, drafter, num_target_layers=layers, quick=True, advance=advance)
+        calibration.calibrate(
+            target, drafter, num_target_layers=layers, quick=True, advance=advance
+        )
     return why_not
 
 
@@ -82,7 +84,7 @@ def _expected_s(target: Target) -> float:
         one_pass.time(counts=False)
         one_pass.time()
     ratios = PASSES.get(target.device.type, PASSES["cpu"])
-    widths = np.interp(calibrate.TOKENS, ASSUMED_TOKENS, ratios)
+    widths = np.interp(calibration.TOKENS, ASSUMED_TOKENS, ratios)
     # Each pass is timed behind one like it.
-    turn = 2 * len(calibrate.CONTEXTS) * float(widths.sum()) + OTHER_PARTS
-    return one_pass.median_s * turn * (calibrate.WARM_UPS + calibrate.QUICK_TURNS.least)
+    turn = 2 * len(calibration.CONTEXTS) * float(widths.sum()) + OTHER_PARTS
+    return one_pass.median_s * turn * (calibration.WARM_UPS + calibration.QUICK_TURNS.least)

@@ -6,16 +6,18 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moaspec.decode.integers import as_integer
 from moaspec.errors import InputError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MOST_ALTERNATIVES = 1000
 """Far more than anybody reads; whole vocabularies would be gigabytes of Python numbers."""
 
-LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
 """(token ids of the prefix, prompt included; float32 logits of shape (V,)) -> logits.
 
 It must depend on its arguments only: with speculation it is called on the prefixes of drafted

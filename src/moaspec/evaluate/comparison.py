@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moaspec.errors import DataError
+from moaspec.evaluate.names import REPORT
 
-REPORT = "report.json"
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 FEWEST = 10

@@ -12,12 +12,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from moaspec.errors import DataError
 from moaspec.evaluate.comparison import read_report
 from moaspec.evaluate.equality import EARLIER_RULE
+from moaspec.evaluate.names import COSTS, CUT, PAGE
 from moaspec.evaluate.plots import draw_plots
 
 SAME = ("model", "drafter", "dtype", "quantize", "device", "threads")
 """Settings that what stands on one page has in common."""
-
-COSTS, CUT, PAGE = "costs.json", "cut.json", "report.html"
 
 
 def write_page(directory: Path) -> Path:

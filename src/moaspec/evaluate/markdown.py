@@ -12,12 +12,10 @@ from moaspec.errors import InputError
 from moaspec.evaluate.comparison import read_report
 from moaspec.evaluate.equality import EARLIER_RULE
 from moaspec.evaluate.html import beside
+from moaspec.evaluate.names import BEGIN, END
 from moaspec.evaluate.plots import draw_plots
 from moaspec.evaluate.report import GREEDILY
 from moaspec.evaluate.store import write_whole
-
-BEGIN, END = "<!-- results -->", "<!-- /results -->"
-"""In a file with these two lines only what is between them is written anew."""
 
 IN_SHORT = 2
 """So many plots stand between those lines; a file of its own has all."""

@@ -1,16 +1,5 @@
 """The drafter: its layers, its two halves, its checkpoints. Knows nothing of a target's code."""
 
-from moaspec.model.checkpoint import load_checkpoint, save_drafter
-from moaspec.model.config import DrafterConfig, LayerConfig, TargetIdentity
-from moaspec.model.drafter import MoADrafter
-from moaspec.model.published import save_published
+from moaspec.lazy import attach
 
-__all__ = [
-    "DrafterConfig",
-    "LayerConfig",
-    "MoADrafter",
-    "TargetIdentity",
-    "load_checkpoint",
-    "save_drafter",
-    "save_published",
-]
+__getattr__, __all__ = attach(__name__)

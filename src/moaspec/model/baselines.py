@@ -14,9 +14,10 @@ from moaspec.errors import MismatchError
 from moaspec.model.checkpoint import DRAFT_TOKENS, check_whole, consistent
 from moaspec.model.config import LayerConfig, TargetIdentity
 from moaspec.model.eagle import EagleDrafter
+from moaspec.model.files import read_config
 from moaspec.model.independent import IndependentDrafter
 from moaspec.model.stack import StackConfig
-from moaspec.model.weights import read_config, read_tensors, write_config, write_weights
+from moaspec.model.weights import read_tensors, write_config, write_weights
 
 Baseline = EagleDrafter | IndependentDrafter
 SECTION = "moaspec_baseline"

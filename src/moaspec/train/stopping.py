@@ -36,15 +36,6 @@ class Stop:
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._signalled = False
 
-    @classmethod
-    def after(cls, duration: str | None) -> Stop:
-        """A budget such as "8m"; None for none.
-
-        Raises:
-            InputError: it cannot be read.
-        """
-        return cls(None if duration is None else parse_duration(duration))
-
     @property
     def due(self) -> Ending:
         """Why to leave after this step; FINISHED is no reason."""

@@ -6,13 +6,15 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moaspec.decode import Drafter, Engine, GenerationResult, local_engine
 from moaspec.decode.sampling import SamplingParams
 from moaspec.errors import InputError
-from moaspec.model import MoADrafter
-from moaspec.target import Target
+
+if TYPE_CHECKING:
+    from moaspec.decode import Drafter, Engine, GenerationResult
+    from moaspec.model import MoADrafter
+    from moaspec.target import Target
 
 Row = dict[str, Any]
 """One line of output."""
@@ -26,7 +28,7 @@ class Ask:
     number: int
 
 
-Author = Generator[Ask, GenerationResult, list[Row]]
+Author = Generator[Ask, "GenerationResult", list[Row]]
 """One conversation in the making: asks, is sent what the target wrote, in the end has rows."""
 
 
@@ -98,6 +100,8 @@ class Scribe:
         Prompts of like length are decoded together: a pass reads as many keys of every row as the
         longest has.
         """
+        from moaspec.decode import local_engine
+
         engine = local_engine(self.target, self._drafter)
         rows: list[list[Row]] = [[] for _ in authors]
         waiting = deque(sorted(enumerate(map(_first, authors)), key=_prompt_length, reverse=True))
