@@ -67,5 +67,5 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Target:
 
     load_targets_by(monkeypatch, lambda *_, **__: target)
     monkeypatch.setattr("moaspec.decode.load_any_drafter", drafter)
-    monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", lambda: {"smollm2-135m": Path()})
+    monkeypatch.setattr("moaspec.cli.loading.bundled_drafters", lambda: {"smollm2-135m": Path()})
     return target

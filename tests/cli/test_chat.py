@@ -180,7 +180,7 @@ def test_templates_that_cannot_do_it() -> None:
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     target = chat_target()
     load_targets_by(monkeypatch, lambda *_, **__: target)
-    monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", dict)
+    monkeypatch.setattr("moaspec.cli.loading.bundled_drafters", dict)
     yield target
     logging.set_verbosity_warning()
     logging.enable_progress_bar()

@@ -99,7 +99,7 @@ def test_calibrate_without_a_drafter_promises_nothing(
     cli: Cli, loaded: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert loaded.tokenizer is not None
-    monkeypatch.setattr("moaspec.cli.generate.bundled_drafters", dict)
+    monkeypatch.setattr("moaspec.cli.loading.bundled_drafters", dict)
     output = cli("calibrate")
     assert output.code == 0
     assert "auto will" not in output.words
