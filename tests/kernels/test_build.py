@@ -18,7 +18,7 @@ import torch
 
 import moaspec
 from bits import needs_kernels
-from moaspec.kernels import Matrix, build, can_attend, why_not
+from moaspec.kernels import Matrix, build, can_attend, must_compile, why_not
 from moaspec.target import forms
 from moaspec.target.forms import Half, Kernel, OneDNN, can_pack
 from moaspec.target.packing import PackedLinear
@@ -85,6 +85,7 @@ def test_a_compiler_that_does_not_exist(
     asked: str, afresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", asked)
+    assert not must_compile()
     assert_why(asked, caplog)
     assert left_behind(afresh) == []
 
@@ -150,6 +151,7 @@ def test_they_can_be_switched_off(
     value: str, afresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(build.SWITCH, value)
+    assert not must_compile()
     assert why_not() == "MOASPEC_KERNELS is off"
     assert warnings(caplog) == []
     assert left_behind(afresh) == []
@@ -277,9 +279,11 @@ def counting(
 @pytest.mark.slow
 @needs_kernels
 def test_a_cached_build_is_not_compiled_again(counting: Path, afresh: Path) -> None:
+    assert must_compile()
     for _ in range(3):
         build._loaded.cache_clear()
         assert why_not() is None
+        assert not must_compile()
     assert counting.read_text().splitlines() == ["compiled"]
     (library,) = left_behind(afresh)
     assert library.suffix == ".so"

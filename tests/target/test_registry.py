@@ -21,6 +21,7 @@ import tiny
 from moaspec.errors import InputError, UnknownModelError, UnsupportedTargetError
 from moaspec.target import names, registry
 from moaspec.target.names import ALIASES, Alias, packaged_gguf
+from moaspec.target.registry import must_dequantise
 
 
 @pytest.fixture
@@ -235,8 +236,12 @@ def test_packaged_gguf_is_found_without_importing(
     assert packaged_gguf(alias) is None
 
 
-def test_packaged_gguf_of_a_package_that_is_not_installed() -> None:
-    assert packaged_gguf(Alias("hub", "no-such-package-here", "x.gguf")) is None
+def test_packaged_gguf_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Alias("hub", "no-such-package-here", "x.gguf")
+    assert packaged_gguf(missing) is None
+    monkeypatch.setitem(ALIASES, "missing", missing)
+    assert not must_dequantise("missing")
+    assert not must_dequantise("owner/name")
 
 
 def fake_gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
@@ -269,8 +274,10 @@ def fake_gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 def test_a_gguf_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conversions = fake_gguf(monkeypatch, tmp_path)
+    assert must_dequantise("smollm2-135m")
     for _ in range(2):
         target = moaspec.load_target("smollm2-135m")
+        assert not must_dequantise("smollm2-135m")
         assert target.tokenizer is not None
         assert target.name == "smollm2-135m"
         expected = tiny.target().model.state_dict()["lm_head.weight"]

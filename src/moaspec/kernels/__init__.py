@@ -5,7 +5,7 @@ on with PyTorch's own operations.
 """
 
 from moaspec.kernels.attention import MOST_QUERIES, attend, can_attend
-from moaspec.kernels.build import instructions, unpacks, why_not
+from moaspec.kernels.build import instructions, must_compile, unpacks, why_not
 from moaspec.kernels.codes import can_be_moment
 from moaspec.kernels.drafter import Coupling, FusedEncoder, FusedExit, Grown, TreePart, draft_tree
 from moaspec.kernels.laws import Law, can_choose, choose
@@ -35,6 +35,7 @@ __all__ = [
     "draft_tree",
     "draw_bits",
     "instructions",
+    "must_compile",
     "unpacks",
     "why_not",
 ]

@@ -45,6 +45,15 @@ def why_not() -> str | None:
     return _loaded()[1]
 
 
+def must_compile() -> bool:
+    """Whether the first use of kernels here will take the time to compile them."""
+    try:
+        flags = (*FLAGS, *INSTRUCTIONS[_wanted()[0]])
+        return not _library_file(flags, _compiler()).exists()
+    except (_UnavailableError, OSError):
+        return False
+
+
 def library() -> ctypes.CDLL:
     """The compiled kernels; only where `why_not` has nothing to say."""
     found, reason = _loaded()
@@ -140,10 +149,7 @@ def _compiled() -> Path:
 def _compiled_for(name: str) -> Path:
     """The library for one of `INSTRUCTIONS`."""
     flags, compiler = (*FLAGS, *INSTRUCTIONS[name]), _compiler()
-    sources = [path.read_bytes() for path in (*sorted(SOURCES.glob("*.h")), MAIN)]
-    facts = (*sources, " ".join(flags).encode(), compiler.encode(), platform.machine().encode())
-    digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]
-    final = cache_dir() / "kernels" / f"cpu-{digest}.so"
+    final = _library_file(flags, compiler)
     if final.exists():
         return final
     log.info("Compiling %s with %s, once; it takes some ten seconds.", MAIN.name, compiler)
@@ -163,6 +169,14 @@ def _compiled_for(name: str) -> Path:
             Path(made.name).unlink(missing_ok=True)
             raise
     return final
+
+
+def _library_file(flags: tuple[str, ...], compiler: str) -> Path:
+    """Where the library is kept that this compiler makes of these sources with these flags."""
+    sources = [path.read_bytes() for path in (*sorted(SOURCES.glob("*.h")), MAIN)]
+    facts = (*sources, " ".join(flags).encode(), compiler.encode(), platform.machine().encode())
+    digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]
+    return cache_dir() / "kernels" / f"cpu-{digest}.so"
 
 
 def _compiler() -> str:

@@ -268,9 +268,21 @@ def _could_be_hub_id(name: str) -> bool:
     return "/" in name
 
 
+def must_dequantise(name: str) -> bool:
+    """Whether the first load of this target will take the time to dequantise its GGUF file."""
+    alias = ALIASES.get(name)
+    gguf = None if alias is None else packaged_gguf(alias)
+    return gguf is not None and not (_dequantised_dir(name, gguf) / "config.json").exists()
+
+
+def _dequantised_dir(name: str, gguf: Path) -> Path:
+    """Where the dequantised weights of a GGUF file are kept."""
+    return cache_dir() / f"{name}-{gguf.stat().st_size}"
+
+
 def _dequantised(name: str, gguf: Path) -> Path:
     """Convert a GGUF once and keep float32 weights; later loads take seconds."""
-    final = cache_dir() / f"{name}-{gguf.stat().st_size}"
+    final = _dequantised_dir(name, gguf)
     if (final / "config.json").exists():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
