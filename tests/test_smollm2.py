@@ -19,6 +19,7 @@ from moaspec.decode.protocols import RowText
 from moaspec.decode.tree import DraftTree
 from moaspec.evaluate import Check, Parts, judge, parse_methods, read_prompts
 from moaspec.evaluate.cost import measure_costs
+from moaspec.evaluate.race import Runner, compared, run_race
 from moaspec.kernels import MOST_QUERIES, Grown
 from moaspec.model import MoADrafter
 from moaspec.model.encoder import Encoder
@@ -39,7 +40,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def target() -> moaspec.Target:
-    return moaspec.load_target(ALIAS)
+    return moaspec.load_target(ALIAS, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,17 @@ def prompts(target: moaspec.Target) -> list[list[int]]:
 @pytest.fixture
 def drafter(target: moaspec.Target) -> MoADrafter:
     return moaspec.load_drafter(ALIAS, target=target)
+
+
+def test_a_race(target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]) -> None:
+    for ids in prompts[:2]:
+        plain = Runner(target, None, ids, NEW_TOKENS)
+        speculative = Runner(target, drafter, ids, NEW_TOKENS)
+        assert run_race(plain, speculative)
+        found = compared(plain, speculative, ids, max_new_tokens=NEW_TOKENS, trusted=lambda: target)
+        assert found.lossless
+        assert plain.effort.passes == plain.effort.tokens
+        assert speculative.effort.passes <= speculative.effort.tokens
 
 
 def test_plain_and_speculative_text_is_transformers_own(
