@@ -523,52 +523,6 @@ def test_a_chat_template_is_used_unless_raw(cli: Cli, monkeypatch: pytest.Monkey
     assert json.loads(cli("generate", PROMPT, "--raw", *options).out)["prompt_tokens"] == 3
 
 
-# demo
-
-
-@pytest.mark.usefixtures("loaded")
-def test_demo(cli: Cli) -> None:
-    output = cli("demo", "--max-new-tokens", "6", "--threads", "1")
-    assert output.code == 0
-    for words in ("green", "hf", "plain", "moa", "tokens/s"):
-        assert words in output.words
-
-
-@pytest.mark.parametrize(
-    ("fastest", "options", "taken"),
-    [
-        (torch.bfloat16, (), "bfloat16"),
-        (torch.float32, (), "float32"),
-        (torch.float32, ("--dtype", "bfloat16"), "bfloat16"),
-    ],
-)
-def test_the_demo_takes_the_dtype_that_the_cpu_has_instructions_for(
-    fastest: torch.dtype,
-    options: tuple[str, ...],
-    taken: str,
-    cli: Cli,
-    loaded: Target,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    dtypes: list[str] = []
-
-    def load(*_: Any, dtype: str, **__: Any) -> Target:
-        dtypes.append(dtype)
-        return loaded
-
-    monkeypatch.setattr("moaspec.target.forms.fastest_dtype", lambda: fastest)
-    load_targets_by(monkeypatch, load)
-    assert cli("demo", "--max-new-tokens", "2", *options).code == 0
-    assert set(dtypes) == {taken}
-
-
-@pytest.mark.usefixtures("loaded")
-@pytest.mark.parametrize("number", ["0", "-1"])
-def test_demo_of_nothing(number: str, cli: Cli) -> None:
-    output = cli("demo", "--max-new-tokens", number)
-    assert (output.code, output.out) == (2, "")
-
-
 # train
 
 

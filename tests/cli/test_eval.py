@@ -65,8 +65,7 @@ def test_eval_as_json(cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("loaded")
-@pytest.mark.parametrize("command", ["eval", "demo"])
-def test_a_different_text_fails(command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_text_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Method.run_many
 
     def wrong(self: Method, *args: Any) -> list[Run]:
@@ -76,7 +75,7 @@ def test_a_different_text_fails(command: str, cli: Cli, monkeypatch: pytest.Monk
         return runs
 
     monkeypatch.setattr(Method, "run_many", wrong)
-    output = cli(command, "--max-new-tokens", "5")
+    output = cli("eval", "--max-new-tokens", "5")
     assert output.code == 1
     assert "DIFFERENT" in output.out
     assert "not shown" in output.words

@@ -1,4 +1,4 @@
-"""`moaspec eval` and `moaspec demo`."""
+"""`moaspec eval`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from moaspec.cli import console
-from moaspec.cli.generate import describe
 from moaspec.cli.options import MODEL, Dtype, Quantize
 from moaspec.errors import InputError
 from moaspec.evaluate.names import BEGIN, COSTS, CUT, END, PAGE, REPORT
@@ -304,52 +303,6 @@ def _report_cut(found: Cut, settings: dict[str, Any], out: Path | None, *, as_js
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def demo(
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
-    dtype: Dtype = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-) -> None:
-    """Show speculative generation on a real model next to plain decoding.
-
-    Example: moaspec demo
-    """
-    with console.loading(f"{MODEL} (the first time its weights are unpacked, 30 s)", threads):
-        from moaspec.cli.sources import Sources, load_methods, load_trusted
-        from moaspec.cli.tables import show
-        from moaspec.evaluate import Settings
-        from moaspec.target import chosen_dtype
-
-        settings = Settings(max_new_tokens=max_new_tokens)
-        sources = Sources(MODEL, dtype=chosen_dtype(dtype))
-        methods = load_methods(_names(DEFAULT_METHODS), sources)
-        trusted = load_trusted(methods, sources)
-    prompts = read_prompts("bundled", limit=3)
-    console.out.print(prompts[0].turns[0], style="bold")
-    console.out.print("green: drafted and accepted; plain: the target's own choice\n", style="dim")
-    _stream_one(methods[-1], prompts[0], max_new_tokens)
-    report = _measured(methods, prompts, settings, trusted=trusted)
-    show(report)
-    if not report.lossless:
-        raise typer.Exit(1)
-
-
-def _stream_one(method: Method, prompt: Prompt, max_new_tokens: int) -> None:
-    from moaspec.decode import start
-
-    target = method.target
-    prompt_ids = console.chat_ids(target, prompt.turns[0])
-    engine, (result,) = start(
-        target, [prompt_ids], drafter=method.drafter, max_new_tokens=max_new_tokens
-    )
-    printer = console.TokenPrinter(target)
-    with console.noted_interrupts() as interrupts:
-        stopped = console.show_events(engine.run(), printer, interrupts)
-        printer.close()
-        console.out.print(describe(result) + "\n", style="dim")
-    if stopped:
-        raise typer.Exit(130)
 
 
 def _measured(

@@ -14,10 +14,10 @@ from moaspec.cli.chat import chat
 from moaspec.cli.check import check
 from moaspec.cli.checkpoint import app as checkpoint
 from moaspec.cli.data import app as data
+from moaspec.cli.demo import demo
 from moaspec.cli.edge import edge
 from moaspec.cli.edge_bench import edge_bench
 from moaspec.cli.evaluate import app as evaluate
-from moaspec.cli.evaluate import demo
 from moaspec.cli.generate import generate
 from moaspec.cli.info import info
 from moaspec.cli.models import models

@@ -1,0 +1,427 @@
+"""`moaspec demo`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from moaspec.cli import console, panes
+from moaspec.cli.options import MODEL, Dtype
+from moaspec.errors import InputError
+
+if TYPE_CHECKING:
+    from moaspec.evaluate import Method, Prompt, Report
+    from moaspec.evaluate.race import Race, Races
+    from moaspec.model import MoADrafter
+    from moaspec.target import Target
+
+
+INTRODUCTION = (
+    "A small language model answers the same prompts twice: plainly, token by token, and with "
+    "speculative decoding, which drafts several tokens and checks them in one pass."
+)
+FAIRNESS = "They take turns, one pass each. Each clock counts only its own passes."
+DECODING_S = 15.0
+"""Seconds of decoding that the demo aims at."""
+MIN_PROMPTS, MAX_PROMPTS = 3, 6
+MIN_TOKENS, MAX_TOKENS = 32, 96
+WARM_UP_TOKENS = 8
+GAIN = 1.03
+"""Speed-ups below this are within what two decodings of one kind differ by."""
+METHODS, DETAILED_METHODS = ("plain", "moa"), ("hf", "plain", "moa")
+
+
+def demo(
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens per prompt; by default as many as a short demo has time for."),
+    ] = None,
+    dtype: Dtype = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Then also measure transformers' own generate, and print tables per method.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no panes.")] = False,
+) -> None:
+    """Decode prompts plainly and speculatively, side by side, and compare both.
+
+    The first run compiles kernels for this CPU, dequantises the model's weights and measures the
+    machine; later runs find all of this ready. Ctrl-C ends the demo and keeps what was shown.
+
+    Example: moaspec demo
+    """
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens must be at least 1, got {max_new_tokens}.")
+    screen = console.nowhere() if as_json else new_screen()
+    screen.print(INTRODUCTION)
+    steps = Steps(console.err)
+    with steps("Loading PyTorch and transformers"):
+        import moaspec.evaluate.race  # noqa: F401 - importing is all that is wanted
+
+        console.quiet_libraries()
+    console.set_threads(threads)
+    setting = _prepared(dtype, DETAILED_METHODS if details else METHODS, steps)
+    with steps("Timing the first tokens of both"):
+        number, tokens = plan(_pair_s(setting), max_new_tokens)
+    prompts = setting.prompts[:number]
+    screen.print(f"{setting}.")
+    with console.noted_interrupts() as interrupts:
+        with steps("Decoding the prompts, in turns") if as_json else nullcontext():
+            races = _races(setting, prompts, tokens, screen, lambda: bool(interrupts))
+        if races.each:
+            show_verdict(races, screen)
+        report = None
+    if details and not interrupts:
+        report = _details(setting, prompts, tokens)
+    if as_json:
+        facts = _facts(setting, races, steps)
+        facts["report"] = report and report.as_json()
+        console.out.print(json.dumps(facts))
+    elif report is not None:
+        from moaspec.cli.tables import show
+
+        show(report)
+    if interrupts:
+        raise typer.Exit(130)
+    if not races.lossless:
+        raise typer.Exit(1)
+
+
+def new_screen() -> Console:
+    """A console that breaks lines between words; in files and pipes it breaks none."""
+    soft_wrap = not sys.stdout.isatty()
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+
+
+class Steps:
+    """Slow steps, each with a line that says what is done and how long it took.
+
+    Args:
+        screen: shows them; a spinner with a clock where it is a terminal.
+
+    Attributes:
+        seconds: of each step, by its words.
+    """
+
+    def __init__(self, screen: Console) -> None:
+        self._screen = screen
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, words: str, expected: str = "") -> Iterator[None]:
+        """Around a step.
+
+        Args:
+            words: what is done.
+            expected: how long it takes, where that is long.
+        """
+        announced = f"{words} ({expected})" if expected else words
+        started = time.perf_counter()
+        with self._announced(announced):
+            yield
+        self.seconds[words] = time.perf_counter() - started
+        before = f"{announced} ... " if panes.is_live(self._screen) else ""
+        self._screen.print(f"{before}{self.seconds[words]:.1f} s")
+
+    @contextmanager
+    def _announced(self, words: str) -> Iterator[None]:
+        if panes.is_live(self._screen):
+            columns = (SpinnerColumn("line"), TextColumn(words), TimeElapsedColumn())
+            # Few redraws: they take time from what may be being measured.
+            with Progress(
+                *columns, console=self._screen, transient=True, refresh_per_second=4
+            ) as shown:
+                shown.add_task("")
+                yield
+            return
+        self._screen.print(f"{words} ... ", end="")
+        try:
+            yield
+        except BaseException:
+            self._screen.print()
+            raise
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decodes.
+
+    Attributes:
+        target: its texts are written.
+        drafter: proposes tokens.
+        methods: the same for `measure`.
+        prompts: to choose from.
+        trusted: loads the target that says which of two texts is right.
+    """
+
+    target: Target
+    drafter: MoADrafter
+    methods: Sequence[Method]
+    prompts: Sequence[Prompt]
+    trusted: Callable[[], Target]
+
+    def __str__(self) -> str:
+        import torch
+
+        from moaspec.evaluate.report import machine
+
+        threads = torch.get_num_threads()
+        return (
+            f"{self.target.name} in {self.target.precision} on {threads} "
+            f"{'thread' if threads == 1 else 'threads'} of {machine()['processor']}"
+        )
+
+
+def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
+    """Compile, dequantise, load and measure whatever is not there yet."""
+    from moaspec.cli.sources import Sources, load_methods, load_trusted
+    from moaspec.decode.exits import known_exits
+    from moaspec.decode.first_use import measure_once
+    from moaspec.evaluate import read_prompts
+    from moaspec.kernels import must_compile, why_not
+    from moaspec.model import MoADrafter
+    from moaspec.target import chosen_dtype
+    from moaspec.target.registry import find_weights, must_dequantise
+
+    if must_compile():
+        with steps("Compiling kernels for this CPU", "once, about 20 s"):
+            why_not()
+    if must_dequantise(MODEL):
+        with steps("Dequantising the model's weights", "once, about 25 s"):
+            find_weights(MODEL)
+    with steps(f"Loading {MODEL} and its drafter"):
+        sources = Sources(MODEL, dtype=chosen_dtype(dtype))
+        methods = load_methods(names, sources)
+    target, drafter = methods[-1].target, methods[-1].drafter
+    assert isinstance(drafter, MoADrafter), "one is bundled"
+    if any(one.costs is None for one in known_exits(target, drafter)):
+        with steps("Measuring what passes and drafts cost here", "once, about 5 s"):
+            why_not_measured = measure_once(target, drafter)
+        if why_not_measured is not None:
+            console.err.print(f"Not measured, because {why_not_measured}.")
+    prompts = read_prompts("bundled")
+    return Setting(target, drafter, methods, prompts, cache(lambda: load_trusted(methods, sources)))
+
+
+def _pair_s(setting: Setting) -> float:
+    """Seconds that both decodings take for a token each, after a warm-up."""
+    from moaspec.evaluate.race import Runner, run_race
+
+    ids = console.chat_ids(setting.target, setting.prompts[-1].turns[0])
+    for _ in range(2):  # the first one warms up
+        plain = Runner(setting.target, None, ids, WARM_UP_TOKENS)
+        speculative = Runner(setting.target, setting.drafter, ids, WARM_UP_TOKENS)
+        run_race(plain, speculative)
+    return sum(1 / one.effort.tokens_per_s for one in (plain, speculative))
+
+
+def plan(pair_s: float, max_new_tokens: int | None) -> tuple[int, int]:
+    """How many prompts, and tokens of each, a demo has time for.
+
+    Args:
+        pair_s: seconds of both decodings for a token each.
+        max_new_tokens: what was asked for, if anything was.
+    """
+    tokens = max_new_tokens or min(
+        MAX_TOKENS, max(MIN_TOKENS, int(DECODING_S / (MIN_PROMPTS * pair_s)))
+    )
+    prompts = int(DECODING_S / (tokens * pair_s))
+    return min(MAX_PROMPTS, max(MIN_PROMPTS, prompts)), tokens
+
+
+def _races(
+    setting: Setting,
+    prompts: Sequence[Prompt],
+    tokens: int,
+    screen: Console,
+    stop: Callable[[], bool],
+) -> Races:
+    """Decode prompt after prompt; one that was stopped is shown as far as it went, not counted."""
+    from moaspec.evaluate.race import Races
+
+    live = panes.can_redraw(screen)
+    screen.print(FAIRNESS)
+    if live:
+        screen.print(panes.legend(screen))
+    races: list[Race] = []
+    for number, prompt in enumerate(prompts, 1):
+        race = _race(setting, prompt, tokens, Stage(screen, live, number, len(prompts)), stop)
+        if race is None:
+            break
+        races.append(race)
+        screen.print(panes.result_line(number, race))
+    return Races(races)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a race is shown.
+
+    Attributes:
+        screen: shows it.
+        live: whether panes are redrawn on it.
+        number: of the prompt.
+        last: prompt.
+    """
+
+    screen: Console
+    live: bool
+    number: int
+    last: int
+
+
+def _race(
+    setting: Setting, prompt: Prompt, tokens: int, stage: Stage, stop: Callable[[], bool]
+) -> Race | None:
+    """Decode a prompt both ways; None where it was stopped."""
+    from moaspec.evaluate.race import Race, Runner, compared, run_race
+
+    text, screen = prompt.turns[0], stage.screen
+    heading = f"Prompt {stage.number} of {stage.last}: {text}"
+    ids = console.chat_ids(setting.target, text)
+    plain = Runner(setting.target, None, ids, tokens)
+    speculative = Runner(setting.target, setting.drafter, ids, tokens)
+    if stage.live:
+        with panes.shown_live(heading, plain, speculative, screen) as draw:
+            whole = run_race(plain, speculative, watch=draw, stop=stop)
+        if not whole or stage.number == stage.last:
+            screen.print(panes.frame(heading, panes.panes_of(plain, speculative), screen))
+    else:
+        whole = run_race(plain, speculative, stop=stop)
+        panes.show_lines(heading, plain, speculative, screen)
+    if not whole:
+        return None
+    equality = compared(plain, speculative, ids, max_new_tokens=tokens, trusted=setting.trusted)
+    name = prompt.category or prompt.question_id
+    return Race(
+        name=name,
+        prompt=text,
+        plain=plain.effort,
+        speculative=speculative.effort,
+        equality=equality,
+    )
+
+
+def show_verdict(races: Races, screen: Console) -> None:
+    """The verdict, its reason where there was no gain, and what to try next."""
+    screen.print()
+    screen.print(Text(verdict(races), style="bold"))
+    if why := reason(races):
+        screen.print(why)
+    for line in try_next(command(), gained=_gained(races)):
+        screen.print(line)
+
+
+def verdict(races: Races) -> str:
+    """One line: what was gained, on how much text."""
+    number = len(races.each)
+    basis = f"{number} {'prompt' if number == 1 else 'prompts'}, {races.speculative.tokens} tokens"
+    if races.speedup is None:
+        wrong = sum(not one.equality.lossless for one in races.each)
+        are = "is" if wrong == 1 else "are"
+        return f"Verdict: FAULT, {wrong} of {number} texts {are} not the model's own."
+    times = f"{races.speedup:.2f}x"
+    gain = f"{times} as fast" if _gained(races) else f"no gain ({times})"
+    return f"Verdict: {gain}, {_sameness(races)}, {_saved_passes(races)} ({basis})."
+
+
+def _gained(races: Races) -> bool:
+    return races.speedup is not None and round(races.speedup, 2) >= GAIN
+
+
+def _sameness(races: Races) -> str:
+    same = all(one.equality.kind == "identical" for one in races.each)
+    return "same text" if same else "same text up to ties in rounding"
+
+
+def _saved_passes(races: Races) -> str:
+    saved = 1 - races.speculative.passes / races.plain.passes
+    return f"{saved:.0%} fewer passes" if saved >= 0.005 else "as many passes"
+
+
+def reason(races: Races) -> str | None:
+    """Why there was no gain, or what to do about a fault; None where all is well."""
+    if not races.lossless:
+        return (
+            "No speed-up is shown. `moaspec check` finds the first wrong token; please report it."
+        )
+    if _gained(races):
+        return None
+    plain, speculative = races.plain, races.speculative
+    longer = (speculative.seconds / speculative.passes) / (plain.seconds / plain.passes)
+    return (
+        f"Reason: a speculative pass gave {speculative.tokens_per_pass:.2f} tokens but took "
+        f"{longer:.2f} times as long as a plain one, drafting included."
+    )
+
+
+def try_next(name: str, *, gained: bool) -> tuple[str, str]:
+    """Two commands to go on with.
+
+    Args:
+        name: of this program.
+        gained: whether speculation was faster; where it was not, a busy machine may be why.
+    """
+    first = (f"{name} chat", "talk with this model")
+    if not gained:
+        first = (f"{name} calibrate", "measure again while nothing else runs")
+    second = (f"{name} demo --details", "tables of all methods")
+    width = max(len(first[0]), len(second[0]))
+    return (
+        f"Try next: {first[0]:<{width}}  {first[1]}",
+        f"          {second[0]:<{width}}  {second[1]}",
+    )
+
+
+def command() -> str:
+    """How the user calls this program."""
+    called = Path(sys.argv[0])
+    if shutil.which("moaspec") == str(called):
+        return "moaspec"
+    return str(called) if called.name == "moaspec" else "python -m moaspec"
+
+
+def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report:
+    """Measure the same prompts by `measure`, transformers' own generate included."""
+    from moaspec.cli.sources import chat_encoder
+    from moaspec.evaluate import Settings, measure
+
+    with console.bar("measuring", len(setting.methods) * len(prompts)) as advance:
+        return measure(
+            setting.methods,
+            prompts,
+            chat_encoder(setting.target, "default"),
+            Settings(max_new_tokens=tokens),
+            trusted=setting.trusted(),
+            advance=advance,
+        )
+
+
+def _facts(setting: Setting, races: Races, steps: Steps) -> dict[str, Any]:
+    """What `--json` prints."""
+    from moaspec.evaluate.report import surroundings
+
+    return {
+        "target": setting.target.name,
+        "dtype": setting.target.precision,
+        **surroundings(),
+        "steps_s": steps.seconds,
+        **races.as_json(),
+    }

@@ -1,0 +1,399 @@
+"""`moaspec demo`: its facts, its panes, and what it prints where nothing can be redrawn."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import tiny
+from commands import Cli, text_target
+from moaspec.cli import demo, panes
+from moaspec.cli.panes import Pane
+from moaspec.decode import Engine
+from moaspec.evaluate import Equality, race
+from moaspec.evaluate.race import Effort, Race, Races, Runner, run_race
+from moaspec.places import cache_dir
+from moaspec.target import Target
+
+ESCAPE = "\x1b"
+SAME = Equality("identical")
+
+
+def a_race(plain_s: float, speculative_s: float, equality: Equality = SAME) -> Race:
+    return Race(
+        name="explain",
+        prompt="Why?",
+        plain=Effort(tokens=60, seconds=plain_s, passes=60),
+        speculative=Effort(tokens=60, seconds=speculative_s, passes=30, accepted=30),
+        equality=equality,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements of this machine are made for these tests alone, once for all of them."""
+    shared = tmp_path_factory.getbasetemp() / "demo-cache"
+    monkeypatch.setenv("MOASPEC_CACHE", str(shared))
+
+
+# The command
+
+
+@pytest.mark.usefixtures("loaded")
+def test_demo_in_a_pipe(cli: Cli) -> None:
+    shutil.rmtree(cache_dir() / "calibration", ignore_errors=True)
+    output = cli("demo", "--max-new-tokens", "6", "--threads", "1")
+    assert output.code == 0
+    assert ESCAPE not in output.out + output.err
+    for number in (1, 2, 3):
+        assert f"Prompt {number} of " in output.out
+    for words in ("plain: 6 tokens, 6 target passes", "speculative: 6 tokens", "same text"):
+        assert words in output.out
+    assert "Verdict: " in output.words
+    assert output.out.index("Verdict: ") < output.out.index("Try next: ")
+    assert "hf" not in output.out
+    steps = [line.partition(" ... ")[0] for line in output.err.splitlines()]
+    assert steps[-1] == "Timing the first tokens of both"
+    assert "Measuring what passes and drafts cost here (once, about 15 s)" in steps
+    again = cli("demo", "--max-new-tokens", "2")
+    assert again.code == 0
+    assert "Measuring" not in again.err
+
+
+@pytest.mark.usefixtures("loaded")
+def test_demo_as_json(cli: Cli) -> None:
+    output = cli("demo", "--max-new-tokens", "5", "--json")
+    assert output.code == 0
+    facts = json.loads(output.out)
+    assert facts["lossless"]
+    assert facts["report"] is None
+    assert facts["plain"]["tokens"] == facts["speculative"]["tokens"] == 5 * len(facts["prompts"])
+    assert facts["speedup"] == pytest.approx(
+        facts["speculative"]["tokens_per_s"] / facts["plain"]["tokens_per_s"]
+    )
+    assert set(facts["steps_s"]) >= {"Loading PyTorch and transformers"}
+
+
+@pytest.mark.usefixtures("loaded")
+def test_details_measure_every_method(cli: Cli) -> None:
+    output = cli("demo", "--max-new-tokens", "3", "--details")
+    assert output.code == 0
+    for words in ("Verdict: ", "hf", "plain", "moa"):
+        assert words in output.words
+    facts = json.loads(cli("demo", "--max-new-tokens", "3", "--details", "--json").out)
+    assert list(facts["report"]["methods"]) == ["hf", "plain", "moa"]
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_different_text_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Equality("different", 2, reason="token 5 is not the target's choice")
+    monkeypatch.setattr(race, "compared", lambda *_, **__: wrong)
+    output = cli("demo", "--max-new-tokens", "5")
+    assert output.code == 1
+    assert "DIFFERENT" in output.out
+    assert "FAULT" in output.words
+    assert "as fast" not in output.words
+
+
+@pytest.mark.parametrize(
+    ("fastest", "options", "taken"),
+    [
+        (torch.bfloat16, (), "bfloat16"),
+        (torch.float32, (), "float32"),
+        (torch.float32, ("--dtype", "bfloat16"), "bfloat16"),
+    ],
+)
+def test_the_demo_takes_the_dtype_that_the_cpu_has_instructions_for(
+    fastest: torch.dtype,
+    options: tuple[str, ...],
+    taken: str,
+    cli: Cli,
+    loaded: Target,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dtypes: list[str] = []
+
+    def load(*_: Any, dtype: str, **__: Any) -> Target:
+        dtypes.append(dtype)
+        return loaded
+
+    monkeypatch.setattr("moaspec.target.forms.fastest_dtype", lambda: fastest)
+    monkeypatch.setattr("moaspec.cli.sources.load_target", load)
+    assert cli("demo", "--max-new-tokens", "2", *options).code == 0
+    assert set(dtypes) == {taken}
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_demo_of_nothing(number: str, cli: Cli) -> None:
+    output = cli("demo", "--max-new-tokens", number)
+    assert (output.code, output.out) == (2, "")
+    assert output.err.startswith("Error: ")
+
+
+# Ctrl-C
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Press Ctrl-C in that step of any engine."""
+    calls: list[Engine] = []
+    step = Engine.step
+
+    def interrupted(self: Engine) -> Any:
+        calls.append(self)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+
+
+@pytest.mark.usefixtures("loaded")
+def test_ctrl_c_while_texts_are_decoded(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("demo", "--max-new-tokens", "2").code == 0  # nothing is left to measure
+    warm_up = 4 * demo.WARM_UP_TOKENS
+    interrupt_at(monkeypatch, warm_up + 20)
+    output = cli("demo", "--max-new-tokens", "50")
+    assert output.code == 130
+    assert "Prompt 1 of 3: " in output.out or "Prompt 1 of 6: " in output.out
+    assert "speculative: " in output.out
+    assert "Prompt 2 of " not in output.out
+    assert "Verdict" not in output.words
+
+
+@pytest.mark.usefixtures("loaded")
+def test_ctrl_c_while_the_machine_is_measured(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moaspec.decode.calibrate", interrupted)
+    output = cli("demo")
+    assert output.code == 130
+    assert "Traceback" not in output.err
+    assert output.err.endswith("(once, about 15 s) ... \n")
+
+
+@pytest.mark.usefixtures("loaded")
+def test_ctrl_c_as_json_gives_what_is_whole(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("demo", "--max-new-tokens", "2").code == 0
+    interrupt_at(monkeypatch, 4 * demo.WARM_UP_TOKENS + 20)
+    output = cli("demo", "--max-new-tokens", "50", "--json")
+    assert output.code == 130
+    assert json.loads(output.out)["prompts"] == []
+
+
+# What is said
+
+
+def test_a_gain() -> None:
+    races = Races([a_race(2.0, 1.5), a_race(2.0, 1.0)])
+    assert demo.verdict(races) == (
+        "Verdict: 1.60x as fast, same text, 50% fewer passes (2 prompts, 120 tokens)."
+    )
+    assert demo.reason(races) is None
+
+
+def test_no_gain_and_why() -> None:
+    races = Races([a_race(2.0, 2.0)])
+    assert demo.verdict(races) == (
+        "Verdict: no gain (1.00x), same text, 50% fewer passes (1 prompt, 60 tokens)."
+    )
+    assert demo.reason(races) == (
+        "Reason: a speculative pass gave 2.00 tokens but took 2.00 times as long as a plain one, "
+        "drafting included."
+    )
+
+
+def test_ties_are_told() -> None:
+    races = Races([a_race(2.0, 1.0), a_race(2.0, 1.0, Equality("near_tie", 3, 0.01, 0.1))])
+    assert "2.00x as fast, same text up to ties in rounding, 50%" in demo.verdict(races)
+
+
+def test_no_speed_of_wrong_texts() -> None:
+    races = Races([a_race(2.0, 1.0), a_race(2.0, 1.0, Equality("different"))])
+    assert demo.verdict(races) == "Verdict: FAULT, 1 of 2 texts is not the model's own."
+    assert "moaspec check" in str(demo.reason(races))
+
+
+def test_what_to_try_next() -> None:
+    assert demo.try_next("moaspec", gained=True) == (
+        "Try next: moaspec chat            talk with this model",
+        "          moaspec demo --details  tables of all methods",
+    )
+    assert "moaspec calibrate " in demo.try_next("moaspec", gained=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("pair_s", "asked", "planned"),
+    [
+        (0.001, None, (6, 96)),  # fast: as much as a viewer may want to read
+        (0.025, None, (6, 96)),
+        (0.04, None, (3, 96)),
+        (0.12, None, (3, 41)),  # slow: shorter texts
+        (5.0, None, (3, 32)),
+        (5.0, 7, (3, 7)),
+        (0.001, 500, (6, 500)),
+    ],
+)
+def test_as_much_as_there_is_time_for(
+    pair_s: float, asked: int | None, planned: tuple[int, int]
+) -> None:
+    assert demo.plan(pair_s, asked) == planned
+
+
+def test_the_program_is_named_as_it_was_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed = tmp_path / "moaspec"
+    installed.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "")
+    for called, name in [(".venv/bin/moaspec", ".venv/bin/moaspec"), ("x/__main__.py", None)]:
+        monkeypatch.setattr("sys.argv", [called])
+        assert demo.command() == (name or "python -m moaspec")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.argv", [str(installed)])
+    assert demo.command() == "moaspec"
+
+
+# Panes
+
+WORDS = "The sky is blue because air scatters blue light more than red light."
+PLAIN = Pane("plain", [(WORDS, "target")], Effort(tokens=14, seconds=1.0, passes=14), done=True)
+DRAFTED = Pane(
+    "speculative",
+    [(WORDS[:20], "draft"), (WORDS[20:40], "target"), (WORDS[40:60], "copy")],
+    Effort(tokens=12, seconds=0.75, passes=6, accepted=4, copied=4),
+    done=False,
+)
+
+
+def drawn(width: int, *, text_rows: int | None = None, **settings: Any) -> str:
+    file = io.StringIO()
+    screen = Console(file=file, width=width, height=30, markup=False, **settings)
+    shown = panes.frame("Prompt 1 of 6: Why?", (PLAIN, DRAFTED), screen, text_rows=text_rows)
+    screen.print(shown)
+    return file.getvalue()
+
+
+def test_panes_stand_side_by_side() -> None:
+    assert drawn(80) == (
+        "Prompt 1 of 6: Why?\n"
+        "╭──────────── plain, done ────────────╮╭──────────── speculative ────────────╮\n"
+        "│ The sky is blue because air         ││ The sky is blue because air         │\n"
+        "│ scatters blue light more than red   ││ scatters blue light more than re    │\n"
+        "│ light.                              ││                                     │\n"
+        "│ ─────────────────────────────────── ││ ─────────────────────────────────── │\n"
+        "│ 14 tokens, 14 target passes         ││ 12 tokens, 6 target passes          │\n"
+        "│ 14.0 tokens/s, 1.00 s               ││ 16.0 tokens/s, 0.75 s               │\n"
+        "╰─────────────────────────────────────╯╰─────────────────────────────────────╯\n"
+    )
+
+
+def test_narrow_terminals_have_panes_below_each_other() -> None:
+    lines = drawn(60).splitlines()
+    assert {len(line) for line in lines[1:]} == {60 - panes.MARGIN}
+    assert [" plain, done " in line for line in lines].count(True) == 1
+    assert lines.index(next(line for line in lines if "speculative" in line)) > 5
+
+
+@pytest.mark.parametrize("width", [40, 60, 69, 70, 80, 120, 200])
+def test_no_word_is_broken(width: int) -> None:
+    lines = drawn(width).splitlines()
+    assert max(map(len, lines)) <= width
+    shown = {word for line in lines for word in line.replace("│", " ").split()}
+    assert set(WORDS.split()) <= shown
+
+
+def test_the_last_rows_are_shown_while_there_is_little_room() -> None:
+    shown = drawn(80, text_rows=1)
+    assert "light." in shown
+    assert "The sky" not in shown
+    assert len(drawn(80, text_rows=9).splitlines()) == len(shown.splitlines()) + 8
+
+
+def test_long_prompts_are_shortened_between_words() -> None:
+    short = panes.shortened("many words " * 50)
+    assert len(short) <= panes.PROMPT_CHARACTERS
+    assert short.endswith("words ...") or short.endswith("many ...")
+
+
+def test_tokens_are_coloured_by_source() -> None:
+    shown = drawn(80, force_terminal=True, color_system="standard")
+    assert "\x1b[1;32mThe" in shown
+    assert "\x1b[1;36m" in shown
+
+
+@pytest.mark.parametrize("settings", [{"no_color": True}, {"color_system": None}])
+def test_without_colours_bold_is_explained(settings: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"force_terminal": True, "color_system": "standard", **settings}
+    assert "\x1b[32m" not in drawn(80, **options)
+    plain = panes.legend(Console(file=io.StringIO(), **options)).plain
+    assert plain == "Tokens: drafted and accepted, the target's own"
+    coloured = panes.legend(Console(file=io.StringIO(), force_terminal=True, color_system="256"))
+    assert "copied" in coloured.plain
+
+
+def terminal(file: Any, **settings: Any) -> Console:
+    options: dict[str, Any] = {"width": 80, "height": 30, "_environ": {"TERM": "xterm"}}
+    return Console(file=file, markup=False, **{**options, **settings})
+
+
+def test_what_can_be_redrawn() -> None:
+    parent, child = pty.openpty()
+    with os.fdopen(parent, "rb"), os.fdopen(child, "w") as file:
+        assert panes.can_redraw(terminal(file))
+        assert not panes.can_redraw(terminal(file, _environ={"TERM": "dumb"}))
+        assert not panes.can_redraw(terminal(file, width=30))
+        assert not panes.can_redraw(terminal(file, height=8))
+        assert not panes.can_redraw(terminal(file, width=60, height=16))
+        assert panes.can_redraw(terminal(file, width=60, height=24))
+    assert not panes.can_redraw(terminal(io.StringIO(), force_terminal=True))  # FORCE_COLOR
+
+
+def test_a_race_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panes, "FRAME_S", 0.0)
+    target, prompt = text_target(), tiny.PROMPTS[0]
+    plain, speculative = Runner(target, None, prompt, 3), Runner(target, None, prompt, 3)
+    parent, child = pty.openpty()
+    seen: list[bytes] = []
+
+    def read() -> None:
+        with os.fdopen(parent, "rb", buffering=0) as file:
+            while b"the end" not in b"".join(seen):
+                seen.append(file.read(4096))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(child, "w") as file:
+        screen = terminal(file)
+        with panes.shown_live("Why?", plain, speculative, screen) as draw:
+            assert run_race(plain, speculative, watch=draw)
+        screen.print("the end")
+        reader.join(timeout=60)
+    text = b"".join(seen).decode()
+    assert "1 tokens, 1 target passes" in text
+    assert "3 tokens, 3 target passes" in text
+    assert "speculative, done" in text
+    assert ESCAPE in text
+
+
+def test_a_prompt_in_a_line_of_80_columns() -> None:
+    line = " ".join(panes.result_line(1, a_race(100.0, 50.0)).split())
+    assert line == "1. explain plain 100.00 s, speculative 50.00 s, 2.00x, same text"
+    for kind in ("identical", "near_tie", "different"):
+        assert len(panes.result_line(1, a_race(100.0, 50.0, Equality(kind)))) <= 80
