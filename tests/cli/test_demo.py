@@ -47,6 +47,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("MOASPEC_CACHE", str(shared))
 
 
+@pytest.fixture(autouse=True)
+def _nothing_to_dequantise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny target needs no weights of the real one."""
+    monkeypatch.setattr("moaspec.target.registry.must_dequantise", lambda _: False)
+
+
 # The command
 
 
