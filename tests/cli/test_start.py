@@ -166,6 +166,26 @@ def test_all_that_packages_export_can_be_had() -> None:
     assert "decode" not in moaspec.__all__
 
 
+def test_what_libraries_say_is_not_shown() -> None:
+    code = """
+from moaspec.cli import console
+console.quiet_libraries()
+import logging, sys, warnings
+from tqdm.auto import tqdm
+from transformers.utils import logging as transformers_logging
+list(tqdm(range(3)))
+list(transformers_logging.tqdm(range(3)))
+warnings.warn("noise")
+for name in ("transformers.something", "library", "DeepSpeed"):
+    logging.getLogger(name).warning("noise")
+logging.getLogger("moaspec.kernels").warning("no compiler")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert (done.stdout, done.stderr) == ("", "no compiler\n")
+
+
 # Ctrl-C
 
 AT_TORCH = """

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from moaspec.cli import console
+from moaspec.cli import console, table
 from moaspec.cli.loading import load
 from moaspec.cli.options import MODEL, Dtype, Quantize
+from moaspec.cli.table import Table
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -81,30 +81,51 @@ def _facts(costs: CostTable, exits: Sequence[Exit]) -> dict[str, Any]:
 
 
 def _show(costs: CostTable, exits: Sequence[Exit]) -> None:
-    table = Table("milliseconds", *map(str, costs.tokens), title="tokens in a pass")
-    for context, line in zip(costs.contexts, costs.pass_s, strict=True):
-        table.add_row(f"target after {context} tokens", *_milliseconds(line))
-    table.add_row("head and choice", *_milliseconds(costs.head_s))
-    drafted = [(_named(one, exits), one.costs) for one in exits if one.costs is not None]
-    for name, of in drafted:
-        table.add_row(f"{name}encoding them", *_milliseconds(of.encode_s))
-    console.out.print(table)
-    for name, of in drafted:
-        times = zip(of.widths, _milliseconds(of.step_s), strict=True)
-        steps = ", ".join(f"{width}: {s}" for width, s in times)
-        first = f"{name}drafting: {1000 * of.root_s:.1f} for the first level"
-        console.out.print(f"{first}, then by nodes in it: {steps}")
+    table.show(_passes_table(costs, exits))
+    drafted = [one for one in exits if one.costs is not None]
+    if drafted:
+        console.out.print()
+        table.show(_drafting_table(drafted))
     if exits:
         _show_promises(exits)
+
+
+def _passes_table(costs: CostTable, exits: Sequence[Exit]) -> Table:
+    """What the target and the drafter's encoder take, by the tokens of a pass."""
+    lines = [
+        *zip((f"target after {n} tokens" for n in costs.contexts), costs.pass_s, strict=True),
+        ("head and choice", costs.head_s),
+        *(
+            (f"{_named(one, exits)}encoding them", one.costs.encode_s)
+            for one in exits
+            if one.costs is not None
+        ),
+    ]
+    rows = [(name, *_milliseconds(line)) for name, line in lines]
+    return Table(("tokens in a pass", *map(str, costs.tokens)), rows, "milliseconds")
+
+
+def _drafting_table(exits: Sequence[Exit]) -> Table:
+    """What the levels of a draft take, by their nodes."""
+    widths = sorted({width for one in exits if one.costs for width in one.costs.widths})
+    rows = [
+        (
+            f"{_named(one, exits)}drafting",
+            *_milliseconds((one.costs.root_s, *map(one.costs.step_s_of, widths))),
+        )
+        for one in exits
+        if one.costs
+    ]
+    return Table(("nodes in a level", "first level", *map(str, widths)), rows, "milliseconds")
 
 
 def _show_promises(exits: Sequence[Exit]) -> None:
     from moaspec.decode.exits import chosen_exit
 
     for one in exits:
-        console.out.print(f"{_named(one, exits)}{_promise(one)}", style="dim")
+        console.note(f"{_named(one, exits)}{_promise(one)}", "dim")
     with_n = f" with N = {chosen_exit(exits).num_target_layers}" if len(exits) > 1 else ""
-    console.out.print(f"auto will draft{with_n} as far as it pays.", style="dim")
+    console.note(f"auto will draft{with_n} as far as it pays.", "dim")
 
 
 def _named(one: Exit, exits: Sequence[Exit]) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from moaspec.cli import console, options
+from moaspec.cli import console, options, table
 from moaspec.cli.loading import choose_drafter
+from moaspec.cli.table import Table
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def check(
             )
         checked[target.precision] = _run(plan)
         if not as_json:
-            _show(model, target.precision, checked[target.precision])
+            _show(f"{model}, {target.precision}", checked[target.precision])
     if as_json:
         console.out.print(json.dumps(_as_json(model, checked)))
     if not _right(checked):
@@ -111,34 +111,31 @@ def _as_json(model: str, checked: Mapping[str, Sequence[Finding]]) -> dict[str, 
     }
 
 
-def _show(model: str, dtype: str, findings: Sequence[Finding]) -> None:
-    """A line per setting and method, then every fault and every parting."""
-    table = Table("setting", title=f"{model}, {dtype}")
-    table.add_column("method", no_wrap=True)
-    for heading in ("texts", "tokens", "as plain", "ties", "faults"):
-        table.add_column(heading)
+def _table(title: str, findings: Sequence[Finding]) -> Table:
+    """A row per setting and method."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in sorted(findings, key=_setting_order(findings)):
         groups.setdefault((finding.setting, finding.method), []).append(finding)
-    last = ""
-    for (setting, method), group in groups.items():
-        if setting != last:
-            table.add_section()
+    rows = []
+    for names, group in groups.items():
         kinds = [finding.kind for finding in group]
         counts = [kinds.count(kind) for kind in ("identical", "near_tie", "different")]
         tokens = sum(finding.num_tokens for finding in group)
-        heading, last = ("" if setting == last else setting), setting
-        table.add_row(heading, method, *map(str, (len(group), tokens, *counts)))
-    console.out.print(table)
+        rows.append((*names, *map(str, (len(group), tokens, *counts))))
+    headings = ("setting", "method", "texts", "tokens", "as plain", "ties", "faults")
+    return Table(headings, rows, title, grouped=True)
+
+
+def _show(title: str, findings: Sequence[Finding]) -> None:
+    """The table, then every fault and every parting."""
+    table.show(_table(title, findings))
     for finding in findings:
         if finding.kind != "identical":
-            console.out.print(_line(finding))
+            console.note(_line(finding))
     if all(finding.lossless for finding in findings):
-        console.out.print(
-            "Right: every token is the target's choice, up to its rounding.", style="green"
-        )
+        console.note("Right: every token is the target's choice, up to its rounding.", "green")
     else:
-        console.out.print("Wrong: rounding does not explain the faults above.", style="bold red")
+        console.note("Wrong: rounding does not explain the faults above.", "bold red")
 
 
 def _setting_order(findings: Sequence[Finding]) -> Callable[[Finding], int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -70,19 +73,40 @@ def loading(what: str, threads: int | None = None) -> Iterator[None]:
     with status(f"Loading {what}") as shown:
         shown.update(spinner="dots")  # drawn now; by itself it waits for its thread's first turn
         with leaving(shown.stop):
+            quiet_libraries()
             import moaspec.decode.api
             import moaspec.target.registry  # noqa: F401 - importing is all that is wanted
-        quiet_libraries()
         set_threads(threads)
         yield
 
 
 def quiet_libraries() -> None:
-    """Loading is shown by our own status line; transformers' bars would tear the text."""
-    from transformers.utils import logging
+    """Keep bars, warnings and remarks of libraries off the terminal, but with --debug.
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    To be called before they are imported. Ours are shown: logs of `moaspec`, and errors.
+    """
+    if DEBUG.get():
+        return
+    os.environ.update(NO_BARS)
+    warnings.simplefilter("ignore")
+    if logging.lastResort is not None:
+        logging.lastResort.addFilter(_is_ours)
+    logging.getLogger("DeepSpeed").addFilter(_is_error)  # has a handler of its own, on stdout
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+NO_BARS = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.name.startswith("moaspec") or _is_error(record)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def set_threads(threads: int | None) -> None:
@@ -198,15 +222,40 @@ def show_events(
     return False
 
 
-def chat_ids(target: Target, prompt: str, *, raw: bool = False) -> list[int]:
+def read_prompt(prompt: str | None) -> str:
+    """The prompt of a command line; of standard input where it is "-", or left out before a pipe.
+
+    Raises:
+        InputError: there is none.
+    """
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise InputError("There is no prompt; write one, or pipe one in.")
+    if prompt is None or prompt == "-":
+        prompt = _standard_input()
+    if not prompt.strip():
+        raise InputError("The prompt is empty; write what the model should answer.")
+    return prompt
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"Standard input is not valid UTF-8 text: {error}.") from error
+
+
+def chat_ids(
+    target: Target, prompt: str, *, system: str | None = None, raw: bool = False
+) -> list[int]:
     """Token ids of a user's prompt, in the target's chat template where it has one.
 
     Raises:
-        InputError: an empty prompt, or a target without tokenizer.
+        InputError: a target without tokenizer, or a template that refuses a system prompt.
     """
-    if not prompt.strip():
-        raise InputError("The prompt is empty; write what the model should answer.")
-    return message_ids(target, [{"role": "user", "content": prompt}], raw=raw)
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return message_ids(target, messages, raw=raw)
 
 
 def message_ids(

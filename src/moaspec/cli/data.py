@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from moaspec.cli import console
+from moaspec.cli import console, table
 from moaspec.cli.options import MODEL, Dtype
+from moaspec.cli.table import Table
 from moaspec.errors import DataError, InputError
 from moaspec.train.conversations import read_conversations
 from moaspec.train.journal import Journal
@@ -37,7 +37,9 @@ SHOWN_FINDINGS = 20
 
 Sources = Annotated[
     list[str],
-    typer.Argument(help="JSONL files (.gz allowed) or hub:owner/name[:configuration][@split]."),
+    typer.Argument(
+        help="JSONL files (.gz allowed), or hub:OWNER/NAME, also with :CONFIGURATION and @SPLIT."
+    ),
 ]
 Model = Annotated[str, typer.Option(help="Target: alias, directory or hub id.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
@@ -392,19 +394,17 @@ def _tell(skipped: _Skipped | None) -> None:
 
 
 def _show(facts: Statistics) -> None:
-    console.out.print(
+    console.note(
         f"{facts.examples} examples with {facts.responses} responses: {facts.tokens} tokens, "
         f"{facts.response_tokens} of them responses', {facts.distinct_tokens} different ones."
     )
     lengths = ", ".join(f"{p}% up to {length}" for p, length in facts.lengths.items())
-    console.out.print(f"Tokens of an example: {lengths}.")
+    console.note(f"Tokens of an example: {lengths}.")
     padding = ", ".join(f"{share:.1%} with {name}" for name, share in facts.padding.items())
-    console.out.print(f"Pads: {padding}.")
-    console.out.print(
+    console.note(f"Pads: {padding}.")
+    console.note(
         f"The activation cache takes {facts.cache_bytes / 1e9:.2f} GB "
         f"({facts.bytes_per_token} bytes a token)."
     )
-    table = Table("sizes.draft_vocab", "share of response tokens in it")
-    for size, share in facts.coverage.items():
-        table.add_row(str(size), f"{share:.2%}")
-    console.out.print(table)
+    headings = ("sizes.draft_vocab", "share of response tokens in it")
+    table.show(Table(headings, [(str(size), f"{one:.2%}") for size, one in facts.coverage.items()]))

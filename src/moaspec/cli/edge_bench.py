@@ -13,21 +13,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from moaspec.cli import console
+from moaspec.cli import console, table
 from moaspec.cli.options import MODEL, DrafterName, Dtype
+from moaspec.cli.table import Table
 from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import InputError
 from moaspec.evaluate.prompts import read_prompts
 
 COLUMNS = (
-    "",
-    *("speed", "tokens/s", "ms/token", "formula", "off", "pays", "x plain"),
-    *("passes", "up B", "down B", "first ms", "text"),
+    "mode",
+    *("speed", "tokens/s", "ms/token", "by formula", "off", "pays", "over plain"),
+    *("passes/token", "bytes up/token", "bytes down/token", "first token, ms (mean)", "text"),
 )
-WIDTH = 110
+CUT_TIMES = {
+    "noticed_s": "noticed, s",
+    "next_s": "next token, s",
+    "back_s": "back, s",
+    "back_limit_s": "at most, s",
+}
 TERMINATED = 128 + signal.SIGTERM
 T = TypeVar("T")
 
@@ -130,7 +134,7 @@ def edge_bench(
     elif cut is None:
         _show(report)
     else:
-        _show_cuts(report)
+        table.show(_cuts_table(report))
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
@@ -179,12 +183,14 @@ def _check_place(out: Path) -> None:
 
 def _show(report: dict[str, Any]) -> None:
     for name, found in report["links"].items():
-        times = f"round trip {1e3 * found['rtt_s']:.1f} ms, pass {1e3 * found['pass_s']:.0f} ms"
-        table = Table(*COLUMNS, title=f"{name}: {times}", box=None)
-        for row in found["rows"]:
-            table.add_row(*_cells(row))
-        # Numbers that are cut short cannot be read, however narrow the window is.
-        Console(width=max(WIDTH, console.out.width), highlight=False).print(table)
+        table.show(_link_table(name, found))
+        console.out.print()
+
+
+def _link_table(name: str, found: dict[str, Any]) -> Table:
+    """A row per case."""
+    times = f"round trip {1e3 * found['rtt_s']:.1f} ms, pass {1e3 * found['pass_s']:.0f} ms"
+    return Table(COLUMNS, [_cells(row) for row in found["rows"]], f"{name}: {times}")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -207,22 +213,24 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _show_cuts(report: dict[str, Any]) -> None:
-    times = ("noticed_s", "next_s", "back_s", "back_limit_s")
-    columns = ("link", "noticed", "next token", "back", "at most", "tokens/s before", "after")
-    table = Table(*columns, "alone", "kept", "agreement", "text")
-    for name, cuts in report["links"].items():
-        for one in cuts:
-            table.add_row(
-                name,
-                *(_number(one[key], "{:.3f} s") for key in times),
-                *(_number(one[key], "{:.1f}") for key in ("before_per_s", "after_per_s")),
-                str(len(one["alone"])),
-                str(one["kept"]),
-                _number(one["agreement"], "{:.2f}"),
-                "same" if one["same_text"] else "differs",
-            )
-    Console(width=max(WIDTH, console.out.width), highlight=False).print(table)
+def _cuts_table(report: dict[str, Any]) -> Table:
+    """A row per cut of a link."""
+    speeds = ("tokens/s before", "tokens/s after")
+    headings = ("link", *CUT_TIMES.values(), *speeds, "alone", "kept", "agreement", "text")
+    rows = [
+        (
+            name,
+            *(_number(one[key], "{:.3f}") for key in CUT_TIMES),
+            *(_number(one[key], "{:.1f}") for key in ("before_per_s", "after_per_s")),
+            str(len(one["alone"])),
+            str(one["kept"]),
+            _number(one["agreement"], "{:.2f}"),
+            "same" if one["same_text"] else "differs",
+        )
+        for name, cuts in report["links"].items()
+        for one in cuts
+    ]
+    return Table(headings, rows, grouped=True)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from moaspec.cli import console
+from moaspec.cli import console, table
+from moaspec.cli.table import Table
 from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import UnknownModelError
 from moaspec.model.files import is_directory, read_config
@@ -36,10 +36,19 @@ def info(
     if as_json:
         console.out.print(json.dumps(facts))
         return
-    table = Table("", str(directory))
+    table.show(Table(("", str(directory)), list(_lines(facts))))
+
+
+def _lines(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values, those of parts below the name of the whole."""
     for key, value in facts.items():
-        table.add_row(key, json.dumps(value) if isinstance(value, dict | list) else str(value))
-    console.out.print(table)
+        name = f"{above}{key}"
+        if isinstance(value, dict) and value:
+            yield from _lines(value, f"{name}.")
+        elif isinstance(value, list) and not any(isinstance(one, dict | list) for one in value):
+            yield name, ", ".join(map(str, value)) or "none"
+        else:
+            yield name, json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
 def describe(directory: Path) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from moaspec.cli import console
+from moaspec.cli import console, table
+from moaspec.cli.table import Table
 from moaspec.decode.bundled import bundled_drafters
 from moaspec.target.names import ALIASES, SUPPORTED_FAMILIES, packaged_gguf
 
@@ -32,11 +32,17 @@ def models(
     if as_json:
         console.out.print(json.dumps({"models": rows, "families": SUPPORTED_FAMILIES}))
         return
-    table = Table("alias", "weights from", "hub id", "drafters")
-    for row in rows:
-        drafters = ", ".join(row["drafters"]) or "none"
-        table.add_row(row["alias"], row["source"], row["hub_id"], drafters)
-    console.out.print(table)
-    console.out.print(
+    table.show(_table(rows))
+    console.out.print()
+    console.note(
         f"Also: any directory or hub id of these families: {', '.join(SUPPORTED_FAMILIES)}."
     )
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    headings = ("alias", "weights from", "hub id", "drafters")
+    cells = [
+        (row["alias"], row["source"], row["hub_id"], ", ".join(row["drafters"]) or "none")
+        for row in rows
+    ]
+    return Table(headings, cells)

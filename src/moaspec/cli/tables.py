@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from moaspec.cli import console
+from moaspec.cli import console, table
+from moaspec.cli.table import Table
 
 if TYPE_CHECKING:
     from moaspec.evaluate import Outcome, Report, Sample
@@ -16,13 +15,36 @@ if TYPE_CHECKING:
     from moaspec.evaluate.cut import Cut
 
 SHOWN_FAULTS = 3
+SPEEDS = (
+    "Total: the tokens of all prompts over their seconds. Median: of the prompts, each by itself."
+)
 ROUND_PARTS = ("draft", "verify", "encode", "rest")
 
 
 def show(report: Report) -> None:
-    """Print the table, and what its last column means."""
-    from moaspec.decode import acceptance_by_depth
+    """Print what was measured, and what speed-ups and equality mean."""
     from moaspec.evaluate.equality import RULE
+
+    table.show(methods_table(report))
+    console.note(f"{SPEEDS} {RULE}", "dim")
+    for outcome in report.outcomes:
+        for sample in [one for one in outcome.samples if not one.equality.lossless][:SHOWN_FAULTS]:
+            console.note(_fault(outcome, sample), "red")
+    if report.skipped:
+        console.note(
+            f"{len(report.skipped)} turns were left out: with their answer they do not fit into "
+            "the target's context.",
+            "yellow",
+        )
+    for part in (methods_costs_table(report), parts_table(report)):
+        if part.rows:
+            console.out.print()
+            table.show(part)
+
+
+def methods_table(report: Report) -> Table:
+    """A row per method: how fast, and whether its texts are right."""
+    from moaspec.decode import acceptance_by_depth
 
     facts = report.as_json()
     how = f"{report.batch} prompts at once" if report.batch > 1 else "one prompt at a time"
@@ -30,49 +52,33 @@ def show(report: Report) -> None:
         f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads, {report.choice}, "
         f"{len(report.outcomes[0].samples)} prompts, {how}"
     )
-    table = Table(title=title)
-    table.add_column("method", overflow="fold")
-    table.add_column("throughput, tokens/s" if report.batch > 1 else "tokens/s")
-    table.add_column(f"speed-up over {report.baseline}")
-    table.add_column("tau")
-    table.add_column("acceptance by depth")
-    table.add_column(f"texts equal to {report.baseline}'s")
-    for outcome in report.outcomes:
-        table.add_row(
+    over = f"speed-up over {report.baseline}"
+    speeds = ("tokens/s (total)", f"{over} (total)", f"{over} (median)")
+    headings = ("method", *speeds, "tau", "acceptance by depth", f"same text as {report.baseline}")
+    rows = [
+        (
             outcome.method.name,
             _speed(outcome),
-            _speedup(report, outcome),
-            "" if outcome.tau is None else f"{outcome.tau:.2f}",
+            *_speedups(report, outcome),
+            _number(outcome.tau),
             " ".join(f"{share:.0%}" for share in acceptance_by_depth(outcome.results)),
             _equal(outcome),
         )
-    console.out.print(table)
-    console.out.print(
-        RULE,
-        style="dim",
-    )
-    for outcome in report.outcomes:
-        for sample in [one for one in outcome.samples if not one.equality.lossless][:SHOWN_FAULTS]:
-            console.out.print(_fault(outcome, sample), style="red")
-    if report.skipped:
-        console.out.print(
-            f"{len(report.skipped)} turns were left out: with their answer they do not fit into "
-            "the target's context.",
-            style="yellow",
-        )
-    _show_costs_of_methods(report)
-    _show_parts(report)
+        for outcome in report.outcomes
+    ]
+    return Table(headings, rows, title)
 
 
-def _show_costs_of_methods(report: Report) -> None:
+def methods_costs_table(report: Report) -> Table:
     """Where the time of timed methods goes."""
-    rows = [_cost_row(outcome) for outcome in report.outcomes if outcome.timed and outcome.samples]
-    headings = ("method", "first token, s", *(f"{part}, ms" for part in ROUND_PARTS))
+    parts = (f"{part}, ms/round" for part in ROUND_PARTS)
     more = ("passes/token", "CPU s/token", "peak MB")
-    console.out.print(_grid((*headings, *more), rows))
+    timed = [outcome for outcome in report.outcomes if outcome.timed and outcome.samples]
+    headings = ("method", "first token, s (median)", *parts, *more)
+    return Table(headings, [_costs_row(outcome) for outcome in timed])
 
 
-def _cost_row(outcome: Outcome) -> Sequence[str]:
+def _costs_row(outcome: Outcome) -> Sequence[str]:
     from moaspec.evaluate.report import costs
 
     facts = costs(outcome)
@@ -87,7 +93,7 @@ def _cost_row(outcome: Outcome) -> Sequence[str]:
     )
 
 
-def _show_parts(report: Report) -> None:
+def parts_table(report: Report) -> Table:
     """Tau by suite, or by category where there is one suite only."""
     drafted = [one for one in report.outcomes if one.tau is not None]
     for title, split in (("suite", report.by_suite), ("category", report.by_category)):
@@ -95,8 +101,8 @@ def _show_parts(report: Report) -> None:
         names = list(next(iter(parts.values()), ()))
         if len(names) > 1:
             rows = [(name, *(_number(part[name].tau) for part in parts.values())) for name in names]
-            console.out.print(_grid((f"tau by {title}", *parts), rows))
-            return
+            return Table((f"tau by {title}", *parts), rows)
+    return Table((), ())
 
 
 def _fault(outcome: Outcome, sample: Sample) -> str:
@@ -118,14 +124,17 @@ def _speed(outcome: Outcome) -> str:
     return f"{outcome.tokens_per_s:.1f}{span}"
 
 
-def _speedup(report: Report, outcome: Outcome) -> str:
-    if not outcome.lossless:
-        return "not shown: lossy"
+def _speedups(report: Report, outcome: Outcome) -> tuple[str, str]:
+    """Of all prompts together, and the median of the prompts' own."""
     reference = report.outcome(report.baseline)
+    if not outcome.lossless:
+        return ("lossy", "lossy")
     if reference is not None and not reference.lossless:
-        return f"not shown: {report.baseline} is lossy"
-    speedup = report.speedup(outcome)
-    return "" if speedup is None else f"{speedup:.2f}x"
+        return (f"{report.baseline} is lossy",) * 2
+    median = report.speedup(outcome)
+    if median is None or reference is None or not (outcome.tokens_per_s and reference.tokens_per_s):
+        return ("", "")
+    return (f"{outcome.tokens_per_s / reference.tokens_per_s:.2f}x", f"{median:.2f}x")
 
 
 def _equal(outcome: Outcome) -> str:
@@ -141,38 +150,57 @@ def _equal(outcome: Outcome) -> str:
 def show_costs(found: Costs) -> None:
     """Passes by width, rounds by context and batch, and what the machine allows."""
     bound = found.bound
-    console.out.print(
-        _grid(
-            ("tokens in a pass", "ms", "speed-up if all were right"),
-            [
-                (str(one.tokens), _ms(one.seconds), f"{bound.ceiling[one.tokens]:.2f}x")
-                for one in found.widths
-            ],
-        )
-    )
-    console.out.print(
+    table.show(widths_table(found))
+    console.note(
         f"A pass reads {bound.weight_bytes / 1e6:.0f} MB of weights, which takes at least "
         f"{_ms(bound.floor_s)} ms at {bound.bytes_per_s / 1e9:.1f} GB/s; the arithmetic of a token "
         f"takes {_ms(bound.arithmetic_s)} ms at {bound.flops_per_s / 1e9:.0f} GFLOP/s. Passes over "
         f"up to {bound.free_tokens} tokens cost about as much as over one."
     )
-    headings = ("method", "context", "rows", "plain pass, ms", "draft", "verify", "encode")
+    if found.rounds:
+        console.out.print()
+        table.show(rounds_table(found))
+
+
+def widths_table(found: Costs) -> Table:
+    """What passes cost, and the most that drafting can bring."""
+    headings = ("tokens in a pass", "ms", "speed-up if all were right")
+    rows = [
+        (str(one.tokens), _ms(one.seconds), f"{found.bound.ceiling[one.tokens]:.2f}x")
+        for one in found.widths
+    ]
+    return Table(headings, rows)
+
+
+def rounds_table(found: Costs) -> Table:
+    """What the parts of a round cost."""
+    parts = (f"{part}, ms" for part in ("plain pass", "draft", "verify", "encode"))
     rows = [
         (
             one.method,
             str(one.context),
             str(one.batch),
-            *(_ms(part) for part in (one.plain_s, one.draft_s, one.verify_s, one.encode_s)),
+            *map(_ms, (one.plain_s, one.draft_s, one.verify_s, one.encode_s)),
             f"{one.break_even:.2f}",
         )
         for one in found.rounds
     ]
-    if rows:
-        console.out.print(_grid((*headings, "pays from tau"), rows))
+    return Table(("method", "context", "rows", *parts, "pays from tau"), rows)
 
 
 def show_cut(cut: Cut) -> None:
-    """What the target thinks of each continuation."""
+    """What the target thinks of each continuation, and what was left out."""
+    table.show(cut_table(cut))
+    if cut.left_out:
+        console.note(
+            f"{cut.left_out} prompts were left out: they do not fit, or their answer ended before "
+            "the cut.",
+            "yellow",
+        )
+
+
+def cut_table(cut: Cut) -> Table:
+    """A row per continuation."""
     facts = cut.as_json()["methods"]
     headings = {
         "log_likelihood": "log-probability per token",
@@ -185,17 +213,20 @@ def show_cut(cut: Cut) -> None:
     rows = [(name, *(_number(one[key]) for key in headings)) for name, one in facts.items()]
     rows = [(*row, str(facts[row[0]]["tokens"]), str(facts[row[0]]["judged"])) for row in rows]
     first, last = f"alone after {cut.after} tokens", ("tokens", "texts")
-    console.out.print(_grid((first, *headings.values(), *last), rows))
-    if cut.left_out:
-        console.out.print(
-            f"{cut.left_out} prompts were left out: they do not fit, or their answer ended before "
-            "the cut.",
-            style="yellow",
-        )
+    return Table((first, *headings.values(), *last), rows)
 
 
 def show_comparison(found: Comparison) -> None:
     """Changes with their intervals, and why a speed is missing."""
+    table.show(comparison_table(found))
+    for key, (old, new) in found.differs.items():
+        console.note(f"Speeds are not compared: {key} was {old} and is {new}.")
+    for name in found.lossy:
+        console.note(f"{name} is lossy: its speed is not shown.")
+
+
+def comparison_table(found: Comparison) -> Table:
+    """A row per method."""
     rows = [
         (
             one.method,
@@ -207,21 +238,7 @@ def show_comparison(found: Comparison) -> None:
         for one in found.changes
     ]
     headings = ("method", "prompts", "tau", "change of tau (95%)", "speed ratio (95%)")
-    console.out.print(_grid(headings, rows))
-    for key, (old, new) in found.differs.items():
-        console.out.print(f"Speeds are not compared: {key} was {old} and is {new}.")
-    for name in found.lossy:
-        console.out.print(f"{name} is lossy: its speed is not shown.")
-
-
-def _grid(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table()
-    for heading in headings:
-        # What a narrow terminal cannot show in one line goes on in the next; nothing is left out.
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return Table(headings, rows)
 
 
 def _ms(seconds: float) -> str:
