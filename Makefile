@@ -85,7 +85,8 @@ results: install
 	$(BIN)/moaspec eval page $(OUT) $(PAGES:%=--markdown %)
 
 docs: install
-	$(BIN)/typer moaspec.cli.main utils docs --name moaspec --title 'Command line' --output docs/cli.md
+	$(BIN)/python scripts/cli_reference.py > docs/cli.md.new
+	mv docs/cli.md.new docs/cli.md
 
 # The generated code is part of the repository, so that no build needs a compiler; a test compares.
 proto: install

@@ -59,7 +59,7 @@ def main() -> None:
     options = text_parser(__doc__)
     options.add_argument("--temperature", type=float, default=0.8)
     options.add_argument("--top-p", type=float, default=1.0)
-    options.add_argument("--shapes", nargs="+", default=["chain:4", "tree:4,4,12"])
+    options.add_argument("--shapes", nargs="+", default=["chain:4", "tree:4x4x12"])
     args = options.parse_args()
     target, drafter = load(args)
     prompts = prompts_of(args, target)

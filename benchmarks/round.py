@@ -4,7 +4,7 @@ The parts are timed from outside, by wrapping the calls that the engine makes, i
 decoding; "rest" is what is left of the round. On a GPU every wrapped call waits for the device, so
 there the parts are right and the round is slower than it would be.
 
-    python benchmarks/round.py --dtype bfloat16 --threads 2 --tree tree:3,2,6
+    python benchmarks/round.py --dtype bfloat16 --threads 2 --tree tree:3x2x6
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Stopwatch:
 def main() -> None:
     """Print a table of medians, then one line of JSON."""
     options = parser(__doc__)
-    options.add_argument("--tree", default="tree:3,2,6")
+    options.add_argument("--tree", default="tree:3x2x6")
     options.add_argument("--suite", default="bundled")
     options.add_argument("--limit", type=int, default=4)
     options.add_argument("--max-new-tokens", type=int, default=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -137,7 +138,7 @@ def test_help_lists_all_commands() -> None:
     assert all(command in result.output for command in COMMANDS)
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], ["generate"], ["generate", "x", "--what"]])
+@pytest.mark.parametrize("arguments", [["nothing"], ["info"], ["generate", "x", "--what"]])
 def test_bad_usage(arguments: list[str], cli: Cli) -> None:
     assert cli(*arguments).code == 2
 
@@ -237,6 +238,35 @@ def test_generate_streams_the_text(options: tuple[str, ...], cli: Cli) -> None:
     assert output.code == 0
     assert output.words == TEXT
     assert "24 tokens (max_new_tokens)" in " ".join(output.err.split())
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("arguments", [(), ("-",)])
+def test_generate_reads_a_pipe(
+    arguments: tuple[str, ...], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n"))
+    assert cli("generate", *arguments, "--max-new-tokens", "24").words == TEXT
+
+
+@pytest.mark.parametrize(("text", "arguments"), [("", ()), ("\n", ("-",)), (None, ())])
+def test_generate_without_a_prompt(
+    text: str | None, arguments: tuple[str, ...], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None if text is None else io.StringIO(text))
+    output = cli("generate", *arguments)
+    assert output.code == 2
+    assert "prompt" in output.err
+
+
+def test_generate_with_a_system_prompt(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = text_target()
+    tokenizer: Any = target.tokenizer
+    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }} {% endfor %}"
+    load_targets_by(monkeypatch, lambda *_, **__: target)
+    options = ("--no-speculation", "--json", "--max-new-tokens", "2", "--system", "w7 w8")
+    assert json.loads(cli("generate", PROMPT, *options).out)["prompt_tokens"] == 5
+    assert cli("generate", PROMPT, "--raw", *options).code == 2
 
 
 @pytest.mark.usefixtures("loaded")
@@ -669,7 +699,7 @@ def test_convert_there_and_back(form: str, cli: Cli, tmp_path: Path) -> None:
 def test_push_offline(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Port 9 of this machine is nobody's: a hub out of reach."""
     monkeypatch.setattr(
-        "moaspec.cli.checkpoint.HfApi",
+        "huggingface_hub.HfApi",
         lambda: HfApi(endpoint="http://127.0.0.1:9", token="none"),
     )
     save_drafter(tiny.random_drafter(tiny.target()), tmp_path)

@@ -39,7 +39,7 @@ def test_long_prompts_in_chunks_give_the_same_text(
         assert result.tau > 1.5
 
 
-@pytest.mark.parametrize("tree", ["auto", "tree:3,2,6", moaspec.Chain(2)], ids=str)
+@pytest.mark.parametrize("tree", ["auto", "tree:3x2x6", moaspec.Chain(2)], ids=str)
 def test_stream_yields_the_tokens_of_generate(tree: moaspec.Tree | str) -> None:
     drafter = tiny.agreeing_drafter("qwen2")
     events = list(

@@ -236,7 +236,7 @@ def test_rolled_back_baselines_draft_as_fresh_ones_do(kind: str) -> None:
     session = moaspec.Session(target, baseline_drafting(module, target))
     for prompt in (tiny.PROMPTS[1], tiny.PROMPTS[2], tiny.PROMPTS[1][:5], tiny.PROMPTS[1]):
         got, fresh = (
-            generate(prompt, max_new_tokens=tiny.NEW_TOKENS, tree="tree:3,4,12")
+            generate(prompt, max_new_tokens=tiny.NEW_TOKENS, tree="tree:3x4x12")
             for generate in (
                 session.generate,
                 lambda ids, **options: moaspec.generate(

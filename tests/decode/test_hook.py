@@ -48,7 +48,7 @@ def hook(family: str = "llama") -> Any:
     """Replay is right four times in five, so that tokens come in accepted paths and single."""
     texts = [[*p, *t] for p, t in zip(tiny.PROMPTS, tiny.own_texts(family), strict=True)]
     drafter = moaspec.Replay(texts, agreement=0.8)
-    return moaspec.custom_generate(drafter, tree="tree:3,2,6")
+    return moaspec.custom_generate(drafter, tree="tree:3x2x6")
 
 
 class Ban(LogitsProcessor):

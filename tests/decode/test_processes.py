@@ -21,7 +21,7 @@ import json, torch, tiny, moaspec
 torch.set_num_threads(2)
 target = tiny.target()
 results = moaspec.generate(
-    target, tiny.PROMPTS, drafter=tiny.random_drafter(target), tree="tree:3,3,8",
+    target, tiny.PROMPTS, drafter=tiny.random_drafter(target), tree="tree:3x3x8",
     max_new_tokens={NEW_TOKENS}, temperature=1.0, top_p=0.95, seed=12,
 )
 print(json.dumps([result.token_ids for result in results]))

@@ -43,7 +43,7 @@ def test_every_turn_equals_a_fresh_generate(
 ) -> None:
     """Phi-3's switch lies between the turns' lengths, and is crossed in both directions."""
     target, drafter = tiny.target(family), tiny.random_drafter(tiny.target(family))
-    settings: dict[str, Any] = options | {"max_new_tokens": NEW, "tree": "tree:3,2,6"}
+    settings: dict[str, Any] = options | {"max_new_tokens": NEW, "tree": "tree:3x2x6"}
     session = moaspec.Session(target, drafter, num_target_layers=num_target_layers)
     answers: list[list[int]] = []
     for prompt in turns(answers):

@@ -122,8 +122,8 @@ def test_a_chain_is_a_tree_of_breadth_one() -> None:
     [
         ("auto", AUTO),
         ("chain:4", Chain(4)),
-        ("tree:6,8,62", Tree(6, 8, 62)),
         ("tree:6x8x62", Tree(6, 8, 62)),
+        ("tree:6,8,62", Tree(6, 8, 62)),
     ],
 )
 def test_parse_shape(text: str, shape: Tree) -> None:

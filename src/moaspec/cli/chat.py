@@ -25,7 +25,7 @@ def chat(
         str | None,
         typer.Option(help="Talk to this server (`moaspec serve`, `moaspec edge`) instead."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 512,
     tree: options.Shape = "auto",
     free_branches: options.FreeBranches = options.FreeBranchesOption.auto,

@@ -203,7 +203,7 @@ def page(
         list[Path] | None,
         typer.Option(
             help="Also write tables and plots into this Markdown file: between its lines "
-            f"{BEGIN} and {END} where it has them, else as a whole. May be given several times."
+            f"`{BEGIN}` and `{END}` where it has them, else as a whole. May be given several times."
         ),
     ] = None,
 ) -> None:
@@ -232,23 +232,26 @@ def _put_out(
         from moaspec.evaluate.store import write_whole
 
         write_whole(path, json.dumps(facts, indent=1, allow_nan=False) + "\n")
-        _write_page(path.parent)
+    written = None if path is None else _write_page(path.parent) or path
     if as_json:
         console.out.print(json.dumps(facts))
     else:
         show_it()
+    if written is not None:
+        (console.err if as_json else console.out).print(f"Report: {written}")
 
 
-def _write_page(directory: Path) -> None:
+def _write_page(directory: Path) -> Path | None:
     """The page, where there is a report to show; without matplotlib the rest still works."""
     from moaspec.evaluate.html import write_page
 
     if not (directory / REPORT).exists():
-        return
+        return None
     try:
-        write_page(directory)
+        return write_page(directory)
     except InputError as error:
         console.err.print(f"No {PAGE}: {error}", style="yellow")
+        return None
 
 
 def _report_costs(

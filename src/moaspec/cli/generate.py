@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the model should answer.")],
+    prompt: options.Prompt = None,
     model: options.Model = options.MODEL,
     drafter: options.DrafterName = None,
     max_new_tokens: options.MaxNewTokens = 128,
@@ -29,6 +29,7 @@ def generate(
     min_p: options.MinP = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
+    system: options.System = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop at this string; may be given several times.")
     ] = None,
@@ -47,11 +48,16 @@ def generate(
     Ctrl-C stops generating; what was generated stays on the screen. Several choices are decoded
     together and shown one after another when they are done.
 
+    Without a prompt, or with -, it is read from standard input: moaspec generate < question.txt
+
     Example: moaspec generate "Why is the sky blue?" --temperature 0.8 --top-p 0.95 --seed 7
     """
     settings = options.row_options({**locals(), "stop": stop or ()})
+    if raw and system is not None:
+        raise InputError("--system is for the chat template, which --raw leaves out.")
     if num_choices < 1:
         raise InputError(f"--num-choices must be at least 1, got {num_choices}.")
+    question = console.read_prompt(prompt)
     target, module = load(
         model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
     )
@@ -59,7 +65,7 @@ def generate(
         measure_once(target, module)
     from moaspec.decode import start
 
-    prompt_ids = console.chat_ids(target, prompt, raw=raw)
+    prompt_ids = console.chat_ids(target, question, system=system, raw=raw)
     engine, results = start(
         target, [prompt_ids], drafter=module, num_choices=num_choices, **settings
     )

@@ -15,12 +15,19 @@ if TYPE_CHECKING:
 
 MODEL = "smollm2-135m"
 
+Prompt = Annotated[
+    str | None,
+    typer.Argument(help="What the model should answer; - reads standard input, as a pipe does."),
+]
+System = Annotated[str | None, typer.Option(help="System prompt.")]
 Model = Annotated[str, typer.Option(help="Target: alias, directory or hub id.")]
 DrafterName = Annotated[
     str | None, typer.Option(help="Alias, directory or hub id; default: the bundled one.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="At most so many tokens.")]
-Shape = Annotated[str, typer.Option(help="auto, chain:LENGTH or tree:DEPTH,BREADTH,TOTAL_TOKENS.")]
+Shape = Annotated[
+    str, typer.Option(help="auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in tree:6x8x62.")
+]
 
 
 class FreeBranchesOption(StrEnum):

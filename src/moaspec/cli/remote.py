@@ -22,7 +22,7 @@ PATIENCE_S = 2.0
 
 
 def remote(
-    prompt: Annotated[str, typer.Argument(help="What the model should answer.")],
+    prompt: options.Prompt = None,
     server: device.Server = device.SERVER,
     bundle: device.Bundle = None,
     model: options.Model = options.MODEL,
@@ -55,12 +55,13 @@ def remote(
 ) -> None:
     """Draft here, verify on a server: verified drafts are green, text without a link is yellow.
 
-    What stands between <private> and </private>, and what recognisers find, never leaves this
+    What stands between `<private>` and `</private>`, and what recognisers find, never leaves this
     process: the server sees placeholders.
 
     Example: moaspec remote "Why is the sky blue?" --cut-after 12
     """
     device.check_address(server)
+    question = console.read_prompt(prompt)
     with console.loading(model, threads):
         from moaspec.remote import GrpcTransport, RemoteSession
         from moaspec.remote.emulation import Faults, ShapedTransport, link_named
@@ -80,7 +81,7 @@ def remote(
     shaped = link != "none" or cut_after is not None
     transport = ShapedTransport(wire, emulated, faults) if shaped else wire
     vault = Vault(default(phone_region or ("US",)) if recognise else ())
-    hidden = vault.hide(prompt)
+    hidden = vault.hide(question)
     loaded = device.load_bundle(bundle, model)
     ids = console.chat_ids(loaded.target, hidden)
     session = RemoteSession(loaded, transport, chosen)

@@ -27,7 +27,7 @@ def train(
     Ctrl-C saves the last step before leaving. Exit code 75: the time of --for is over, and there is
     more to do. Several processes: torchrun -m moaspec train ...
 
-    Example: moaspec train configs/smollm2-135m.yaml data='[responses.jsonl]' steps=500 --for 8m
+    Example: moaspec train configs/smollm2-135m.yaml data='["responses.jsonl"]' steps=500 --for 8m
     """
     seconds = None if for_ is None else parse_duration(for_)
     with console.loading(str(config)):

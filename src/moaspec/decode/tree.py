@@ -83,7 +83,7 @@ class Tree:
         return Tree(depth, breadth, min(self.total_tokens, candidates(depth, breadth)))
 
     def __str__(self) -> str:
-        return f"tree:{self.depth},{self.breadth},{self.total_tokens}"
+        return f"tree:{self.depth}x{self.breadth}x{self.total_tokens}"
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ with bf16 instructions) a larger tree pays more."""
 
 
 def parse_shape(text: str) -> Tree:
-    """Read "auto", "chain:4" or "tree:6,8,62" (depth, breadth, total tokens; 6x8x62 is the same).
+    """Read "auto", "chain:4" or "tree:6x8x62": depth, breadth and total tokens, also with commas.
 
     Raises:
         ShapeError: neither form, or impossible sizes.
@@ -182,7 +182,7 @@ def parse_shape(text: str) -> Tree:
         pass
     raise ShapeError(
         f"Cannot read the draft shape {text!r}; use auto, chain:LENGTH or "
-        "tree:DEPTH,BREADTH,TOTAL_TOKENS, for example tree:6,8,62."
+        "tree:DEPTHxBREADTHxTOTAL, for example tree:6x8x62."
     )
 
 
