@@ -36,7 +36,7 @@ def info(
     if as_json:
         console.out.print(json.dumps(facts))
         return
-    table.show(Table(("", str(directory)), list(_lines(facts))))
+    table.show(Table(("", ""), list(_lines(facts)), str(directory)))
 
 
 def _lines(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

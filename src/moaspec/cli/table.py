@@ -23,6 +23,8 @@ from moaspec.cli import console
 HEADING_LINES = 3
 CELL_LINES = (1, 2)
 """How tall cells may be: at best, and where nothing else fits."""
+ANY_LINES = 1000
+"""Of names and values, which read well however tall they are."""
 GAP = 2
 """Blanks between two columns."""
 _NUMBER = re.compile(r"[-+]?\d|$")
@@ -65,7 +67,10 @@ def rendered(table: Table, width: int) -> RenderableType:
     """The table as it is shown in a terminal with so many columns."""
     title = [Text(line, style="bold") for line in _wrapped(table.title, width)]
     forms = [table] if table.grouped else [table, table.turned]
-    for lines, form in itertools.product(CELL_LINES, forms):
+    tries = list(itertools.product(CELL_LINES, forms))
+    if len(table.headings) == 2:
+        tries = [(ANY_LINES, table)]
+    for lines, form in tries:
         widths = _widths(form.columns, width, lines)
         if widths is not None:
             return Group(*title, _grid(form, widths))
@@ -135,6 +140,7 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
 def _grid(table: Table, widths: Sequence[int]) -> RenderableType:
     """Rows as lines, below their headings."""
     grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    grid.show_header = any(table.headings)
     for index, (column, width) in enumerate(zip(table.columns, widths, strict=True)):
         numbers = index > 0 and all(map(_NUMBER.match, column[1:]))
         grid.add_column(Text(column[0]), width=width, justify="right" if numbers else "left")

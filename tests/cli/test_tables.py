@@ -1,0 +1,43 @@
+"""Reports as tables: the data."""
+
+from __future__ import annotations
+
+import pytest
+
+import tiny
+from moaspec.cli.tables import methods_costs_table, methods_table, parts_table
+from moaspec.evaluate import Parts, Prompt, Report, Settings, measure, parse_methods
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    parts = Parts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    prompts = [Prompt(f"suite {i}", "0", (str(i),)) for i in range(2)]
+    methods = parse_methods(("plain", "moa@tree:2x2x4"), parts)
+    return measure(methods, prompts, lambda *_: list(tiny.PROMPTS[0]), Settings(max_new_tokens=5))
+
+
+def test_numbers_of_a_column_are_of_the_kind_that_its_heading_says(report: Report) -> None:
+    columns = {heading: cells for heading, *cells in methods_table(report).columns}
+    plain, moa = report.outcomes
+    assert columns["method"] == ["plain", "moa@tree:2x2x4"]
+    assert plain.tokens_per_s is not None
+    assert moa.tokens_per_s is not None
+    speeds = [f"{one:.1f}" for one in (plain.tokens_per_s, moa.tokens_per_s)]
+    assert columns["tokens/s (total)"] == speeds
+    total = f"{moa.tokens_per_s / plain.tokens_per_s:.2f}x"
+    assert columns["speed-up over plain (total)"] == ["1.00x", total]
+    median = report.speedup(moa)
+    assert columns["speed-up over plain (median)"] == ["1.00x", f"{median:.2f}x"]
+    assert columns["same text as plain"] == ["2 of 2", "2 of 2"]
+
+
+def test_costs_have_a_row_per_timed_method(report: Report) -> None:
+    assert [row[0] for row in methods_costs_table(report).rows] == ["plain", "moa@tree:2x2x4"]
+
+
+def test_tau_is_told_by_suite(report: Report) -> None:
+    table = parts_table(report)
+    assert table.headings == ("tau by suite", "plain", "moa@tree:2x2x4")
+    assert [row[0] for row in table.rows] == ["suite 0", "suite 1"]
+    assert not parts_table(Report(report.outcomes[:0], "plain")).rows
