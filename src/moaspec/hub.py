@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from moaspec.errors import DataError
+from moaspec.extras import require
 
 HUB = "hub:"
 """`hub:owner/name`, `hub:owner/name@split`, `hub:owner/name:configuration@split`."""
@@ -20,8 +21,8 @@ def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:
         split: where the source names none.
 
     Raises:
-        DataError: the package `datasets` is missing, or the hub cannot be asked, or has no such
-            data set, configuration or split.
+        InputError: the extra `hub` is not installed.
+        DataError: the hub cannot be asked, or has no such data set, configuration or split.
     """
     name, _, named_split = source.removeprefix(HUB).partition("@")
     name, _, configuration = name.partition(":")
@@ -39,12 +40,11 @@ def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:
         raise DataError(f"Cannot read the data set {source!r} of the hub: {error}") from error
 
 
+def require_datasets() -> None:
+    """Raise InputError where the extra `hub` is not installed."""
+    require("A data set of the hub", "hub")
+
+
 def _load_dataset() -> Callable[..., Any]:
-    # Imported here: only hub users need it.
-    try:
-        return importlib.import_module("datasets").load_dataset
-    except ImportError as error:
-        raise DataError(
-            "Data sets of the hub need the package `datasets`: pip install 'moaspec[hub]'. "
-            "Local JSONL files work without it."
-        ) from error
+    require_datasets()
+    return importlib.import_module("datasets").load_dataset

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -98,14 +98,7 @@ def test_a_lossy_method_has_no_speedup(results: Any) -> None:
 def test_without_matplotlib_the_error_says_what_to_do(
     results: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = builtins.__import__
-
-    def missing(name: str, *rest: Any, **more: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match=r"moaspec\[report\]"):
         draw_plots(results[0])
 

@@ -12,6 +12,7 @@ import tiny
 from moaspec.errors import InputError
 from moaspec.train import DrafterSizes, LossWeights, TrainConfig, read_train_config
 from moaspec.train.config import drafter_config
+from moaspec.train.recipes import RECIPES
 
 BASE = "target: tiny\ndata: [a.jsonl, b.jsonl]\noutput: out\n"
 
@@ -189,7 +190,8 @@ def test_heads_that_do_not_fit(heads: int) -> None:
         drafter_config(tiny.target(), DrafterSizes(lsa_heads=heads))
 
 
-READY = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+OURS = Path(__file__).parents[2] / "configs"
+READY = sorted([*OURS.rglob("*.yaml"), *RECIPES.glob("*.yaml")])
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)

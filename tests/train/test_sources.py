@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import gzip
-import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moaspec.errors import DataError
+from moaspec.errors import DataError, InputError
 from moaspec.train.sources import read_records
 
 
@@ -106,15 +104,8 @@ def test_an_unknown_data_set() -> None:
 
 
 def test_without_the_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.import_module
-
-    def missing(name: str, package: str | None = None) -> Any:
-        if name == "datasets":
-            raise builtins.ImportError(name)
-        return real(name, package)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(DataError, match=r"moaspec\[hub\]"):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"moaspec\[hub\]"):
         list(read_records("hub:a/b"))
 
 

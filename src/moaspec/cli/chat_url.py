@@ -12,6 +12,7 @@ from rich.text import Text
 from moaspec.cli import console
 from moaspec.cli.talk import Talk
 from moaspec.errors import InputError
+from moaspec.extras import require
 
 if TYPE_CHECKING:
     from moaspec.decode import RowOptions
@@ -36,13 +37,9 @@ class ServedTalk(Talk):
 
     def __init__(self, url: str, settings: RowOptions, system: str | None = None) -> None:
         super().__init__(settings, system)
-        try:
-            from moaspec.serve.client import ServedChat
-        except ImportError as error:
-            raise InputError(
-                f"--url needs packages that are not installed ({error.name}): "
-                "pip install 'moaspec[serve]'."
-            ) from error
+        require("`moaspec chat --url`", "serve")
+        from moaspec.serve.client import ServedChat
+
         self._server = ServedChat(url, os.environ.get("MOASPEC_API_KEY", ""))
         self._answers: list[dict[str, Any]] = []
 

@@ -10,6 +10,7 @@ import typer
 from moaspec.cli import console
 from moaspec.cli.options import MODEL
 from moaspec.errors import HubError, InputError
+from moaspec.extras import require
 
 app = typer.Typer(
     name="checkpoint",
@@ -70,6 +71,7 @@ def export_device(
 
     Example: moaspec checkpoint export-device smollm2-135m smollm2-135m device --int8
     """
+    require("`moaspec checkpoint export-device`", "remote")
     with console.loading(target):
         from moaspec.remote.bundle import export_bundle
 

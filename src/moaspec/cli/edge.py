@@ -19,6 +19,7 @@ from moaspec.cli.serve import (
     serve_settings,
     warn_if_open,
 )
+from moaspec.extras import require
 
 
 def edge(
@@ -59,6 +60,7 @@ def edge(
 
     Example: moaspec edge --server 127.0.0.1:50051 --emulate 4g --open
     """
+    require("`moaspec edge`", "serve", "remote")
     device.check_address(server)
     with console.loading(model, threads):
         settings = serve_settings(

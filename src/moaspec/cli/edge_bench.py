@@ -20,6 +20,7 @@ from moaspec.cli.table import Table
 from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import InputError
 from moaspec.evaluate.prompts import read_prompts
+from moaspec.extras import require
 
 COLUMNS = (
     "mode",
@@ -83,6 +84,7 @@ def edge_bench(
 
     Example: moaspec edge-bench --links lan,4g --num-target-layers 0,1 --out edge.json
     """
+    require("`moaspec edge-bench`", "remote")
     name = drafter or (model if model in bundled_drafters() else None)
     if name is None:
         raise InputError(f"No drafter is bundled for {model}; name one with --drafter.")

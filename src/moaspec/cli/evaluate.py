@@ -100,6 +100,10 @@ def evaluate(
     timed, untimed = _names(methods), _names(tau_only)
     _check_options(context.params, timed)
     prompts = [] if cost else read_prompts(suite, limit=limit, max_turns=turns)
+    if accuracy:
+        from moaspec.evaluate.accuracy import require_graders
+
+        require_graders(prompts)
     asked = {"suite": suite, "limit": limit, "turns": turns}
     apart = cost or cut is not None
     with console.loading(model, threads):

@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from moaspec.cli import console, device, options
+from moaspec.extras import require
 
 if TYPE_CHECKING:
     from moaspec.remote import RemoteEvent, RemoteSession
@@ -60,6 +61,7 @@ def remote(
 
     Example: moaspec remote "Why is the sky blue?" --cut-after 12
     """
+    require("`moaspec remote`", "remote", *(["private"] if recognise else []))
     device.check_address(server)
     question = console.read_prompt(prompt)
     with console.loading(model, threads):

@@ -11,6 +11,7 @@ import typer
 from moaspec.cli import console, options
 from moaspec.cli.loading import load, measure_once
 from moaspec.errors import InputError
+from moaspec.extras import require
 
 if TYPE_CHECKING:
     from moaspec.serve.desk import ServeSettings
@@ -58,6 +59,7 @@ def serve(
 
     Example: moaspec serve --port 8000 --open
     """
+    require("`moaspec serve`", "serve")
     from moaspec.decode.tree import parse_shape
 
     parse_shape(tree)  # before anything slow, as below
@@ -99,16 +101,11 @@ def serve_settings(
     """Settings of the endpoints from a command's options.
 
     Raises:
-        InputError: the extra is not installed, or a key file that cannot be read.
+        InputError: a key file that cannot be read.
     """
-    try:
-        from moaspec.serve.desk import ServeSettings
-        from moaspec.serve.guard import Guarded
-    except ImportError as error:
-        raise InputError(
-            f"Serving needs packages that are not installed ({error.name}): "
-            "pip install 'moaspec[serve]'."
-        ) from error
+    from moaspec.serve.desk import ServeSettings
+    from moaspec.serve.guard import Guarded
+
     return ServeSettings(
         names=tuple(name or ()),
         default_max_tokens=default_max_tokens,

@@ -17,6 +17,7 @@ import typer
 from moaspec.cli import console, options
 from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import InputError
+from moaspec.extras import require
 
 if TYPE_CHECKING:
     from moaspec.remote import ServiceOptions, TargetService
@@ -75,9 +76,11 @@ def target_server(
 
     Example: moaspec target-server --port 50051 --metrics-port 9464
     """
+    require("`moaspec target-server`", "remote")
     _check(host, tls_certificate, tls_key, client_ca)
     if quantize is not None and engine == "vllm":
         raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
+    require("`moaspec target-server`", "remote")
     from moaspec.remote.auth import Guard, server_credentials
 
     guard = Guard() if tokens is None else Guard.read(tokens)

@@ -9,6 +9,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moaspec.cli import console
+from moaspec.errors import InputError
 from moaspec.train.stopping import MORE_TO_DO, Ending, parse_duration
 
 if TYPE_CHECKING:
@@ -16,25 +17,39 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML file of settings.")],
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file of settings; with --init: a name.")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value pairs.")] = None,
     for_: Annotated[
         str | None, typer.Option("--for", help="Stop after this time, ready to resume: 8m, 1.5h.")
     ] = None,
+    init: Annotated[
+        bool,
+        typer.Option("--init", help="Write a ready configuration here; without a name: list them."),
+    ] = False,
 ) -> None:
     """Train a drafter; run the same command again to resume exactly where it stopped.
 
     Ctrl-C saves the last step before leaving. Exit code 75: the time of --for is over, and there is
     more to do. Several processes: torchrun -m moaspec train ...
 
-    Example: moaspec train configs/smollm2-135m.yaml data='["responses.jsonl"]' steps=500 --for 8m
+    Example: moaspec train --init smollm2-135m; moaspec train smollm2-135m.yaml
+    data='["responses.jsonl"]' steps=500 --for 8m
     """
+    if init:
+        _write_recipe(config)
+        return
+    if config is None:
+        raise InputError("Name a YAML file of settings, or list ready ones with --init.")
     seconds = None if for_ is None else parse_duration(for_)
     with console.loading(str(config)):
         from moaspec.target import load_target
         from moaspec.train import Trainer, new_accelerator, read_examples, read_train_config
+        from moaspec.train.sources import require_sources
 
         settings = read_train_config(config, overrides or [])
+        require_sources(settings.data)
         console.set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
     out = console.out if accelerator.is_main_process else console.nowhere()
@@ -83,6 +98,16 @@ def train(
         f"continue. As it is now, {written}"
     )
     raise typer.Exit(130 if ending is Ending.INTERRUPTED else MORE_TO_DO)
+
+
+def _write_recipe(name: Path | None) -> None:
+    from moaspec.train.recipes import recipes, write_recipe
+
+    if name is None:
+        for known, purpose in recipes().items():
+            console.out.print(f"{known}: {purpose}")
+        return
+    console.out.print(f"Written: {write_recipe(str(name), Path())}")
 
 
 def _line(step: StepProgress) -> str:

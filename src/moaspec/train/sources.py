@@ -5,13 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from moaspec.errors import DataError
-from moaspec.hub import HUB, hub_rows
+from moaspec.hub import HUB, hub_rows, require_datasets
 
 OnMalformed = Callable[[DataError], None]
 """What to do about a malformed row: raise the error, or count it and go on."""
@@ -23,6 +23,20 @@ class Record:
 
     where: str
     value: dict[str, Any]
+
+
+def require_sources(sources: Sequence[str]) -> None:
+    """Refuse sources that cannot be read at all, before a target is loaded for them.
+
+    Raises:
+        InputError: the extra `hub` is not installed.
+        DataError: a file that does not exist.
+    """
+    for source in sources:
+        if source.startswith(HUB):
+            require_datasets()
+        elif not Path(source).exists():
+            raise DataError(f"Cannot read the data {source}: there is no such file.")
 
 
 def refuse(error: DataError) -> None:

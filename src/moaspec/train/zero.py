@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
-from moaspec.errors import InputError
 from moaspec.train.config import TrainConfig
 from moaspec.train.sharing import Sharing, adamw
 
@@ -112,15 +111,10 @@ class ZeroSharing(Sharing):
 def _deepspeed(device: torch.device) -> Any:
     """The library, which asks the machine by itself for a GPU, told what the run computes on."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    try:
-        import deepspeed
-        from deepspeed.accelerator import set_accelerator
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-    except ImportError as error:
-        raise InputError(
-            "sharding=deepspeed needs DeepSpeed (pip install deepspeed); sharding=fsdp needs "
-            "nothing more than torch."
-        ) from error
+    import deepspeed
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
     if device.type == "cpu":
         set_accelerator(CPU_Accelerator())
     return deepspeed

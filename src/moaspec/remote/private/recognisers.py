@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moaspec.errors import InputError
+from moaspec.extras import require
 from moaspec.remote.private.spans import Span
 
 Recogniser = Callable[[str], Iterable[Span]]
@@ -102,10 +103,5 @@ def _library(name: str) -> Any:
     """A library of the extra `private`; only those who use recognisers need it."""
     import importlib
 
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise InputError(
-            "Recognising private spans needs `pip install 'moaspec[private]'`; without it, mark "
-            "them and pass recognisers=()."
-        ) from error
+    require("Recognising private spans (not needed with --no-recognise)", "private")
+    return importlib.import_module(name)

@@ -1,0 +1,109 @@
+"""Commands whose optional packages are missing name the extra, in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from moaspec.extras import EXTRAS
+
+BASE_ONLY = """
+import contextlib, io, json, sys
+
+class Finder:
+    '''Finds what the finders find, except the modules of extras.'''
+    def __init__(self, finders, hidden):
+        self.finders, self.hidden = finders, hidden
+    def find_spec(self, name, path=None, target=None):
+        if any(name == one or name.startswith(one + ".") for one in self.hidden):
+            return None
+        found = (finder.find_spec(name, path, target) for finder in self.finders)
+        return next((spec for spec in found if spec is not None), None)
+
+hidden, commands = json.loads(sys.argv[1])
+sys.meta_path[:] = [Finder(list(sys.meta_path), hidden)]
+from moaspec.cli import main
+found = []
+for command in commands:
+    sys.argv, error, code = ["moaspec", *command], io.StringIO(), 0
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main.run()
+        except SystemExit as end:
+            code = end.code or 0
+    found.append([code, error.getvalue()])
+print(json.dumps(found))
+"""
+
+NEEDING = {
+    "chat --url http://127.0.0.1:9": "serve",
+    "checkpoint export-device smollm2-135m smollm2-135m out": "remote",
+    "data overlap hub:a/b --against rows.jsonl": "hub",
+    "data regenerate hub:a/b --out out.jsonl": "hub",
+    "edge": "serve,remote",
+    "edge-bench": "remote",
+    "eval --suite hub:a/b": "hub",
+    "eval --suite humaneval.jsonl --cut 2 --accuracy": "accuracy",
+    "eval page .": "report",
+    "generate Hi --quantize int8": "quantize",
+    "remote Hi": "remote,private",
+    "remote Hi --no-recognise": "remote",
+    "serve": "serve",
+    "target-server": "remote",
+    "target-server --engine vllm": "remote",
+    "train config.yaml data=[hub:a/b]": "hub",
+    "train config.yaml sharding=deepspeed": "deepspeed",
+}
+"""Commands, and the extras that their message tells to install."""
+
+NOT_NEEDING = ("--version", "--help", "models", "train --init", "data overlap rows.jsonl --help")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit codes and error output where the base package alone is installed."""
+    directory = tmp_path_factory.mktemp("base")
+    (directory / "config.yaml").write_text("target: smollm2-135m\ndata: [rows.jsonl]\noutput: runs")
+    (directory / "rows.jsonl").write_text('{"prompt": "Hi", "response": "Hello"}\n')
+    (directory / "humaneval.jsonl").write_text('{"category": "a", "turns": ["Write f."]}\n')
+    (directory / "report.json").write_text("{}")
+    hidden = [module for modules in EXTRAS.values() for module in modules]
+    commands = [*NEEDING, *NOT_NEEDING]
+    request = json.dumps([hidden, [command.split() for command in commands]])
+    done = subprocess.run(
+        [sys.executable, "-c", BASE_ONLY, request],
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        env={**os.environ, "MOASPEC_CACHE": str(directory / "cache")},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert not (directory / "cache").exists()  # nothing was loaded before
+    return {command: tuple(one) for command, one in zip(commands, results, strict=True)}
+
+
+@pytest.mark.parametrize("command", NEEDING)
+def test_a_command_names_its_extra(command: str, found: dict[str, tuple[int, str]]) -> None:
+    code, error = found[command]
+    assert code == 2, error
+    assert error.count("\n") == 1
+    assert error.endswith(f"pip install 'moaspec[{NEEDING[command]}]'.\n")
+
+
+@pytest.mark.parametrize("command", NOT_NEEDING)
+def test_other_commands_need_none(command: str, found: dict[str, tuple[int, str]]) -> None:
+    code, error = found[command]
+    assert code == 0, error
+
+
+def test_every_extra_is_known() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev"}

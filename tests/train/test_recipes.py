@@ -1,0 +1,32 @@
+"""Training configurations that ship with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moaspec.errors import InputError
+from moaspec.train import read_train_config
+from moaspec.train.recipes import recipes, write_recipe
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_written_recipe_can_be_read(name: str, tmp_path: Path) -> None:
+    path = write_recipe(name, tmp_path)
+    assert path == tmp_path / f"{name}.yaml"
+    assert read_train_config(path, ["data=[mine.jsonl]"]).output.endswith(name)
+
+
+def test_an_existing_file_stays(tmp_path: Path) -> None:
+    mine = tmp_path / "smollm2-135m.yaml"
+    mine.write_text("mine")
+    with pytest.raises(InputError, match="exists"):
+        write_recipe("smollm2-135m", tmp_path)
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["unknown", "../configs/smollm2-135m", ""])
+def test_an_unknown_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="smollm2-135m"):
+        write_recipe(name, tmp_path)
