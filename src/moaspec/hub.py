@@ -1,16 +1,45 @@
-"""Rows of data sets of the hub."""
+"""Models and data sets of the hub."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from moaspec.errors import DataError
+from moaspec.errors import DataError, HubError
 from moaspec.extras import require
 
 HUB = "hub:"
 """`hub:owner/name`, `hub:owner/name@split`, `hub:owner/name:configuration@split`."""
+
+
+PROBE_S = 5.0
+"""How long the hub may take to answer before its local cache is used instead."""
+
+
+def cached_if_offline(hub_id: str) -> Path | None:
+    """The local copy of a model where the hub cannot be reached; None where it answers.
+
+    The hub's client would try for half a minute for each file.
+
+    Raises:
+        HubError: the hub cannot be reached, and no copy is there.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().model_info(hub_id, timeout=PROBE_S)
+    except HfHubHTTPError:  # an answer, which whoever fetches the files explains
+        return None
+    # The hub's client passes on whatever its HTTP library raises, which changes with versions.
+    except Exception as error:
+        config = try_to_load_from_cache(hub_id, "config.json")
+        if isinstance(config, str):
+            return Path(config).parent
+        raise HubError(f"The hub cannot be reached ({error}).") from error
+    return None
 
 
 def hub_rows(source: str, *, split: str = "train") -> Iterator[dict[str, Any]]:

@@ -24,6 +24,7 @@ from moaspec.decode.result import Source
 from moaspec.model import MoADrafter, save_drafter
 from moaspec.model.checkpoint import config_from_json
 from moaspec.places import cache_dir
+from moaspec.ports import bind
 from moaspec.remote import GrpcServer, RemoteEvent, ServerOptions, TargetService, fingerprint
 from moaspec.remote.bundle import DeviceBundle
 from moaspec.remote.emulation import ShapedTransport
@@ -106,6 +107,11 @@ def bundled(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setattr("moaspec.remote.bundle.load_target", lambda *_, **__: target)
     monkeypatch.setattr("moaspec.cli.device.bundled_drafters", lambda: {"tiny": directory})
     return directory
+
+
+@pytest.fixture(autouse=True)
+def _a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moaspec.cli.edge.bind", lambda *_: bind("127.0.0.1", 0))
 
 
 def test_the_made_bundle_is_of_the_bundled_drafter(bundled: Path) -> None:

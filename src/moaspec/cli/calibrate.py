@@ -55,15 +55,25 @@ def calibrate(
             f"{drafter} is a baseline: only Mixture-of-Attentions drafters are measured, because "
             "only they draft by cost. Name one, or leave --drafter out."
         )
-    with console.measuring() as advance:
-        costs = measure(target, module, num_target_layers=num_target_layers, advance=advance)
+    with console.measuring() as advance, console.noted_interrupts() as stopped:
+        costs = measure(
+            target,
+            module,
+            num_target_layers=num_target_layers,
+            advance=advance,
+            stopped=lambda: bool(stopped),
+        )
     exits = []
     if module is not None:
         exits = known_exits(target, module, num_target_layers=num_target_layers)
     if as_json:
         console.out.print(json.dumps(_facts(costs, exits)))
-        return
-    _show(costs, exits)
+    else:
+        _show(costs, exits)
+    if stopped:
+        said = "Stopped: the turns before are kept; they are fewer, so the costs are rougher."
+        console.err.print(said, style="yellow")
+        raise typer.Exit(130)
 
 
 def _facts(costs: CostTable, exits: Sequence[Exit]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,6 +60,7 @@ def check(
     if dtype == "auto" and dtypes != ["float32"]:
         dtypes.append("float32")
     checked: dict[str, list[Finding]] = {}
+    whole = True
     for one in dtypes:
         with console.status(f"Loading {model} in {one}"):
             target = load_target(model, dtype=one, quantize=quantize)
@@ -71,11 +73,18 @@ def check(
                 seeds=range(seeds),
                 alone=alone,
             )
-        checked[target.precision] = _run(plan)
-        if not as_json:
-            _show(f"{model}, {target.precision}", checked[target.precision])
+        findings = checked[target.precision] = _run(plan)
+        whole = len(findings) == plan.num_texts
+        if findings and not as_json:
+            _show(f"{model}, {target.precision}", findings)
+        if not whole:
+            said = f"Stopped: {len(findings)} of {plan.num_texts} texts were checked in {one}."
+            console.err.print(said, style="yellow")
+            break
     if as_json:
-        console.out.print(json.dumps(_as_json(model, checked)))
+        console.out.print(json.dumps({**_as_json(model, checked), "complete": whole}))
+    if not whole:
+        raise typer.Exit(130)
     if not _right(checked):
         raise typer.Exit(1)
 
@@ -85,8 +94,12 @@ def _right(checked: Mapping[str, Sequence[Finding]]) -> bool:
 
 
 def _run(plan: Check) -> list[Finding]:
-    findings = []
-    with console.bar("checking", plan.num_texts) as advance:
+    """All findings, or those before a Ctrl-C."""
+    findings: list[Finding] = []
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        console.bar("checking", plan.num_texts) as advance,
+    ):
         for finding in plan.run():
             findings.append(finding)
             advance()

@@ -11,6 +11,7 @@ from moaspec.cli import console
 from moaspec.cli.options import MODEL
 from moaspec.errors import HubError, InputError
 from moaspec.extras import require
+from moaspec.places import require_writable
 
 app = typer.Typer(
     name="checkpoint",
@@ -40,6 +41,7 @@ def convert(
     """
     if Path(source).resolve() == out.resolve():
         raise InputError(f"{out} is the source itself; name another directory.")
+    require_writable("OUT", out)
     with console.loading(model):
         from moaspec.decode.api import find_drafter
         from moaspec.model import load_checkpoint, save_drafter, save_published
@@ -72,6 +74,7 @@ def export_device(
     Example: moaspec checkpoint export-device smollm2-135m smollm2-135m device --int8
     """
     require("`moaspec checkpoint export-device`", "remote")
+    require_writable("OUT", out)
     with console.loading(target):
         from moaspec.remote.bundle import export_bundle
 

@@ -20,6 +20,7 @@ from rich.status import Status
 from rich.text import Text
 
 from moaspec.cli.entry import leaving
+from moaspec.cli.notes import noted
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -53,9 +54,11 @@ def note(message: str, style: str = "") -> None:
     out.print(Text(message, style=style), soft_wrap=not out.is_terminal)
 
 
-def status(message: str) -> Status:
+@contextmanager
+def status(message: str) -> Iterator[Status]:
     """A line that shows what is being done, until it is done."""
-    return err.status(Text(message))
+    with err.status(Text(message)) as shown, noted(err, shown):
+        yield shown
 
 
 @contextmanager

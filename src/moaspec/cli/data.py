@@ -18,6 +18,7 @@ from moaspec.cli import console, table
 from moaspec.cli.options import MODEL, Dtype
 from moaspec.cli.table import Table
 from moaspec.errors import DataError, InputError
+from moaspec.places import require_writable_file
 from moaspec.train.conversations import read_conversations
 from moaspec.train.journal import Journal
 from moaspec.train.sources import read_records, refuse
@@ -79,6 +80,7 @@ def synth_command(
 
     Example: moaspec data synth --num 2000 --out prompts.jsonl
     """
+    require_writable_file("--out", out)
     seconds = None if for_ is None else parse_duration(for_)
     if num < 1:
         raise InputError(f"--num must be at least 1, got {num}.")
@@ -135,6 +137,7 @@ def regenerate_command(
 
     Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
     """
+    require_writable_file("--out", out)
     seconds = None if for_ is None else parse_duration(for_)
     if not 0 <= without_system <= 1 or (limit is not None and limit < 1):
         raise InputError("--without-system must lie in 0..1, and --limit be at least 1.")
@@ -234,6 +237,8 @@ def overlap_command(
         raise InputError(f"--size must be at least 1, got {size}.")
     if out is not None and out.exists():
         raise InputError(f"{out} exists; name another file.")
+    if out is not None:
+        require_writable_file("--out", out)
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
     target = _load(model, "float32", "cpu", None) if model else None

@@ -13,7 +13,7 @@ import typer
 from moaspec.cli import console
 from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import InputError
-from moaspec.places import cache_dir
+from moaspec.places import cache_dir, require_writable
 
 if TYPE_CHECKING:
     from moaspec.remote import Credentials, RemoteOptions
@@ -77,6 +77,8 @@ def remote_options(**given: Any) -> RemoteOptions:
     # Imported here, because gRPC is not needed by most commands; below for the same reason.
     from moaspec.remote import RemoteOptions
 
+    if given.get("prefix_dir") is not None:
+        require_writable("--prefix-dir", given["prefix_dir"])
     return RemoteOptions(**given)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -16,10 +17,12 @@ from moaspec.cli.serve import (
     Open,
     Origins,
     Port,
+    announce,
     serve_settings,
     warn_if_open,
 )
 from moaspec.extras import require
+from moaspec.ports import bind
 
 
 def edge(
@@ -69,7 +72,6 @@ def edge(
         from moaspec.remote import GrpcTransport, RemoteText
         from moaspec.remote.emulation import Faults, ShapedTransport, link_named
         from moaspec.serve.edge import EdgeLimits, EdgeSource
-        from moaspec.serve.running import page_url
         from moaspec.serve.running import serve as run
 
     chosen = device.remote_options(
@@ -83,18 +85,18 @@ def edge(
     faults = None if emulate is None else Faults()
     link = None if emulate is None else link_named(emulate)
     transport = GrpcTransport(server, device.credentials(token_file, ca, certificate, key))
-    loaded = device.load_bundle(bundle, model)
-    loaded.drafting(num_target_layers)  # a bad N is told now, not to every client
-    source = EdgeSource(
-        loaded,
-        transport if link is None else ShapedTransport(transport, link, faults),
-        name=model,
-        options=chosen,
-        limits=EdgeLimits(active=max_active, waiting=max_waiting),
-        faults=faults,
-        alone=RemoteText(transport, loaded.stop_token_ids),
-    )
-    warn_if_open(host, settings)
-    url = page_url(host, port)
-    console.err.print(f"{model} at {server}: page at {url}, API at {url}v1.")
-    run(source, settings, host=host, port=port, browse=browse)
+    with bind(host, port) as listener:
+        loaded = device.load_bundle(bundle, model)
+        loaded.drafting(num_target_layers)  # a bad N is told now, not to every client
+        source = EdgeSource(
+            loaded,
+            transport if link is None else ShapedTransport(transport, link, faults),
+            name=model,
+            options=chosen,
+            limits=EdgeLimits(active=max_active, waiting=max_waiting),
+            faults=faults,
+            alone=RemoteText(transport, loaded.stop_token_ids),
+        )
+        warn_if_open(host, settings)
+        ready = partial(announce, f"{model} at {server}", host, port, browse=browse)
+        run(source, settings, host=host, listener=listener, ready=ready)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import InputError
 from moaspec.evaluate.prompts import read_prompts
 from moaspec.extras import require
+from moaspec.places import require_writable_file
 
 COLUMNS = (
     "mode",
@@ -89,7 +89,7 @@ def edge_bench(
     if name is None:
         raise InputError(f"No drafter is bundled for {model}; name one with --drafter.")
     if out is not None:
-        _check_place(out)
+        require_writable_file("--out", out)
     with console.loading(model):
         from moaspec.evaluate.edge import EdgeSettings, run_edge_bench
         from moaspec.evaluate.edge.cut_bench import run_cut_bench
@@ -138,6 +138,7 @@ def edge_bench(
     else:
         table.show(_cuts_table(report))
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
@@ -172,15 +173,6 @@ def _numbers(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
     if not found:
         raise InputError(f"{option} takes numbers with commas between, such as 1,3; got {text!r}.")
     return found
-
-
-def _check_place(out: Path) -> None:
-    """Raise InputError for a file that cannot be written, before anything is measured."""
-    place = out if out.exists() else out.parent
-    if out.is_dir() or not out.parent.is_dir() or not os.access(place, os.W_OK):
-        raise InputError(
-            f"--out {out} cannot be written; name a file in a directory that exists and is yours."
-        )
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -156,6 +156,11 @@ def evaluate(
         store=store,
         system=system,
     )
+    if report.interrupted:
+        _put_out(report.as_json(), lambda: show(report), None, as_json=as_json)
+        kept = "" if out is None else f" They are kept in {out}; the same command goes on."
+        console.err.print(f"Stopped: these are the prompts before.{kept}", style="yellow")
+        raise typer.Exit(130)
     result = {"settings": {**facts, **asked}, **report.as_json()}
     from moaspec.cli.tables import show
 

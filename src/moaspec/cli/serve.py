@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import webbrowser
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,7 @@ from moaspec.cli import console, options
 from moaspec.cli.loading import load, measure_once
 from moaspec.errors import InputError
 from moaspec.extras import require
+from moaspec.ports import bind
 
 if TYPE_CHECKING:
     from moaspec.serve.desk import ServeSettings
@@ -65,30 +68,30 @@ def serve(
     parse_shape(tree)  # before anything slow, as below
     if cache_gib <= 0:
         raise InputError(f"--cache-gib must be above 0, got {cache_gib}.")
-    with console.loading(model, threads):
-        settings = serve_settings(
-            api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
+    cache_bytes = int(cache_gib * 2**30)
+    with bind(host, port) as listener:
+        with console.loading(model, threads):
+            settings = serve_settings(
+                api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
+            )
+            from moaspec.decode import shaping_for
+            from moaspec.serve.local import LocalSource
+            from moaspec.serve.running import serve as run
+            from moaspec.serve.worker import Limits
+        target, module = load(
+            model, drafter, dtype=dtype, quantize=quantize, speculation=speculation
         )
-        from moaspec.decode import shaping_for
-        from moaspec.serve.local import LocalSource
-        from moaspec.serve.running import page_url
-        from moaspec.serve.running import serve as run
-        from moaspec.serve.worker import Limits
-    target, module = load(
-        model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
-    )
-    if tree == "auto":
-        measure_once(target, module)
-    source = LocalSource(
-        target,
-        module,
-        shaping=shaping_for(target, module, tree=tree, free_branches=free_branches.setting),
-        limits=Limits(active=max_active, waiting=max_waiting, cache_bytes=int(cache_gib * 2**30)),
-    )
-    warn_if_open(host, settings)
-    url = page_url(host, port)
-    console.err.print(f"{model}: page at {url}, API at {url}v1. Ctrl-C ends.")
-    run(source, settings, host=host, port=port, browse=browse)
+        if tree == "auto":
+            measure_once(target, module)
+        source = LocalSource(
+            target,
+            module,
+            shaping=shaping_for(target, module, tree=tree, free_branches=free_branches.setting),
+            limits=Limits(active=max_active, waiting=max_waiting, cache_bytes=cache_bytes),
+        )
+        warn_if_open(host, settings)
+        ready = partial(announce, model, host, port, browse=browse)
+        run(source, settings, host=host, listener=listener, ready=ready)
 
 
 def serve_settings(
@@ -112,6 +115,16 @@ def serve_settings(
         cors_origins=tuple(cors_origin or ()),
         guarded=Guarded(api_keys=_keys(api_key_file), max_body_bytes=max_body_bytes),
     )
+
+
+def announce(what: str, host: str, port: int, *, browse: bool) -> None:
+    """Say where a server that is ready answers, and show its page if that is wanted."""
+    from moaspec.serve.running import page_url
+
+    url = page_url(host, port)
+    console.err.print(f"{what}: page at {url}, API at {url}v1. Ctrl-C ends.")
+    if browse:
+        webbrowser.open(url)
 
 
 def warn_if_open(host: str, settings: ServeSettings) -> None:

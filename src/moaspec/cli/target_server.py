@@ -18,6 +18,7 @@ from moaspec.cli import console, options
 from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import InputError
 from moaspec.extras import require
+from moaspec.ports import held
 
 if TYPE_CHECKING:
     from moaspec.remote import ServiceOptions, TargetService
@@ -90,7 +91,8 @@ def target_server(
     if traces:
         _print_traces()
     name = drafter or (model if model in bundled_drafters() else None)
-    with console.loading(model, threads):
+    ports = {"--port": port, "--metrics-port": metrics_port}
+    with held(host, ports), console.loading(model, threads):
         from moaspec.remote import GrpcServer, ServerOptions, ServiceOptions, StoreOptions
 
         limits = ServiceOptions(

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moaspec.cli import console
 from moaspec.errors import InputError
+from moaspec.places import require_writable
 from moaspec.train.stopping import MORE_TO_DO, Ending, parse_duration
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def train(
 
         settings = read_train_config(config, overrides or [])
         require_sources(settings.data)
+        require_writable("output", Path(settings.output))
         console.set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
     out = console.out if accelerator.is_main_process else console.nowhere()

@@ -24,6 +24,7 @@ from moaspec.decode.stop import stop_strings
 from moaspec.decode.tree import Tree
 from moaspec.decode.verifier import LocalVerifier
 from moaspec.errors import InputError, PromptError, UnknownModelError
+from moaspec.hub import cached_if_offline
 from moaspec.model import MoADrafter, load_checkpoint
 from moaspec.model.baselines import is_baseline, load_baseline
 from moaspec.model.files import is_directory
@@ -73,6 +74,8 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        if (cached := cached_if_offline(name)) is not None:
+            return cached
         return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
     # The hub's client passes on whatever its HTTP library raises, which changes with versions.
     except Exception as error:

@@ -71,6 +71,7 @@ def calibrate(
     num_target_layers: int | None = None,
     quick: bool = False,
     advance: Callable[[str], None] = lambda _: None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> CostTable:
     """Measure target and drafter, and store the result for `tree="auto"`.
 
@@ -82,6 +83,7 @@ def calibrate(
         num_target_layers: N; None measures each that the drafter has an exit for.
         quick: measure fewer times; see `QUICK_TURNS`.
         advance: told how far it is, now and then.
+        stopped: asked between turns whether the turns so far have to do.
 
     Returns:
         The costs with N, or with the drafter's default; `stored_costs` has those of its other
@@ -89,6 +91,7 @@ def calibrate(
 
     Raises:
         InputError: N outside the target's layers.
+        KeyboardInterrupt: stopped before every part had been timed once.
     """
     numbers: Sequence[int | None] = [num_target_layers]
     if drafter is not None and num_target_layers is None:
@@ -96,7 +99,7 @@ def calibrate(
     draftings = [
         MoADrafting(drafter, target, num_target_layers=n) for n in numbers if drafter is not None
     ]
-    tables = _measured(target, draftings, QUICK_TURNS if quick else TURNS, advance)
+    tables = _measured(target, draftings, QUICK_TURNS if quick else TURNS, advance, stopped)
     for n, costs in zip(numbers, tables, strict=True):
         _store(costs, fingerprint(target, drafter, n))
     return tables[0]
@@ -191,6 +194,7 @@ def _measured(
     draftings: Sequence[MoADrafting],
     turns: Turns,
     advance: Callable[[str], None],
+    stopped: Callable[[], bool],
 ) -> list[CostTable]:
     """One table for each exit, or one of the target alone.
 
@@ -200,6 +204,10 @@ def _measured(
     common = _TargetParts(benches[0])
     drafts = [_DraftParts(bench) for bench in benches if bench.drafting is not None]
     for turn in _numbered(turns):
+        if stopped():
+            if turn <= WARM_UPS:
+                raise KeyboardInterrupt
+            break
         advance(f"all parts, for the {turn + 1}. time")
         for part in chain(common.parts, *(one.parts for one in drafts)):
             part.time(counts=turn >= WARM_UPS)

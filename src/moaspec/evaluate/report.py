@@ -101,6 +101,7 @@ class Report:
         batch: prompts decoded together by timed methods.
         skipped: turns that do not fit into the target's context.
         choice: how tokens were chosen, in words.
+        interrupted: some prompts were not asked.
     """
 
     outcomes: list[Outcome]
@@ -108,6 +109,7 @@ class Report:
     batch: int = 1
     skipped: list[Item] = field(default_factory=list)
     choice: str = GREEDILY
+    interrupted: bool = False
 
     @property
     def lossless(self) -> bool:

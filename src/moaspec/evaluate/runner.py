@@ -153,6 +153,21 @@ class _Session:
                 self._keep(method, items, [self._decode(method, items)], TAU_BATCH)
         self._collect(self.tau_only, items, TAU_BATCH)
 
+    def drop_unfinished(self) -> bool:
+        """Keep what all timed methods have done, and other methods that have done all of it.
+
+        Raises:
+            KeyboardInterrupt: that is nothing.
+        """
+        whole = min(len(self.outcomes[one.name].samples) for one in self.methods)
+        if not whole:
+            raise KeyboardInterrupt
+        for outcome in self.outcomes.values():
+            del outcome.samples[whole:]
+        self.items = [sample.item for sample in self.outcomes[self.base.name].samples]
+        self.outcomes = {k: one for k, one in self.outcomes.items() if len(one.samples) == whole}
+        return True
+
     def answer(self, item: Item) -> list[int]:
         """The base's text."""
         sample = self.store.get(self.base.key, item, self.settings.batch)
@@ -229,6 +244,7 @@ def measure(
         advance: called after each method on each turn, for a progress display.
 
     Raises:
+        KeyboardInterrupt: it came before anything was measured; later, the report says so.
         InputError: a method that cannot decode as many prompts together as asked, or that samples
             with noise of its own, or no prompt that fits into the target's context.
     """
@@ -252,21 +268,26 @@ def measure(
     begun = encode(prompts[0].turns[:1], ())[: min(session.room, WARM_UP_PROMPT)]
     for method in methods:
         method.run(begun, WARM_UP_TOKENS, settings.sampling)
-    for group in _chunks(prompts, settings.batch):
-        session.ask([_Talk(prompt) for prompt in group], encode)
+    interrupted = False
+    try:
+        for group in _chunks(prompts, settings.batch):
+            session.ask([_Talk(prompt) for prompt in group], encode)
+        for chunk in _chunks(session.items, TAU_BATCH):
+            session.untimed(chunk)
+    except KeyboardInterrupt:
+        interrupted = session.drop_unfinished()
     if not session.items:
         raise InputError(
             f"No prompt fits into the context of {methods[0].target.name} with "
             f"{settings.max_new_tokens} new tokens; ask for fewer, or use shorter prompts."
         )
-    for chunk in _chunks(session.items, TAU_BATCH):
-        session.untimed(chunk)
     return Report(
         list(session.outcomes.values()),
         session.base.name,
         settings.batch,
         session.skipped,
         settings.choice,
+        interrupted,
     )
 
 

@@ -87,7 +87,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     except subprocess.CalledProcessError as error:
         last = (error.stderr or "").strip().splitlines()[-1:] or ["no message"]
         reason = f"the compiler failed ({last[0]})"
-    log.warning("moaspec decodes without its own kernels, more slowly: %s.", reason)
+    log.warning("bf16 takes two to three times as long without moaspec's kernels: %s.", reason)
     return None, reason
 
 
@@ -152,7 +152,7 @@ def _compiled_for(name: str) -> Path:
     final = _library_file(flags, compiler)
     if final.exists():
         return final
-    log.info("Compiling %s with %s, once; it takes some ten seconds.", MAIN.name, compiler)
+    log.info("Compiling kernels with %s, once: a quarter of a minute, more if busy.", compiler)
     final.parent.mkdir(parents=True, exist_ok=True)
     # Written beside and renamed, so that a process killed meanwhile, or a second one, does no harm.
     with NamedTemporaryFile(dir=final.parent, suffix=".so", delete=False) as made:
@@ -192,5 +192,5 @@ def _compiler() -> str:
             return found
     raise FileNotFoundError(
         f"no C++ compiler was found (looked for {asked or ', '.join(COMPILERS)}; "
-        "on Debian: apt install g++)"
+        "install one: apt install g++, dnf install gcc-c++, apk add g++)"
     )

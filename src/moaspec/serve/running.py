@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
-import threading
-import webbrowser
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,12 @@ FAREWELL_S = 5.0
 
 
 def serve(
-    source: TextSource, settings: ServeSettings, *, host: str, port: int, browse: bool = False
+    source: TextSource,
+    settings: ServeSettings,
+    *,
+    host: str,
+    listener: socket.socket,
+    ready: Callable[[], None],
 ) -> None:
     """Serve until interrupted or terminated; see `Server` for how that ends.
 
@@ -46,25 +51,25 @@ def serve(
         settings: see `ServeSettings`; where only this machine can connect, foreign names in the
             `Host` header are refused too.
         host: address to listen on.
-        port: the same.
-        browse: show the page in the user's browser.
+        listener: bound to it; closed at the end.
+        ready: called once requests are answered.
 
     Raises:
-        InputError: the port cannot be used.
+        InputError: another program has begun to listen there.
     """
     if host in LOOPBACK and not settings.guarded.hosts:
         settings = replace(settings, guarded=replace(settings.guarded, hosts=LOOPBACK_HOSTS))
-    server = Server(config(create_app(source, settings), host=host, port=port), source)
-    if browse:
-        threading.Timer(1.0, webbrowser.open, [page_url(host, port)]).start()
+    server = Server(config(create_app(source, settings)), source, ready=ready)
     # Uvicorn repeats the signal that ended it; both are a proper end.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with contextlib.suppress(KeyboardInterrupt):
-            server.run()
-    except SystemExit as error:
+        with contextlib.suppress(KeyboardInterrupt), listener:
+            server.run([listener])
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
         raise InputError(
-            f"Cannot listen on {host}:{port}; another program may. Choose another --port."
+            f"Cannot listen on {host}: {error.strerror}. Choose another --port."
         ) from error
 
 
@@ -112,14 +117,26 @@ class Server(uvicorn.Server):
         settings: of uvicorn.
         source: decodes; closed when the time is up, so that whoever still listens hears why.
         grace_s: how long answers that are under way may take.
+        ready: called once requests are answered.
     """
 
     def __init__(
-        self, settings: uvicorn.Config, source: TextSource, grace_s: float = GRACE_S
+        self,
+        settings: uvicorn.Config,
+        source: TextSource,
+        grace_s: float = GRACE_S,
+        *,
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
         settings.timeout_graceful_shutdown = round(grace_s + FAREWELL_S)
         super().__init__(settings)
-        self._source, self._grace_s = source, grace_s
+        self._source, self._grace_s, self._ready = source, grace_s, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""

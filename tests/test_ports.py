@@ -1,0 +1,49 @@
+"""Ports are taken before a model is loaded."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from moaspec.errors import InputError
+from moaspec.ports import bind, held
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which another program listens."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
+
+
+def test_a_port_in_use(taken: int) -> None:
+    with pytest.raises(InputError, match=rf"127\.0\.0\.1:{taken}.*in use.*--port"):
+        bind("127.0.0.1", taken)
+
+
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(InputError, match=r"192\.0\.2\.1:8000"):
+        bind("192.0.2.1", 8000)
+    with pytest.raises(InputError, match="no-such-host"):
+        bind("no-such-host.invalid", 8000)
+
+
+def test_held_ports_are_named_by_their_options(taken: int) -> None:
+    with (
+        pytest.raises(InputError, match="--metrics-port"),
+        held("127.0.0.1", {"--port": 0, "--metrics-port": taken}),
+    ):
+        pass
+
+
+def test_held_ports_are_free_afterwards() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+    with held("127.0.0.1", {"--port": port}):
+        pass
+    with bind("127.0.0.1", port) as again:
+        again.listen()
+        with pytest.raises(InputError):
+            bind("127.0.0.1", port)
