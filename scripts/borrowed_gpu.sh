@@ -8,7 +8,7 @@
 # it ends with 0; between two blocks, copy what has to survive (RESPONSES, RESPONSES.progress,
 # RESPONSES.done, OUTPUT/state, OUTPUT/log.jsonl):
 #
-#   until scripts/borrowed_gpu.sh prompts.jsonl responses.jsonl configs/qwen2.5-0.5b.yaml shard_mb=50
+#   until scripts/borrowed_gpu.sh prompts.jsonl responses.jsonl qwen2.5-0.5b.yaml shard_mb=50
 #   do [ $? -eq 75 ] || break; copy_to_a_safe_place; done
 #
 # Settings, from the environment:
