@@ -6,7 +6,7 @@ import operator
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from moaspec.decode.assumed import sure_costs
 from moaspec.decode.baselines import baseline_drafting
@@ -29,6 +29,7 @@ from moaspec.model import MoADrafter, load_checkpoint
 from moaspec.model.baselines import is_baseline, load_baseline
 from moaspec.model.files import is_directory
 from moaspec.target import Target, TargetFacts
+from moaspec.target.generation import NO_DEFAULTS, GenerationDefaults, TokenRules
 
 
 def load_drafter(name: str | Path, *, target: TargetFacts) -> MoADrafter:
@@ -110,6 +111,7 @@ def local_engine(
         max_positions=target.max_positions,
         tokenizer=target.tokenizer,
         rope_switches=target.rope_switches,
+        rope_growth=target.rope_growth,
     )
 
 
@@ -188,7 +190,11 @@ class RowOptions(TypedDict, total=False):
     Attributes:
         max_new_tokens: at most so many per prompt; 64. 0 gives an empty result.
         temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty,
-        frequency_penalty, logit_bias, logprobs, top_logprobs, choice: see `SamplingParams`.
+        frequency_penalty, logit_bias, rules, logprobs, top_logprobs, choice: see `SamplingParams`.
+            None, or nothing, is the model's own default, and without one that of `SamplingParams`;
+            for the temperature always 0.
+        generation_config: "auto" (the default) takes those defaults from the model's
+            `generation_config.json`; None takes none from there.
         logits_processors: functions of (prefix token ids, logits); see `SamplingParams`. For these,
             `logit_bias` and `stop`, None is none.
         stop: a string or several; the text ends with the token that completes one.
@@ -205,15 +211,17 @@ class RowOptions(TypedDict, total=False):
     """
 
     max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
     seed: int | None
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
+    rules: TokenRules | None
+    generation_config: Literal["auto"] | None
     logits_processors: Iterable[LogitsProcessor] | None
     logprobs: bool
     top_logprobs: int
@@ -342,7 +350,7 @@ def row_settings(target: Target, options: RowOptions) -> dict[str, Any]:
             target.stop_token_ids if stops is None else as_token_ids("stop_token_ids", stops)
         ),
         "stop": stop_strings(options.get("stop")),
-        "sampling": sampling_params(options),
+        "sampling": sampling_params(options, defaults_of(target, options)),
     }
 
 
@@ -390,16 +398,36 @@ def token_ids(prompt: Any) -> list[int]:
         raise PromptError(f"A prompt must be a list of integer token ids: {error}.") from error
 
 
-def sampling_params(options: RowOptions) -> SamplingParams:
-    """What `options` say about sampling, with a seed drawn where one is needed and missing.
+def defaults_of(target: Any, options: RowOptions) -> GenerationDefaults:
+    """The model's defaults, where `options` want them.
 
     Raises:
-        InputError: a value outside its range.
+        InputError: `generation_config` is neither "auto" nor None.
+    """
+    wanted = options.get("generation_config", "auto")
+    if wanted not in ("auto", None):
+        raise InputError(f'generation_config must be "auto" or None, got {wanted!r}.')
+    return NO_DEFAULTS if wanted is None else target.generation_defaults
+
+
+def sampling_params(
+    options: RowOptions, defaults: GenerationDefaults = NO_DEFAULTS
+) -> SamplingParams:
+    """What `options` say about sampling, with a seed drawn where one is needed and missing.
+
+    Args:
+        options: what is None, or not there, is not said.
+        defaults: hold where nothing is said, but for the temperature.
+
+    Raises:
+        InputError: a value outside its range, or defaults that cannot be honoured.
     """
     names = {field.name for field in fields(SamplingParams)}
-    given: dict[str, Any] = {name: value for name, value in options.items() if name in names}
-    if given.get("logit_bias", {}) is None:
-        del given["logit_bias"]
+    said = {name: value for name, value in options.items() if name in names and value is not None}
+    samples = bool(said.get("temperature"))
+    given: dict[str, Any] = {**defaults.settings(sampled=samples), **said}
+    if isinstance(given["logit_bias"], Mapping):  # else it is refused
+        given["logit_bias"] = {**defaults.logit_bias, **given["logit_bias"]}
     processors: Any = options.get("logits_processors") or ()
     if isinstance(processors, Iterable):
         processors = tuple(processors)

@@ -158,6 +158,7 @@ class Rounds:
             vocab_size=target.vocab_size,
             max_positions=target.max_positions,
             rope_switches=target.rope_switches,
+            rope_growth=target.rope_growth,
         )
         self._seen: list[tuple[float, Event]] = []
 

@@ -36,6 +36,8 @@ class Engine:
         tokenizer: the target's; only stop strings need it.
         rope_switches: lengths beyond which the keys of a whole text change; see
             `Target.rope_switches`. A draft never crosses one, and a row that did is read anew.
+        rope_growth: length beyond which keys depend on the length of the prompt; see
+            `Target.rope_growth`. Keys of another prompt are not kept where either is longer.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class Engine:
         max_positions: int,
         tokenizer: Any = None,
         rope_switches: Sequence[int] = (),
+        rope_growth: int | None = None,
     ) -> None:
         self._verifier, self._drafter = verifier, drafter
+        self._growth = rope_growth
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self._tokenizer, self._switches = tokenizer, tuple(rope_switches)
         self._rows: dict[int, Row] = {}
@@ -104,7 +108,7 @@ class Engine:
         stops = as_token_ids("stop_token_ids", stop_token_ids)
         check_bias(sampling, self._vocab_size)
         strings = stop_strings(stop)
-        sampling = sampling.resolved()
+        sampling = sampling.resolved().bound(stops, max_new_tokens)
         old = None if after is None else self._parked_row(after)
         row = Row(
             handle=self._next_handle,
@@ -155,7 +159,9 @@ class Engine:
         common = common_length(old.token_ids, row.token_ids[:-1])
         # A row that never ran holds what it took over; that is of the regime of its own length.
         held = old.base if old.prefilled else len(old.token_ids)
-        same_keys = self._regime(held) == self._regime(len(row.token_ids))
+        same_keys = self._regime(held) == self._regime(len(row.token_ids)) and not outgrown(
+            (old.prompt_length, row.prompt_length), self._growth
+        )
         row.base = min(common, old.base) if same_keys else 0
         row.result.num_reused_tokens = row.base
         if self._drafter is not None:
@@ -366,6 +372,11 @@ class Engine:
 def regime(length: int, switches: Sequence[int]) -> int:
     """Which rotary embeddings the keys of a text of this length have; see `Engine`."""
     return sum(length > switch for switch in switches)
+
+
+def outgrown(prompt_lengths: Iterable[int], growth: int | None) -> bool:
+    """Whether the keys of these prompts differ by the prompts' lengths; see `Engine`."""
+    return growth is not None and max(prompt_lengths) > growth
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:

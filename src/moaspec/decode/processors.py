@@ -39,7 +39,7 @@ class Prefix:
 
 
 def processed(logits_V: Tensor, prefix: Prefix) -> Tensor:
-    """Logits after bias, penalties and custom processors; the argument stays as it is.
+    """Logits after bias, penalties, rules and custom processors; the argument stays as it is.
 
     Raises:
         InputError: a processor returned another shape, or no token is left.
@@ -50,12 +50,14 @@ def processed(logits_V: Tensor, prefix: Prefix) -> Tensor:
     logits_V = _biased(logits_V.clone(), sampling)
     _penalise_repetition(logits_V, prefix)
     _penalise_output(logits_V, prefix)
+    if sampling.rules:
+        logits_V = sampling.rules.apply(prefix.token_ids, prefix.prompt_length, logits_V)
     for processor in sampling.processors:
         logits_V = _called(processor(tuple(prefix.token_ids), logits_V), logits_V)
     if not bool(torch.isfinite(logits_V.max())):
         raise InputError(
-            "logit_bias, penalties and logits processors must leave at least one token with a "
-            "finite logit, and no NaN."
+            "logit_bias, penalties, rules and logits processors must leave at least one token with "
+            "a finite logit, and no NaN."
         )
     return logits_V
 

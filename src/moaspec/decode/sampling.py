@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from moaspec.decode.integers import as_integer
 from moaspec.errors import InputError
+from moaspec.target.generation import NO_RULES, TokenRules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +30,8 @@ nodes, some of which are called again in a later round.
 class SamplingParams:
     """The settings of one row. Defaults: greedy, nothing changed.
 
-    They apply in the order of transformers: logit bias, penalties, custom processors, temperature,
-    top-k, top-p, min-p.
+    They apply in the order of transformers: logit bias, penalties, rules, custom processors,
+    temperature, top-k, top-p, min-p.
 
     Args:
         temperature: divides the logits; 0 takes the best token, without noise.
@@ -44,6 +45,7 @@ class SamplingParams:
         presence_penalty: taken once off the logits of generated tokens.
         frequency_penalty: taken off them for every occurrence.
         logit_bias: added to the logits, by token id; -inf forbids a token.
+        rules: which tokens may stand where; see `TokenRules`.
         processors: called in order; see `LogitsProcessor`.
         logprobs: whether to report log-probabilities of the chosen tokens.
         top_logprobs: report so many of the most probable tokens in place of each as well; only
@@ -63,6 +65,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    rules: TokenRules = NO_RULES
     processors: tuple[LogitsProcessor, ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
@@ -84,6 +87,8 @@ class SamplingParams:
         if self.seed is not None:
             self._need_integer("seed", high=2**64 - 1, otherwise="None draws one")
         _check_bias(self.logit_bias)
+        if not isinstance(self.rules, TokenRules):
+            raise InputError(f"rules must be TokenRules, got {self.rules!r}.")
         if not isinstance(self.processors, Sequence):
             raise InputError(
                 f"Logits processors come in a list, also a single one; got {self.processors!r}."
@@ -114,7 +119,7 @@ class SamplingParams:
     def needs_prefix(self) -> bool:
         """Whether the choice depends on which tokens came before, given the logits."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (1.0, 0.0, 0.0) or bool(self.processors)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.rules or self.processors)
 
     @property
     def takes_argmax(self) -> bool:
@@ -131,6 +136,15 @@ class SamplingParams:
         if self.seed is not None or not self.samples:
             return self
         return replace(self, seed=secrets.randbits(63))
+
+    def bound(self, stop_token_ids: Collection[int], max_new_tokens: int) -> SamplingParams:
+        """The same for a text that ends at one of these ids or after so many tokens.
+
+        Some rules depend on either; what was bound before stays.
+        """
+        if not self.rules:
+            return self
+        return replace(self, rules=self.rules.bound(stop_token_ids, max_new_tokens))
 
     def _need_number(self, name: str, low: float = -math.inf, high: float = math.inf) -> None:
         value = getattr(self, name)

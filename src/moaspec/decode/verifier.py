@@ -103,6 +103,7 @@ class LocalVerifier:
         self._encoded: dict[int, int] = {}  # tokens of each row whose features were given out
         self._held: dict[int, Tensor] = {}  # final states of later ones, (n, E)
         self._target_time = _Stopwatch()  # in its passes and head, of this call
+        self._grows = target.rope_growth is not None
         self._device = target.device  # asking a model takes a walk through its parameters
         self.cache = KVCache(
             num_layers=target.num_layers,
@@ -210,7 +211,8 @@ class LocalVerifier:
             torch.from_numpy(np.array(numbers, np.int64)).to(self._device).unbind(1)
         )
         mask_B1TS = tree_mask(starts, torch.from_numpy(tree_BTT).to(self._device), visible)
-        lengths_B = torch.tensor([p.length for p in plans], device=self._device)
+        lengths = [p.request.prompt_length if self._grows else p.length for p in plans]
+        lengths_B = torch.tensor(lengths, device=self._device)
         with self._target_time:
             return self.target.run(
                 tokens_BT,

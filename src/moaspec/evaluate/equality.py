@@ -16,20 +16,24 @@ Legend: T text, V vocabulary, R rivals of a choice.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from moaspec.decode import GREEDY, SamplingParams
 from moaspec.decode.law import temperatures
 from moaspec.decode.noise import gumbel, seed_bits
 from moaspec.decode.processors import Prefix, processed, survivors
 from moaspec.target import Target
+from moaspec.target.families import forget_growth
 
 FLOAT32_TIE = 1e-3
 """Largest gap that float32's rounding explains: ten times what two logits were measured to differ
@@ -215,8 +219,11 @@ def _logits(
     """Right and rounded logits for the token at every position from `start` on.
 
     LongRoPE goes by the length of a call, so what was chosen on either side of its switch takes a
-    pass each.
+    pass each. With dynamic NTK cached keys stay as they are, so each token takes a pass.
     """
+    if target.rope_growth is not None and len(text) > target.rope_growth:
+        yield from _logits_step_by_step(target, text, start)
+        return
     for end in (*target.rope_switches, len(text)):
         length = min(end, len(text) - 1)
         if length < start:
@@ -229,6 +236,33 @@ def _logits(
                 right_TV = _one_pass(target.model, ids_1T, length - start + 1)
         yield from zip(range(start, length + 1), right_TV, rounded_TV, strict=True)
         start = length + 1
+
+
+def _logits_step_by_step(
+    target: Target, text: Sequence[int], start: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The same by passes that `generate` of transformers makes: the prompt, then token by token."""
+    rounded_TV = right_TV = _stepped(target.model, text, start, target.device)
+    if target.dtype != torch.float32:
+        with _in_float32(target):
+            right_TV = _stepped(target.model, text, start, target.device)
+    yield from zip(range(start, len(text)), right_TV, rounded_TV, strict=True)
+
+
+def _stepped(
+    model: nn.Module, text: Sequence[int], start: int, device: torch.device
+) -> list[Tensor]:
+    """Logits for the token at every position from `start` on, (V,) each."""
+    forget_growth(model)
+    # Named so from transformers 5.24.
+    new_name = "cache" in inspect.signature(model.forward).parameters
+    cache = {"cache" if new_name else "past_key_values": DynamicCache()}
+    logits = []
+    for first, stop in pairwise([0, *range(start, len(text))]):
+        ids_1T = torch.tensor([text[first:stop]], device=device)
+        output = model(ids_1T, use_cache=True, logits_to_keep=1, **cache)
+        logits.append(output.logits[0, -1].float())
+    return logits
 
 
 def _one_pass(model: nn.Module, ids_1T: Tensor, num_logits: int) -> Tensor:

@@ -28,6 +28,7 @@ from moaspec.decode.shaping import FreeBranches
 from moaspec.evaluate.meter import Meter
 from moaspec.model import MoADrafter
 from moaspec.target import Target
+from moaspec.target.families import forget_growth
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,7 @@ class TransformersMethod(Method):
     def _generate(self, prompt_ids: Sequence[int], max_new_tokens: int) -> GenerationResult:
         ids_1T = torch.tensor([list(prompt_ids)], device=self.target.device)
         model: Any = self.target.model
+        forget_growth(model)
         counter = _Arrivals(self.target.device)
         with counter.clock:
             output = model.generate(

@@ -100,6 +100,7 @@ async def decode_alone(
             max_positions=max_tokens,
             tokenizer=target.tokenizer,
             rope_switches=target.rope_switches,
+            rope_growth=target.rope_growth,
         )
         engine.add(
             request.token_ids,

@@ -127,6 +127,11 @@ class DeviceBundle:
         return self.target.rope_switches
 
     @property
+    def rope_growth(self) -> int | None:
+        """See `Target.rope_growth`."""
+        return self.target.rope_growth
+
+    @property
     def stop_token_ids(self) -> frozenset[int]:
         """Ids that end a turn."""
         return self.target.stop_token_ids

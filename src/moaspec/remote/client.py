@@ -138,6 +138,7 @@ class RemoteSession:
             max_positions=device.max_positions,
             tokenizer=device.tokenizer,
             rope_switches=device.rope_switches,
+            rope_growth=device.rope_growth,
         )
         self._events: asyncio.Queue[RemoteEvent | None] = asyncio.Queue()
         self._handle: int | None = None

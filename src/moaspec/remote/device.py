@@ -19,7 +19,7 @@ class Device(Protocol):
     Attributes:
         identity: of the target that is drafted for.
         fingerprint: of the drafter; None where it needs no activations.
-        vocab_size, max_positions, rope_switches, stop_token_ids: the target's.
+        vocab_size, max_positions, rope_switches, rope_growth, stop_token_ids: the target's.
         tokenizer: the target's, of transformers, or None.
     """
 
@@ -33,6 +33,8 @@ class Device(Protocol):
     def max_positions(self) -> int: ...
     @property
     def rope_switches(self) -> tuple[int, ...]: ...
+    @property
+    def rope_growth(self) -> int | None: ...
     @property
     def stop_token_ids(self) -> frozenset[int]: ...
     @property
@@ -61,7 +63,7 @@ class LocalDevice:
         self.fingerprint = fingerprint(drafter) if trained else None  # type: ignore[arg-type]
         self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
         self.rope_switches, self.stop_token_ids = target.rope_switches, target.stop_token_ids
-        self.tokenizer = target.tokenizer
+        self.rope_growth, self.tokenizer = target.rope_growth, target.tokenizer
 
     def drafting(self, num_target_layers: int | None) -> Drafter:
         """See `Device`."""

@@ -190,6 +190,7 @@ class TargetService:
             row=self.shared.lease(),
             shared=self.shared,
             switches=self.target.rope_switches,
+            growth=self.target.rope_growth,
             max_tokens=self.terms.max_tokens,
         )
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from moaspec.decode.engine import common_length, regime
+from moaspec.decode.engine import common_length, outgrown, regime
 from moaspec.decode.protocols import Request, Verdict
 from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.tree import DraftTree
@@ -58,6 +58,7 @@ class ServerSession:
     row: int
     shared: SharedVerifier
     switches: Sequence[int] = ()
+    growth: int | None = None
     max_tokens: int = 0
     turn: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -89,6 +90,7 @@ class ServerSession:
         """
         ids = list(opening.token_ids)
         same_keys = regime(self.base, self.switches) == regime(len(ids), self.switches)
+        same_keys &= not outgrown((self.prompt_length, opening.prompt_length), self.growth)
         common = common_length(self.token_ids, ids[:-1])
         self.base = min(common, self.base) if same_keys else 0
         self.turn, self.token_ids, self._opened = opening.turn, ids, len(ids)

@@ -51,6 +51,7 @@ class LocalSource:
             max_positions=target.max_positions,
             tokenizer=target.tokenizer,
             rope_switches=target.rope_switches,
+            rope_growth=target.rope_growth,
         )
         self.cache = verifier.cache
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moaspec.model.config import TargetIdentity
 from moaspec.target import families
+from moaspec.target.generation import GenerationDefaults
 
 
 class TargetFacts:
@@ -72,7 +73,7 @@ class TargetFacts:
     @property
     def max_positions(self) -> int:
         """The context length, in tokens."""
-        return int(self.config.max_position_embeddings)
+        return families.context_length(self.config)
 
     @property
     def rope_switches(self) -> tuple[int, ...]:
@@ -83,6 +84,11 @@ class TargetFacts:
         depends on where the prompt ended; here it never does.)
         """
         return families.rope_switches(self.config)
+
+    @cached_property
+    def rope_growth(self) -> int | None:
+        """Tokens beyond which keys depend on the length of the prompt (dynamic NTK), or None."""
+        return families.rope_growth(self.config)
 
     @property
     def num_kv_heads(self) -> int:
@@ -103,6 +109,11 @@ class TargetFacts:
             return frozenset()
         # Some configurations say -1 where they mean none.
         return frozenset(one for one in ([ids] if isinstance(ids, int) else ids) if one >= 0)
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What its `generation_config.json` asks for, where nothing else is said of a text."""
+        return GenerationDefaults.of(self._generation_config, self.vocab_size)
 
     @cached_property
     def identity(self) -> TargetIdentity:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.masks import text_mask, window_mask
@@ -26,7 +27,7 @@ _ONE_CALLER = Lock()
 """Of rotary modules: LongRoPE's notes in itself, call by call, which frequencies it uses, so that
 two threads with one target (a server and a device in one process) would get each other's."""
 
-BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
+BY_POSITION = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Kinds of rotary embeddings that depend on a token's position alone."""
 
 _STATE_SIZES = ("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_ssm", "lru_width")
@@ -117,6 +118,53 @@ def _switch(parameters: Mapping[str, Any]) -> int | None:
     return int(parameters["original_max_position_embeddings"])
 
 
+def rope_growth(config: Any) -> int | None:
+    """Length beyond which each further token has rotary embeddings of its own (dynamic NTK).
+
+    Transformers rotates a prompt by the prompt's length and each later token by the length that the
+    text has with it, and leaves the keys that it has cached as they are.
+    """
+    grows = any(one["rope_type"] == "dynamic" for one in rope_by_type(config).values())
+    return int(config.max_position_embeddings) if grows else None
+
+
+def forget_growth(model: Any) -> None:
+    """Let transformers' module forget the longest text that it has seen (dynamic NTK).
+
+    It would rotate a prompt that is longer than the trained length by that of the earlier text.
+    """
+    if rope_growth(model.config) is None:
+        return
+    start = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    for kind in rope_by_type(model.config):
+        options = {} if kind is None else {"layer_type": kind}
+        model.base_model.rotary_emb(start.float(), start, **options)
+
+
+def context_length(config: Any) -> int:
+    """Tokens of the longest text.
+
+    Model cards add a scaling of the rotary embeddings to a config and leave
+    `max_position_embeddings` at the trained length. The context is then the scaled length.
+    """
+    length = int(config.max_position_embeddings)
+    parameters = rope_by_type(config)
+    # A config with a scaling for each layer type (Gemma 3) was released with the scaled length.
+    return length if None not in parameters else _scaled_length(length, parameters[None])
+
+
+def _scaled_length(length: int, parameters: Mapping[str, Any]) -> int:
+    kind, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
+    trained = int(parameters.get("original_max_position_embeddings") or length)
+    if kind in ("linear", "dynamic", "proportional"):
+        return int(factor * length)
+    # Configs of Llama 3 and Phi-3 have the scaled length, which may be less than factor x trained.
+    # Those of Qwen 3, whose cards add YaRN, have a length between the two.
+    if kind == "yarn" or (kind in ("llama3", "longrope") and length <= trained):
+        return max(length, int(factor * trained))
+    return length
+
+
 def layer_masks(
     kinds: Collection[str], window: int | None, mask_B1TS: Tensor | None, position_ids_BT: Tensor
 ) -> dict[str, Tensor | None]:
@@ -147,6 +195,7 @@ class RotaryEmbeddings:
 
     def __init__(self, module: Any, config: Any) -> None:
         self._module, self._parameters = module, rope_by_type(config)
+        self._config = config
         self._tables: dict[str | None, AngleTable] = {}
 
     def tabulate(self) -> None:
@@ -169,23 +218,54 @@ class RotaryEmbeddings:
             states_BTE: gives dtype and device of the result where there is no table.
             position_ids_BT: (B, T) int64.
             lengths_B: (B,) tokens of the text that each row belongs to. LongRoPE goes by these, so
-                that neither batch mates nor the cut of a long prompt into pieces decide.
+                that neither batch mates nor the cut of a long prompt into pieces decide. For
+                dynamic NTK tokens of the prompt; see `rope_growth`.
             exact: always in float32.
         """
         result: dict[str, CosSin] = {}
-        for kind, parameters in self._parameters.items():
+        for kind in self._parameters:
             if kind in self._tables:
                 pair = self._tables[kind](position_ids_BT)
             else:
                 like = states_BTE[:, :1].float() if exact else states_BTE
-                embed = partial(self._embed, kind, like)
-                pair = _by_length(embed, position_ids_BT, lengths_B, _switch(parameters))
+                pair = self._computed(kind, like, position_ids_BT, lengths_B)
             result |= dict.fromkeys((FULL, SLIDING) if kind is None else (kind,), pair)
         return result
 
     def table(self, kind: str) -> AngleTable | None:
         """Where those of a layer type are looked up; None where they are not."""
         return self._tables.get(None if None in self._parameters else kind)
+
+    def _computed(
+        self, kind: str | None, like: Tensor, position_ids_BT: Tensor, lengths_B: Tensor
+    ) -> CosSin:
+        parameters = self._parameters[kind]
+        if parameters["rope_type"] == "dynamic":
+            cos, sin = self._by_growth(kind, position_ids_BT, lengths_B)
+            return cos.to(like.dtype), sin.to(like.dtype)
+        embed = partial(self._embed, kind, like)
+        return _by_length(embed, position_ids_BT, lengths_B, _switch(parameters))
+
+    def _by_growth(self, kind: str | None, position_ids_BT: Tensor, lengths_B: Tensor) -> CosSin:
+        """Dynamic NTK: each token by the longer of the prompt and the text up to the token.
+
+        Transformers' module keeps the largest length that it has seen, of whatever text; this does
+        not.
+        """
+        trained = int(self._config.max_position_embeddings)
+        lengths_BT = torch.maximum(position_ids_BT + 1, lengths_B[:, None]).clamp(min=trained)
+        lengths_N, index_BT = lengths_BT.unique(return_inverse=True)
+        compute, device = ROPE_INIT_FUNCTIONS["dynamic"], position_ids_BT.device
+        frequencies, scales = zip(
+            *(
+                compute(self._config, device, length if length > trained else None, kind)
+                for length in lengths_N
+            ),
+            strict=True,
+        )
+        angles_BTD = position_ids_BT[..., None].float() * torch.stack(frequencies)[index_BT]
+        angles_BTD = torch.cat((angles_BTD, angles_BTD), dim=-1)
+        return angles_BTD.cos() * scales[0], angles_BTD.sin() * scales[0]
 
     def _embed(self, kind: str | None, like: Tensor, position_ids_BT: Tensor) -> CosSin:
         options = {} if kind is None else {"layer_type": kind}

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -24,6 +24,7 @@ from moaspec.places import cache_dir, require_room
 from moaspec.target.facts import TargetFacts
 from moaspec.target.families import require_supported
 from moaspec.target.forms import fastest_dtype
+from moaspec.target.generation import without_defaults
 from moaspec.target.model import Target
 from moaspec.target.names import ALIASES, packaged_gguf
 from moaspec.target.weight_only import quantise, require_quantize
@@ -45,6 +46,7 @@ def load_target(
     device: str = "cpu",
     packed: bool = True,
     quantize: str | None = None,
+    generation_config: Literal["auto"] | None = "auto",
 ) -> Target:
     """Load a target.
 
@@ -57,6 +59,8 @@ def load_target(
             model is as transformers loads it, which training and comparisons want.
         quantize: "int8" or "int4" rounds weights by torchao, see `moaspec.target.weight_only`. This
             changes the target: its texts, with drafts or without, are those of the rounded weights.
+        generation_config: "auto" keeps what the model's `generation_config.json` asks for where
+            nothing else is said of a text; None keeps the ids that end a text alone.
 
     Returns:
         The frozen target, with transformers' own `tokenizer` and `config`.
@@ -75,6 +79,8 @@ def load_target(
     source = _at_hand(name, find_weights(name))
     try:
         model = _load_model(source, name, DTYPES[dtype]).to(device)
+        if generation_config is None:
+            model.generation_config = without_defaults(model.generation_config)
         target = Target(model, load_tokenizer(source), name=name, quantize=quantize)
     except MoaSpecError:
         raise
@@ -110,7 +116,7 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
             load_tokenizer(source),
             name=name,
             dtype=DTYPES[dtype],
-            generation_config=_generation_config(source),
+            generation_config=_generation_config(source, config),
             device=device,
         )
     except MoaSpecError:
@@ -119,11 +125,11 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
         raise _unusable(name, source, _first_line(error)) from error
 
 
-def _generation_config(source: str) -> GenerationConfig | None:
+def _generation_config(source: str, config: Any) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(source)
     except OSError:  # many directories have none
-        return None
+        return GenerationConfig.from_model_config(config)
 
 
 def chosen_dtype(dtype: str, *, device: str = "cpu", packed: bool = True) -> str:

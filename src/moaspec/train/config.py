@@ -337,7 +337,7 @@ def drafter_config(
         hidden_act=activation_name(config),
         rope_theta=float(rope_parameters["rope_theta"]),
         rope_parameters=rope_parameters,
-        max_position_embeddings=target.max_positions,
+        max_position_embeddings=int(config.max_position_embeddings),
         num_target_layers=num_target_layers,
         target=identity,
         without=sizes.without,

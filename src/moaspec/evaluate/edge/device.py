@@ -34,7 +34,7 @@ class HeldDevice:
         self.fingerprint = None if replay is not None else inner.fingerprint
         self.vocab_size, self.max_positions = inner.vocab_size, inner.max_positions
         self.rope_switches, self.stop_token_ids = inner.rope_switches, inner.stop_token_ids
-        self.tokenizer: Any = inner.tokenizer
+        self.rope_growth, self.tokenizer = inner.rope_growth, inner.tokenizer
 
     def drafting(self, num_target_layers: int | None) -> Drafter:
         """See `Device`: the inner device's drafter, held back."""
