@@ -15,7 +15,7 @@ from moaspec.errors import InputError
 from moaspec.target import Target
 from moaspec.target.generation import GenerationDefaults, TokenRules, without_defaults
 
-NEW_TOKENS = 20
+NEW_TOKENS = 16
 SURPRISES: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.3},
     "suppress_tokens": {"suppress_tokens": list(range(0, 60, 2))},
@@ -66,12 +66,7 @@ def test_greedy_text_is_transformers(name: str) -> None:
     target = _surprising(**SURPRISES[name])
     texts = [_expected(target, prompt) for prompt in tiny.PROMPTS]
     whole = [[*prompt, *text] for prompt, text in zip(tiny.PROMPTS, texts, strict=True)]
-    for drafter in (
-        None,
-        tiny.ReplayDrafting(whole),
-        tiny.ReplayDrafting(whole, wrong_from=3),
-        tiny.random_drafter(target),
-    ):
+    for drafter in (None, tiny.ReplayDrafting(whole, wrong_from=3), tiny.random_drafter(target)):
         results = moaspec.generate(
             target, tiny.PROMPTS, drafter=drafter, max_new_tokens=NEW_TOKENS, tree="tree:3,2,6"
         )
@@ -81,7 +76,7 @@ def test_greedy_text_is_transformers(name: str) -> None:
     assert got.token_ids == _expected(target, one)
 
 
-@pytest.mark.parametrize("name", SURPRISES)
+@pytest.mark.parametrize("name", ["all together", "forced_eos_token_id"])
 def test_sessions_and_streams_honour_the_same(name: str) -> None:
     target = _surprising(**SURPRISES[name])
     prompt = tiny.PROMPTS[1]

@@ -134,13 +134,10 @@ def test_the_text_is_another_one(directory: Path) -> None:
 @pytest.mark.parametrize("quantize", BITS)
 def test_what_is_in_groups(quantize: str, directory: Path) -> None:
     """Linear weights inside the layers, to the same numbers in either dtype; nothing else."""
-    plain, single, half = (
-        moaspec.load_target(directory, packed=False, **options)
-        for options in (
-            {},
-            {"quantize": quantize},
-            {"quantize": quantize, "dtype": "bfloat16"},
-        )
+    plain = moaspec.load_target(directory, packed=False)
+    single, half = (
+        moaspec.load_target(directory, packed=False, quantize=quantize, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
     )
     before, found = _layer_weights(plain), _layer_weights(single)
     for name, weight in found.items():

@@ -29,12 +29,13 @@ def chat(
     max_new_tokens: options.MaxNewTokens = 512,
     tree: options.Shape = "auto",
     free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
+    generation_config: options.GenerationConfig = options.AUTO,
     speculation: options.Speculation = True,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
@@ -50,6 +51,8 @@ def chat(
     settings = options.row_options(locals())
     if url is not None and quantize is not None:
         raise InputError("--quantize is for a target here; with --url the server has the target.")
+    if url is not None and generation_config is not options.AUTO:
+        raise InputError("--generation-config is for a target here; with --url it is the server's.")
     if url is not None:
         _hold(ServedTalk(url, settings, system))
         return
@@ -60,7 +63,7 @@ def chat(
         measure_once(target, module)
     from moaspec.decode import Session
 
-    talk = Conversation(Session(target, module), settings, system)
+    talk = Conversation(Session(target, module), options.settled(settings, target), system)
     talk.prompt_ids("?")  # a target that cannot hold conversations should say so at once
     _hold(talk)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,6 +31,7 @@ def check(
     alone: Annotated[
         int, typer.Option(help="Prompts that are also decoded each by itself, outside the batch.")
     ] = 1,
+    generation_config: options.GenerationConfig = options.AUTO,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,
@@ -37,7 +39,8 @@ def check(
 ) -> None:
     """Check that a target, with a drafter and dtype, is decoded exactly right on this machine.
 
-    Greedy, sampled and with a repetition penalty; plain, and drafted as chains and trees by the
+    Greedy, sampled and with a repetition penalty, each with the model's own generation defaults,
+    as transformers has them; plain, and drafted as chains and trees by the
     drafter, an untrained one, prompt lookup, replay and one that proposes pads and stop tokens; all
     prompts and settings in one batch, and some prompts alone. Each token of each text is held
     against one pass of the model as transformers loads it. Exit code 1 when one is further off than
@@ -45,10 +48,11 @@ def check(
 
     Example: moaspec check --limit 12 --max-new-tokens 64 --seeds 3
     """
-    if min(limit, max_new_tokens, seeds) < 1:
-        raise InputError("--limit, --max-new-tokens and --seeds must be at least 1.")
-    if alone < 0:
-        raise InputError(f"--alone must be at least 0, got {alone}.")
+    if min(limit, max_new_tokens, seeds) < 1 or alone < 0:
+        raise InputError(
+            "--limit, --max-new-tokens and --seeds must be at least 1, and --alone at least 0; got "
+            f"{limit}, {max_new_tokens}, {seeds} and {alone}."
+        )
     from moaspec.evaluate.prompts import read_prompts
 
     prompts = read_prompts(suite, limit=limit)
@@ -56,27 +60,33 @@ def check(
         from moaspec.evaluate import Check
         from moaspec.target import chosen_dtype, load_target
 
-        dtypes = [chosen_dtype(dtype)]
-    if dtype == "auto" and dtypes != ["float32"]:
-        dtypes.append("float32")
+        chosen = chosen_dtype(dtype)
     checked: dict[str, list[Finding]] = {}
     whole = True
-    for one in dtypes:
+    for one in dict.fromkeys((chosen, "float32") if dtype == "auto" else (chosen,)):
         with console.status(f"Loading {model} in {one}"):
-            target = load_target(model, dtype=one, quantize=quantize)
+            load = partial(
+                load_target,
+                model,
+                dtype=one,
+                quantize=quantize,
+                generation_config=generation_config.setting,
+            )
+            target = load()
             plan = Check(
                 target,
                 [console.chat_ids(target, prompt.turns[0]) for prompt in prompts],
                 drafter=choose_drafter(drafter, model, target),
-                stock=load_target(model, dtype=one, packed=False, quantize=quantize),
+                stock=load(packed=False),
                 max_new_tokens=max_new_tokens,
                 seeds=range(seeds),
                 alone=alone,
             )
+        console.tell_defaults(target, target.generation_defaults)
         findings = checked[target.precision] = _run(plan)
-        whole = len(findings) == plan.num_texts
         if findings and not as_json:
             _show(f"{model}, {target.precision}", findings)
+        whole = len(findings) == plan.num_texts
         if not whole:
             said = f"Stopped: {len(findings)} of {plan.num_texts} texts were checked in {one}."
             console.err.print(said, style="yellow")

@@ -26,7 +26,8 @@ from moaspec.errors import InputError
 if TYPE_CHECKING:
     from moaspec.decode import Event
     from moaspec.decode.result import Source
-    from moaspec.target import Target
+    from moaspec.target import Target, TargetFacts
+    from moaspec.target.generation import GenerationDefaults
 
 DEBUG: ContextVar[bool] = ContextVar("debug", default=False)
 MOST_THREADS = 1024
@@ -144,6 +145,16 @@ def measuring() -> Iterator[Callable[[str], None]]:
     """A status line for `calibrate`; what is yielded says what is being timed."""
     with err.status("Preparing") as status:
         yield lambda part: status.update(f"Measuring this machine, once: {part}")
+
+
+def tell_defaults(target: TargetFacts, defaults: GenerationDefaults) -> None:
+    """One line about what the model's own defaults change; none where they change nothing."""
+    if defaults.words:
+        err.print(
+            f"Defaults of {target.name}: {defaults.words}. --generation-config none leaves them "
+            "out.",
+            style="dim",
+        )
 
 
 class TokenPrinter:

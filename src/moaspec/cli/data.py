@@ -15,7 +15,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moaspec.cli import console, table
-from moaspec.cli.options import MODEL, Dtype
+from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, GenerationConfigOption
 from moaspec.cli.table import Table
 from moaspec.errors import DataError, InputError
 from moaspec.places import require_writable_file
@@ -49,7 +49,10 @@ BatchSize = Annotated[int, typer.Option(help="Conversations that are decoded tog
 GroupSize = Annotated[int, typer.Option(help="Conversations that are saved together.")]
 SystemPrompts = Annotated[Path | None, typer.Option(help="Text file, one system prompt a line.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the best token.")]
-TopP = Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Keep the most probable tokens up to this mass; default: the model's."),
+]
 Drafter = Annotated[str | None, typer.Option(help="Alias, directory or hub id; makes it faster.")]
 Skip = Annotated[bool, typer.Option("--skip-malformed", help="Count bad rows and go on.")]
 For = Annotated[
@@ -70,6 +73,7 @@ def synth_command(
     group_size: GroupSize = 64,
     temperature: Temperature = 1.0,
     top_p: TopP = 0.95,
+    generation_config: GenerationConfig = AUTO,
     seed: Annotated[int, typer.Option(help="Another seed gives other prompts.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -86,7 +90,7 @@ def synth_command(
         raise InputError(f"--num must be at least 1, got {num}.")
     writing = _writing(locals())
     systems = _lines(system_prompts)
-    target = _load(model, dtype, device, threads)
+    target = _load(model, dtype, device, threads, generation_config)
 
     from moaspec.decode import load_any_drafter
     from moaspec.train.synth import Imagination, synth
@@ -124,7 +128,8 @@ def regenerate_command(
         float, typer.Option(help="Share of conversations that get no system prompt.")
     ] = 0.5,
     temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
+    top_p: TopP = None,
+    generation_config: GenerationConfig = AUTO,
     seed: Annotated[int, typer.Option(help="Of sampling and of the system prompts.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
     skip_malformed: Skip = False,
@@ -146,7 +151,7 @@ def regenerate_command(
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
     found = list(islice(read_conversations(sources, on_malformed), limit))
-    target = _load(model, dtype, device, threads)
+    target = _load(model, dtype, device, threads, generation_config)
 
     from moaspec.decode import load_any_drafter
     from moaspec.train.regenerate import check_prompts, fingerprint, regenerate, with_system_prompts
@@ -354,11 +359,19 @@ def _stoppable(journal: Journal) -> Iterator[None]:
         raise typer.Exit(MORE_TO_DO) from reason
 
 
-def _load(model: str, dtype: str, device: str, threads: int | None) -> Target:
+def _load(
+    model: str,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    generation_config: GenerationConfigOption = AUTO,
+) -> Target:
     with console.loading(model, threads):
         from moaspec.target import load_target
 
-        return load_target(model, dtype=dtype, device=device)
+        return load_target(
+            model, dtype=dtype, device=device, generation_config=generation_config.setting
+        )
 
 
 def _lines(path: Path | None) -> list[str]:

@@ -18,6 +18,7 @@ from moaspec.cli.serve import (
     Origins,
     Port,
     announce,
+    check_defaults,
     serve_settings,
     warn_if_open,
 )
@@ -35,6 +36,7 @@ def edge(
     codec: device.Codec = "int8",
     draft: device.Draft = "auto",
     num_target_layers: device.NumTargetLayers = None,
+    generation_config: options.GenerationConfig = options.AUTO,
     prefix_dir: device.PrefixDir = None,
     give_up_s: device.GiveUp = None,
     emulate: Annotated[
@@ -73,6 +75,7 @@ def edge(
         from moaspec.remote.emulation import Faults, ShapedTransport, link_named
         from moaspec.serve.edge import EdgeLimits, EdgeSource
         from moaspec.serve.running import serve as run
+        from moaspec.target.generation import NO_DEFAULTS
 
     chosen = device.remote_options(
         codec=codec,
@@ -88,6 +91,9 @@ def edge(
     with bind(host, port) as listener:
         loaded = device.load_bundle(bundle, model)
         loaded.drafting(num_target_layers)  # a bad N is told now, not to every client
+        auto = generation_config is options.AUTO
+        defaults = loaded.generation_defaults if auto else NO_DEFAULTS
+        check_defaults(loaded.target, defaults)
         source = EdgeSource(
             loaded,
             transport if link is None else ShapedTransport(transport, link, faults),
@@ -96,6 +102,7 @@ def edge(
             limits=EdgeLimits(active=max_active, waiting=max_waiting),
             faults=faults,
             alone=RemoteText(transport, loaded.stop_token_ids),
+            defaults=defaults,
         )
         warn_if_open(host, settings)
         ready = partial(announce, f"{model} at {server}", host, port, browse=browse)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from moaspec.cli import console
-from moaspec.cli.options import MODEL, Dtype, Quantize
+from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, Quantize
 from moaspec.errors import InputError
 from moaspec.evaluate.names import BEGIN, COSTS, CUT, END, PAGE, REPORT
 from moaspec.evaluate.prompts import read_prompts
@@ -67,6 +66,7 @@ def evaluate(
     ] = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
+    generation_config: GenerationConfig = AUTO,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     cost: Annotated[
@@ -128,15 +128,22 @@ def evaluate(
         )
         if out is not None:
             prepare(out)
-        given = read_checkpoints(checkpoint or [])
-        dtype = chosen_dtype(dtype, device=device)
-        sources = Sources(model, dtype, drafter, given, device, quantize)
-        around = {**asdict(sources), "system": system, **surroundings()}
+        sources = Sources(
+            model,
+            chosen_dtype(dtype, device=device),
+            drafter,
+            read_checkpoints(checkpoint or []),
+            device,
+            quantize,
+            generation_config.setting,
+        )
+        around = {**sources.as_facts(), "system": system, **surroundings()}
         facts = {**settings.as_facts(), **around, "rule": RULE}
         # It refuses other settings before anything is loaded.
         store = None if apart else Store(out, facts)
         loaded = load_methods([*timed, *untimed], sources)
         trusted = None if apart else load_trusted(loaded, sources)
+    console.tell_defaults(loaded[0].target, loaded[0].target.generation_defaults)
     if cost:
         _report_costs(loaded, around, out, as_json=as_json)
         return

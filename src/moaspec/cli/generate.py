@@ -23,13 +23,14 @@ def generate(
     max_new_tokens: options.MaxNewTokens = 128,
     tree: options.Shape = "auto",
     free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     system: options.System = None,
+    generation_config: options.GenerationConfig = options.AUTO,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop at this string; may be given several times.")
     ] = None,
@@ -65,6 +66,7 @@ def generate(
         measure_once(target, module)
     from moaspec.decode import start
 
+    settings = options.settled(settings, target)
     prompt_ids = console.chat_ids(target, question, system=system, raw=raw)
     engine, results = start(
         target, [prompt_ids], drafter=module, num_choices=num_choices, **settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from moaspec.cli import console
 from moaspec.decode.bundled import bundled_drafters
@@ -19,6 +19,7 @@ def load(
     *,
     dtype: str,
     quantize: str | None = None,
+    generation_config: Literal["auto"] | None = "auto",
     device: str = "cpu",
     threads: int | None = None,
     speculation: bool = True,
@@ -27,7 +28,13 @@ def load(
     with console.loading(model, threads):
         from moaspec.target import load_target
 
-        target = load_target(model, dtype=dtype, device=device, quantize=quantize)
+        target = load_target(
+            model,
+            dtype=dtype,
+            device=device,
+            quantize=quantize,
+            generation_config=generation_config,
+        )
         module = choose_drafter(drafter, model, target) if speculation else None
     console.err.print(described(target), style="dim")
     return target, module

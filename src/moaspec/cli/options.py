@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
+
+from moaspec.cli import console
 
 if TYPE_CHECKING:
     from moaspec.decode import RowOptions
     from moaspec.decode.shaping import FreeBranches as Setting
+    from moaspec.target import Target
 
 MODEL = "smollm2-135m"
 
@@ -47,15 +50,48 @@ class FreeBranchesOption(StrEnum):
 FreeBranches = Annotated[
     FreeBranchesOption, typer.Option(help="Also try what the text itself said before.")
 ]
-Temperature = Annotated[float, typer.Option(help="0 takes the best token.")]
-TopK = Annotated[int, typer.Option(help="Sample among so many tokens; 0: all.")]
-TopP = Annotated[float, typer.Option(help="Sample among tokens of this mass.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="0 takes the best token; default: the model's, where it samples, else 0."),
+]
+TopK = Annotated[
+    int | None, typer.Option(help="Sample among so many tokens; 0: all; default: the model's.")
+]
+TopP = Annotated[
+    float | None, typer.Option(help="Sample among tokens of this mass; default: the model's.")
+]
 MinP = Annotated[
-    float, typer.Option(help="Drop tokens below this share of the best one's probability.")
+    float | None,
+    typer.Option(
+        help="Drop tokens below this share of the best one's probability; default: the model's."
+    ),
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1 makes tokens that occurred less likely.")
+    float | None,
+    typer.Option(help="Above 1 makes tokens that occurred less likely; default: the model's."),
 ]
+
+
+class GenerationConfigOption(StrEnum):
+    """Values of --generation-config."""
+
+    auto = "auto"
+    none = "none"
+
+    @property
+    def setting(self) -> Literal["auto"] | None:
+        """The value of the Python option."""
+        return None if self is GenerationConfigOption.none else "auto"
+
+
+GenerationConfig = Annotated[
+    GenerationConfigOption,
+    typer.Option(
+        help="auto: the model's generation_config.json holds where nothing else is said; none: it "
+        "does not."
+    ),
+]
+AUTO = GenerationConfigOption.auto
 Seed = Annotated[int | None, typer.Option(help="Of sampling; drawn where none is given.")]
 Speculation = Annotated[
     bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
@@ -74,6 +110,20 @@ Quantize = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+
+
+def settled(settings: RowOptions, target: Target) -> RowOptions:
+    """A command's settings for a target: without a temperature, sampled where the model samples.
+
+    Says which of the model's defaults hold.
+    """
+    from moaspec.decode.api import defaults_of
+
+    defaults = defaults_of(target, settings)
+    console.tell_defaults(target, defaults)
+    if settings.get("temperature") is not None:
+        return settings
+    return {**settings, "temperature": defaults.temperature or 0.0}
 
 
 def row_options(given: Mapping[str, Any]) -> RowOptions:
@@ -96,6 +146,7 @@ def row_options(given: Mapping[str, Any]) -> RowOptions:
         "max_new_tokens": given["max_new_tokens"],
         "tree": given["tree"],
         "free_branches": given["free_branches"].setting,
+        "generation_config": given["generation_config"].setting,
     }
     if "stop" in given:
         settings["stop"] = stop_strings(given["stop"])
@@ -111,8 +162,8 @@ def check_sampling(settings: Mapping[str, Any]) -> None:
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that say how tokens are chosen."""
+    """Those options that say how tokens are chosen, where they say anything."""
     from moaspec.decode.sampling import SamplingParams
 
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    return {name: value for name, value in given.items() if name in names}
+    return {name: value for name, value in given.items() if name in names and value is not None}

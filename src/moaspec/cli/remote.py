@@ -13,6 +13,7 @@ from moaspec.cli import console, device, options
 from moaspec.extras import require
 
 if TYPE_CHECKING:
+    from moaspec.decode import RowOptions
     from moaspec.remote import RemoteEvent, RemoteSession
     from moaspec.remote.emulation import Faults
     from moaspec.remote.private import Vault
@@ -49,8 +50,9 @@ def remote(
         list[str] | None, typer.Option(help="Countries whose phone numbers have no prefix; US.")
     ] = None,
     max_new_tokens: options.MaxNewTokens = 64,
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperature = None,
     seed: options.Seed = None,
+    generation_config: options.GenerationConfig = options.AUTO,
     threads: options.Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -89,7 +91,13 @@ def remote(
     session = RemoteSession(loaded, transport, chosen)
     show = _Show(loaded.tokenizer, vault, quiet=as_json)
     cut = _Cut(faults, cut_after, cut_s)
-    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    settings: RowOptions = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "generation_config": generation_config.setting,
+    }
+    settings = options.settled(settings, loaded.target)
     asyncio.run(_run(session, ids, settings, show=show, cut=cut, server=server))
     _report(session, show, as_json=as_json, hidden=len(vault))
 
@@ -97,7 +105,7 @@ def remote(
 async def _run(
     session: RemoteSession,
     ids: list[int],
-    settings: dict[str, Any],
+    settings: RowOptions,
     *,
     show: _Show,
     cut: _Cut,

@@ -18,6 +18,8 @@ from moaspec.ports import bind
 
 if TYPE_CHECKING:
     from moaspec.serve.desk import ServeSettings
+    from moaspec.target import TargetFacts
+    from moaspec.target.generation import GenerationDefaults
 
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")]
 Port = Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)]
@@ -45,6 +47,7 @@ def serve(
     tree: options.Shape = "auto",
     free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
     speculation: options.Speculation = True,
+    generation_config: options.GenerationConfig = options.AUTO,
     api_key_file: KeyFile = None,
     cors_origin: Origins = None,
     name: Names = None,
@@ -79,8 +82,14 @@ def serve(
             from moaspec.serve.running import serve as run
             from moaspec.serve.worker import Limits
         target, module = load(
-            model, drafter, dtype=dtype, quantize=quantize, speculation=speculation
+            model,
+            drafter,
+            dtype=dtype,
+            quantize=quantize,
+            generation_config=generation_config.setting,
+            speculation=speculation,
         )
+        check_defaults(target, target.generation_defaults)
         if tree == "auto":
             measure_once(target, module)
         source = LocalSource(
@@ -92,6 +101,16 @@ def serve(
         warn_if_open(host, settings)
         ready = partial(announce, model, host, port, browse=browse)
         run(source, settings, host=host, listener=listener, ready=ready)
+
+
+def check_defaults(target: TargetFacts, defaults: GenerationDefaults) -> None:
+    """Say which of the model's defaults hold for requests that say nothing.
+
+    Raises:
+        InputError: some cannot be honoured.
+    """
+    defaults.settings(sampled=True)
+    console.tell_defaults(target, defaults)
 
 
 def serve_settings(

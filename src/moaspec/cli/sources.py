@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,6 +30,14 @@ class Sources:
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     quantize: str | None = None
+    generation_config: Literal["auto"] | None = "auto"
+
+    def as_facts(self) -> dict[str, Any]:
+        """What results depend on; without what results of earlier versions had no choice of."""
+        facts = asdict(self)
+        if self.generation_config == "auto":
+            del facts["generation_config"]
+        return facts
 
 
 def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
@@ -72,6 +80,7 @@ def _target(sources: Sources, *, packed: bool = True) -> Target:
         device=sources.device,
         packed=packed,
         quantize=sources.quantize,
+        generation_config=sources.generation_config,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -17,9 +18,11 @@ from moaspec.decode import (
     Drafter,
     PromptLookup,
     Replay,
+    RowOptions,
     SamplingParams,
     Tree,
     local_engine,
+    sampling_params,
     shaping_for,
 )
 from moaspec.decode.shaping import FreeBranches
@@ -111,17 +114,19 @@ class Check:
     alone: int = 1
     _audited: dict[tuple[_Row, tuple[int, ...]], Audited] = field(default_factory=dict, init=False)
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, SamplingParams]:
-        """By name."""
-        sampled = {
-            f"temperature 0.8, top-p 0.95, seed {seed}": SamplingParams(
-                temperature=0.8, top_p=0.95, seed=seed
-            )
-            for seed in self.seeds
+        """By name; what they leave out is the target's own."""
+        given: dict[str, RowOptions] = {"greedy": {}}
+        for seed in self.seeds:
+            name = f"temperature 0.8, top-p 0.95, seed {seed}"
+            given[name] = {"temperature": 0.8, "top_p": 0.95, "seed": seed}
+        given["repetition penalty 1.2"] = {"repetition_penalty": 1.2}
+        defaults, stops = self.target.generation_defaults, self.target.stop_token_ids
+        return {
+            name: sampling_params(options, defaults).bound(stops, self.max_new_tokens)
+            for name, options in given.items()
         }
-        penalty = {"repetition penalty 1.2": SamplingParams(repetition_penalty=1.2)}
-        return {"greedy": SamplingParams()} | sampled | penalty
 
     @property
     def num_texts(self) -> int:

@@ -122,6 +122,7 @@ def audit(
     """
     full = min(max_new_tokens, target.max_positions - len(prompt_ids))
     stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
+    sampling = sampling.bound(stops, max_new_tokens)
     text, gaps, errors = [*prompt_ids, *token_ids], [], [torch.empty(0)]
     for position, right_V, rounded_V in _logits(target, text, len(prompt_ids)):
         prefix = Prefix(sampling, text[:position], len(prompt_ids))

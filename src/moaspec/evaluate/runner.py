@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from moaspec.decode import SamplingParams
+from moaspec.decode import SamplingParams, sampling_params
 from moaspec.errors import InputError
 from moaspec.evaluate.equality import Audited, Equality, audit, compare
 from moaspec.evaluate.methods import Method, Run
@@ -15,6 +15,7 @@ from moaspec.evaluate.report import GREEDILY, Outcome, Report
 from moaspec.evaluate.store import Item, Sample, Store
 from moaspec.evaluate.table import require_known_noise
 from moaspec.target import Target
+from moaspec.target.generation import NO_DEFAULTS, GenerationDefaults
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 """The warm-up: so many tokens of the first prompt, and so many more."""
@@ -60,8 +61,12 @@ class Settings:
 
     @property
     def sampling(self) -> SamplingParams:
-        """How tokens are chosen."""
-        return SamplingParams(temperature=self.temperature, seed=self.seed)
+        """How tokens are chosen, as far as the target does not say."""
+        return self.sampling_of(NO_DEFAULTS)
+
+    def sampling_of(self, defaults: GenerationDefaults) -> SamplingParams:
+        """How tokens are chosen of a target with these defaults."""
+        return sampling_params({"temperature": self.temperature, "seed": self.seed}, defaults)
 
     def as_facts(self) -> dict[str, Any]:
         """As JSON; without what has no meaning for greedy choices."""
@@ -201,7 +206,7 @@ class _Session:
                 self.trusted,
                 item.prompt_ids,
                 token_ids,
-                self.settings.sampling,
+                self.settings.sampling_of(self.trusted.generation_defaults),
                 max_new_tokens=self.settings.max_new_tokens,
             )
         return known[key]

@@ -24,6 +24,7 @@ from moaspec.remote import wire
 from moaspec.remote.layout import Parts
 from moaspec.remote.shared import SharedVerifier
 from moaspec.target import Target, TargetFacts
+from moaspec.target.generation import NO_DEFAULTS, GenerationDefaults
 
 if TYPE_CHECKING:
     from moaspec.remote.grpc_transport import GrpcTransport
@@ -129,12 +130,16 @@ class RemoteText:
     Args:
         transport: leads to the server.
         stop_token_ids: that end a turn where `stream` names none; a device knows its target's.
+        defaults: the target's; hold where `stream` says nothing else.
     """
 
     def __init__(
-        self, transport: GrpcTransport, stop_token_ids: frozenset[int] = frozenset()
+        self,
+        transport: GrpcTransport,
+        stop_token_ids: frozenset[int] = frozenset(),
+        defaults: GenerationDefaults = NO_DEFAULTS,
     ) -> None:
-        self._transport, self._stops = transport, stop_token_ids
+        self._transport, self._stops, self._defaults = transport, stop_token_ids, defaults
 
     async def stream(
         self, prompt_ids: Sequence[int], *, speculate: bool = False, **options: Unpack[RowOptions]
@@ -163,11 +168,15 @@ class RemoteText:
         stops = options.get("stop_token_ids")
         return pb.GenerateRequest(
             token_ids=token_ids(prompt_ids),
-            sampling=wire.sampling_message(sampling_params(options)),
+            sampling=wire.sampling_message(self._sampling(options)),
             max_new_tokens=options.get("max_new_tokens", 64),
             stop_token_ids=self._stops if stops is None else stops,
             stop=stop_strings(options.get("stop", ())),
         )
+
+    def _sampling(self, options: RowOptions) -> SamplingParams:
+        wanted = options.get("generation_config", "auto") is not None
+        return sampling_params(options, self._defaults if wanted else NO_DEFAULTS)
 
 
 def _event(message: pb.Generated) -> Event:

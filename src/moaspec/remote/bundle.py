@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from moaspec.decode import Drafter, load_any_drafter
 from moaspec.decode.api import find_drafter
@@ -47,6 +47,7 @@ from moaspec.target.excerpt import (
     grouped,
     quantised_tensors,
 )
+from moaspec.target.generation import GenerationDefaults
 from moaspec.target.registry import DTYPES, require_dtype
 
 SECTION = "moaspec_device"
@@ -135,6 +136,11 @@ class DeviceBundle:
     def stop_token_ids(self) -> frozenset[int]:
         """Ids that end a turn."""
         return self.target.stop_token_ids
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """See `TargetFacts`."""
+        return self.target.generation_defaults
 
     @property
     def tokenizer(self) -> Any:
@@ -231,6 +237,7 @@ def _write(
     directory.mkdir()
     write_weights(directory, tensors)
     target.config.save_pretrained(directory / TARGET_CONFIG)
+    target.model.generation_config.save_pretrained(directory / TARGET_CONFIG)
     target.tokenizer.save_pretrained(directory / TARGET_CONFIG)
     section = {"format_version": FORMAT_VERSION, **dataclasses.asdict(info)}
     write_config(directory, {SECTION: section})
@@ -366,6 +373,7 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
             head_token_ids=None if _tied(parts[TARGET]) else draft_token_ids,
             stop_token_ids=frozenset(info.stop_token_ids),
             dtype=DTYPES[dtype],
+            generation_config=_generation_config(directory / TARGET_CONFIG),
         )
         module = _module(info, parts[DRAFTER], draft_token_ids, DTYPES[dtype])
     except (LookupError, TypeError, ValueError, RuntimeError, OSError) as error:
@@ -379,6 +387,14 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
         )
     target.pack()
     return DeviceBundle(info, target, module)
+
+
+def _generation_config(directory: Path) -> GenerationConfig | None:
+    """The target's; bundles of earlier versions have none."""
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except OSError:
+        return None
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> bool:

@@ -11,6 +11,7 @@ from moaspec.model import MoADrafter
 from moaspec.model.config import TargetIdentity
 from moaspec.remote.identity import fingerprint
 from moaspec.target import Target
+from moaspec.target.generation import GenerationDefaults
 
 
 class Device(Protocol):
@@ -19,7 +20,8 @@ class Device(Protocol):
     Attributes:
         identity: of the target that is drafted for.
         fingerprint: of the drafter; None where it needs no activations.
-        vocab_size, max_positions, rope_switches, rope_growth, stop_token_ids: the target's.
+        vocab_size, max_positions, rope_switches, rope_growth, stop_token_ids,
+        generation_defaults: the target's.
         tokenizer: the target's, of transformers, or None.
     """
 
@@ -37,6 +39,8 @@ class Device(Protocol):
     def rope_growth(self) -> int | None: ...
     @property
     def stop_token_ids(self) -> frozenset[int]: ...
+    @property
+    def generation_defaults(self) -> GenerationDefaults: ...
     @property
     def tokenizer(self) -> Any: ...
 
@@ -64,6 +68,7 @@ class LocalDevice:
         self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
         self.rope_switches, self.stop_token_ids = target.rope_switches, target.stop_token_ids
         self.rope_growth, self.tokenizer = target.rope_growth, target.tokenizer
+        self.generation_defaults = target.generation_defaults
 
     def drafting(self, num_target_layers: int | None) -> Drafter:
         """See `Device`."""

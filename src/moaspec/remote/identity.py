@@ -13,8 +13,11 @@ from moaspec.remote import target_pb2 as pb
 PROTOCOL = 1
 """Version of the messages in target.proto."""
 
-LAW = 1
-"""Version of the sampling law (`decode/law.py`, `decode/noise.py`): equal versions choose alike."""
+LAW = 2
+"""Version of the sampling law (`decode/law.py`, `decode/noise.py`): equal versions choose alike.
+
+2 has `TokenRules`.
+"""
 
 
 def fingerprint(drafter: MoADrafter) -> str:

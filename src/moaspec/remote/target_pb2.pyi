@@ -65,7 +65,7 @@ class TargetIdentity(_message.Message):
     def __init__(self, model_type: _Optional[str] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "grammar")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "grammar", "rules")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class Sampling(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -97,7 +98,43 @@ class Sampling(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     logprobs: bool
     grammar: str
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[bool] = ..., grammar: _Optional[str] = ...) -> None: ...
+    rules: TokenRules
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[bool] = ..., grammar: _Optional[str] = ..., rules: _Optional[_Union[TokenRules, _Mapping]] = ...) -> None: ...
+
+class TokenRules(_message.Message):
+    __slots__ = ("no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "decay_start", "decay_factor", "suppress_tokens", "begin_suppress_tokens", "stop_token_ids", "max_new_tokens")
+    class Word(_message.Message):
+        __slots__ = ("token_ids",)
+        TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+        token_ids: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_IDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORCED_BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    FORCED_EOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_INVALID_VALUES_FIELD_NUMBER: _ClassVar[int]
+    DECAY_START_FIELD_NUMBER: _ClassVar[int]
+    DECAY_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    SUPPRESS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_SUPPRESS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    no_repeat_ngram_size: int
+    bad_words_ids: _containers.RepeatedCompositeFieldContainer[TokenRules.Word]
+    min_length: int
+    min_new_tokens: int
+    forced_bos_token_id: int
+    forced_eos_token_id: _containers.RepeatedScalarFieldContainer[int]
+    remove_invalid_values: bool
+    decay_start: int
+    decay_factor: float
+    suppress_tokens: _containers.RepeatedScalarFieldContainer[int]
+    begin_suppress_tokens: _containers.RepeatedScalarFieldContainer[int]
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    max_new_tokens: int
+    def __init__(self, no_repeat_ngram_size: _Optional[int] = ..., bad_words_ids: _Optional[_Iterable[_Union[TokenRules.Word, _Mapping]]] = ..., min_length: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., forced_bos_token_id: _Optional[int] = ..., forced_eos_token_id: _Optional[_Iterable[int]] = ..., remove_invalid_values: _Optional[bool] = ..., decay_start: _Optional[int] = ..., decay_factor: _Optional[float] = ..., suppress_tokens: _Optional[_Iterable[int]] = ..., begin_suppress_tokens: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
 
 class Range(_message.Message):
     __slots__ = ("start", "stop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,6 +15,7 @@ from moaspec.errors import InputError, WireError
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote.codec import CodecName
 from moaspec.remote.ranges import Run
+from moaspec.target.generation import NO_RULES, TokenRules
 
 M = TypeVar("M", bound=Message)
 
@@ -31,6 +33,9 @@ MAX_RUNS = 4096
 
 MAX_GRAMMAR = 1 << 18
 """Characters of a grammar; compiling takes the server's time."""
+
+MAX_WORDS, MAX_WORD_TOKENS = 1 << 14, 256
+"""Forbidden words of a text, and tokens of each."""
 
 CODEC_NUMBERS: dict[CodecName, pb.Codec] = {
     "fp16": pb.CODEC_FP16,
@@ -185,7 +190,64 @@ def sampling_message(sampling: SamplingParams) -> pb.Sampling:
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=dict(sampling.logit_bias),
         logprobs=sampling.logprobs,
+        rules=_rules_message(sampling.rules) if sampling.rules else None,
     )
+
+
+def _rules_message(rules: TokenRules) -> pb.TokenRules:
+    start, factor = rules.exponential_decay_length_penalty or (None, None)
+    return pb.TokenRules(
+        no_repeat_ngram_size=rules.no_repeat_ngram_size,
+        bad_words_ids=[pb.TokenRules.Word(token_ids=word) for word in rules.bad_words_ids],
+        min_length=rules.min_length,
+        min_new_tokens=rules.min_new_tokens,
+        forced_bos_token_id=rules.forced_bos_token_id,
+        forced_eos_token_id=rules.forced_eos_token_id,
+        remove_invalid_values=rules.remove_invalid_values,
+        decay_start=start,
+        decay_factor=factor,
+        suppress_tokens=rules.suppress_tokens,
+        begin_suppress_tokens=rules.begin_suppress_tokens,
+        stop_token_ids=rules.stop_token_ids,
+        max_new_tokens=rules.max_new_tokens,
+    )
+
+
+def _rules_of(message: pb.TokenRules, limits: Limits) -> TokenRules:
+    """Rules of a message.
+
+    Raises:
+        WireError: too many, or ids outside the vocabulary.
+    """
+    decay = (message.decay_start, message.decay_factor)
+    rules = TokenRules(
+        no_repeat_ngram_size=message.no_repeat_ngram_size,
+        bad_words_ids=tuple(tuple(word.token_ids) for word in message.bad_words_ids),
+        min_length=message.min_length,
+        min_new_tokens=message.min_new_tokens,
+        forced_bos_token_id=(
+            message.forced_bos_token_id if message.HasField("forced_bos_token_id") else None
+        ),
+        forced_eos_token_id=tuple(message.forced_eos_token_id),
+        remove_invalid_values=message.remove_invalid_values,
+        exponential_decay_length_penalty=decay if message.HasField("decay_factor") else None,
+        suppress_tokens=tuple(message.suppress_tokens),
+        begin_suppress_tokens=tuple(message.begin_suppress_tokens),
+        stop_token_ids=tuple(message.stop_token_ids),
+        max_new_tokens=message.max_new_tokens,
+    )
+    words = rules.bad_words_ids
+    if len(words) > MAX_WORDS or not all(0 < len(word) <= MAX_WORD_TOKENS for word in words):
+        raise WireError(
+            f"At most {MAX_WORDS} forbidden words of 1 to {MAX_WORD_TOKENS} tokens, got "
+            f"{len(words)}."
+        )
+    named = {*rules.token_ids, *(rules.stop_token_ids or ())}
+    if any(token >= limits.vocab_size for token in named):
+        raise WireError(f"A token rule names a token outside 0..{limits.vocab_size - 1}.")
+    if not math.isfinite(message.decay_factor):
+        raise WireError("decay_factor must be a finite number.")
+    return rules
 
 
 def sampling_of(message: pb.Sampling, limits: Limits) -> SamplingParams:
@@ -209,6 +271,7 @@ def sampling_of(message: pb.Sampling, limits: Limits) -> SamplingParams:
             frequency_penalty=message.frequency_penalty,
             logit_bias=dict(message.logit_bias),
             logprobs=message.logprobs,
+            rules=_rules_of(message.rules, limits) if message.HasField("rules") else NO_RULES,
         )
     except InputError as error:
         raise WireError(str(error)) from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from fastapi import Request
 
-from moaspec.decode import SamplingParams
+from moaspec.decode import RowOptions, SamplingParams, sampling_params
 from moaspec.serve.failures import RequestError
 from moaspec.serve.guard import Guarded
 from moaspec.serve.metrics import Metrics
@@ -97,7 +97,7 @@ class Desk:
         self, request: Request, asked: Sampling, prompts: Iterable[Sequence[int]], order: Order
     ) -> list[Job]:
         """A job for every choice of every prompt."""
-        sampling = self._sampling(asked, order).resolved()
+        sampling = self._sampling(asked, order)
         return [
             Job(
                 prompt_ids=tuple(prompt),
@@ -122,21 +122,23 @@ class Desk:
         return max(min(asked, self.facts.max_positions - prompt_length), 0)
 
     def _sampling(self, asked: Sampling, order: Order) -> SamplingParams:
-        """OpenAI's defaults, and its seeds, which may be negative."""
-        penalty = asked.repetition_penalty
-        return SamplingParams(
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            top_k=max(asked.top_k or 0, 0),
-            min_p=asked.min_p or 0.0,
-            repetition_penalty=1.0 if penalty is None else penalty,
-            presence_penalty=asked.presence_penalty or 0.0,
-            frequency_penalty=asked.frequency_penalty or 0.0,
-            logit_bias={int(token): bias for token, bias in (asked.logit_bias or {}).items()},
-            seed=None if asked.seed is None else asked.seed % 2**64,
-            logprobs=order.logprobs is not None,
-            top_logprobs=order.logprobs or 0,
-        )
+        """What is asked for, else the model's defaults, else OpenAI's. Seeds may be negative."""
+        defaults = self.facts.defaults
+        usual = 1.0 if defaults.temperature is None else defaults.temperature
+        options: RowOptions = {
+            "temperature": usual if asked.temperature is None else asked.temperature,
+            "top_p": asked.top_p,
+            "top_k": None if asked.top_k is None else max(asked.top_k, 0),
+            "min_p": asked.min_p,
+            "repetition_penalty": asked.repetition_penalty,
+            "presence_penalty": asked.presence_penalty,
+            "frequency_penalty": asked.frequency_penalty,
+            "logit_bias": {int(token): bias for token, bias in (asked.logit_bias or {}).items()},
+            "seed": None if asked.seed is None else asked.seed % 2**64,
+            "logprobs": order.logprobs is not None,
+            "top_logprobs": order.logprobs or 0,
+        }
+        return sampling_params(options, defaults)
 
 
 def created_now() -> int:

@@ -32,6 +32,7 @@ from moaspec.serve.source import (
     Updates,
     check_number,
 )
+from moaspec.target.generation import GenerationDefaults
 
 CUT_POLL_S = 0.05
 """How often a held-back text looks whether its emulated link is back."""
@@ -99,6 +100,7 @@ class EdgeSource:
         faults: of an emulated link that the page may cut; None: the link is what it is.
         alone: decodes what asks for no speculation, and for no log-probabilities, which it has
             not; None: the device drafts for all, which changes no text.
+        defaults: hold where a request says nothing; None takes the target's.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class EdgeSource:
         limits: EdgeLimits | None = None,
         faults: Cuttable | None = None,
         alone: Alone | None = None,
+        defaults: GenerationDefaults | None = None,
     ) -> None:
         self._device, self._transport = device, transport
         self._options = options or RemoteOptions()
@@ -127,6 +130,7 @@ class EdgeSource:
             vocab_size=device.vocab_size,
             max_positions=device.max_positions,
             stop_token_ids=device.stop_token_ids,
+            defaults=device.generation_defaults if defaults is None else defaults,
             speculates=True,
             grammars=Grammars(
                 device.tokenizer,

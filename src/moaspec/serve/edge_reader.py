@@ -75,6 +75,8 @@ def row_options(job: Job, processors: tuple[GrammarProcessor, ...]) -> RowOption
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": sampling.logit_bias,
+        "rules": sampling.rules,
+        "generation_config": None,
         "logprobs": sampling.logprobs,
         "logits_processors": processors,
     }

@@ -76,6 +76,7 @@ class LocalSource:
             vocab_size=target.vocab_size,
             max_positions=target.max_positions,
             stop_token_ids=target.stop_token_ids,
+            defaults=target.generation_defaults,
             speculates=drafter is not None,
             grammars=Grammars(
                 target.tokenizer,

@@ -15,6 +15,7 @@ from moaspec.decode.result import Alternatives, Source, StopReason
 from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import InputError
+from moaspec.target.generation import GenerationDefaults
 
 TokenSource = Source | Literal["device"]
 """`Source`, or a device that wrote alone and was told to keep it."""
@@ -115,6 +116,7 @@ class SourceFacts:
         mode: see `docs/serve.md`.
         tokenizer: of transformers.
         vocab_size, max_positions, stop_token_ids: the target's.
+        defaults: what holds where a request says nothing.
         speculates: whether there is a drafter.
         grammars: of the target's tokenizer.
         fingerprint: changes when the same seed may give another text.
@@ -126,6 +128,7 @@ class SourceFacts:
     vocab_size: int
     max_positions: int
     stop_token_ids: frozenset[int]
+    defaults: GenerationDefaults
     speculates: bool
     grammars: Grammars
     fingerprint: str

@@ -10,7 +10,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
 from moaspec.places import cache_dir
@@ -77,6 +82,7 @@ class TargetExcerpt(Target):
         head_token_ids: which rows of the head there are, None for all.
         stop_token_ids: ids that end a turn.
         dtype: to compute in.
+        generation_config: the target's; None where it is not known.
 
     Raises:
         CorruptCheckpointError: weights are missing or have impossible shapes.
@@ -93,6 +99,7 @@ class TargetExcerpt(Target):
         head_token_ids: Tensor | None,
         stop_token_ids: frozenset[int],
         dtype: torch.dtype,
+        generation_config: GenerationConfig | None = None,
     ) -> None:
         model = _last_layers(config, num_layers, dtype)
         try:
@@ -102,7 +109,7 @@ class TargetExcerpt(Target):
                 f"{name} is incomplete or inconsistent: {error}. Export it again."
             ) from error
         super().__init__(model, tokenizer, name=name)
-        self.stop_token_ids = stop_token_ids
+        self.stop_token_ids, self._generation_config = stop_token_ids, generation_config
         self._head_token_ids, self._compute_dtype = head_token_ids, dtype
 
     @property

@@ -12,9 +12,10 @@ from moaspec.decode.sampling import SamplingParams
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
-    from moaspec.decode import Drafter, Engine, GenerationResult
+    from moaspec.decode import Drafter, Engine, GenerationResult, RowOptions
     from moaspec.model import MoADrafter
     from moaspec.target import Target
+    from moaspec.target.generation import GenerationDefaults
 
 Row = dict[str, Any]
 """One line of output."""
@@ -42,7 +43,8 @@ class Writing:
         group_size: conversations that are saved together. Within a group a finished one makes room
             for the next; groups are decoded one after another, each with an engine of its own, so
             that a group's text does not depend on where an earlier run was interrupted.
-        temperature, top_p: of sampling; temperature 0 takes the best token.
+        temperature, top_p: of sampling; temperature 0 takes the best token. A `top_p` of None is
+            the target's own.
         seed: of the noise; every conversation has noise of its own.
     """
 
@@ -50,7 +52,7 @@ class Writing:
     batch_size: int = 8
     group_size: int = 64
     temperature: float = 0.0
-    top_p: float = 1.0
+    top_p: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -59,11 +61,23 @@ class Writing:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
 
-    def sampling(self, number: int) -> SamplingParams:
-        """Settings of one conversation: a choice of its own under the run's seed."""
-        return SamplingParams(
-            temperature=self.temperature, top_p=self.top_p, seed=self.seed, choice=number
-        )
+    def sampling(self, number: int, defaults: GenerationDefaults | None = None) -> SamplingParams:
+        """Settings of one conversation: a choice of its own under the run's seed.
+
+        Args:
+            number: of the conversation.
+            defaults: the target's, for what is not said here; None for none.
+        """
+        from moaspec.decode import sampling_params
+        from moaspec.target.generation import NO_DEFAULTS
+
+        options: RowOptions = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "choice": number,
+        }
+        return sampling_params(options, defaults or NO_DEFAULTS)
 
 
 Advance = Callable[[int, int], None]
@@ -125,20 +139,26 @@ class Scribe:
 
     def settings(self, **more: object) -> dict[str, object]:
         """What the text depends on, for the journal that keeps it."""
+        defaults = self.target.generation_defaults.as_facts()
         return {
             "target": self.target.name,
             "identity": dataclasses.asdict(self.target.identity),
             "dtype": str(self.target.dtype),
             **dataclasses.asdict(self.writing),
+            "top_p": self._sampling(0).top_p,
+            **({"generation_config": defaults} if defaults else {}),
             **more,
         }
+
+    def _sampling(self, number: int) -> SamplingParams:
+        return self.writing.sampling(number, self.target.generation_defaults)
 
     def _add(self, engine: Engine, ask: Ask) -> int:
         return engine.add(
             ask.prompt_ids,
             max_new_tokens=self.writing.max_new_tokens,
             stop_token_ids=self._stops,
-            sampling=self.writing.sampling(ask.number),
+            sampling=self._sampling(ask.number),
         )
 
 

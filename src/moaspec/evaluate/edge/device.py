@@ -35,6 +35,7 @@ class HeldDevice:
         self.vocab_size, self.max_positions = inner.vocab_size, inner.max_positions
         self.rope_switches, self.stop_token_ids = inner.rope_switches, inner.stop_token_ids
         self.rope_growth, self.tokenizer = inner.rope_growth, inner.tokenizer
+        self.generation_defaults = inner.generation_defaults
 
     def drafting(self, num_target_layers: int | None) -> Drafter:
         """See `Device`: the inner device's drafter, held back."""

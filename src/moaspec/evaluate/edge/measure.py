@@ -50,9 +50,9 @@ async def measure_case(
     found = Measured(prompts=[list(one) for one in prompts])
     for index, prompt in enumerate(prompts):
         if case.mode in ("plain", "server"):
-            stream = RemoteText(transport, device.stop_token_ids).stream(
-                prompt, speculate=case.mode == "server", max_new_tokens=max_new_tokens
-            )
+            stream = RemoteText(
+                transport, device.stop_token_ids, device.generation_defaults
+            ).stream(prompt, speculate=case.mode == "server", max_new_tokens=max_new_tokens)
             await _alone(found, stream)
         else:
             known = [*prompt, *texts[index]] if case.drafter == "replay" else None
