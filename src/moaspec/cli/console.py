@@ -158,12 +158,17 @@ def tell_defaults(target: TargetFacts, defaults: GenerationDefaults) -> None:
 
 
 class TokenPrinter:
-    """Prints tokens as they are verified, accepted drafts apart from the target's own."""
+    """Prints tokens as they are verified, accepted drafts apart from the target's own.
 
-    def __init__(self, target: Target) -> None:
+    Args:
+        target: whose tokens they are.
+        after: tokens that the text continues; none where it is an answer of its own.
+    """
+
+    def __init__(self, target: Target, after: Sequence[int] = ()) -> None:
         from moaspec.decode.incremental import TextStream
 
-        self._stream = TextStream(target.tokenizer, skip_special_tokens=True)
+        self._stream = TextStream(target.tokenizer, skip_special_tokens=True, after=after)
         self.token_ids: list[int] = []
 
     def show(self, event: Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,30 +72,34 @@ def generate(
     engine, results = start(
         target, [prompt_ids], drafter=module, num_choices=num_choices, **settings
     )
-    printer = None if as_json or num_choices > 1 else console.TokenPrinter(target)
+    before = prompt_ids if raw else []
+    printer = None if as_json or num_choices > 1 else console.TokenPrinter(target, before)
     with console.noted_interrupts() as interrupts:
         interrupted = console.show_events(engine.run(), printer, interrupts)
         if as_json:
-            facts = [summary(target, prompt_ids, result) for result in results]
+            facts = [summary(target, prompt_ids, result, raw=raw) for result in results]
             console.out.print(json.dumps(facts[0] if num_choices == 1 else {"choices": facts}))
         else:
-            _show(target, results, printer)
+            _show(target, results, printer, before)
     if interrupted:
         raise typer.Exit(130)
 
 
 def _show(
-    target: Target, results: list[GenerationResult], printer: console.TokenPrinter | None
+    target: Target,
+    results: list[GenerationResult],
+    printer: console.TokenPrinter | None,
+    before: Sequence[int],
 ) -> None:
     """What is left to print after decoding: whole choices, and statistics."""
-    tokenizer: Any = target.tokenizer
+    from moaspec.decode.incremental import continuation
+
     for number, result in enumerate(results):
         if printer is not None:
             printer.close()
         else:
             console.err.print(f"choice {number}", style="bold")
-            text = tokenizer.decode(result.token_ids, skip_special_tokens=True)
-            console.out.print(text)
+            console.out.print(continuation(target.tokenizer, before, result.token_ids))
         console.err.print(describe(result), style="dim")
 
 
@@ -113,11 +118,15 @@ def describe(result: GenerationResult) -> str:
     )
 
 
-def summary(target: Target, prompt_ids: list[int], result: GenerationResult) -> dict[str, Any]:
-    """What `--json` prints."""
-    tokenizer: Any = target.tokenizer
+def summary(
+    target: Target, prompt_ids: list[int], result: GenerationResult, *, raw: bool
+) -> dict[str, Any]:
+    """What `--json` prints; a raw text continues its prompt."""
+    from moaspec.decode.incremental import continuation
+
+    before = prompt_ids if raw else []
     return {
-        "text": tokenizer.decode(result.token_ids, skip_special_tokens=True),
+        "text": continuation(target.tokenizer, before, result.token_ids),
         "token_ids": result.token_ids,
         "sources": result.sources,
         "prompt_tokens": len(prompt_ids),

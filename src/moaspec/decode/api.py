@@ -28,10 +28,12 @@ from moaspec.hub import cached_if_offline
 from moaspec.model import MoADrafter, load_checkpoint
 from moaspec.model.baselines import is_baseline, load_baseline
 from moaspec.model.files import is_directory
+from moaspec.model.surroundings import plain_torch
 from moaspec.target import Target, TargetFacts
 from moaspec.target.generation import NO_DEFAULTS, GenerationDefaults, TokenRules
 
 
+@plain_torch()
 def load_drafter(name: str | Path, *, target: TargetFacts) -> MoADrafter:
     """Load a drafter in the target's dtype, on its device.
 
@@ -47,6 +49,7 @@ def load_drafter(name: str | Path, *, target: TargetFacts) -> MoADrafter:
     return drafter.to(device=target.device, dtype=target.dtype)
 
 
+@plain_torch()
 def load_any_drafter(name: str | Path, *, target: Target) -> MoADrafter | Drafter:
     """`load_drafter` for Mixture-of-Attentions drafters and for trained baselines alike.
 
@@ -115,6 +118,7 @@ def local_engine(
     )
 
 
+@plain_torch()
 def local_parts(
     target: Target,
     drafter: MoADrafter | Drafter | None = None,
@@ -148,6 +152,7 @@ def _drafting(
     return drafter
 
 
+@plain_torch()
 def shaping_for(
     target: Target,
     drafter: MoADrafter | Drafter | None,

@@ -19,6 +19,7 @@ from moaspec.decode.shaping import FixedShape, ShapePolicy
 from moaspec.decode.stop import StopStrings, stop_strings
 from moaspec.decode.tree import AUTO, DraftTree, Tree
 from moaspec.errors import InputError
+from moaspec.model.surroundings import plain_torch
 
 T = TypeVar("T")
 
@@ -116,7 +117,7 @@ class Engine:
             token_ids=list(prompt_ids),
             max_new_tokens=max_new_tokens,
             stop_token_ids=stops,
-            stop=StopStrings(strings, self._tokenizer) if strings else None,
+            stop=StopStrings(strings, self._tokenizer, prompt_ids) if strings else None,
             policy=FixedShape(shape) if isinstance(shape, Tree) else shape,
             branches=(
                 FixedShape(free_branches) if isinstance(free_branches, Tree) else free_branches
@@ -287,6 +288,7 @@ class Engine:
         """Whether the text crossed a switch of its rotary embeddings since it was verified."""
         return self._regime(row.base) != self._regime(len(row.token_ids))
 
+    @plain_torch()
     def _draft(self, rows: Sequence[Row]) -> list[DraftTree]:
         """Trees for all rows; rows that want the same shape are drafted together."""
         trees = [DraftTree()] * len(rows)
@@ -319,6 +321,7 @@ class Engine:
         # A round writes one token more than its drafts are deep.
         return shape.limited(min(min(ends) - length, row.remaining - 1))
 
+    @plain_torch()
     def _take(self, row: Row, request: Request, verdict: Verdict) -> Event:
         """Emit what a verdict brought, up to the row's end."""
         if self._drafter is not None and verdict.features is not None:

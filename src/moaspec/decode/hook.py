@@ -45,6 +45,7 @@ from moaspec.decode.shaping import FreeBranches, Shaping
 from moaspec.decode.tree import Tree
 from moaspec.errors import InputError
 from moaspec.model import MoADrafter
+from moaspec.model.surroundings import plain_torch
 from moaspec.target import Target
 
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -317,6 +318,7 @@ class _Rows:
         # Without EOS ids transformers lets finished rows go on until the last one has finished.
         self._pads_finished = any(hasattr(one, "eos_token_id") for one in criteria)
 
+    @plain_torch()
     def decode(self, input_ids_BT: Tensor, streamer: Any) -> Tensor:
         """Prompts with their continuations, right-padded, on the device of the prompts."""
         ids_BT = input_ids_BT

@@ -1,15 +1,26 @@
-"""Text of tokens as they come, one by one."""
+"""Text of tokens as they come, one by one, and of single tokens."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+CONTEXT_TOKENS = 16
+"""Of what stands before a text: enough to hold a token that is no special one, in most prompts."""
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+"""What decoders write for bytes that are no character."""
+
 
 class TextStream:
     """What each further token adds to a text.
+
+    A decoder drops the space that begins a text, and in a continuation that space separates words.
+    So the stream decodes tokens behind the last ones of what they continue.
 
     Tokenizers that fall back to bytes read neighbouring byte tokens together, so a byte that is no
     character can undo one that was given out before; their `DecodeStream` raises then. Here the
@@ -19,14 +30,37 @@ class TextStream:
     Args:
         tokenizer: the target's, of transformers, of the kind that it calls fast.
         skip_special_tokens: whether those give no text.
+        after: tokens that the text continues; none where it stands by itself.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, *, skip_special_tokens: bool, after: Sequence[int] = ()
+    ) -> None:
         self._backend, self._skip = tokenizer.backend_tokenizer, skip_special_tokens
+        self._context, pending = self._split(after)
         self._stream = self._new()
+        for token in pending:
+            self._stream.step(self._backend, token)
+
+    def _split(self, after: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The last tokens with text, and those of a character that is not whole."""
+        size = CONTEXT_TOKENS
+        while True:
+            tail = list(after[-size:])
+            end = len(tail)
+            while end and self._decode(tail[:end]).endswith(UNKNOWN):
+                end -= 1
+            if self._decode(tail[:end]):
+                return tail[:end], tail[end:]
+            if size >= len(after):
+                return [], []
+            size *= 2
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._backend.decode(token_ids, skip_special_tokens=self._skip))
 
     def _new(self) -> DecodeStream:
-        return DecodeStream(skip_special_tokens=self._skip)
+        return DecodeStream(ids=self._context, skip_special_tokens=self._skip)
 
     def fork(self) -> TextStream:
         """Another stream that goes on from here on its own."""
@@ -37,9 +71,101 @@ class TextStream:
     def step(self, token_id: int) -> str:
         """The text that a token completes; empty while a character is not whole."""
         try:
+            return self._step(token_id)
+        except _InvalidPrefixError:
+            self._stream = self._new()
+        try:
+            return self._step(token_id)
+        except _InvalidPrefixError:  # the context ends in bytes, too
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+            return self._step(token_id)
+
+    def _step(self, token_id: int) -> str:
+        try:
             return self._stream.step(self._backend, token_id) or ""
         except Exception as error:  # tokenizers raises nothing narrower
-            if "Invalid prefix" not in str(error):
-                raise
-            self._stream = self._new()
-            return self._stream.step(self._backend, token_id) or ""
+            if "Invalid prefix" in str(error):
+                raise _InvalidPrefixError from error
+            raise
+
+
+class _InvalidPrefixError(Exception):
+    """The text so far is not how the longer text begins."""
+
+
+def continuation(tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+    """What these tokens add to the prompt's text."""
+    before, whole = (
+        str(tokenizer.decode(ids, skip_special_tokens=True))
+        for ids in (list(prompt_ids), [*prompt_ids, *token_ids])
+    )
+    if whole.startswith(before):
+        return whole.removeprefix(before)
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+class TokenBytes:
+    """The bytes of single tokens as they stand within a text: joined, they are the text.
+
+    Args:
+        tokenizer: the target's, of transformers.
+
+    Attributes:
+        special_ids: tokens that are no text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._decoder = None if backend is None else backend.decoder
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {token_id: str(one).encode() for token_id, one in added if one.special}
+        self.special_ids = frozenset(self._special)
+
+    def __call__(self, token_id: int) -> bytes:
+        """Of one token; none for an id that the tokenizer does not have."""
+        if token_id in self._special:
+            return self._special[token_id]
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        text = self._within_text(token)
+        return text.encode() if UNKNOWN not in text else _raw_bytes(token)
+
+    def name(self, token_id: int) -> str:
+        """A text that tells this token from others: its own, or its bytes or id in words."""
+        own = self(token_id)
+        try:
+            return own.decode() if own else f"token_id:{token_id}"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+    def _within_text(self, token: str) -> str:
+        """Decoded behind a letter, so that its own first space stays."""
+        if self._decoder is None:
+            return f" {token}"
+        return str(self._decoder.decode(["a", token])).removeprefix("a")
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _raw_bytes(token: str) -> bytes:
+    """Of a token that holds parts of characters, in either of the two usual spellings."""
+    fallback = _BYTE.fullmatch(token)
+    if fallback is not None:
+        return bytes([int(fallback[1], 16)])
+    if all(letter in _BYTE_OF for letter in token):
+        return bytes(_BYTE_OF[letter] for letter in token)
+    return token.encode()
+
+
+def _bytes_by_letter() -> dict[str, int]:
+    """The letters that byte-level tokenizers write bytes with: printable ones as they are."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _bytes_by_letter()

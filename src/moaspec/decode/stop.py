@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Any
 
@@ -38,19 +38,20 @@ class StopStrings:
     Args:
         strings: non-empty stop strings.
         tokenizer: the target's, of transformers.
+        after: the prompt, which is not searched.
 
     Raises:
         InputError: no tokenizer, or one that cannot decode incrementally.
     """
 
-    def __init__(self, strings: tuple[str, ...], tokenizer: Any) -> None:
+    def __init__(self, strings: tuple[str, ...], tokenizer: Any, after: Sequence[int] = ()) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise InputError(
                 "Stop strings need the target's tokenizer, of the kind that transformers calls "
                 "fast; this target has none. Use stop_token_ids instead."
             )
         self._strings = strings
-        self._stream = TextStream(tokenizer, skip_special_tokens=False)
+        self._stream = TextStream(tokenizer, skip_special_tokens=False, after=after)
         self._tail = ""
         self._keep = max(map(len, strings)) - 1
 

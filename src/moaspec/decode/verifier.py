@@ -18,6 +18,7 @@ from moaspec.decode.cache import KVCache, PassSizes, tree_mask
 from moaspec.decode.decide import Decision, decide, follow
 from moaspec.decode.protocols import Drafter, Need, Request, Verdict
 from moaspec.decode.tree import causal
+from moaspec.model.surroundings import plain_torch
 from moaspec.target import Target
 
 PREFILL_CHUNK_TOKENS = 1024
@@ -115,7 +116,7 @@ class LocalVerifier:
 
     async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
         """One target pass for all requests (long prompts take several before it)."""
-        with torch.inference_mode(), self.target.threads.limited():
+        with plain_torch(), torch.inference_mode(), self.target.threads.limited():
             return self._verify(requests)
 
     @property

@@ -207,7 +207,7 @@ class RemoteSession:
         finally:
             await self._end_turn()
             if self._memory is not None:
-                self._memory.save(self._verifier.text, self._prompt_length, self._ahead)
+                self._memory.save(self._verifier.text, len(self._prompt), self._ahead)
 
     async def close(self) -> None:
         """End the session here and on the server."""
@@ -234,7 +234,7 @@ class RemoteSession:
         self._events = asyncio.Queue()
         self._shown, self._provisional, self._ended_alone = [], [], False
         self._strings = stop_strings(options.get("stop", ()))
-        self._prompt_length, self._started_s = len(prompt), now()
+        self._prompt, self._started_s = prompt, now()
         self.stats.first_token_s = None
         most = len(prompt) + settings["max_new_tokens"]
         self._ahead.begin(
@@ -361,7 +361,7 @@ class RemoteSession:
         if token in self._ahead.stops:
             return True
         if self._strings and len(self._provisional) == 1:
-            self._stop = StopStrings(self._strings, self.device.tokenizer)
+            self._stop = StopStrings(self._strings, self.device.tokenizer, self._prompt)
             for earlier in self._shown[:-1]:
                 self._stop.push(earlier)
         return bool(self._strings and self._stop and self._stop.push(token))

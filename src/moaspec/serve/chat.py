@@ -166,5 +166,6 @@ def logprobs_of(facts: SourceFacts, pieces: Sequence[Piece]) -> dict[str, Any]:
             "top_logprobs": [token_logprob(facts, *one) for one in piece.top_logprobs],
         }
         for piece in pieces
+        if not piece.hidden
     ]
     return {"content": content, "refusal": None}

@@ -73,12 +73,15 @@ class Choice:
         reader: CallReader | None = None,
     ) -> None:
         facts = desk.facts
+        specials = reader is not None and desk.trigger_id is not None
+        special_ids = frozenset() if specials else facts.token_bytes.special_ids
         self.index, self._source, self._tally, self._reader = index, desk.source, tally, reader
         self._writer = TextWriter(
             facts.tokenizer,
             job.stop,
-            specials=reader is not None and desk.trigger_id is not None,
-            ends=facts.stop_token_ids,
+            after=job.prompt_ids,
+            specials=specials,
+            hidden=facts.stop_token_ids | special_ids,
         )
         self._reporter = Reporter(index, asked, facts)
         self.pieces: list[Piece] = []
@@ -151,11 +154,8 @@ def extension_of(asked: Extension | None, choices: Sequence[Choice]) -> dict[str
 
 def token_logprob(facts: SourceFacts, token_id: int, logprob: float) -> dict[str, Any]:
     """One token's log-probability as chats report it."""
-    text = decoded_token(facts, token_id)
-    whole = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": whole}
-
-
-def decoded_token(facts: SourceFacts, token_id: int) -> str:
-    """A token's own text, special ones included."""
-    return str(facts.tokenizer.decode([token_id], skip_special_tokens=False))
+    return {
+        "token": facts.token_bytes.name(token_id),
+        "logprob": max(logprob, LEAST_LOGPROB),
+        "bytes": list(facts.token_bytes(token_id)),
+    }

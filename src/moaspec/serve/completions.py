@@ -8,12 +8,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from moaspec.decode.incremental import UNKNOWN
 from moaspec.serve import failures
 from moaspec.serve.choice import (
     LEAST_LOGPROB,
     Choice,
     Delta,
-    decoded_token,
     extension_of,
     usage,
 )
@@ -133,8 +133,14 @@ class _Answer:
         )
 
     def _prompt(self, index: int) -> str:
+        """The prompt as the client wrote it; of token ids, their text up to its last character."""
+        given: Any = self._asked.prompt
+        own = given if isinstance(given, str) else given[index // (self._asked.n or 1)]
+        if isinstance(own, str):
+            return own
         prompt_ids = list(self._run.jobs[index].prompt_ids)
-        return str(self._facts.tokenizer.decode(prompt_ids, skip_special_tokens=True))
+        text = str(self._facts.tokenizer.decode(prompt_ids, skip_special_tokens=True))
+        return text.rstrip(UNKNOWN)
 
     def _base(self) -> dict[str, Any]:
         return {**self._head, "object": "text_completion"}
@@ -151,20 +157,22 @@ def logprobs_of(facts: SourceFacts, pieces: Sequence[Piece], start: int) -> dict
         pieces: the tokens.
         start: where the first of them begins in the text.
     """
-    offsets = []
+    pieces = [piece for piece in pieces if not piece.hidden]
+    offsets, tokens = [], facts.token_bytes
     for piece in pieces:
         offsets.append(start)
         start += len(piece.text)
-    # Parts of characters share one text, whose best value is the one that is kept.
+    # Of tokens with the same text the most probable one is kept.
     tops = [
         {
-            decoded_token(facts, token): max(value, LEAST_LOGPROB)
+            tokens.name(token): max(value, LEAST_LOGPROB)
             for token, value in reversed(one.top_logprobs)
         }
         for one in pieces
     ]
     return {
-        "tokens": [decoded_token(facts, piece.token_id) for piece in pieces],
+        "tokens": [tokens.name(piece.token_id) for piece in pieces],
+        "bytes": [list(tokens(piece.token_id)) for piece in pieces],
         "token_logprobs": [max(piece.logprob or 0.0, LEAST_LOGPROB) for piece in pieces],
         "top_logprobs": tops if any(tops) else None,
         "text_offset": offsets,

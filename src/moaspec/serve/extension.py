@@ -8,7 +8,7 @@ from typing import Any
 from moaspec.serve.schema import Extension
 from moaspec.serve.source import LinkState, Round, SourceFacts, Update
 from moaspec.serve.tally import Tally
-from moaspec.serve.text import Piece, decoded
+from moaspec.serve.text import Piece
 
 
 class Reporter:
@@ -21,7 +21,7 @@ class Reporter:
     """
 
     def __init__(self, index: int, asked: Extension, facts: SourceFacts) -> None:
-        self._index, self._asked, self._tokenizer = index, asked, facts.tokenizer
+        self._index, self._asked, self._tokens = index, asked, facts.token_bytes
         self._shown: tuple[int, ...] = ()  # provisional tokens that the client sees
         self._was: list[str | None] = []  # of verified tokens whose pieces are still to come
 
@@ -65,7 +65,7 @@ class Reporter:
         own = len(tree.tokens) - tree.num_copied
         nodes = [
             {
-                "text": decoded(self._tokenizer, [token]),
+                "text": self._text([token]),
                 "id": token,
                 "parent": parent,
                 "source": "draft" if node < own else "copy",
@@ -77,9 +77,14 @@ class Reporter:
 
     def _provisional(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
         return [
-            {"text": decoded(self._tokenizer, [token]), "id": token, "source": "provisional"}
+            {"text": self._text([token]), "id": token, "source": "provisional"}
             for token in token_ids
         ]
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """Of tokens within a text; a part of a character shows as a replacement character."""
+        spoken = (one for one in token_ids if one not in self._tokens.special_ids)
+        return b"".join(map(self._tokens, spoken)).decode(errors="replace")
 
     def _corrected(self, update: Update) -> dict[str, Any] | None:
         """Compare what is verified now with what was shown; None where all of it was right."""
@@ -92,7 +97,7 @@ class Reporter:
             self._was.append(was if i < len(shown) else None)
         if not shown or right == len(shown):
             return None
-        gone = decoded(self._tokenizer, shown[right:])
+        gone = self._text(shown[right:])
         return {"confirmed": right, "removed": len(shown) - right, "text": gone}
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol, Self
 
 from moaspec.decode.grammar import Grammars
+from moaspec.decode.incremental import TokenBytes
 from moaspec.decode.result import Alternatives, Source, StopReason
 from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.tree import DraftTree
@@ -132,6 +134,11 @@ class SourceFacts:
     speculates: bool
     grammars: Grammars
     fingerprint: str
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What single tokens are within a text."""
+        return TokenBytes(self.tokenizer)
 
 
 @dataclass(frozen=True)

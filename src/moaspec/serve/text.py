@@ -19,12 +19,14 @@ class Piece:
         text: see `docs/serve.md`; pieces joined are the text.
         token_id: which token.
         source: who proposed it.
+        hidden: whether the token is no part of the text: it ended it, or is a special one.
         logprob, top_logprobs: where asked for.
     """
 
     text: str
     token_id: int
     source: TokenSource
+    hidden: bool = False
     logprob: float | None = None
     top_logprobs: Alternatives = ()
 
@@ -38,8 +40,9 @@ class TextWriter:
     Args:
         tokenizer: the target's.
         stop: stop strings.
+        after: the prompt, which the text continues.
         specials: whether special tokens are part of the text; those that end it never are.
-        ends: these.
+        hidden: tokens that are no part of it.
     """
 
     def __init__(
@@ -47,11 +50,12 @@ class TextWriter:
         tokenizer: Any,
         stop: Sequence[str] = (),
         *,
+        after: Sequence[int] = (),
         specials: bool = False,
-        ends: Collection[int] = (),
+        hidden: Collection[int] = (),
     ) -> None:
-        self._stop, self._ends = tuple(stop), ends
-        self._stream = TextStream(tokenizer, skip_special_tokens=not specials)
+        self._stop, self._hidden = tuple(stop), hidden
+        self._stream = TextStream(tokenizer, skip_special_tokens=not specials, after=after)
         self._held: list[Piece] = []
         self._tokenizer, self._silent = tokenizer, list[int]()  # tokens without text as yet
 
@@ -73,10 +77,11 @@ class TextWriter:
     def _pieces(self, update: Update) -> list[Piece]:
         pieces = []
         for i, (token, source) in enumerate(zip(update.token_ids, update.sources, strict=True)):
-            text = "" if token in self._ends else self._step(token)
+            hidden = token in self._hidden
+            text = "" if hidden else self._step(token)
             logprob = update.logprobs[i] if update.logprobs else None
             top = update.top_logprobs[i] if update.top_logprobs else ()
-            pieces.append(Piece(text, token, source, logprob, top))
+            pieces.append(Piece(text, token, source, hidden, logprob, top))
         return pieces
 
     def _step(self, token: int) -> str:
@@ -95,7 +100,8 @@ class TextWriter:
         ends = [place for place in map(text.find, self._stop) if place >= 0]
         left = min(ends, default=len(text))
         for i, piece in enumerate(self._held):
-            self._held[i] = replace(piece, text=piece.text[:left])
+            hidden = piece.hidden or not left
+            self._held[i] = replace(piece, text=piece.text[:left], hidden=hidden)
             left -= len(self._held[i].text)
 
     def _release(self, length: int) -> list[Piece]:

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.hub import cached_if_offline
 from moaspec.model.files import is_directory
+from moaspec.model.surroundings import plain_torch
 from moaspec.places import cache_dir, require_room
 from moaspec.target.facts import TargetFacts
 from moaspec.target.families import require_supported
@@ -39,6 +40,7 @@ EXPANSION = 6
 log = logging.getLogger(__name__)
 
 
+@plain_torch()
 def load_target(
     name: str | Path,
     *,

@@ -1,0 +1,90 @@
+"""Completions and log-probabilities with tokenizers of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+import serving
+import spellings
+import tiny
+from moaspec.decode import Chain, Shaping
+from moaspec.serve.local import LocalSource
+from moaspec.target import Target
+
+PROMPT = "the x is"
+TOKENS = 12
+
+
+def _target(tokenizer: Any) -> Target:
+    """One that writes words with and without spaces, and parts of characters."""
+    padded = len(tokenizer) + 8
+    return tiny.fresh_target(tokenizer=tokenizer, vocab_size=padded, max_position_embeddings=128)
+
+
+@pytest.fixture(params=spellings.KINDS)
+def setting(request: pytest.FixtureRequest) -> Iterator[tuple[OpenAI, Any]]:
+    tokenizer = spellings.KINDS[request.param]()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %} is"
+    source = LocalSource(_target(tokenizer), name="m", shaping=Shaping(Chain(2)))
+    with serving.serving(source) as served:
+        yield served.openai(), tokenizer
+
+
+def _ask(client: OpenAI, **options: Any) -> Any:
+    settings: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "seed": 3, "logprobs": 5}
+    return client.completions.create(model="m", **settings | options)
+
+
+def test_text_continues_the_prompt(setting: tuple[OpenAI, Any]) -> None:
+    client, tokenizer = setting
+    for seed in range(3):
+        answer = _ask(client, seed=seed)
+        logprobs: Any = answer.choices[0].logprobs
+        text = answer.choices[0].text
+        data = b"".join(map(bytes, logprobs.bytes))
+        assert data.decode(errors="replace") == text
+        assert len(logprobs.tokens) == len(logprobs.text_offset) == len(logprobs.token_logprobs)
+        for i, (token, offset) in enumerate(
+            zip(logprobs.tokens, logprobs.text_offset, strict=True)
+        ):
+            before = b"".join(map(bytes, logprobs.bytes[:i]))
+            if not token.startswith("bytes:") and "\ufffd" not in before.decode(errors="replace"):
+                assert text[offset:].startswith(token)
+        chunks = list(_ask(client, seed=seed, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == text
+        offsets = [i for c in chunks for i in c.choices[0].logprobs.text_offset]
+        assert offsets == logprobs.text_offset
+        echoed = _ask(client, seed=seed, echo=True, logprobs=None).choices[0].text
+        assert echoed == PROMPT + text
+        ids = tokenizer(PROMPT)["input_ids"]
+        assert _ask(client, seed=seed, prompt=ids).choices[0].text == text
+
+
+def test_alternatives_are_entries_of_their_own(setting: tuple[OpenAI, Any]) -> None:
+    client, tokenizer = setting
+    ids = tokenizer.convert_tokens_to_ids(["\u2581true", "\u0120true", "true", "##true"])
+    bias = {str(token): 50.0 for token in ids if token != tokenizer.unk_token_id and token}
+    logprobs = _ask(client, logit_bias=bias, temperature=0).choices[0].logprobs
+    assert set(logprobs.tokens) <= {" true", "true"}
+    assert all(len(top) >= 4 for top in logprobs.top_logprobs)
+
+
+def test_chats_report_bytes_of_every_token(setting: tuple[OpenAI, Any]) -> None:
+    client, _ = setting
+    answer = client.chat.completions.create(
+        model="m",
+        messages=serving.say("the x"),  # type: ignore[arg-type]
+        max_tokens=TOKENS,
+        seed=5,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    content: Any = answer.choices[0].logprobs
+    data = b"".join(bytes(one.bytes) for one in content.content)
+    assert data.decode(errors="replace") == answer.choices[0].message.content
+    for one in content.content:
+        assert len({top.token for top in one.top_logprobs}) == 3
