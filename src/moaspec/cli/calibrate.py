@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    model: Annotated[str, typer.Option(help="Target: alias, directory or hub id.")] = MODEL,
+    model: Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")] = MODEL,
     drafter: Annotated[str | None, typer.Option(help="Alias, directory or hub id.")] = None,
     num_target_layers: Annotated[
         int | None,

@@ -59,7 +59,7 @@ def convert(
 
 @app.command("export-device")
 def export_device(
-    target: Annotated[str, typer.Argument(help="Target: alias, directory or hub id.")],
+    target: Annotated[str, typer.Argument(help="Target: alias, directory, GGUF or hub id.")],
     drafter: Annotated[str, typer.Argument(help="Its drafter: alias, directory or hub id.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; a bundle in it is replaced.")],
     int8: Annotated[

@@ -42,7 +42,7 @@ Sources = Annotated[
         help="JSONL files (.gz allowed), or hub:OWNER/NAME, also with :CONFIGURATION and @SPLIT."
     ),
 ]
-Model = Annotated[str, typer.Option(help="Target: alias, directory or hub id.")]
+Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 Device = Annotated[str, typer.Option(help="A torch device.")]
 BatchSize = Annotated[int, typer.Option(help="Conversations that are decoded together.")]

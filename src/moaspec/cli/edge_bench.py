@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def edge_bench(
-    model: Annotated[str, typer.Option(help="Target: alias, directory or hub id.")] = MODEL,
+    model: Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")] = MODEL,
     drafter: DrafterName = None,
     independent: Annotated[
         Path | None, typer.Option(help="Device bundle of an independent drafter, to compare with.")

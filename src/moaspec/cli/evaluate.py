@@ -58,7 +58,7 @@ def evaluate(
     system: Annotated[
         str, typer.Option(help="System prompt: default (the template's own), none, or a text.")
     ] = "default",
-    model: Annotated[str, typer.Option(help="Target: alias, directory or hub id.")] = MODEL,
+    model: Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")] = MODEL,
     drafter: Annotated[str | None, typer.Option(help="Of moa: alias, directory or hub id.")] = None,
     checkpoint: Annotated[
         list[str] | None,

@@ -23,7 +23,7 @@ Prompt = Annotated[
     typer.Argument(help="What the model should answer; - reads standard input, as a pipe does."),
 ]
 System = Annotated[str | None, typer.Option(help="System prompt.")]
-Model = Annotated[str, typer.Option(help="Target: alias, directory or hub id.")]
+Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")]
 DrafterName = Annotated[
     str | None, typer.Option(help="Alias, directory or hub id; default: the bundled one.")
 ]

@@ -180,7 +180,7 @@ def export_bundle(
     until then. An export that is killed leaves a hidden directory beside it, which nobody reads.
 
     Args:
-        target: alias, directory or hub id.
+        target: alias, directory, GGUF file or hub id.
         drafter: a Mixture-of-Attentions drafter or an independent one: alias, directory or hub id.
         directory: created when missing; a bundle in it is replaced.
         int8: keep matrices in eight bits, a quarter of float32 and half of bf16.

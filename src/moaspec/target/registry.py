@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,30 +11,23 @@ from typing import Any, Literal
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.hub import cached_if_offline
 from moaspec.model.files import is_directory
 from moaspec.model.surroundings import plain_torch
-from moaspec.places import cache_dir, require_room
 from moaspec.target.facts import TargetFacts
 from moaspec.target.families import require_supported
 from moaspec.target.forms import fastest_dtype
 from moaspec.target.generation import without_defaults
+from moaspec.target.gguf import dequantised, find_gguf, first_line, is_dequantised, key_of
 from moaspec.target.model import Target
-from moaspec.target.names import ALIASES, packaged_gguf
+from moaspec.target.names import ALIASES, Alias, packaged_gguf
 from moaspec.target.weight_only import quantise, require_quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTO = "auto"
-
-
-EXPANSION = 6
-"""Bytes of float32 weights for each byte of a GGUF of about five bits a weight."""
-
-log = logging.getLogger(__name__)
 
 
 @plain_torch()
@@ -53,7 +43,7 @@ def load_target(
     """Load a target.
 
     Args:
-        name: an alias (`moaspec models` lists them), a directory, or a hub id.
+        name: an alias (`moaspec models` lists them), a directory, a GGUF file, or a hub id.
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where it is faster on this
             device, else float32.
         device: a torch device.
@@ -88,7 +78,7 @@ def load_target(
         raise
     # The libraries below raise almost anything where files are damaged or configs are impossible.
     except Exception as error:
-        raise _unusable(name, source, _first_line(error)) from error
+        raise _unusable(name, source, first_line(error)) from error
     if quantize is not None:
         quantise(model, quantize, name=name, packed=packed)
     if packed:
@@ -124,7 +114,7 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
     except MoaSpecError:
         raise
     except Exception as error:
-        raise _unusable(name, source, _first_line(error)) from error
+        raise _unusable(name, source, first_line(error)) from error
 
 
 def _generation_config(source: str, config: Any) -> GenerationConfig:
@@ -173,7 +163,7 @@ def _require_device(device: str) -> None:
             raise InputError("Device 'meta' holds no numbers; try 'cpu'.")
     except (RuntimeError, AssertionError, TypeError) as error:
         raise InputError(
-            f"Device {device!r} cannot be used here; try 'cpu'. Cause: {_first_line(error)}"
+            f"Device {device!r} cannot be used here; try 'cpu'. Cause: {first_line(error)}"
         ) from error
 
 
@@ -262,19 +252,24 @@ def find_weights(name: str) -> str:
     """Directory or hub id of a target's weights, in a form that transformers and vLLM load.
 
     Raises:
-        UnknownModelError: neither an alias nor a directory, and no hub id by its form.
+        UnknownModelError: neither an alias, a directory nor a GGUF file, and no hub id by its form;
+            or a GGUF that cannot be read.
     """
     alias = ALIASES.get(name)
     if alias is None:
-        if not is_directory(Path(name)) and not _could_be_hub_id(name):
-            # Asking the hub for a misspelt alias would take it half a minute to say no.
-            raise UnknownModelError(
-                f"Unknown target {name!r}: not an alias ({', '.join(ALIASES)}) and not a "
-                "directory. A hub id has the form owner/name."
-            )
-        return name
+        return _found(name)
     gguf = packaged_gguf(alias)
-    return alias.hub_id if gguf is None else str(_dequantised(name, gguf, alias.command))
+    if gguf is None:
+        return alias.hub_id
+    return str(dequantised(name, gguf, _alias_key(name, gguf), remedy=_install_anew(alias)))
+
+
+def _alias_key(name: str, gguf: Path) -> str:
+    return f"{name}-{gguf.stat().st_size}"
+
+
+def _install_anew(alias: Alias) -> str:
+    return f"Install it anew: {alias.command} --force-reinstall"
 
 
 def _at_hand(name: str, source: str) -> str:
@@ -291,6 +286,26 @@ def _at_hand(name: str, source: str) -> str:
         raise _unusable(name, source, str(error)) from error
 
 
+def _found(name: str) -> str:
+    """What a name that is no alias means."""
+    path = Path(name)
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return str(dequantised(name, gguf, key_of(gguf)))
+    if path.is_file():
+        raise UnknownModelError(
+            f"{name!r} is a file, and no GGUF. Name the directory that holds config.json and the "
+            "weights, or a file that ends in .gguf."
+        )
+    # Asking the hub for a misspelt alias or file would take it half a minute to say no.
+    if not is_directory(path) and (path.suffix == ".gguf" or not _could_be_hub_id(name)):
+        raise UnknownModelError(
+            f"Unknown target {name!r}: not an alias ({', '.join(ALIASES)}), a directory or a GGUF "
+            "file. A hub id has the form owner/name."
+        )
+    return name
+
+
 def _could_be_hub_id(name: str) -> bool:
     try:
         validate_repo_id(name)
@@ -303,62 +318,7 @@ def must_dequantise(name: str) -> bool:
     """Whether the first load of this target will take the time to dequantise its GGUF file."""
     alias = ALIASES.get(name)
     gguf = None if alias is None else packaged_gguf(alias)
-    return gguf is not None and not (_dequantised_dir(name, gguf) / "config.json").exists()
-
-
-def _dequantised_dir(name: str, gguf: Path) -> Path:
-    """Where the dequantised weights of a GGUF file are kept."""
-    return cache_dir() / f"{name}-{gguf.stat().st_size}"
-
-
-def _dequantised(name: str, gguf: Path, command: str) -> Path:
-    """Convert a GGUF once and keep float32 weights; later loads take seconds.
-
-    Args:
-        name: of the target.
-        gguf: the file.
-        command: installs it.
-
-    Raises:
-        OSError: the cache cannot be written.
-        UnknownModelError: the file is damaged.
-    """
-    final = _dequantised_dir(name, gguf)
-    if (final / "config.json").exists():
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    require_room(final.parent, EXPANSION * gguf.stat().st_size)
-    log.info("Unpacking the weights of %s, once: half a minute, more on a busy machine.", name)
-    scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{name}-"))
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-        )
-        # The weights are plain float32 now; without this transformers refuses to save them.
-        del model.config.quantization_config
-        model.hf_quantizer = None
-        model.save_pretrained(scratch)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
-        _publish(scratch, final)
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"Cannot write the cache {final.parent}: {_first_line(error)}") from error
-    # The libraries above raise almost anything where the file is damaged.
-    except Exception as error:
-        raise UnknownModelError(
-            f"{gguf} is damaged: {_first_line(error)}. Install it anew: {command} --force-reinstall"
-        ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return final
-
-
-def _publish(scratch: Path, final: Path) -> None:
-    """Move a finished directory into place; another process may have been first."""
-    try:
-        scratch.rename(final)
-    except OSError:
-        if not (final / "config.json").exists():
-            raise
+    return gguf is not None and not is_dequantised(_alias_key(name, gguf))
 
 
 def load_tokenizer(source: str) -> Any:
@@ -369,7 +329,3 @@ def load_tokenizer(source: str) -> Any:
         if Path(source).is_dir() and not (Path(source) / "tokenizer.json").exists():
             return None
         raise
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

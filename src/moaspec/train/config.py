@@ -78,7 +78,7 @@ class TrainConfig:
     """One training run (`moaspec train CONFIG.yaml key=value ...`).
 
     Attributes:
-        target: alias, directory or hub id of the frozen target.
+        target: alias, directory, GGUF file or hub id of the frozen target.
         data: files of `prompt_ids` and `response_ids`, see `moaspec.train.data`.
         output: directory of the run: checkpoints, log, exported drafter.
         max_length: tokens of one example, prompt included.

@@ -1,0 +1,136 @@
+"""GGUF files as directories that transformers loads in seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from moaspec.errors import MoaSpecError, UnknownModelError
+from moaspec.places import cache_dir, require_room
+from moaspec.target.families import require_supported
+
+log = logging.getLogger(__name__)
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+EXPANSION = 6
+"""Bytes of float32 weights for each byte of a GGUF of about five bits a weight."""
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF that a path names: itself, or the one in a directory without other weights.
+
+    Raises:
+        UnknownModelError: several, or a part of one.
+    """
+    found = [path] if path.is_file() and path.suffix == ".gguf" else _inside(path)
+    if len(found) > 1:
+        names = ", ".join(one.name for one in found[:4])
+        raise UnknownModelError(
+            f"The directory {path} holds several GGUF files ({names}); name one of them."
+        )
+    parts = [one for one in found if _PART.search(one.name)]
+    if parts:
+        raise UnknownModelError(
+            f"{parts[0]} is one part of a split GGUF, and transformers reads whole ones only. Join "
+            f"the parts first: llama-gguf-split --merge {parts[0].name} whole.gguf"
+        )
+    return found[0] if found else None
+
+
+def _inside(path: Path) -> list[Path]:
+    if not path.is_dir() or any(any(path.glob(pattern)) for pattern in _WEIGHTS):
+        return []
+    found = sorted(path.glob("*.gguf"))
+    # Parts of one file count once.
+    return found[:1] if found and all(_PART.search(one.name) for one in found) else found
+
+
+def key_of(gguf: Path) -> str:
+    """Name of its converted directory: another for another file, or for one that was replaced."""
+    facts = gguf.stat()
+    text = f"{gguf.resolve()} {facts.st_size} {facts.st_mtime_ns}"
+    return f"{gguf.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def is_dequantised(key: str) -> bool:
+    """Whether the directory of that name is there."""
+    return (cache_dir() / key / "config.json").exists()
+
+
+def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
+    """Convert a GGUF once and keep float32 weights; later loads take seconds.
+
+    Args:
+        name: how messages call the target.
+        gguf: the file.
+        key: name of the directory.
+        remedy: what to do where the file is damaged.
+
+    Raises:
+        OSError: the cache cannot be written.
+        UnknownModelError: a damaged file, or one that transformers cannot read.
+        UnsupportedTargetError: a family that is not supported.
+    """
+    final = cache_dir() / key
+    if is_dequantised(key):
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    require_room(final.parent, EXPANSION * gguf.stat().st_size)
+    log.info("Dequantising the weights of %s, once: half a minute, more on a busy machine.", name)
+    scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{key}-"))
+    try:
+        model, tokenizer = _read(name, gguf)
+        try:
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+            _publish(scratch, final)
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"Cannot write the cache {final.parent}: {first_line(error)}") from error
+    except (MoaSpecError, OSError):
+        raise
+    # The libraries below raise almost anything where files are damaged.
+    except Exception as error:
+        raise UnknownModelError(
+            f"Cannot load the target {name!r}: the GGUF file {gguf} is damaged, or of a kind that "
+            f"transformers cannot read. {remedy}{'. ' if remedy else ''}Cause: {first_line(error)}"
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return final
+
+
+def first_line(error: Exception) -> str:
+    """Of an error's message; its kind where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _read(name: str, gguf: Path) -> tuple[Any, Any]:
+    """The model in float32, and its tokenizer."""
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": gguf.parent,
+        "gguf_file": gguf.name,
+    }
+    require_supported(AutoConfig.from_pretrained(**source), name)
+    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # The weights are plain float32 now; without this transformers refuses to save them.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    return model, AutoTokenizer.from_pretrained(**source)
+
+
+def _publish(scratch: Path, final: Path) -> None:
+    """Move a finished directory into place; another process may have been first."""
+    try:
+        scratch.rename(final)
+    except OSError:
+        if not (final / "config.json").exists():
+            raise

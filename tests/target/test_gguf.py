@@ -1,0 +1,165 @@
+"""GGUF files, wherever a model is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import ggufs
+import moaspec
+import tiny
+from moaspec.errors import UnknownModelError, UnsupportedTargetError
+from moaspec.target import gguf, registry
+from moaspec.target.model import Target
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    return ggufs.write(tmp_path / "models" / "tiny.gguf")
+
+
+def test_a_file_is_a_target(file: Path) -> None:
+    target = moaspec.load_target(file, dtype="float32")
+    assert target.name == str(file)
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    prompt = tokenizer("Hi")["input_ids"]
+    expected = tiny.own_text(Target(ggufs.model(), None, name="whole"), prompt, 8)
+    assert moaspec.generate(target, prompt, max_new_tokens=8).token_ids == expected
+    assert target.stop_token_ids == {0}
+    assert tokenizer.chat_template
+
+
+def test_a_directory_with_one_is_the_same(file: Path, cache: Path) -> None:
+    assert moaspec.load_target(file).identity == moaspec.load_target(file.parent).identity
+    (kept,) = cache.glob("tiny-*")
+    assert "quantization_config" not in json.loads((kept / "config.json").read_text())
+
+
+def test_weights_beside_it_go_first(file: Path) -> None:
+    tiny.model().save_pretrained(file.parent)
+    assert moaspec.load_target(file.parent).vocab_size == tiny.VOCAB
+    assert moaspec.load_target(file).vocab_size == len(ggufs.TOKENS) + 7
+
+
+def test_a_file_that_was_replaced_is_converted_again(file: Path) -> None:
+    first = moaspec.load_target(file)
+    bigger = file.with_name("other.gguf")
+    ggufs.write(bigger)
+    with bigger.open("ab") as appended:
+        appended.write(b"\0" * 64)
+    bigger.replace(file)
+    assert gguf.key_of(file) != gguf.key_of(ggufs.write(bigger))
+    state = moaspec.load_target(file).model.state_dict()
+    for name, value in first.model.state_dict().items():
+        assert_close(state[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [0, 3, 100, 9000, -5000])
+def test_a_damaged_file_is_refused_in_one_line(size: int, file: Path, cache: Path) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(UnknownModelError, match="is damaged, or of a kind") as caught:
+        moaspec.load_target(file)
+    assert "\n" not in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert not list(cache.glob("*"))
+
+
+def test_what_is_no_gguf(file: Path) -> None:
+    file.write_bytes(b"not a model at all " * 1000)
+    with pytest.raises(UnknownModelError, match="is damaged, or of a kind"):
+        moaspec.load_target(file)
+    with pytest.raises(UnknownModelError, match="a directory or a GGUF file"):
+        moaspec.load_target(file.with_name("missing.gguf"))
+    weights = file.with_name("model.safetensors")
+    weights.write_bytes(b"x")
+    with pytest.raises(UnknownModelError, match="Name the directory that holds"):
+        moaspec.load_target(weights)
+
+
+def test_a_family_that_is_not_supported(file: Path) -> None:
+    other = ggufs.write(file.with_name("other.gguf"), "gpt2")
+    with pytest.raises((UnsupportedTargetError, UnknownModelError), match=r"gpt2|damaged"):
+        moaspec.load_target(other)
+
+
+def test_several_files_and_parts(file: Path) -> None:
+    shutil.copy(file, file.with_name("second.gguf"))
+    with pytest.raises(UnknownModelError, match=r"tiny.gguf\); name one of them"):
+        moaspec.load_target(file.parent)
+    for one in file.parent.iterdir():
+        one.rename(one.with_name(f"big-{one.stem == 'tiny':05}-of-00002.gguf"))
+    with pytest.raises(UnknownModelError, match="llama-gguf-split --merge"):
+        moaspec.load_target(file.parent)
+
+
+def test_the_alias_takes_the_packaged_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    monkeypatch.setattr(registry, "packaged_gguf", lambda _: file)
+    assert registry.must_dequantise("smollm2-135m")
+    for _ in range(2):
+        target = moaspec.load_target("smollm2-135m")
+        assert not registry.must_dequantise("smollm2-135m")
+        assert target.name == "smollm2-135m"
+        assert target.tokenizer is not None
+    assert [one.name for one in cache.glob("smollm2*")] == [f"smollm2-135m-{file.stat().st_size}"]
+
+
+def test_a_cache_that_cannot_be_written(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    with pytest.raises(OSError, match=r"Cannot write the cache .*disk full"):
+        moaspec.load_target(file)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_disk_without_room_is_noticed_before(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf, "EXPANSION", 2**60)
+    with pytest.raises(OSError, match=r"are needed.*\$MOASPEC_CACHE"):
+        moaspec.load_target(file)
+
+
+def test_another_process_may_publish_first(tmp_path: Path) -> None:
+    scratch, final = tmp_path / "scratch", tmp_path / "final"
+    for folder in (scratch, final):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    gguf._publish(scratch, final)
+    assert (final / "config.json").exists()
+    (final / "config.json").rename(final / "other")
+    with pytest.raises(OSError, match="final"):
+        gguf._publish(scratch, final)
+
+
+def test_sharded_checkpoints_with_padded_vocabularies(tmp_path: Path) -> None:
+    model = tiny.model(vocab_size=80)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    tiny.tokenizer().save_pretrained(tmp_path)  # 64 tokens for 80 rows
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    target = moaspec.load_target(tmp_path, dtype="float32")
+    prompt = target.tokenizer("w5 w9")["input_ids"]  # type: ignore[misc]
+    result = moaspec.generate(target, prompt, logit_bias={70: 1e4}, max_new_tokens=3, stop=["w3"])
+    assert result.token_ids == [70, 70, 70]
+    assert torch.equal(target.model.state_dict()["lm_head.weight"], model.lm_head.weight)
+    shards[1].unlink()
+    with pytest.raises(UnknownModelError) as caught:
+        moaspec.load_target(tmp_path)
+    assert "\n" not in str(caught.value)
