@@ -25,6 +25,7 @@ from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.session import Session
 from moaspec.decode.shaping import CostShape, FixedShape, ShapePolicy, Shaping
 from moaspec.decode.tree import AUTO, Chain, Tree, parse_shape
+from moaspec.target.generation import TokenRules
 
 __all__ = [
     "AUTO",
@@ -46,6 +47,7 @@ __all__ = [
     "ShapePolicy",
     "Shaping",
     "Timing",
+    "TokenRules",
     "Tree",
     "acceptance_by_depth",
     "bundled_drafters",
