@@ -18,11 +18,13 @@ from moaspec.target import Target
 
 PROMPT = "the x is"
 TOKENS = 12
+PADDED = 8
+"""Rows of the embedding that are no tokens."""
 
 
 def _target(tokenizer: Any) -> Target:
     """One that writes words with and without spaces, and parts of characters."""
-    padded = len(tokenizer) + 8
+    padded = len(tokenizer) + PADDED
     return tiny.fresh_target(tokenizer=tokenizer, vocab_size=padded, max_position_embeddings=128)
 
 
@@ -36,10 +38,12 @@ def setting(request: pytest.FixtureRequest) -> Iterator[tuple[OpenAI, Any]]:
 
 
 def _whole(tokenizer: Any) -> dict[str, float]:
-    """A bias against parts of characters, which a random model would put where they are none."""
+    """A bias against tokens that are no text, which a random model would write, too."""
     own = TokenBytes(tokenizer)
     parts = [token for token in range(len(tokenizer)) if own(token)[:1] >= b"\x80"]
-    return {str(token): -100.0 for token in parts if own(token) != "é".encode()}
+    padding = range(len(tokenizer), len(tokenizer) + PADDED)
+    split = [token for token in parts if own(token) != "é".encode()]
+    return {str(token): -100.0 for token in (*split, *padding)}
 
 
 def _ask(client: OpenAI, **options: Any) -> Any:

@@ -378,7 +378,7 @@ def regime(length: int, switches: Sequence[int]) -> int:
 
 
 def outgrown(prompt_lengths: Iterable[int], growth: int | None) -> bool:
-    """Whether the keys of these prompts differ by the prompts' lengths; see `Engine`."""
+    """Whether one of these prompts is too long to share keys with the other; see `Engine`."""
     return growth is not None and max(prompt_lengths) > growth
 
 

@@ -10,17 +10,17 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 CONTEXT_TOKENS = 16
-"""Of what stands before a text: enough to hold a token that is no special one, in most prompts."""
+"""Tokens of the prompt that are decoded with a continuation; doubled until they contain text."""
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no character."""
+"""Decoders write it for bytes that are not valid UTF-8."""
 
 
 class TextStream:
     """What each further token adds to a text.
 
-    A decoder drops the space that begins a text, and in a continuation that space separates words.
-    So the stream decodes tokens behind the last ones of what they continue.
+    SentencePiece decoders drop the first space of a text. A continuation needs this space, so the
+    stream decodes its tokens together with the last tokens of the prompt.
 
     Tokenizers that fall back to bytes read neighbouring byte tokens together, so a byte that is no
     character can undo one that was given out before; their `DecodeStream` raises then. Here the
@@ -30,7 +30,7 @@ class TextStream:
     Args:
         tokenizer: the target's, of transformers, of the kind that it calls fast.
         skip_special_tokens: whether those give no text.
-        after: tokens that the text continues; none where it stands by itself.
+        after: the prompt, if the text is a continuation.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TextStream:
             self._stream.step(self._backend, token)
 
     def _split(self, after: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The last tokens with text, and those of a character that is not whole."""
+        """The prompt's last tokens: those with whole characters, then those of an unfinished one."""
         size = CONTEXT_TOKENS
         while True:
             tail = list(after[-size:])
@@ -90,11 +90,11 @@ class TextStream:
 
 
 class _InvalidPrefixError(Exception):
-    """The text so far is not how the longer text begins."""
+    """More tokens changed text that was already returned."""
 
 
 def continuation(tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-    """What these tokens add to the prompt's text."""
+    """The text of `token_ids` as a continuation of the prompt."""
     before, whole = (
         str(tokenizer.decode(ids, skip_special_tokens=True))
         for ids in (list(prompt_ids), [*prompt_ids, *token_ids])
@@ -105,13 +105,13 @@ def continuation(tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[
 
 
 class TokenBytes:
-    """The bytes of single tokens as they stand within a text: joined, they are the text.
+    """Bytes of single tokens inside a text; joined, they are the text's UTF-8.
 
     Args:
         tokenizer: the target's, of transformers.
 
     Attributes:
-        special_ids: tokens that are no text.
+        special_ids: ids of special tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -123,7 +123,7 @@ class TokenBytes:
         self.special_ids = frozenset(self._special)
 
     def __call__(self, token_id: int) -> bytes:
-        """Of one token; none for an id that the tokenizer does not have."""
+        """The bytes of one token; empty for an id outside the tokenizer's vocabulary."""
         if token_id in self._special:
             return self._special[token_id]
         token = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -133,7 +133,7 @@ class TokenBytes:
         return text.encode() if UNKNOWN not in text else _raw_bytes(token)
 
     def name(self, token_id: int) -> str:
-        """A text that tells this token from others: its own, or its bytes or id in words."""
+        """The token's text; for partial characters its bytes, for unknown ids the id."""
         own = self(token_id)
         try:
             return own.decode() if own else f"token_id:{token_id}"
@@ -141,7 +141,7 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
     def _within_text(self, token: str) -> str:
-        """Decoded behind a letter, so that its own first space stays."""
+        """Decode after a letter, which keeps the token's first space."""
         if self._decoder is None:
             return f" {token}"
         return str(self._decoder.decode(["a", token])).removeprefix("a")
@@ -151,7 +151,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _raw_bytes(token: str) -> bytes:
-    """Of a token that holds parts of characters, in either of the two usual spellings."""
+    """Bytes of a token with partial characters: byte fallback (`<0xE2>`) or byte-level BPE."""
     fallback = _BYTE.fullmatch(token)
     if fallback is not None:
         return bytes([int(fallback[1], 16)])
@@ -161,7 +161,7 @@ def _raw_bytes(token: str) -> bytes:
 
 
 def _bytes_by_letter() -> dict[str, int]:
-    """The letters that byte-level tokenizers write bytes with: printable ones as they are."""
+    """The alphabet of byte-level BPE: printable bytes as they are, others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}

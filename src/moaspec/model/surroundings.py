@@ -1,4 +1,4 @@
-"""What callers set for all of torch, held off from our own passes."""
+"""Run torch code independently of the caller's global torch settings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _AUTOCAST = ("cpu", "cuda")
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """No autocast, float32 and the CPU as defaults, whatever holds outside.
+    """Disable autocast; make float32 the default dtype and the CPU the default device.
 
-    Passes are exact in the dtype of their weights, so that a text does not depend on who calls. To
-    be entered around what runs at once, never across a `yield` or an `await`.
+    Passes then compute in the dtype of their weights. These settings are global, so never `yield`
+    to a caller or `await` inside.
     """
     with ExitStack() as stack:
         for kind in _AUTOCAST:

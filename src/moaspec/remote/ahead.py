@@ -9,6 +9,7 @@ from moaspec.decode.engine import common_length
 from moaspec.decode.protocols import Drafter, Features, Need, RowText
 from moaspec.decode.sampling import GREEDY
 from moaspec.decode.tree import MAX_SIZES, Chain, DraftTree, Tree
+from moaspec.model.surroundings import plain_torch
 from moaspec.remote.layout import Parts
 from moaspec.remote.ranges import Positions
 from moaspec.remote.wire import chain
@@ -74,6 +75,7 @@ class AheadDrafter:
         self._verified = len(text)
         return hit
 
+    @plain_torch()
     def extend(self, count: int = 1) -> bool:
         """Expect more tokens; False where the text ends, or nothing can be drafted."""
         text = self.expected

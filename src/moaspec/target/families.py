@@ -119,19 +119,21 @@ def _switch(parameters: Mapping[str, Any]) -> int | None:
 
 
 def rope_growth(config: Any) -> int | None:
-    """Length beyond which each further token has rotary embeddings of its own (dynamic NTK).
+    """The trained length of a model with dynamic NTK; None for other models.
 
-    Transformers rotates a prompt by the prompt's length and each later token by the length that the
-    text has with it, and leaves the keys that it has cached as they are.
+    Beyond it the frequencies of a token depend on the length of the text. In transformers all
+    prompt tokens use the prompt's length, each later token uses the length of the text up to and
+    including it, and cached keys stay unchanged.
     """
     grows = any(one["rope_type"] == "dynamic" for one in rope_by_type(config).values())
     return int(config.max_position_embeddings) if grows else None
 
 
 def forget_growth(model: Any) -> None:
-    """Let transformers' module forget the longest text that it has seen (dynamic NTK).
+    """Reset the sequence length that transformers' dynamic NTK module remembers.
 
-    It would rotate a prompt that is longer than the trained length by that of the earlier text.
+    Otherwise it rotates a prompt beyond the trained length with the frequencies of an earlier,
+    longer text.
     """
     if rope_growth(model.config) is None:
         return
@@ -247,10 +249,9 @@ class RotaryEmbeddings:
         return _by_length(embed, position_ids_BT, lengths_B, _switch(parameters))
 
     def _by_growth(self, kind: str | None, position_ids_BT: Tensor, lengths_B: Tensor) -> CosSin:
-        """Dynamic NTK: each token by the longer of the prompt and the text up to the token.
+        """Dynamic NTK: each token's length is that of the prompt, or of the text if longer.
 
-        Transformers' module keeps the largest length that it has seen, of whatever text; this does
-        not.
+        Transformers' module would also use lengths of earlier texts.
         """
         trained = int(self._config.max_position_embeddings)
         lengths_BT = torch.maximum(position_ids_BT + 1, lengths_B[:, None]).clamp(min=trained)

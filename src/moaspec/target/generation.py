@@ -1,4 +1,4 @@
-"""A model's own generation defaults: what its `generation_config.json` asks for."""
+"""A model's own generation defaults, from its `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from moaspec.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRules:
-    """Which tokens may stand where. Fields have the names and meaning of `GenerationConfig`.
+    """Constraints on tokens by their position, with the names and meaning of `GenerationConfig`.
 
     Attributes:
-        stop_token_ids, max_new_tokens: of the text, which some rules depend on; None until `bound`.
+        stop_token_ids, max_new_tokens: the text's own limits, which some rules need; None until
+            `bound` fills them in.
     """
 
     no_repeat_ngram_size: int = 0
@@ -48,19 +49,19 @@ class TokenRules:
     max_new_tokens: int | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is any rule."""
+        """Whether any rule is set."""
         return replace(self, stop_token_ids=None, max_new_tokens=None) != TokenRules()
 
     @property
     def token_ids(self) -> set[int]:
-        """All ids that rules name."""
+        """All token ids in the rules."""
         words = (token for word in self.bad_words_ids for token in word)
         bos = () if self.forced_bos_token_id is None else (self.forced_bos_token_id,)
         lists = (self.forced_eos_token_id, self.suppress_tokens, self.begin_suppress_tokens)
         return {*words, *bos, *(token for tokens in lists for token in tokens)}
 
     def bound(self, stop_token_ids: Collection[int], max_new_tokens: int) -> TokenRules:
-        """The rules of one text; what was bound before stays."""
+        """The rules for a text with these limits; limits that are already set stay."""
         if not self:
             return self
         stops, limit = self.stop_token_ids, self.max_new_tokens
@@ -71,7 +72,7 @@ class TokenRules:
         )
 
     def apply(self, token_ids: Iterable[int], prompt_length: int, logits_V: Tensor) -> Tensor:
-        """Logits with what is forbidden after these tokens at -inf."""
+        """Process the logits of the token after `token_ids`."""
         key = (prompt_length, logits_V.device)
         if key not in self._processors:
             self._processors[key] = self._made(prompt_length, logits_V.device)
@@ -90,7 +91,7 @@ class TokenRules:
         if self.suppress_tokens:
             found.append(SuppressTokensLogitsProcessor(list(self.suppress_tokens), where))
         if self.begin_suppress_tokens:
-            # A forced first token comes before what is suppressed at the beginning.
+            # A forced first token is not counted, as in transformers.
             begin = prompt_length + (prompt_length == 1 and self.forced_bos_token_id is not None)
             tokens = list(self.begin_suppress_tokens)
             found.append(SuppressTokensAtBeginLogitsProcessor(tokens, begin, where))
@@ -126,7 +127,7 @@ class TokenRules:
 NO_RULES = TokenRules()
 
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
-"""What holds only for a model that samples (`do_sample`)."""
+"""Settings that need `do_sample: true`."""
 
 _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "num_beams": lambda value: value > 1,
@@ -150,7 +151,7 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
         bool,
     ),
 }
-"""Settings that change transformers' text and are not had here, and the values that do so."""
+"""Settings that are not supported here, and which of their values change transformers' text."""
 _REFUSED_SAMPLED: Mapping[str, Callable[[Any], bool]] = {
     "typical_p": lambda value: value < 1,
     "epsilon_cutoff": lambda value: value > 0,
@@ -161,14 +162,15 @@ _REFUSED_SAMPLED: Mapping[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """What holds for a text of a model where its reader says nothing else.
+    """Settings that apply when a caller does not give them.
 
     Attributes:
-        sampling: temperature, top_k, top_p and min_p of a model that samples.
+        sampling: temperature, top_k, top_p and min_p; empty without `do_sample: true`.
         repetition_penalty: 1 changes nothing.
-        logit_bias: of `sequence_bias`, for single tokens.
-        rules: see `TokenRules`.
-        refused, refused_sampled: settings that cannot be honoured, of all and of sampled texts.
+        logit_bias: the single-token entries of `sequence_bias`.
+        rules: constraints on tokens.
+        refused: names of unsupported settings.
+        refused_sampled: the same, for sampled texts only.
     """
 
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -203,21 +205,24 @@ class GenerationDefaults:
 
     @property
     def temperature(self) -> float | None:
-        """Of a model that samples; None of one that does not."""
+        """The default temperature; None without `do_sample: true`."""
         return self.sampling.get("temperature", 1.0) if self.sampling else None
 
     def settings(self, *, sampled: bool) -> dict[str, Any]:
-        """Arguments of `SamplingParams`, for a text at a temperature above 0 or at 0.
+        """Keyword arguments of `SamplingParams`.
+
+        Args:
+            sampled: whether the text's temperature is above 0.
 
         Raises:
-            InputError: the model asks for something that cannot be honoured.
+            InputError: the file has a setting that is not supported.
         """
         refused = (*self.refused, *(self.refused_sampled if sampled else ()))
         if refused:
             raise InputError(
-                f"The model's generation_config.json sets {', '.join(refused)}, which cannot be "
-                "honoured here. Leave its defaults out with generation_config=None "
-                "(--generation-config none), or remove this from the file."
+                f"The model's generation_config.json sets {', '.join(refused)}, which moaspec "
+                "does not support. Ignore the file with generation_config=None "
+                "(--generation-config none), or remove the setting."
             )
         found = dict(self.sampling) if sampled else {}
         return {
@@ -228,7 +233,7 @@ class GenerationDefaults:
         }
 
     def as_facts(self) -> dict[str, Any]:
-        """What is not as it would be without a file, as JSON."""
+        """All settings that differ from `NO_DEFAULTS`, as JSON."""
         rules = {
             one.name: getattr(self.rules, one.name)
             for one in fields(TokenRules)
@@ -245,7 +250,7 @@ class GenerationDefaults:
 
     @property
     def words(self) -> str:
-        """The same in one line; empty where there is nothing to say."""
+        """`as_facts` as one line of text; empty if no setting differs."""
         facts = self.as_facts().items()
         return ", ".join(f"{name} {_short(value)}" for name, value in facts)
 
@@ -254,7 +259,7 @@ NO_DEFAULTS = GenerationDefaults()
 
 
 def without_defaults(config: GenerationConfig) -> GenerationConfig:
-    """Special tokens alone: the ids that end a text stay the model's."""
+    """A config with the special tokens of another, so that EOS ids stay the model's."""
     names = ("eos_token_id", "bos_token_id", "pad_token_id")
     return GenerationConfig(**{name: getattr(config, name) for name in names})
 
@@ -266,7 +271,7 @@ def _is_set(config: GenerationConfig, name: str, changes: Callable[[Any], bool])
 
 def _rules(config: GenerationConfig) -> TokenRules:
     given = {one.name: getattr(config, one.name, None) for one in fields(TokenRules)}
-    for name in ("stop_token_ids", "max_new_tokens"):  # the caller's, as is any length
+    for name in ("stop_token_ids", "max_new_tokens"):  # the caller sets all limits of length
         del given[name]
     given["bad_words_ids"] = tuple(tuple(word) for word in given["bad_words_ids"] or ())
     for name in ("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
@@ -277,14 +282,14 @@ def _rules(config: GenerationConfig) -> TokenRules:
 
 
 def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
-    """One id or several; some files say -1 where they mean none."""
+    """One id or several as a tuple. Some files write -1 for none."""
     if value is None:
         return ()
     return tuple(token for token in ([value] if isinstance(value, int) else value) if token >= 0)
 
 
 def _biases(given: Any) -> dict[tuple[int, ...], float]:
-    """`sequence_bias`, which files give as pairs."""
+    """`sequence_bias` as a mapping; files have a list of pairs."""
     if not given:
         return {}
     pairs = given.items() if isinstance(given, Mapping) else given

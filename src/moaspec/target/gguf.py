@@ -1,4 +1,4 @@
-"""GGUF files as directories that transformers loads in seconds."""
+"""Convert GGUF files to directories that transformers loads in seconds."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF that a path names: itself, or the one in a directory without other weights.
+    """The GGUF file at a path, or in a directory without other weights.
 
     Raises:
-        UnknownModelError: several, or a part of one.
+        UnknownModelError: several files, or a part of a split file.
     """
     found = [path] if path.is_file() and path.suffix == ".gguf" else _inside(path)
     if len(found) > 1:
@@ -55,7 +55,7 @@ def _inside(path: Path) -> list[Path]:
 
 
 def key_of(gguf: Path) -> str:
-    """Name of its converted directory: another for another file, or for one that was replaced."""
+    """Cache key of the converted file: its name with a hash of path, size and time."""
     facts = gguf.stat()
     text = f"{gguf.resolve()} {facts.st_size} {facts.st_mtime_ns}"
     return f"{gguf.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -77,7 +77,7 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
 
     Raises:
         OSError: the cache cannot be written.
-        UnknownModelError: a damaged file, or one that transformers cannot read.
+        UnknownModelError: transformers cannot read the file.
         UnsupportedTargetError: a family that is not supported.
     """
     final = cache_dir() / key
@@ -128,7 +128,7 @@ def _read(name: str, gguf: Path) -> tuple[Any, Any]:
 
 
 def _publish(scratch: Path, final: Path) -> None:
-    """Move a finished directory into place; another process may have been first."""
+    """Move a finished directory into place, unless another process already did."""
     try:
         scratch.rename(final)
     except OSError:
