@@ -103,8 +103,12 @@ def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
         session = RemoteSession(LocalDevice(target, drafter), transport, options)
         sent = text if vault is None else vault.hide(text)
         ids = tokenizer(sent)["input_ids"]
+        mending: asyncio.Task[None] | None = None
         async for _ in session.stream(ids, max_new_tokens=16, temperature=0.8, seed=1):
-            transport.faults.cut = session.stats.cuts == 0
+            if mending is None:
+                transport.faults.cut, mending = True, asyncio.create_task(mend(session, transport))
+        assert mending is not None
+        await mending
         # The next turn: the whole conversation again, what the user sees of it included.
         shown = sent + tokenizer.decode(session.result.token_ids)
         shown = text + " " + (shown if vault is None else vault.restore(shown))
@@ -118,6 +122,16 @@ def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
     sent = b"\n".join(traffic.up)
     assert len(proxy.up) > len(sent)
     return sent + b"\n" + bytes(proxy.up), shown, tokenizer
+
+
+async def mend(session: RemoteSession, transport: ShapedTransport) -> None:
+    """Mend the link when the session has noticed the cut.
+
+    Not at its next event: a session that was cut off before any activations came writes nothing.
+    """
+    while not session.stats.cuts:
+        await asyncio.sleep(0.01)
+    transport.faults.cut = False
 
 
 class Proxy:
