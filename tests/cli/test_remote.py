@@ -189,11 +189,11 @@ def test_a_server_that_is_not_there(
         (("--server", "example.org"), "HOST:PORT"),
         (("--server", "http://example.org:50051"), "HOST:PORT"),
         (("--server", "example.org:99999"), "HOST:PORT"),
-        (("--bundle", "/nowhere"), "export-device"),
+        (("--bundle", "/dev/null/bundle"), "export-device"),
         (("--model", "somebody/else"), "export-device"),
         (("--codec", "int3"), "codec must be one of"),
         (("--certificate", "device.pem"), "comes with its key"),
-        (("--token-file", "/nowhere"), "cannot be read"),
+        (("--token-file", "/dev/null/token"), "cannot be read"),
         (("--token-file", "/dev/null"), "holds no token"),
     ],
 )
@@ -294,7 +294,7 @@ def test_edge_bench_with_a_drafter_that_lacks_0(cli: Cli, tmp_path: Path) -> Non
         (("--server-speed", "abc"), "--server-speed takes numbers"),
         (("--limit", "0"), "--limit"),
         (("--links", ","), "links: at least one is needed"),
-        (("--out", "/nowhere/edge.json"), "/nowhere/edge.json cannot be written"),
+        (("--out", "/dev/null/edge.json"), "/dev/null/edge.json cannot be written"),
     ],
 )
 def test_edge_bench_refuses(cli: Cli, bundle: Path, wrong: tuple[str, ...], why: str) -> None:

@@ -80,7 +80,7 @@ def assert_why(reason: str, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @needs_cpu
-@pytest.mark.parametrize("asked", ["/nowhere/g++", "no such compiler"])
+@pytest.mark.parametrize("asked", ["/dev/null/g++", "no such compiler"])
 def test_a_compiler_that_does_not_exist(
     asked: str, afresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
