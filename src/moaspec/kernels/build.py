@@ -92,7 +92,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _opened(path: Path) -> ctypes.CDLL:
-    """The library; one that was damaged is made anew, once."""
+    """Load the library; compile a damaged one again, once."""
     try:
         return ctypes.CDLL(str(path))
     except OSError:
