@@ -15,7 +15,7 @@ OUT ?= results
 PAGES ?= README.md docs/results.md
 METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
 
-.PHONY: demo test test-fast test-kernels test-quantize test-vllm lint bench results docs proto install clean
+.PHONY: demo test test-fast test-kernels test-quantize test-vllm lint bench results docs proto vendor install clean
 
 install: $(INSTALLED)
 
@@ -96,6 +96,10 @@ docs: install
 # The generated code is part of the repository, so that no build needs a compiler; a test compares.
 proto: install
 	cd src && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. moaspec/remote/target.proto
+
+# `make vendor` checks the page's JavaScript libraries; `make vendor OF="dompurify 3.4.18"` fetches one.
+vendor:
+	$(PYTHON) scripts/vendor.py $(OF)
 
 clean:
 	rm -rf $(VENV) $(TORCHAO) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, ConsoleMessage, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page, ViewportSize
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = (
@@ -24,7 +24,8 @@ FLAGS = (
     "--disable-sync",
     "--no-first-run",
 )
-DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+DESKTOP: ViewportSize = {"width": 1280, "height": 800}
+PHONE: ViewportSize = {"width": 390, "height": 844}
 TIMEOUT_MS = 60_000
 """Machines that run tests may be busy; what is waited for comes in a second or two."""
 
@@ -76,7 +77,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def visit(
-    browser: Browser, url: str, *, size: dict[str, int] | None = None, scheme: str = "light"
+    browser: Browser, url: str, *, size: ViewportSize | None = None, scheme: str = "light"
 ) -> Iterator[Visit]:
     """A fresh visitor of a page; whatever the page logs as an error is a complaint."""
     asked: Any = {"viewport": size or DESKTOP, "color_scheme": scheme, "reduced_motion": "reduce"}

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from openai import OpenAI
 
+import browsing
+import chatpage
 import serving
 from edges import Edge
 from serving import Served
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +46,15 @@ def endpoint(request: pytest.FixtureRequest) -> Served:
 @pytest.fixture
 def client(endpoint: Served) -> OpenAI:
     return endpoint.openai()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing.chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def local(browser: Browser) -> Iterator[Served]:  # noqa: ARG001 - skips without one
+    with serving.serving(chatpage.local_source()) as served:
+        yield served

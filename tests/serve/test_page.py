@@ -11,8 +11,8 @@ import pytest
 import browsing
 import serving
 import storyteller
-from browsing import PHONE, Visit
-from moaspec.decode import Shaping, parse_shape
+from browsing import PHONE
+from chatpage import CHAT, DONE, answering, ask, asked, local_source, painted, raw_text, violations
 from moaspec.remote import (
     InProcessTransport,
     LinkOptions,
@@ -24,37 +24,16 @@ from moaspec.remote.emulation import Faults, Link, ShapedTransport
 from moaspec.serve.desk import ServeSettings
 from moaspec.serve.edge import EdgeSource
 from moaspec.serve.guard import Guarded
-from moaspec.serve.local import LocalSource
 from serving import Served
 from storyteller import ANSWER, QUESTION
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Request
 
 pytestmark = pytest.mark.browser
 
 LINK = Link(name="slow", delay_s=0.04)
 """Slow enough that there is time to cut it, quick enough for a test."""
-DONE = "document.querySelector('#send').textContent === 'Send'"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing.chromium() as running:
-        yield running
-
-
-def local_source() -> LocalSource:
-    shaping = Shaping(parse_shape("tree:3x3x6"), free_branches=True)
-    return LocalSource(
-        storyteller.target(), storyteller.drafter(), name=serving.MODEL, shaping=shaping
-    )
-
-
-@pytest.fixture(scope="module")
-def local(browser: Browser) -> Iterator[Served]:  # noqa: ARG001 - skips without one
-    with serving.serving(local_source()) as served:
-        yield served
 
 
 @pytest.fixture(scope="module")
@@ -77,33 +56,17 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return browsing.screenshots(tmp_path_factory.mktemp("screenshots"))
 
 
-def ask(visited: Visit, question: str = QUESTION) -> None:
-    visited.page.fill("#message", question)
-    visited.page.press("#message", "Enter")
-
-
-def violations(visited: Visit) -> list[str]:
-    """What axe-core finds wrong, with where."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    found = axe.run(visited.page).response["violations"]
-    return [f"{one['id']}: {node['html']}" for one in found for node in one["nodes"]]
-
-
 def test_tokens_stream_coloured_by_source(browser: Browser, local: Served) -> None:
     with browsing.visit(browser, local.url) as visited:
         ask(visited)
-        visited.shows("document.querySelectorAll('.token.draft').length > 3")
+        visited.shows("CSS.highlights.get('draft').size > 3")
         visited.shows(DONE)
-        assert visited.text(".answer .text") == ANSWER
-        assert visited.count(".answer .target") > 3
-        colours = {
-            visited.page.eval_on_selector(
-                f".answer .{kind} .ink",
-                "one => getComputedStyle(one).color + getComputedStyle(one).textDecorationLine",
-            )
-            for kind in ("draft", "target")
-        }
-        assert len(colours) == 2
+        assert raw_text(visited) == ANSWER
+        # What stands in the tree of the last pass is painted at the end of the text.
+        assert visited.text(".answer .text").split() == ANSWER.split()
+        words = painted(visited)
+        assert words["draft"]
+        assert len(words["draft"].split()) < len(ANSWER.split())
         assert float(visited.text("#tau")) > 1
         assert float(visited.text("#speed")) > 0
         assert visited.count("#tree g.draft") > 0
@@ -117,33 +80,85 @@ def test_tokens_stream_coloured_by_source(browser: Browser, local: Served) -> No
         assert not visited.complaints
 
 
+def test_colours_can_be_switched_off(browser: Browser, local: Served) -> None:
+    with browsing.visit(browser, local.url) as visited:
+        asked(visited)
+        visited.page.click("#show-settings")
+        visited.page.uncheck("#colours")
+        assert painted(visited) == {}
+        visited.page.reload()
+        visited.shows("document.querySelectorAll('.reply').length === 1")
+        assert painted(visited) == {}
+        assert visited.page.is_hidden("#legend")
+        visited.page.click("#show-settings")
+        visited.page.check("#colours")
+        assert painted(visited)["draft"]
+
+
 def test_plain_decoding_beside(browser: Browser, local: Served, pictures: Path) -> None:
     with browsing.visit(browser, local.url) as visited:
         visited.page.check("#compare")
-        ask(visited)
+        speculated: list[bool] = []
+
+        def note(request: Request) -> None:
+            if request.url.endswith("completions"):
+                speculated.append((request.post_data_json or {})["moaspec"]["speculation"])
+
+        visited.page.on("request", note)
+        asked(visited)
         visited.shows("document.querySelector('.verdict') !== null")
         texts = visited.page.locator(".answer .text").all_text_contents()
-        assert texts == [ANSWER, ANSWER]
-        assert "same text" in visited.text(".verdict")
-        assert "tau 1.00" in visited.page.locator(".speed").all_text_contents()[1]
+        assert [text.split() for text in texts] == [ANSWER.split(), ANSWER.split()]
+        assert "the same text" in visited.text(".verdict")
+        assert "passes of the model instead of" in visited.text(".verdict")
+        assert "1.00 a pass" in visited.page.locator(".speed").all_text_contents()[1]
+        assert speculated == [True, False]
         visited.page.screenshot(path=pictures / "compare.png")
+        assert not violations(visited)
+        # A reload shows both, and the verdict.
+        said = visited.text(".verdict")
+        visited.page.reload()
+        visited.shows("document.querySelector('.verdict') !== null")
+        assert visited.text(".verdict") == said
+        assert visited.count(".answer") == 2
         assert not visited.complaints
+
+
+def test_the_race_is_run_where_things_may_move(browser: Browser, local: Served) -> None:
+    with browsing.visit(browser, local.url) as visited:
+        visited.page.emulate_media(reduced_motion="no-preference")
+        visited.page.check("#compare")
+        ask(visited)
+        visited.shows("document.querySelectorAll('progress.lane').length === 2")
+        visited.page.click("#send")  # which now skips it
+        visited.shows(DONE)
+        texts = visited.page.locator(".answer .text").all_text_contents()
+        assert [text.split() for text in texts] == [ANSWER.split(), ANSWER.split()]
+        assert visited.count("progress.lane") == 0
+        assert visited.count(".verdict") == 1
+        record = [{"at": 5}, {"at": 15}, {"at": 40}]
+        assert [visited.module("race.js", "m.arrived(...a)", [record, t]) for t in (0, 10, 99)] == [
+            1,
+            2,
+            3,
+        ]
 
 
 def test_through_a_cut(browser: Browser, edge: Served, pictures: Path) -> None:
     with browsing.visit(browser, edge.url) as visited:
         ask(visited)
-        visited.shows("document.querySelectorAll('.token').length > 15")
+        visited.shows("document.querySelector('.answer .text').textContent.length > 60")
         visited.page.click("#cut")
         # No more than a few can be asked for: by itself the drafter may see an end soon.
-        visited.shows("document.querySelectorAll('.tail .provisional').length > 3")
+        visited.shows("CSS.highlights.get('provisional').size > 3")
         visited.shows("document.querySelector('#link-state').dataset.state === 'down'")
         assert visited.page.get_attribute("#cut", "aria-checked") == "false"
         visited.page.screenshot(path=pictures / "edge-cut.png")
         visited.page.click("#cut")
-        visited.shows("document.querySelectorAll('.token.corrected').length > 0")
+        visited.shows("CSS.highlights.get('corrected').size > 0")
         visited.shows(DONE)
-        assert visited.text(".answer .text") == ANSWER
+        assert raw_text(visited) == ANSWER
+        assert not painted(visited)["provisional"]
         # On a busy machine the link may seem dead once more.
         assert "taken back" in visited.text(".correction >> nth=0")
         assert visited.text(".correction del >> nth=0")
@@ -164,15 +179,91 @@ def test_looks(browser: Browser, edge: Served, pictures: Path, *, size: str, sch
         visited.shows("document.querySelector('#where').textContent !== ''")
         visited.page.screenshot(path=pictures / f"empty-{size}-{scheme}.png")
         assert not violations(visited)
-        visited.page.eval_on_selector("#max-tokens", "one => { one.value = 72; }")
-        ask(visited)
-        visited.shows(DONE)
+        asked(visited)
         visited.page.screenshot(path=pictures / f"answer-{size}-{scheme}.png")
-        if size == "phone":
-            visited.page.click("summary")
-            visited.page.screenshot(path=pictures / f"figures-{size}-{scheme}.png")
-        assert visited.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert not violations(visited)
+        for name in ("history", "settings"):
+            visited.page.click(f"#show-{name}")
+            visited.page.screenshot(path=pictures / f"{name}-{size}-{scheme}.png")
+            assert not violations(visited), name
+            visited.page.click(f"#close-{name}")
+        assert visited.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert not visited.complaints
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_long_conversations_look_well(
+    browser: Browser, local: Served, pictures: Path, scheme: str
+) -> None:
+    with browsing.visit(browser, local.url, scheme=scheme) as visited:
+        with answering(visited, RICH):
+            for number in range(8):
+                asked(visited, f"Question {number}", answers=number + 1)
+        assert visited.page.evaluate(AT_END)
+        visited.page.screenshot(path=pictures / f"long-{scheme}.png")
+        assert not violations(visited)
+        assert not visited.complaints
+
+
+RICH = """# Title
+
+**Bold**, *slanted*, ~~gone~~, `code` and [a link](https://example.org).
+
+1. One
+2. Two
+   - nested
+
+```python
+print("a line that is longer than a phone is wide, so that it has to be scrolled by itself")
+```
+
+### Table
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+> quoted
+"""
+AT_END = """(() => { const log = document.querySelector('#log');
+    return log.scrollHeight - log.scrollTop - log.clientHeight < 2; })()"""
+SHARE = """(() => { const log = document.querySelector('#log').getBoundingClientRect();
+    const ask = document.querySelector('#ask').getBoundingClientRect();
+    const seen = Math.min(log.bottom, ask.top, visualViewport.height) - log.top;
+    return [seen / visualViewport.height, ask.bottom <= visualViewport.height]; })()"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone_the_answer_stays_in_view(
+    browser: Browser, local: Served, pictures: Path, scheme: str
+) -> None:
+    """With the figures open, and with a keyboard, whether it shrinks the page or covers it."""
+    with browsing.visit(browser, local.url, size=PHONE, scheme=scheme) as visited:
+        asked(visited)
+        visited.page.click("summary")
+        share, whole = visited.page.evaluate(SHARE)
+        assert share > 0.35
+        assert whole
+        visited.page.screenshot(path=pictures / f"figures-phone-{scheme}.png")
+        assert not violations(visited)
+        visited.page.set_viewport_size({"width": 390, "height": 430})
+        visited.page.focus("#message")
+        visited.shows("document.documentElement.classList.contains('short')")
+        share, whole = visited.page.evaluate(SHARE)
+        assert share > 0.6
+        assert whole
+        assert visited.page.evaluate(AT_END)
+        visited.page.screenshot(path=pictures / f"keyboard-phone-{scheme}.png")
+        assert not violations(visited)
+        visited.page.set_viewport_size(PHONE)
+        visited.shows("!document.documentElement.classList.contains('short')")
+        visited.page.evaluate(
+            "() => { Object.defineProperty(visualViewport, 'height', { get: () => 430 });"
+            " visualViewport.dispatchEvent(new Event('resize')); }"
+        )
+        share, whole = visited.page.evaluate(SHARE)
+        assert share > 0.6
+        assert whole
         assert not visited.complaints
 
 
@@ -189,7 +280,7 @@ def test_keyboard(browser: Browser, edge: Served) -> None:
         page.keyboard.type("not?")
         assert page.input_value("#message") == "Why\nnot?"
         page.keyboard.press("Enter")
-        visited.shows("document.querySelectorAll('.token').length > 3")
+        visited.shows("document.querySelector('.answer .text')?.textContent.length > 20")
         page.keyboard.press("Escape")
         visited.shows(DONE)
         assert "Stopped." in visited.text(".answer")
@@ -197,18 +288,37 @@ def test_keyboard(browser: Browser, edge: Served) -> None:
         assert not visited.complaints
 
 
-def test_theme_button_is_remembered(browser: Browser, local: Served) -> None:
+def test_words_are_explained_by_keyboard_and_pointer(browser: Browser, local: Served) -> None:
+    with browsing.visit(browser, local.url) as visited:
+        page = visited.page
+        page.focus(".term >> nth=1")
+        assert "tau" in visited.text("#tip")
+        assert page.get_attribute(".term >> nth=1", "aria-describedby") == "tip"
+        assert not violations(visited)
+        page.keyboard.press("Escape")
+        assert page.is_hidden("#tip")
+        page.hover(".term >> nth=2")
+        assert "drafter guesses" in visited.text("#tip")
+        page.hover("h1")
+        assert page.is_hidden("#tip")
+
+
+def test_theme_is_remembered(browser: Browser, local: Served) -> None:
     background = "getComputedStyle(document.body).backgroundColor"
     with browsing.visit(browser, local.url) as visited:
         light = visited.page.evaluate(background)
-        visited.page.click("#theme")
+        visited.page.click("#show-settings")
+        visited.page.select_option("#theme", "dark")
         dark = visited.page.evaluate(background)
         assert dark != light
         visited.page.reload()
         assert visited.page.evaluate(background) == dark
+        visited.page.click("#show-settings")
+        visited.page.select_option("#theme", "system")
+        assert visited.page.evaluate(background) == light
 
 
-def test_errors_in_words(browser: Browser) -> None:
+def test_errors_in_words_and_retried(browser: Browser) -> None:
     settings = ServeSettings(guarded=Guarded(api_keys=("right",)))
     with (
         serving.serving(local_source(), settings) as served,
@@ -221,17 +331,41 @@ def test_errors_in_words(browser: Browser) -> None:
         page.fill("#key", "right")
         page.keyboard.press("Enter")
         visited.shows("document.querySelector('#key-form').hidden")
-        assert not visited.text("#trouble")
-        page.fill("#max-tokens", "0")
-        page.route("**/v1/chat/completions", lambda route: route.abort())
+        assert page.is_hidden("#trouble")
+        page.route(CHAT, lambda route: route.abort())
         ask(visited)
-        visited.shows("!document.querySelector('#trouble').hidden")
-        assert "cannot be reached" in visited.text("#trouble")
-        assert page.input_value("#message") == QUESTION
-        page.unroute("**/v1/chat/completions")
-        page.fill("#temperature", "9")
+        visited.shows("document.querySelector('.failure') !== null")
+        assert "cannot be reached" in visited.text(".failure")
+        assert visited.text(".question") == QUESTION
+        assert visited.count(".answer") == 0
+        assert not violations(visited)
+        page.unroute(CHAT)
+        page.click(".failure >> text=Retry")
+        visited.shows(f"{DONE} && document.querySelectorAll('.reply').length === 1")
+        assert raw_text(visited) == ANSWER
+        assert visited.count(".failure") == 0
+
+
+def test_a_key_that_is_no_longer_right_is_asked_for_again(browser: Browser) -> None:
+    settings = ServeSettings(guarded=Guarded(api_keys=("right",)))
+    with (
+        serving.serving(local_source(), settings) as served,
+        browsing.visit(browser, served.url) as visited,
+    ):
+        page = visited.page
+        page.fill("#key", "right")
+        page.keyboard.press("Enter")
+        visited.shows("document.querySelector('#key-form').hidden")
+        page.route(CHAT, lambda route: route.fulfill(status=401, json={}))
         ask(visited)
-        visited.shows("document.querySelector('#trouble').textContent.includes('temperature')")
+        visited.shows("!document.querySelector('#key-form').hidden")
+        assert "wants an API key" in visited.text(".failure")
+        page.unroute(CHAT)
+        page.fill("#key", "right")
+        page.keyboard.press("Enter")
+        visited.shows("document.querySelector('#key-form').hidden")
+        page.click(".failure >> text=Retry")
+        visited.shows(f"{DONE} && document.querySelectorAll('.reply').length === 1")
 
 
 def test_streams_are_read_whatever_their_pieces(browser: Browser, local: Served) -> None:
@@ -280,6 +414,17 @@ def test_verdicts_and_sentences(browser: Browser, local: Served) -> None:
         assert visited.module("compare.js", differ, [[1, 2], [1, 2]]) == -1
         assert visited.module("compare.js", differ, [[1, 2], [1, 3]]) == 1
         assert visited.module("compare.js", differ, [[1, 2], [1]]) == 1
+        stats = {"tokens_per_second": 30, "rounds": 4}
+        plain = {"ids": [1, 2], "stats": {"tokens_per_second": 20, "rounds": 9}}
+        said = "m.verdict(...a)"
+        found = visited.module("compare.js", said, [{"ids": [1, 2], "stats": stats}, plain])
+        assert found == {
+            "same": True,
+            "text": "✓ 1.50 times as fast with speculation (30.0 against 20.0 tokens a second): "
+            "the same text, token for token, in 4 passes of the model instead of 9.",
+        }
+        found = visited.module("compare.js", said, [{"ids": [1, 3], "stats": None}, plain])
+        assert found["text"].startswith("✗ the texts differ from token 2 on; ")
         found = visited.module("spoken.js", "m.sentences(a)", "One. Two 1.5 is (two.) Thr")
         assert found == {"whole": "One. Two 1.5 is (two.)", "rest": "Thr"}
         assert visited.module("panel.js", "a.map(m.bytes)", [0, 999, 1500, 2e6]) == [

@@ -1,45 +1,53 @@
-// One answer on the page: verified tokens, then what is provisional, then what there is to say of it.
+// One answer on the page: verified text, then what is provisional, then what there is to say of it.
 
-const NAMES = {
-  draft: "drafted and accepted",
-  target: "the model’s own",
-  copy: "copied from the text",
-  device: "kept, never checked",
-  provisional: "provisional",
-  corrected: "corrected",
-};
+import { addRun } from "./colours.js";
+import { element } from "./elements.js";
+import { Prose } from "./prose.js";
 
 const SHORT = 160;
+const WAIT_MS = 30;
+const SHARE = 8; // rendering takes a part of the time, so that it does not slow a model beside it
 
-/** An element with a class and text. */
-export function element(name, className = "", text = "") {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  made.textContent = text;
-  return made;
-}
+const FINISHES = {
+  length: "Ended at the token limit.",
+  stopped: "Stopped.",
+  broken: "The answer broke off here.",
+};
 
-/** The class of a piece: what became of it comes before who proposed it. */
+/** What became of a piece comes before who proposed it. */
 export const kindOf = (piece) => (piece.was === "corrected" ? "corrected" : piece.source);
 
-export class Answer {
-  text = "";
-  ids = [];
-  stats = null;
-  kept = false;
-  finish = null;
+/** A written answer's data, before anything is written. */
+export const emptyText = () => ({ text: "", runs: [], stats: null, finish: null });
 
-  constructor(title) {
+export class Answer {
+  ids = [];
+  record = []; // {at, pieces}, to show again how the answer came
+  #provisional = [];
+  #prose = new Prose();
+  #planned = 0;
+  #cost = 0;
+  #clock = "";
+
+  /** `written` is where the text is kept; it may have one. */
+  constructor(title, written) {
+    this.written = written;
     this.element = element("article", "answer");
     this.title = element("h3", "", title);
     this.speed = element("span", "speed");
     this.title.append(" ", this.speed);
-    this.body = element("div", "text");
-    this.verified = element("span");
-    this.tail = element("span", "tail");
-    this.body.append(this.verified, this.tail);
-    this.element.append(this.title, this.body);
+    this.notes = element("div", "notes");
+    this.element.append(this.title, this.#prose.element, this.notes);
+    this.#figures();
+    if (written.text) this.#render(true);
+    this.#remark();
+  }
+
+  /** More of it is to come. */
+  begin() {
     this.element.setAttribute("aria-busy", "true");
+    this.written.finish = null;
+    this.#remark();
   }
 
   /** Take in a chunk of the stream; the verified text that it adds. */
@@ -47,50 +55,101 @@ export class Answer {
     const choice = chunk.choices[0];
     const said = chunk.moaspec ?? {};
     if (said.correction) this.#correct(said.correction);
-    (said.pieces ?? []).forEach((piece) => this.#append(piece));
-    if (said.pieces || said.provisional) this.#provisional(said.provisional ?? []);
-    if (said.stats) this.#figures(said.stats);
-    this.finish = choice?.finish_reason ?? this.finish;
-    const more = choice?.delta?.content ?? "";
-    this.text += more;
+    if (said.pieces?.length) this.record.push({ at: performance.now(), pieces: said.pieces });
+    const more = this.add(said.pieces ?? []);
+    if (said.pieces || said.provisional) this.#provisional = said.provisional ?? [];
+    this.written.stats = said.stats ?? this.written.stats;
+    this.written.finish = choice?.finish_reason ?? this.written.finish;
+    this.#plan();
     return more;
+  }
+
+  /** Verified pieces; their text. */
+  add(pieces) {
+    for (const piece of pieces) {
+      this.ids.push(piece.id);
+      this.written.kept ||= piece.source === "device";
+      this.written.text += piece.text;
+      addRun(this.written.runs, kindOf(piece), piece.text.length);
+    }
+    this.#plan();
+    return pieces.map((piece) => piece.text).join("");
+  }
+
+  /** Nothing more comes, for this reason where the server has given none. */
+  end(reason) {
+    this.element.removeAttribute("aria-busy");
+    this.written.finish ??= reason ?? null;
+    this.#provisional = [];
+    this.#now();
+    this.#remark();
+  }
+
+  /** Show nothing, so that it can be written again. */
+  rewind() {
+    Object.assign(this.written, { text: "", runs: [] });
+    this.ids = [];
+    this.#now();
+  }
+
+  /** Show this in place of the figures; an empty text brings those back. */
+  clock(text) {
+    this.#clock = text;
+    this.#figures();
   }
 
   /** A remark below the text. */
   note(text, kind = "") {
     const note = element("div", `note ${kind}`, text);
-    this.element.append(note);
+    this.notes.append(note);
     return note;
   }
 
-  /** Nothing more comes. */
-  end() {
-    this.element.removeAttribute("aria-busy");
-    if (this.finish === "length") this.note("Ended at the limit of tokens.");
+  remove() {
+    clearTimeout(this.#planned);
+    this.#prose.remove();
+    this.element.remove();
   }
 
-  #append(piece) {
-    this.ids.push(piece.id);
-    this.kept ||= piece.source === "device";
-    if (piece.text) this.verified.append(token(piece.text, kindOf(piece)));
+  // Chunks come faster than text is worth being laid out.
+  #plan() {
+    if (this.#planned) return;
+    this.#planned = setTimeout(() => this.#render(), Math.max(WAIT_MS, SHARE * this.#cost));
   }
 
-  // What did not change stays in place, so that a selection in it does too.
-  #provisional(pieces) {
-    const shown = [...this.tail.children];
-    const texts = pieces.map((piece) => piece.text);
-    let same = 0;
-    while (same < shown.length && shown[same].textContent === texts[same]) same += 1;
-    shown.slice(same).forEach((old) => old.remove());
-    texts.slice(same).forEach((text) => this.tail.append(token(text, "provisional")));
+  #now() {
+    clearTimeout(this.#planned);
+    this.#render(true);
   }
 
-  #figures(stats) {
-    this.stats = stats;
+  #render(anew = false) {
+    this.#planned = 0;
+    const start = performance.now();
+    const runs = this.written.runs.map((run) => [...run]);
+    for (const piece of this.#provisional) addRun(runs, "provisional", piece.text.length);
+    const text = this.written.text + this.#provisional.map((piece) => piece.text).join("");
+    this.#prose.show(text, runs, { anew });
+    this.#figures();
+    this.element.dispatchEvent(new CustomEvent("growth", { bubbles: true }));
+    this.#cost = performance.now() - start;
+  }
+
+  #figures() {
+    const { stats } = this.written;
+    if (!stats || this.#clock) {
+      this.speed.textContent = this.#clock;
+      return;
+    }
     const parts = [`${stats.tokens} tokens`];
     if (stats.tokens_per_second) parts.push(`${stats.tokens_per_second.toFixed(1)} tokens/s`);
-    if (stats.tau) parts.push(`tau ${stats.tau.toFixed(2)}`);
+    if (stats.tau) parts.push(`${stats.tau.toFixed(2)} a pass`);
     this.speed.textContent = parts.join(" · ");
+  }
+
+  #remark() {
+    this.notes.querySelector(".finish")?.remove();
+    const remark = FINISHES[this.written.finish];
+    if (remark) this.note(remark, "finish");
   }
 
   #correct({ confirmed, removed, text }) {
@@ -102,14 +161,4 @@ export class Answer {
     gone.append(element("summary", "", "What was taken back"), element("del", "", text));
     note.append(gone);
   }
-}
-
-/** A token; the space before a word is no part of what is marked, so that each stands by itself. */
-function token(text, kind) {
-  const made = element("span", `token ${kind}`);
-  const word = text.trimStart();
-  made.append(text.slice(0, text.length - word.length));
-  if (word) made.append(element("span", "ink", word));
-  made.title = NAMES[kind] ?? kind;
-  return made;
 }

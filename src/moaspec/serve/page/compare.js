@@ -7,14 +7,32 @@ export function firstDifference(ids, others) {
   return ids.length === others.length ? -1 : shorter;
 }
 
-/** What to say of a speculative answer beside a plain one: `{same, text}`. */
+/**
+ * One sentence on a speculative answer beside a plain one: `{same, text}`. Both are
+ * `{ids, stats, kept}`.
+ */
 export function verdict(speculative, plain) {
   const at = firstDifference(speculative.ids, plain.ids);
-  const same = at < 0;
-  const [fast, slow] = [speculative.stats?.tokens_per_second, plain.stats?.tokens_per_second];
-  const speed = fast && slow ? ` ${(fast / slow).toFixed(2)} times as fast as plain decoding.` : "";
-  if (same) return { same, text: `✓ The same text, token for token.${speed}` };
-  const kept = speculative.kept ? "It was told to keep what it wrote without the link." :
-    "There the model’s two best tokens are closer than rounding, or something is wrong.";
-  return { same, text: `✗ The texts differ from token ${at + 1} on. ${kept}${speed}` };
+  const speed = speedOf(speculative.stats, plain.stats);
+  if (at < 0) {
+    const passes = passesOf(speculative.stats, plain.stats);
+    return { same: true, text: `✓ ${speed}the same text, token for token${passes}.` };
+  }
+  const why = speculative.kept ? "it kept what it wrote while the link was cut" :
+    "there the model’s two best tokens are closer than rounding, or something is wrong";
+  return { same: false, text: `✗ ${speed}the texts differ from token ${at + 1} on; ${why}.` };
+}
+
+function speedOf(fast, slow) {
+  const [a, b] = [fast?.tokens_per_second, slow?.tokens_per_second];
+  if (!a || !b) return "";
+  const ratio = (a / b).toFixed(2);
+  const slower = a < b ? ", so slower" : "";
+  return `${ratio} times as fast with speculation${slower} ` +
+    `(${a.toFixed(1)} against ${b.toFixed(1)} tokens a second): `;
+}
+
+function passesOf(fast, slow) {
+  if (!fast?.rounds || !slow?.rounds) return "";
+  return `, in ${fast.rounds} passes of the model instead of ${slow.rounds}`;
 }

@@ -3,7 +3,7 @@
 import { read } from "./events.js";
 
 const UNREACHABLE = "The server cannot be reached. Is it still running?";
-const BROKEN = "The connection to the server broke, so this answer is not whole. Send it again.";
+const BROKEN = "The connection to the server broke, so this answer is not whole.";
 
 /** What went wrong, for people. `status` is HTTP's, or 0. */
 export class ServerError extends Error {
@@ -17,9 +17,17 @@ export class Server {
   /** The API key, where the server wants one. */
   key = "";
 
+  #known = null;
+
   /** What the server says of itself. */
   async about() {
-    return (await this.#ask("v1/moaspec")).json();
+    this.#known = await (await this.#ask("v1/moaspec")).json();
+    return this.#known;
+  }
+
+  /** The same as it was last heard. */
+  async known() {
+    return this.#known ?? this.about();
   }
 
   /** Cut the emulated link, or restore it; the new link. */

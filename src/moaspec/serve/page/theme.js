@@ -1,9 +1,9 @@
-// Light or dark: the system's choice until the button is used. No module, so that it runs before
-// anything is drawn and nothing flashes.
+// Light or dark: the system's choice unless another is made in the settings. No module, so that it
+// runs before anything is drawn and nothing flashes.
 (() => {
   const KEY = "moaspec-theme";
+  const THEMES = ["light", "dark"];
   const root = document.documentElement;
-  const system = matchMedia("(prefers-color-scheme: dark)");
 
   function stored() {
     try {
@@ -21,22 +21,18 @@
     }
   }
 
-  const isDark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
-
-  function showButton() {
-    const button = document.getElementById("theme");
-    button.textContent = isDark() ? "Light" : "Dark";
-    button.setAttribute("aria-label", `Use ${isDark() ? "light" : "dark"} colours`);
+  function use(theme) {
+    if (THEMES.includes(theme)) root.dataset.theme = theme;
+    else delete root.dataset.theme;
   }
 
-  if (stored()) root.dataset.theme = stored();
+  use(stored());
   document.addEventListener("DOMContentLoaded", () => {
-    showButton();
-    system.addEventListener("change", showButton);
-    document.getElementById("theme").addEventListener("click", () => {
-      root.dataset.theme = isDark() ? "light" : "dark";
-      store(root.dataset.theme);
-      showButton();
+    const choice = document.getElementById("theme");
+    choice.value = root.dataset.theme ?? "system";
+    choice.addEventListener("change", () => {
+      use(choice.value);
+      store(choice.value);
     });
   });
 })();

@@ -1,0 +1,199 @@
+// Questions and answers on the page, and what can be done with each.
+
+import { Answer } from "./answer.js";
+import { copyButton } from "./copy.js";
+import { button, element } from "./elements.js";
+import { path, versions } from "./thread.js";
+
+const AGAIN = "Writes another answer. At temperature 0 it is the same text; raise it in Settings.";
+const SHORTENED = 40;
+
+const about = (node) => [...node.text].slice(0, SHORTENED).join("");
+
+/** Buttons that go through the versions of a message; nothing where there is one. */
+function versionSwitch(chat, node, choose) {
+  const all = versions(chat, node);
+  const at = all.indexOf(node);
+  if (all.length < 2) return [];
+  const step = (text, by, label) => {
+    const made = button(text, label, () => choose(all[at + by]));
+    made.disabled = !all[at + by];
+    return made;
+  };
+  return [
+    step("‹", -1, "Previous version"),
+    element("span", "version", `${at + 1} of ${all.length}`),
+    step("›", 1, "Next version"),
+  ];
+}
+
+class Question {
+  constructor(node, acts) {
+    this.node = node;
+    this.acts = acts;
+    this.element = element("div", "asked");
+    this.text = element("p", "question", node.text);
+    this.actions = element("div", "actions");
+    this.element.append(this.text, this.actions);
+  }
+
+  refresh(chat) {
+    this.actions.replaceChildren(
+      ...versionSwitch(chat, this.node, this.acts.choose),
+      copyButton(() => this.node.text, "Copy this question"),
+      button("Edit", `Edit this question: ${about(this.node)}`, () => this.#edit()),
+    );
+  }
+
+  remove() {
+    this.element.remove();
+  }
+
+  #edit() {
+    const form = element("form", "edit");
+    const area = element("textarea");
+    area.value = this.node.text;
+    area.setAttribute("aria-label", "Question");
+    const send = element("button", "small main", "Ask this instead");
+    const leave = () => {
+      form.replaceWith(this.text);
+      this.actions.hidden = false;
+      this.actions.lastElementChild?.focus();
+    };
+    form.append(area, button("Cancel", "Cancel", leave), send);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      leave();
+      if (area.value.trim()) this.acts.edit(this.node, area.value.trim());
+    });
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") { event.stopPropagation(); leave(); }
+    });
+    this.text.replaceWith(form);
+    this.actions.hidden = true;
+    area.focus();
+  }
+}
+
+class Reply {
+  constructor(node, acts) {
+    this.node = node;
+    this.acts = acts;
+    this.element = element("div", "reply");
+    this.actions = element("div", "actions");
+    this.panes = element("div", "panes");
+    this.element.append(this.panes, this.actions);
+    this.#fill();
+  }
+
+  /** A second answer stands beside, or not. */
+  #fill() {
+    const { plain, verdict } = this.node;
+    this.answer = new Answer(plain ? "With speculation" : "Answer", this.node);
+    this.plain = plain ? new Answer("Plain decoding", plain) : null;
+    this.panes.append(this.answer.element, ...plain ? [this.plain.element] : []);
+    this.panes.classList.toggle("both", Boolean(plain));
+    if (verdict) this.judge(verdict);
+  }
+
+  refresh(chat) {
+    const acts = this.acts;
+    const cut = this.node.finish !== "stop" && this.node.text && !this.plain;
+    const again = button("Try again", "Try again: write another answer", () => acts.again(this.node));
+    again.dataset.tip = AGAIN;
+    this.actions.replaceChildren(
+      ...versionSwitch(chat, this.node, acts.choose),
+      copyButton(() => this.node.text, "Copy this answer"),
+      again,
+      ...cut ? [button("Continue", "Continue this answer", () => acts.proceed(this.node))] : [],
+    );
+  }
+
+  /** One sentence on two answers. */
+  judge({ same, text }) {
+    this.panes.append(element("p", `verdict ${same ? "same" : "differs"}`, text));
+  }
+
+  remove() {
+    this.answer.remove();
+    this.plain?.remove();
+    this.element.remove();
+  }
+}
+
+/** The conversation as it is shown. `acts` are `{edit, again, proceed, choose}`. */
+export class Log {
+  #views = new Map();
+  #chat = null;
+  #follows = true;
+
+  constructor(box, acts) {
+    this.box = box;
+    this.acts = acts;
+    // The end stays in sight while text grows or room shrinks, unless the reader has gone elsewhere.
+    const follow = () => { if (this.#follows) this.toEnd(); };
+    box.addEventListener("scroll", () => { this.#follows = this.#atEnd; });
+    box.addEventListener("growth", follow);
+    new ResizeObserver(follow).observe(box);
+  }
+
+  get #atEnd() {
+    return this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 60;
+  }
+
+  toEnd() {
+    this.#follows = true;
+    this.box.scrollTop = this.box.scrollHeight;
+  }
+
+  /** Show a conversation; messages that are shown already stay as they are. */
+  show(chat) {
+    if (chat !== this.#chat) this.#clear();
+    this.#chat = chat;
+    const shown = path(chat);
+    const wanted = new Set(shown.map((node) => node.id));
+    for (const [id, view] of this.#views) if (!wanted.has(id)) this.#drop(id, view);
+    for (const node of shown) {
+      if (!this.#views.has(node.id)) this.#views.set(node.id, this.#viewOf(node));
+      const view = this.#views.get(node.id);
+      this.box.append(view.element);
+      view.refresh(chat);
+    }
+    this.trouble(null);
+  }
+
+  /** The view of a message. */
+  of(node) {
+    return this.#views.get(node.id);
+  }
+
+  /** Show a message anew the next time. */
+  forget(node) {
+    const view = this.of(node);
+    if (view) this.#drop(node.id, view);
+  }
+
+  /** Say below the last message what went wrong, with a way to try again. */
+  trouble(error, retry) {
+    this.box.querySelector(".failure")?.remove();
+    if (!error) return;
+    const failure = element("div", "failure");
+    failure.setAttribute("role", "alert");
+    failure.append(element("p", "", error.message), button("Retry", "Retry", retry));
+    this.box.append(failure);
+    this.toEnd();
+  }
+
+  #viewOf(node) {
+    return node.role === "user" ? new Question(node, this.acts) : new Reply(node, this.acts);
+  }
+
+  #drop(id, view) {
+    view.remove();
+    this.#views.delete(id);
+  }
+
+  #clear() {
+    for (const [id, view] of this.#views) this.#drop(id, view);
+  }
+}

@@ -1,0 +1,60 @@
+// Two answers that were written one after the other, shown as a race at the speeds they really had.
+
+import { element } from "./elements.js";
+
+/** Milliseconds from an answer's first tokens to those of an entry of its record. */
+const since = (record, entry) => entry.at - record[0].at;
+
+/** How many entries of a record had come after so many milliseconds. */
+export function arrived(record, elapsed) {
+  const next = record.findIndex((entry) => since(record, entry) > elapsed);
+  return next < 0 ? record.length : next;
+}
+
+/** Show the race; ends early, with both answers whole, when `signal` says so. */
+export async function race(answers, signal) {
+  const lanes = answers.map((answer) => new Lane(answer));
+  const start = performance.now();
+  while (!signal.aborted && lanes.some((lane) => !lane.over)) {
+    const now = await new Promise(requestAnimationFrame);
+    for (const lane of lanes) lane.run(now - start);
+  }
+  for (const lane of lanes) lane.end();
+}
+
+class Lane {
+  #shown = 0;
+
+  constructor(answer) {
+    this.answer = answer;
+    this.record = answer.record;
+    this.bar = element("progress", "lane");
+    this.bar.max = this.record.length;
+    this.bar.value = 0;
+    this.bar.setAttribute("aria-label", `Progress: ${answer.title.firstChild.data}`);
+    answer.title.after(this.bar);
+    answer.rewind();
+  }
+
+  get over() {
+    return this.#shown === this.record.length;
+  }
+
+  run(elapsed) {
+    if (this.over) return;
+    const upTo = arrived(this.record, elapsed);
+    for (const entry of this.record.slice(this.#shown, upTo)) this.answer.add(entry.pieces);
+    this.#shown = upTo;
+    this.bar.value = upTo;
+    const took = this.over ? since(this.record, this.record.at(-1)) : elapsed;
+    const done = this.over ? "done after " : "";
+    this.answer.clock(`${this.answer.ids.length} tokens · ${done}${(took / 1000).toFixed(2)} s`);
+  }
+
+  end() {
+    this.run(Infinity);
+    this.bar.remove();
+    this.answer.clock("");
+    this.answer.end();
+  }
+}
