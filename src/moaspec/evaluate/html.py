@@ -1,7 +1,10 @@
-"""One self-contained page out of a report: no network, no scripts."""
+"""One self-contained page out of a report: nothing is loaded, and only sorting needs a script."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib.resources
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +17,12 @@ from moaspec.evaluate.comparison import read_report
 from moaspec.evaluate.equality import EARLIER_RULE
 from moaspec.evaluate.names import COSTS, CUT, PAGE
 from moaspec.evaluate.plots import draw_plots
+from moaspec.evaluate.verdict import command, prompt_rows, speedup, tau, verdict
 
 SAME = ("model", "drafter", "dtype", "quantize", "device", "threads")
 """Settings that what stands on one page has in common."""
+
+SCRIPT = "report.js"
 
 
 def write_page(directory: Path) -> Path:
@@ -59,14 +65,22 @@ def page(
         lstrip_blocks=True,
     )
     template = environment.get_template("report.html.j2")
-    everything = json.dumps(facts.get("settings", {}), indent=1)
+    others = [name for name in facts["methods"] if name != facts["baseline"]]
+    script = importlib.resources.files("moaspec.evaluate").joinpath(SCRIPT).read_text("utf-8")
     return template.render(
         facts=facts,
+        verdict=verdict(facts),
+        speedups={name: speedup(facts, name) for name in others},
+        taus={name: tau(facts["methods"][name]) for name in others},
+        prompts=prompt_rows(facts),
+        command=command(facts),
         earlier_rule=EARLIER_RULE,
         plots=plots,
         costs=costs,
         cut=cut,
-        settings=everything,
+        settings=json.dumps(facts["settings"], indent=1),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
