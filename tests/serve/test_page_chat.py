@@ -313,6 +313,21 @@ def test_another_conversation_ends_the_answer_of_this_one(browser: Browser, loca
         )
 
 
+def test_a_conversation_that_is_deleted_while_it_is_written_stays_deleted(
+    browser: Browser, local: Served
+) -> None:
+    with browsing.visit(browser, local.url) as visited:
+        visited.page.on("dialog", lambda dialog: dialog.accept())
+        visited.page.click("#show-history")
+        visited.page.fill("#message", "Go on.")
+        visited.page.press("#message", "Enter")
+        visited.shows("document.querySelectorAll('#chats .open').length === 1")
+        visited.page.click("[aria-label='Delete Go on.']")
+        visited.shows(DONE)
+        assert stored(visited) == []
+        assert visited.page.is_visible("#no-chats")
+
+
 def test_nothing_is_asked_of_others(browser: Browser, local: Served) -> None:
     with browsing.visit(browser, local.url) as visited:
         urls: list[str] = []

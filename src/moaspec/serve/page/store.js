@@ -8,6 +8,7 @@ const CHAT = "moaspec-chat-";
 export class Store {
   /** Whether the last conversation could be kept. */
   full = false;
+  #deleted = new Set(); // an answer that is still being written must not bring one back
 
   /** All conversations, the latest first. */
   chats() {
@@ -22,16 +23,18 @@ export class Store {
 
   /** Keep a conversation; false where the storage is full or forbidden. */
   keep(chat) {
+    if (this.#deleted.has(chat.id)) return true;
     this.full = !write(CHAT + chat.id, JSON.stringify(chat));
     return !this.full;
   }
 
   delete(id) {
+    this.#deleted.add(id);
     forget(CHAT + id);
   }
 
   clear() {
-    keys(CHAT).forEach(forget);
+    for (const key of keys(CHAT)) this.delete(key.slice(CHAT.length));
   }
 }
 

@@ -7,7 +7,7 @@ export function explainWords() {
   let of = null;
 
   const hide = () => {
-    of?.removeAttribute("aria-describedby");
+    described(of)?.removeAttribute("aria-describedby");
     of = null;
     tip.hidden = true;
   };
@@ -21,7 +21,7 @@ export function explainWords() {
     of = word;
     tip.textContent = word.dataset.tip;
     tip.hidden = false;
-    word.setAttribute("aria-describedby", "tip");
+    described(word).setAttribute("aria-describedby", "tip");
     // A modal dialog covers everything that is not in it.
     (word.closest("dialog, main") ?? document.body).append(tip);
     place(tip, word.getBoundingClientRect());
@@ -36,6 +36,9 @@ export function explainWords() {
     hide();
   }, true);
 }
+
+// Of a label and its field, the field is what is focused.
+const described = (word) => word?.control ?? word;
 
 function place(tip, word) {
   const { width, height } = tip.getBoundingClientRect();
