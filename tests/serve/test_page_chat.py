@@ -304,6 +304,8 @@ def test_another_conversation_ends_the_answer_of_this_one(browser: Browser, loca
         visited.page.fill("#message", "Go on.")
         visited.page.press("#message", "Enter")
         visited.shows("document.querySelector('.answer .text')?.textContent.length > 10")
+        for name in ("Edit", "Try again"):
+            assert visited.page.is_disabled(f".actions >> text={name}")
         visited.page.click("#fresh")
         visited.shows(DONE)
         assert visited.page.is_visible("#intro")

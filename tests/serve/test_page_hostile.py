@@ -189,6 +189,7 @@ def test_hostile_files_are_inert(browser: Browser, local: Served, tmp_path: Path
             "__proto__": {"polluted": 1},
         },
         {"nodes": [{**question, "parent": 1}]},
+        {"nodes": [{**question, "id": 2**53 - 1}]},
         {"nodes": [question, {**answer, "role": "system"}]},
         {"nodes": [{**question, "text": {"toString": 1}}]},
         {"nodes": [question, question]},
@@ -203,7 +204,7 @@ def test_hostile_files_are_inert(browser: Browser, local: Served, tmp_path: Path
         visited.page.click("#show-history")
         visited.page.set_input_files("#import-file", file)
         visited.shows("document.querySelector('#imported').textContent !== ''")
-        assert visited.text("#imported") == "Imported: 1. Left out because they are damaged: 6."
+        assert visited.text("#imported") == "Imported: 1. Left out because they are damaged: 7."
         visited.page.click("#chats .open")
         visited.shows("document.querySelectorAll('.reply').length === 1")
         assert visited.page.evaluate("({}).polluted") is None

@@ -24,6 +24,7 @@ export class Chat {
       again: (node) => this.#answer(nodeOf(this.chat, node.parent)),
       proceed: (node) => this.#proceed(node),
       choose: (node) => this.#choose(node),
+      busy: () => this.busy,
     });
   }
 

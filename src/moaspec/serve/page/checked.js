@@ -5,6 +5,7 @@ import { freshId, titleOf } from "./thread.js";
 
 const FORMAT = "moaspec-chats";
 const MAX_NODES = 10_000;
+const MAX_ID = 1_000_000_000;
 const MAX_TEXT = 1_000_000;
 const MAX_TITLE = 200;
 const KINDS = new Set(["draft", "copy", "target", "device", "provisional", "corrected"]);
@@ -17,6 +18,7 @@ const FIGURES = [
 export class FileError extends Error {}
 
 const isText = (value, most) => typeof value === "string" && value.length <= most;
+const isId = (value) => Number.isInteger(value) && value >= 0 && value < MAX_ID;
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
 /** The text of a file with these conversations. */
@@ -66,7 +68,7 @@ export function checkedChat(given) {
 
 // Parents come first, so there is no circle.
 function checkedNode(given, known) {
-  if (!isObject(given) || !Number.isSafeInteger(given.id) || known.has(given.id)) return null;
+  if (!isObject(given) || !isId(given.id) || known.has(given.id)) return null;
   const parent = given.parent === null ? null : known.get(given.parent);
   const follows = parent === null ? "user" : { user: "assistant", assistant: "user" }[parent?.role];
   if (!isText(given.text, MAX_TEXT) || given.role !== follows) return null;

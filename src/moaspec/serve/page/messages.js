@@ -11,13 +11,13 @@ const SHORTENED = 40;
 const about = (node) => [...node.text].slice(0, SHORTENED).join("");
 
 /** Buttons that go through the versions of a message; nothing where there is one. */
-function versionSwitch(chat, node, choose) {
+function versionSwitch(chat, node, { choose, busy }) {
   const all = versions(chat, node);
   const at = all.indexOf(node);
   if (all.length < 2) return [];
   const step = (text, by, label) => {
     const made = button(text, label, () => choose(all[at + by]));
-    made.disabled = !all[at + by];
+    made.disabled = busy() || !all[at + by];
     return made;
   };
   return [
@@ -38,10 +38,12 @@ class Question {
   }
 
   refresh(chat) {
+    const edit = button("Edit", `Edit this question: ${about(this.node)}`, () => this.#edit());
+    edit.disabled = this.acts.busy();
     this.actions.replaceChildren(
-      ...versionSwitch(chat, this.node, this.acts.choose),
+      ...versionSwitch(chat, this.node, this.acts),
       copyButton(() => this.node.text, "Copy this question"),
-      button("Edit", `Edit this question: ${about(this.node)}`, () => this.#edit()),
+      edit,
     );
   }
 
@@ -63,6 +65,7 @@ class Question {
     form.append(area, button("Cancel", "Cancel", leave), send);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
+      if (this.acts.busy()) return; // what was typed stays
       leave();
       if (area.value.trim()) this.acts.edit(this.node, area.value.trim());
     });
@@ -98,11 +101,12 @@ class Reply {
 
   refresh(chat) {
     const acts = this.acts;
-    const cut = this.node.finish !== "stop" && this.node.text && !this.plain;
+    const cut = this.node.finish !== "stop" && this.node.text && !this.plain && !acts.busy();
     const again = button("Try again", "Try again: write another answer", () => acts.again(this.node));
     again.dataset.tip = AGAIN;
+    again.disabled = acts.busy();
     this.actions.replaceChildren(
-      ...versionSwitch(chat, this.node, acts.choose),
+      ...versionSwitch(chat, this.node, acts),
       copyButton(() => this.node.text, "Copy this answer"),
       again,
       ...cut ? [button("Continue", "Continue this answer", () => acts.proceed(this.node))] : [],
@@ -121,7 +125,7 @@ class Reply {
   }
 }
 
-/** The conversation as it is shown. `acts` are `{edit, again, proceed, choose}`. */
+/** The conversation as it is shown. `acts` are `{edit, again, proceed, choose, busy}`. */
 export class Log {
   #views = new Map();
   #chat = null;

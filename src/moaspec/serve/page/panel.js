@@ -1,4 +1,4 @@
-// The panel: speed, tau, the tree of a pass, the link.
+// The panel: speed, tokens a pass, the tree of a pass, the link.
 
 import { draw, sentence } from "./tree.js";
 
@@ -77,7 +77,7 @@ export class Panel {
   #drawStats() {
     const stats = this.#stats;
     const brief = [];
-    if (stats?.tau) brief.push(`tau ${stats.tau.toFixed(2)}`);
+    if (stats?.tau) brief.push(`${stats.tau.toFixed(2)} tokens a pass`);
     if (stats?.tokens_per_second) brief.push(`${stats.tokens_per_second.toFixed(1)} tokens/s`);
     if (this.#link) brief.push(`link ${this.#link.state}`);
     $("brief").textContent = brief.join(" · ");
