@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 import tiny
-from commands import Cli, text_target
+from commands import Cli, load_targets_by, text_target
 from moaspec.cli import demo, panes
 from moaspec.cli.panes import Pane
 from moaspec.decode import Engine
@@ -135,17 +135,25 @@ def test_the_demo_takes_the_dtype_that_the_cpu_has_instructions_for(
         return loaded
 
     monkeypatch.setattr("moaspec.target.forms.fastest_dtype", lambda: fastest)
-    monkeypatch.setattr("moaspec.cli.sources.load_target", load)
+    load_targets_by(monkeypatch, load)
     assert cli("demo", "--max-new-tokens", "2", *options).code == 0
     assert set(dtypes) == {taken}
 
 
 @pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("option", ["--max-new-tokens", "--threads"])
 @pytest.mark.parametrize("number", ["0", "-1"])
-def test_demo_of_nothing(number: str, cli: Cli) -> None:
-    output = cli("demo", "--max-new-tokens", number)
+def test_bad_numbers_are_refused_at_once(option: str, number: str, cli: Cli) -> None:
+    output = cli("demo", option, number)
     assert (output.code, output.out) == (2, "")
     assert output.err.startswith("Error: ")
+
+
+def test_a_dtype_that_does_not_exist(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moaspec.kernels.why_not", lambda: pytest.fail("nothing is compiled first"))
+    output = cli("demo", "--dtype", "float8")
+    assert output.code == 2
+    assert "Error: Unknown dtype 'float8'" in output.err
 
 
 # Ctrl-C

@@ -73,7 +73,7 @@ def loading(what: str, threads: int | None = None) -> Iterator[None]:
     Raises:
         InputError: see `set_threads`.
     """
-    _require_threads(threads)
+    require_threads(threads)
     with status(f"Loading {what}") as shown:
         shown.update(spinner="dots")  # drawn now; by itself it waits for its thread's first turn
         with leaving(shown.stop):
@@ -119,14 +119,15 @@ def set_threads(threads: int | None) -> None:
     Raises:
         InputError: fewer than one, or more than any machine has.
     """
-    _require_threads(threads)
+    require_threads(threads)
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
 
 
-def _require_threads(threads: int | None) -> None:
+def require_threads(threads: int | None) -> None:
+    """Refuse a number of threads that torch cannot start; see `set_threads`."""
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise InputError(f"--threads must be within 1..{MOST_THREADS}, got {threads}.")
 

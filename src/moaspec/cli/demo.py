@@ -19,6 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from moaspec.cli import console, panes
+from moaspec.cli.entry import leaving
 from moaspec.cli.options import MODEL, Dtype
 from moaspec.errors import InputError
 
@@ -69,13 +70,14 @@ def demo(
     """
     if max_new_tokens is not None and max_new_tokens < 1:
         raise InputError(f"--max-new-tokens must be at least 1, got {max_new_tokens}.")
+    console.require_threads(threads)
     screen = console.nowhere() if as_json else new_screen()
     screen.print(INTRODUCTION)
     steps = Steps(console.err)
-    with steps("Loading PyTorch and transformers"):
-        import moaspec.evaluate.race  # noqa: F401 - importing is all that is wanted
-
+    with steps("Loading PyTorch and transformers") as hide, leaving(hide):
         console.quiet_libraries()
+        import moaspec.evaluate.race
+        import moaspec.target.registry  # noqa: F401 - importing is all that is wanted
     console.set_threads(threads)
     setting = _prepared(dtype, DETAILED_METHODS if details else METHODS, steps)
     with steps("Timing the first tokens of both"):
@@ -125,23 +127,26 @@ class Steps:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, words: str, expected: str = "") -> Iterator[None]:
+    def __call__(self, words: str, expected: str = "") -> Iterator[Callable[[], None]]:
         """Around a step.
 
         Args:
             words: what is done.
             expected: how long it takes, where that is long.
+
+        Yields:
+            A function that leaves the terminal clean, for a process that ends within the step.
         """
         announced = f"{words} ({expected})" if expected else words
         started = time.perf_counter()
-        with self._announced(announced):
-            yield
+        with self._announced(announced) as hide:
+            yield hide
         self.seconds[words] = time.perf_counter() - started
         before = f"{announced} ... " if panes.is_live(self._screen) else ""
         self._screen.print(f"{before}{self.seconds[words]:.1f} s")
 
     @contextmanager
-    def _announced(self, words: str) -> Iterator[None]:
+    def _announced(self, words: str) -> Iterator[Callable[[], None]]:
         if panes.is_live(self._screen):
             columns = (SpinnerColumn("line"), TextColumn(words), TimeElapsedColumn())
             # Few redraws: they take time from what may be being measured.
@@ -149,11 +154,12 @@ class Steps:
                 *columns, console=self._screen, transient=True, refresh_per_second=4
             ) as shown:
                 shown.add_task("")
-                yield
+                shown.refresh()  # by itself it waits for its thread's first turn
+                yield shown.stop
             return
         self._screen.print(f"{words} ... ", end="")
         try:
-            yield
+            yield self._screen.print
         except BaseException:
             self._screen.print()
             raise
@@ -198,8 +204,10 @@ def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
     from moaspec.kernels import must_compile, why_not
     from moaspec.model import MoADrafter
     from moaspec.target import chosen_dtype
-    from moaspec.target.registry import find_weights, must_dequantise
+    from moaspec.target.registry import find_weights, must_dequantise, require_dtype
 
+    if dtype != "auto":
+        require_dtype(dtype)
     if must_compile():
         with steps("Compiling kernels for this CPU", "once, about 20 s"):
             why_not()
@@ -381,7 +389,7 @@ def try_next(name: str, *, gained: bool) -> tuple[str, str]:
     """
     first = (f"{name} chat", "talk with this model")
     if not gained:
-        first = (f"{name} calibrate", "measure again while nothing else runs")
+        first = (f"{name} calibrate", "measure again, undisturbed")
     second = (f"{name} demo --details", "tables of all methods")
     width = max(len(first[0]), len(second[0]))
     return (
