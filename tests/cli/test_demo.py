@@ -245,11 +245,13 @@ def test_no_speed_of_wrong_texts() -> None:
 
 
 def test_what_to_try_next() -> None:
-    assert demo.try_next("moaspec", gained=True) == (
+    assert demo.try_next("moaspec", gained=True, details=False) == (
         "Try next: moaspec chat            talk with this model",
         "          moaspec demo --details  tables of all methods",
     )
-    assert "moaspec calibrate " in demo.try_next("moaspec", gained=False)[0]
+    first, second = demo.try_next("moaspec", gained=False, details=True)
+    assert "moaspec calibrate " in first
+    assert "moaspec serve " in second
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
-"""`moaspec demo`."""
+"""`moaspec demo`: plain and speculative decoding side by side, and one verdict."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from moaspec.cli import console, panes
 from moaspec.cli.entry import leaving
 from moaspec.cli.options import MODEL, Dtype
+from moaspec.cli.steps import Steps
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def demo(
         with steps("Decoding the prompts, in turns") if as_json else nullcontext():
             races = _races(setting, prompts, tokens, screen, lambda: bool(interrupts))
         if races.each:
-            show_verdict(races, screen)
+            show_verdict(races, screen, details=details)
         report = None
     if details and not interrupts:
         report = _details(setting, prompts, tokens)
@@ -110,59 +109,6 @@ def new_screen() -> Console:
     """A console that breaks lines between words; in files and pipes it breaks none."""
     soft_wrap = not sys.stdout.isatty()
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
-
-
-class Steps:
-    """Slow steps, each with a line that says what is done and how long it took.
-
-    Args:
-        screen: shows them; a spinner with a clock where it is a terminal.
-
-    Attributes:
-        seconds: of each step, by its words.
-    """
-
-    def __init__(self, screen: Console) -> None:
-        self._screen = screen
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, words: str, expected: str = "") -> Iterator[Callable[[], None]]:
-        """Around a step.
-
-        Args:
-            words: what is done.
-            expected: how long it takes, where that is long.
-
-        Yields:
-            A function that leaves the terminal clean, for a process that ends within the step.
-        """
-        announced = f"{words} ({expected})" if expected else words
-        started = time.perf_counter()
-        with self._announced(announced) as hide:
-            yield hide
-        self.seconds[words] = time.perf_counter() - started
-        before = f"{announced} ... " if panes.is_live(self._screen) else ""
-        self._screen.print(f"{before}{self.seconds[words]:.1f} s")
-
-    @contextmanager
-    def _announced(self, words: str) -> Iterator[Callable[[], None]]:
-        if panes.is_live(self._screen):
-            columns = (SpinnerColumn("line"), TextColumn(words), TimeElapsedColumn())
-            # Few redraws: they take time from what may be being measured.
-            with Progress(
-                *columns, console=self._screen, transient=True, refresh_per_second=4
-            ) as shown:
-                shown.add_task("")
-                shown.refresh()  # by itself it waits for its thread's first turn
-                yield shown.stop
-            return
-        self._screen.print(f"{words} ... ", end="")
-        try:
-            yield self._screen.print
-        except BaseException:
-            self._screen.print()
-            raise
 
 
 @dataclass(frozen=True)
@@ -196,7 +142,7 @@ class Setting:
 
 
 def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
-    """Compile, dequantise, load and measure whatever is not there yet."""
+    """Compile, dequantise, load and measure, each only where it was not done before."""
     from moaspec.cli.sources import Sources, load_methods, load_trusted
     from moaspec.decode.exits import known_exits
     from moaspec.decode.first_use import measure_once
@@ -261,7 +207,7 @@ def _races(
     screen: Console,
     stop: Callable[[], bool],
 ) -> Races:
-    """Decode prompt after prompt; one that was stopped is shown as far as it went, not counted."""
+    """Decode prompt after prompt. A prompt that Ctrl-C interrupts is shown but not counted."""
     from moaspec.evaluate.race import Races
 
     live = panes.can_redraw(screen)
@@ -327,13 +273,13 @@ def _race(
     )
 
 
-def show_verdict(races: Races, screen: Console) -> None:
+def show_verdict(races: Races, screen: Console, *, details: bool) -> None:
     """The verdict, its reason where there was no gain, and what to try next."""
     screen.print()
     screen.print(Text(verdict(races), style="bold"))
     if why := reason(races):
         screen.print(why)
-    for line in try_next(command(), gained=_gained(races)):
+    for line in try_next(command(), gained=_gained(races), details=details):
         screen.print(line)
 
 
@@ -380,17 +326,20 @@ def reason(races: Races) -> str | None:
     )
 
 
-def try_next(name: str, *, gained: bool) -> tuple[str, str]:
+def try_next(name: str, *, gained: bool, details: bool) -> tuple[str, str]:
     """Two commands to go on with.
 
     Args:
         name: of this program.
         gained: whether speculation was faster; where it was not, a busy machine may be why.
+        details: whether this demo shows its tables already.
     """
     first = (f"{name} chat", "talk with this model")
     if not gained:
         first = (f"{name} calibrate", "measure again, undisturbed")
     second = (f"{name} demo --details", "tables of all methods")
+    if details:
+        second = (f"{name} serve --open", "a page to chat on, and an API")
     width = max(len(first[0]), len(second[0]))
     return (
         f"Try next: {first[0]:<{width}}  {first[1]}",
@@ -423,7 +372,7 @@ def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report
 
 
 def _facts(setting: Setting, races: Races, steps: Steps) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The settings, the seconds of each step and all measurements, for `--json`."""
     from moaspec.evaluate.report import surroundings
 
     return {

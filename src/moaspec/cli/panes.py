@@ -135,7 +135,7 @@ def shown_live(
 
 
 def show_lines(prompt: str, plain: Runner, speculative: Runner, screen: Console) -> None:
-    """The same facts as the panes', in lines; the text once where both are the same."""
+    """Print text and counters of both panes as lines; one text where both are equal."""
     panes = panes_of(plain, speculative)
     screen.print(Text(prompt, style="bold"))
     same = plain.token_ids == speculative.token_ids

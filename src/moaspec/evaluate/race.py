@@ -1,8 +1,8 @@
 """Decode a prompt plainly and speculatively, in turns, and compare time, passes and text.
 
 The two decodings never run at once. Each has a clock that counts only its own passes, and the one
-whose clock is behind makes the next pass. So both can be watched side by side, and both share
-whatever else the machine is doing.
+whose clock is behind makes the next pass. So both can be watched side by side, and other load on
+the machine slows both alike.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Races:
     """All prompts of a demonstration.
 
     Attributes:
-        each: in the order in which they were decoded.
+        each: one race per prompt.
     """
 
     each: Sequence[Race]
