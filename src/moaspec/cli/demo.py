@@ -150,10 +150,10 @@ def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
     from moaspec.kernels import must_compile, why_not
     from moaspec.model import MoADrafter
     from moaspec.target import chosen_dtype
-    from moaspec.target.registry import find_weights, must_dequantise, require_dtype
+    from moaspec.target.registry import AUTO, find_weights, must_dequantise, require_dtype
 
-    if dtype != "auto":
-        require_dtype(dtype)
+    if dtype != AUTO:
+        require_dtype(dtype, AUTO)
     if must_compile():
         with steps("Compiling kernels for this CPU", "once, about 20 s"):
             why_not()
