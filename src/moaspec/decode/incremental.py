@@ -43,7 +43,7 @@ class TextStream:
             self._stream.step(self._backend, token)
 
     def _split(self, after: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The prompt's last tokens: whole characters, then those of an unfinished one."""
+        """The prompt's last tokens up to a whole character, and those of an unfinished one."""
         size = CONTEXT_TOKENS
         while True:
             tail = list(after[-size:])

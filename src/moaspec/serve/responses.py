@@ -262,7 +262,7 @@ class _Answer:
         return OutputMessage(id=self._message_id, status=status, content=content).model_dump()
 
     def _response(self, *, done: bool = True) -> ResponseObject:
-        asked = self._asked
+        asked, sampling = self._asked, self._run.jobs[0].sampling
         said = OutputMessage(
             id=self._message_id, status=self._status, content=[OutputText(text=self._choice.text)]
         )
@@ -284,13 +284,13 @@ class _Answer:
             parallel_tool_calls=asked.parallel_tool_calls is not False,
             previous_response_id=asked.previous_response_id,
             store=asked.store is not False,
-            temperature=1.0 if asked.temperature is None else asked.temperature,
+            temperature=sampling.temperature,
             text={"format": {"type": "text"}, **text},
             tool_choice=choice.model_dump()
             if isinstance(choice, ResponseToolChoice)
             else choice or "auto",
             tools=[tool.model_dump() for tool in asked.tools or ()],
-            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_p=sampling.top_p,
             usage=self._usage() if done else None,
             moaspec=extension_of(asked.moaspec, [self._choice]) if done else None,
         )

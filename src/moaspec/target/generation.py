@@ -50,6 +50,10 @@ class TokenRules:
 
     def __bool__(self) -> bool:
         """Whether any rule is set."""
+        return self._any
+
+    @cached_property
+    def _any(self) -> bool:
         return replace(self, stop_token_ids=None, max_new_tokens=None) != TokenRules()
 
     @property
