@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moaspec.errors import MoaSpecError, UnknownModelError
+from moaspec.model.files import is_directory
 from moaspec.places import cache_dir, require_room
 from moaspec.target.families import require_supported
 
@@ -31,7 +32,7 @@ def find_gguf(path: Path) -> Path | None:
     Raises:
         UnknownModelError: several files, or a part of a split file.
     """
-    found = [path] if path.is_file() and path.suffix == ".gguf" else _inside(path)
+    found = [path] if path.suffix == ".gguf" and is_file(path) else _inside(path)
     if len(found) > 1:
         names = ", ".join(one.name for one in found[:4])
         raise UnknownModelError(
@@ -46,8 +47,16 @@ def find_gguf(path: Path) -> Path | None:
     return found[0] if found else None
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; a name too long for a path is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def _inside(path: Path) -> list[Path]:
-    if not path.is_dir() or any(any(path.glob(pattern)) for pattern in _WEIGHTS):
+    if not is_directory(path) or any(any(path.glob(pattern)) for pattern in _WEIGHTS):
         return []
     found = sorted(path.glob("*.gguf"))
     # Parts of one file count once.

@@ -21,7 +21,14 @@ from moaspec.target.facts import TargetFacts
 from moaspec.target.families import require_supported
 from moaspec.target.forms import fastest_dtype
 from moaspec.target.generation import without_defaults
-from moaspec.target.gguf import dequantised, find_gguf, first_line, is_dequantised, key_of
+from moaspec.target.gguf import (
+    dequantised,
+    find_gguf,
+    first_line,
+    is_dequantised,
+    is_file,
+    key_of,
+)
 from moaspec.target.model import Target
 from moaspec.target.names import ALIASES, Alias, packaged_gguf
 from moaspec.target.weight_only import quantise, require_quantize
@@ -292,7 +299,7 @@ def _found(name: str) -> str:
     gguf = find_gguf(path)
     if gguf is not None:
         return str(dequantised(name, gguf, key_of(gguf)))
-    if path.is_file():
+    if is_file(path):
         raise UnknownModelError(
             f"{name!r} is a file, and no GGUF. Name the directory that holds config.json and the "
             "weights, or a file that ends in .gguf."
