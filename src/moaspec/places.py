@@ -23,7 +23,7 @@ def cache_dir() -> Path:
     directory for temporary files.
 
     Raises:
-        InputError: `$MOASPEC_CACHE` is relative, or cannot be written.
+        InputError: `$MOASPEC_CACHE` is relative, or no directory and cannot be made.
     """
     asked = os.environ.get(VARIABLE)
     if asked:
@@ -82,7 +82,8 @@ def require_room(directory: Path, num_bytes: int) -> None:
 def _asked(path: Path) -> Path:
     if not path.is_absolute():
         raise InputError(f"${VARIABLE} must be an absolute path, got {str(path)!r}.")
-    require_writable(f"${VARIABLE}", path)
+    if not path.is_dir():  # one that exists may be read-only, and filled
+        require_writable(f"${VARIABLE}", path)
     return path
 
 

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,15 @@ import tiny
 from commands import Cli, load_targets_by, text_target
 from moaspec.cli import console
 from moaspec.cli.main import app, run
-from moaspec.decode import Engine, Event, stored_costs
+from moaspec.decode import CostTable, Engine, Event, calibrate, stored_costs
 from moaspec.decode.exits import chosen_exit, known_exits
 from moaspec.errors import ShapeError, TrainingError
+from moaspec.evaluate import Check, Finding
 from moaspec.model import LayerConfig, save_drafter
 from moaspec.model.baselines import save_baseline
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.stack import StackConfig
+from moaspec.places import cache_dir
 from moaspec.target import Target
 
 PROMPT = "w5 w9 w2"
@@ -474,9 +478,32 @@ def test_what_cannot_be_written_has_no_traceback(
     monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / "file" / "cache"))
     output = cli("calibrate")
     assert loaded.tokenizer is not None
-    assert output.code == 1
-    assert "Not a directory" in output.err
+    assert output.code == 2
+    assert "$MOASPEC_CACHE" in output.err
     assert "Traceback" not in output.err
+
+
+@pytest.mark.usefixtures("loaded")
+def test_an_interrupted_calibration_keeps_the_turns_before(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, advance: Any, **options: Any) -> CostTable:
+        turns = []
+
+        def count(part: str) -> None:
+            turns.append(part)
+            advance(part)
+            if len(turns) == 2:
+                signal.raise_signal(signal.SIGINT)
+
+        return calibrate(*arguments, advance=count, **options)
+
+    monkeypatch.setattr(console, "calibrate", interrupted)
+    output = cli("calibrate", "--json")
+    assert output.code == 130
+    assert json.loads(output.out)["pass_s"]
+    assert "Stopped" in output.err
+    assert list((cache_dir() / "calibration").iterdir())
 
 
 @pytest.mark.usefixtures("loaded")
@@ -640,6 +667,26 @@ def test_check_fails_where_there_is_a_fault(
     facts = json.loads(cli(*options, "--json").out)
     assert facts["right"] is False
     assert {"different", "identical"} <= {finding["kind"] for finding in facts["findings"]}
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("found", [0, 3])
+def test_an_interrupted_check_shows_what_was_found(
+    found: int, one_prompt: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Check.run
+
+    def interrupted(self: Check) -> Iterator[Finding]:
+        yield from islice(run(self), found)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Check, "run", interrupted)
+    output = cli("check", "--suite", str(one_prompt), "--max-new-tokens", "2", "--json")
+    assert output.code == 130
+    facts = json.loads(output.out)
+    assert len(facts["findings"]) == found
+    assert not facts["complete"]
+    assert f"Stopped: {found} of " in output.err
 
 
 @pytest.mark.parametrize("option", ["--limit", "--max-new-tokens", "--seeds"])

@@ -308,10 +308,9 @@ def test_edge_bench_shows_what_it_cannot_write(
     cli: Cli, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "results" / "edge.json"
-    out.parent.mkdir()
 
     def measured(*_: Any) -> dict[str, Any]:
-        out.parent.rmdir()
+        out.mkdir(parents=True)
         return {"links": {}}
 
     monkeypatch.setattr("moaspec.evaluate.edge.run_edge_bench", measured)

@@ -208,6 +208,31 @@ def test_progress_is_told_of_every_run() -> None:
     assert len(calls) == 6
 
 
+@pytest.mark.parametrize("call", [1, 2, 3, 5, 8])
+def test_an_interrupted_run_reports_the_prompts_before(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = methods("plain", "moa@chain:3")
+    real, calls = Method.run, []
+
+    def run(self: Method, *arguments: Any) -> Run:
+        calls.append(self.name)
+        if len(calls) == len(asked) + call:  # after the untimed ones
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Method, "run", run)
+    settings = Settings(max_new_tokens=LIMIT)
+    if call <= len(asked):
+        with pytest.raises(KeyboardInterrupt):
+            measure(asked, PROMPTS, encode, settings)
+        return
+    found = measure(asked, PROMPTS, encode, settings)
+    assert found.interrupted
+    assert [len(one.samples) for one in found.outcomes] == [(call - 1) // 2] * 2
+    assert found.lossless
+
+
 def test_stop_tokens_end_every_method() -> None:
     own = tiny.own_texts("llama")[1]
     target = tiny.fresh_target(eos_token_id=own[4])

@@ -36,8 +36,9 @@ def vllm_config(
         from moaspec.vllm_plugin.settings import Serving
 
         name = model or _recorded_target(drafter)
+        weights = find_weights(name)
     serving = Serving(
-        model=find_weights(name),
+        model=weights,
         # A bundled alias is understood by every machine that has this package.
         drafter=drafter,
         num_speculative_tokens=num_speculative_tokens,

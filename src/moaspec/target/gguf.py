@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moaspec.errors import MoaSpecError, UnknownModelError
 from moaspec.model.files import is_directory
-from moaspec.places import cache_dir, require_room
+from moaspec.places import VARIABLE, cache_dir, require_room, require_writable
 from moaspec.target.families import require_supported
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     final = cache_dir() / key
     if is_dequantised(key):
         return final
+    require_writable(f"${VARIABLE}", final.parent)
     final.parent.mkdir(parents=True, exist_ok=True)
     require_room(final.parent, EXPANSION * gguf.stat().st_size)
     log.info("Dequantising the weights of %s, once: half a minute, more on a busy machine.", name)

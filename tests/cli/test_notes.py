@@ -1,0 +1,24 @@
+"""Long steps of the package are told while a status line is shown."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from moaspec.cli.notes import noted
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_long_steps_are_told(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+    log = logging.getLogger("moaspec.kernels")
+    with console.status("Loading") as status, noted(console, status):
+        log.info("Compiling, once")
+        assert (str(status.status) == "Compiling, once") is terminal
+    assert isinstance(console.file, io.StringIO)
+    assert ("Compiling, once\n" in console.file.getvalue()) is not terminal
+    log.info("Later")
+    assert "Later" not in console.file.getvalue()
