@@ -53,7 +53,8 @@ def methods_table(report: Report) -> Table:
         f"{len(report.outcomes[0].samples)} prompts, {how}"
     )
     over = f"speed-up over {report.baseline}"
-    speeds = ("tokens/s (total)", f"{over} (total)", f"{over} (median)")
+    speed = "throughput, tokens/s" if report.batch > 1 else "tokens/s"
+    speeds = (f"{speed} (total)", f"{over} (total)", f"{over} (median)")
     headings = ("method", *speeds, "tau", "acceptance by depth", f"same text as {report.baseline}")
     rows = [
         (

@@ -74,8 +74,8 @@ def _summary(facts: Facts) -> str:
     )
     if facts["skipped"]:
         setting += f" {len(facts['skipped'])} turns are left out: they do not fit."
-    over = f"median speed-up over {facts['baseline']}"
-    headings = ("method", "tokens/s", over, "tau", "text", "ties")
+    over = f"speed-up over {facts['baseline']} (median)"
+    headings = ("method", "tokens/s (total)", over, "tau", "text", "ties")
     rows = [_method_row(name, method) for name, method in facts["methods"].items()]
     return f"{setting}\n\n{_table(headings, rows)}"
 
