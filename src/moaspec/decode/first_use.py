@@ -13,7 +13,7 @@ from moaspec.decode.assumed import PASSES, num_weights
 from moaspec.decode.assumed import TOKENS as ASSUMED_TOKENS
 from moaspec.decode.bench import Bench
 from moaspec.model import MoADrafter
-from moaspec.places import cache_dir
+from moaspec.places import cache_dir, why_not_writable
 from moaspec.target import Target
 
 SWITCH = "MOASPEC_CALIBRATE"
@@ -63,18 +63,11 @@ def _why_not(target: Target) -> str | None:
         return f"{target.name} is too small to gain by it"
     if target.threads.limit < torch.get_num_threads():
         return "other processes use the CPU"
-    if not _can_store():
-        return f"{cache_dir()} cannot be written to"
+    reason = why_not_writable(cache_dir())
+    if reason is not None:
+        return reason
     seconds = _expected_s(target)
     return f"that takes about {seconds:.0f} s" if seconds > LONGEST_S else None
-
-
-def _can_store() -> bool:
-    try:
-        cache_dir().mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(cache_dir(), os.W_OK)
 
 
 def _expected_s(target: Target) -> float:
