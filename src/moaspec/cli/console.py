@@ -12,13 +12,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.text import Text
 from transformers.utils import logging
 
+from moaspec.data.chat_template import ChatTemplate
 from moaspec.decode import CostTable, calibrate
 from moaspec.decode.incremental import TextStream
 from moaspec.decode.result import Event, Source
@@ -204,22 +204,14 @@ def conversation_ids(target: Target, messages: Sequence[Mapping[str, str]]) -> l
     Raises:
         InputError: no chat template, or one that refuses these messages.
     """
-    tokenizer: Any = target.tokenizer
-    if tokenizer is None or not tokenizer.chat_template:
+    template = ChatTemplate(target.tokenizer, target.name)
+    if not template.exists:
         raise InputError(
             f"The target {target.name} has no chat template, so it holds no conversation; use "
             "`moaspec generate`."
         )
     _require_text(messages)
-    try:
-        encoded = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True
-        )
-    except TemplateError as error:
-        raise InputError(
-            f"The chat template of {target.name} refuses this conversation: {error}."
-        ) from error
-    return list(encoded["input_ids"])
+    return template.ids([dict(message) for message in messages])
 
 
 def _require_text(messages: Sequence[Mapping[str, str]]) -> None:

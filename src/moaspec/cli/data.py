@@ -17,17 +17,18 @@ from rich.table import Table
 
 from moaspec.cli import console
 from moaspec.cli.options import MODEL
+from moaspec.data.conversations import read_conversations
+from moaspec.data.report import ReadReport
+from moaspec.data.sources import read_records, refuse
 from moaspec.decode import load_any_drafter
 from moaspec.errors import DataError, InputError
 from moaspec.model.weights import replace_file
 from moaspec.target import Target, load_target
-from moaspec.train.conversations import read_conversations
 from moaspec.train.failures import explained
 from moaspec.train.journal import Journal
 from moaspec.train.overlap import overlaps
 from moaspec.train.reading import read_examples
 from moaspec.train.regenerate import check_prompts, fingerprint, regenerate, with_system_prompts
-from moaspec.train.sources import read_records, refuse
 from moaspec.train.statistics import Statistics, statistics
 from moaspec.train.stopping import MORE_TO_DO, Ending, Stop
 from moaspec.train.synth import Imagination, synth
@@ -42,7 +43,10 @@ SHOWN_FINDINGS = 20
 
 Sources = Annotated[
     list[str],
-    typer.Argument(help="JSONL files (.gz allowed) or hub:owner/name[:configuration][@split]."),
+    typer.Argument(
+        help="Files (JSON lines, JSON, Parquet; compressed too), directories of them, or "
+        "hub:owner/name[:configuration][@split]."
+    ),
 ]
 Model = Annotated[str, typer.Option(help="Target: alias, directory or hub id.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
@@ -140,7 +144,8 @@ def regenerate_command(
     systems = _lines(system_prompts)
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
-    found = list(islice(read_conversations(sources, on_malformed), limit))
+    report = ReadReport()
+    found = list(islice(read_conversations(sources, on_malformed, report), limit))
     target = _load(model, dtype, device, threads)
     found = with_system_prompts(found, systems, without=without_system, seed=seed)
     with console.err.status("Checking prompts"):
@@ -155,6 +160,7 @@ def regenerate_command(
             bar.start(min(journal.groups * group_size, len(conversations)))
             regenerate(scribe, conversations, journal)
     _report(journal, skipped)
+    _tell_unused(report)
 
 
 def _writing(options: Mapping[str, Any]) -> Writing:
@@ -175,7 +181,7 @@ def stats_command(
     Example: moaspec data stats responses.jsonl.gz
     """
     target = _load(model, "float32", "cpu", None)
-    skipped = _Skipped() if skip_malformed else None
+    skipped, report = _Skipped() if skip_malformed else None, ReadReport()
     examples = read_examples(
         sources,
         vocab_size=target.vocab_size,
@@ -183,13 +189,16 @@ def stats_command(
         tokenizer=target.tokenizer,
         stop_token_ids=target.stop_token_ids,
         on_malformed=skipped or refuse,
+        report=report,
     )
     facts = statistics(examples, target.identity, always=target.stop_token_ids)
     if as_json:
         row = {**dataclasses.asdict(facts), "cache_bytes": facts.cache_bytes}
+        row["unused"] = report.as_json()
         console.out.print(json.dumps(row))
     else:
         _show(facts)
+        _tell_unused(report)
     _tell(skipped)
 
 
@@ -197,7 +206,7 @@ def stats_command(
 def overlap_command(
     sources: Sources,
     against: Annotated[
-        list[Path], typer.Option(help="File, or directory of *.jsonl, with prompts to measure on.")
+        list[str], typer.Option(help="File, or directory of files, with prompts to measure on.")
     ],
     size: Annotated[int, typer.Option(help="Words in a row that count as overlap.")] = 8,
     model: Annotated[
@@ -225,7 +234,7 @@ def overlap_command(
     found = list(
         overlaps(
             read_conversations(sources, on_malformed),
-            read_conversations(_files(against), on_malformed),
+            read_conversations(against, on_malformed),
             size=size,
             decode=lambda ids: _decoded(target, ids),
         )
@@ -349,15 +358,6 @@ def _lines(path: Path | None) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _files(paths: list[Path]) -> list[str]:
-    """Files, and the *.jsonl files of directories."""
-    files = [str(file) for path in paths for file in (sorted(path.glob("*.jsonl")) or [path])]
-    empty = [file for file in files if Path(file).is_dir()]
-    if empty:
-        raise InputError(f"The directory {empty[0]} holds no *.jsonl file.")
-    return files
-
-
 def _decoded(target: Target | None, ids: tuple[int, ...]) -> str:
     if target is None or target.tokenizer is None:
         raise InputError("Some rows have token ids only: name the target with --model.")
@@ -373,6 +373,11 @@ def _report(journal: Journal, skipped: _Skipped | None) -> None:
 def _tell(skipped: _Skipped | None) -> None:
     if skipped is not None and skipped.count:
         console.err.print(f"{skipped.count} malformed rows skipped.", style="yellow")
+
+
+def _tell_unused(report: ReadReport) -> None:
+    for line in report.lines():
+        console.err.print(line, style="yellow")
 
 
 def _show(facts: Statistics) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moaspec.serve.calls import Call, CallReader
+from moaspec.data.call_reader import Call, CallReader
 from moaspec.serve.desk import Desk
 from moaspec.serve.extension import Reporter
 from moaspec.serve.schema import (
@@ -77,7 +77,7 @@ class Choice:
         self._writer = TextWriter(
             facts.tokenizer,
             job.stop,
-            specials=reader is not None and desk.trigger_id is not None,
+            specials=reader is not None and desk.template.trigger_id is not None,
             ends=facts.stop_token_ids,
         )
         self._reporter = Reporter(index, asked, facts)

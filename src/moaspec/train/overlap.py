@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from moaspec.train.conversations import Conversation
+from moaspec.data.conversations import Conversation
 
 Gram = tuple[str, ...]
 WORD = re.compile(r"\w+")

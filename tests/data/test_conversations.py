@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from moaspec.data.conversations import Conversation, parse, read_conversations
+from moaspec.data.messages import normal_tool
+from moaspec.data.sources import Record
 from moaspec.errors import DataError
-from moaspec.train.conversations import Conversation, parse, read_conversations
-from moaspec.train.sources import Record
 
 
 def parsed(row: dict[str, Any]) -> Conversation:
@@ -65,8 +66,10 @@ def test_tool_calls_may_have_no_content() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     row = {"messages": [{"role": "user", "content": "q"}, call], "tools": [{"name": "f"}]}
     conversation = parsed(row)
-    assert conversation.messages[1] == {**call, "content": ""}
-    assert conversation.tools == ({"name": "f"},)
+    function = {"name": "f", "arguments": {}}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    assert conversation.messages[1] == {**call, "content": "", "tool_calls": calls}
+    assert conversation.tools == (normal_tool({"name": "f"}),)
 
 
 def test_plain_texts() -> None:
@@ -81,18 +84,18 @@ def test_plain_texts() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({}, "none of the keys"),
+        ({}, "none of the columns"),
         ({"text": "q"}, "the row has text"),
         ({"messages": []}, "list of messages"),
-        ({"messages": "q"}, "list of messages"),
+        ({"messages": "q"}, "'messages' must be JSON"),
         ({"messages": ["q"]}, "message 1 must be an object"),
         ({"messages": [{"content": "q"}]}, "message 1"),
         ({"messages": [{"role": "user", "content": 3}]}, "text 'content'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
         ({"messages": [{"role": "user", "content": "q"}], "tools": {"a": 1}}, "'tools'"),
-        ({"conversations": [{"from": "martian", "value": "q"}]}, "turn 1 must have 'from'"),
+        ({"conversations": [{"from": "martian", "value": "q"}]}, "message 1 must have 'from'"),
         ({"conversations": [{"from": "human", "value": None}]}, "'value'"),
-        ({"conversations": {}}, "list of turns"),
+        ({"conversations": {}}, "list of messages"),
         ({"turns": []}, "list of texts"),
         ({"turns": ["q", ""]}, "not blank"),
         ({"instruction": 5}, "'instruction'"),
