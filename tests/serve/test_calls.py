@@ -51,14 +51,15 @@ def test_forced_calls_in_the_templates_form(template: str) -> None:
 TOOLS_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments.city }}{% endfor %}|{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments.city }}"
+    "{% endfor %}|{% endfor %}"
 )
 
 
 def rendered(template: str, messages: list[dict[str, Any]], *tools: Tool) -> str:
     facts = serving.source(template=template).facts
-    template = ChatTemplate(facts.tokenizer)
-    ids = template.ids(normal_messages(messages), [tool.given for tool in tools])
+    renderer = ChatTemplate(facts.tokenizer)
+    ids = renderer.ids(normal_messages(messages), [tool.given for tool in tools])
     return str(facts.tokenizer.decode(ids))
 
 

@@ -53,6 +53,8 @@ HERMES = CallForm("<tool_call>", "\n", "\n</tool_call>", end="</tool_call>")
 LLAMA = CallForm("", arguments="parameters")
 MISTRAL = CallForm("[TOOL_CALLS]", "[", "]", listed=True)
 PHI = CallForm("<|tool_call|>", "[", "]", listed=True, end="<|/tool_call|>")
+PHI_TOOLS = "<|tool|>"
+"""The mark before its tools; its template writes no calls."""
 
 
 def form_of(template: str, vocabulary: Collection[str] = ()) -> CallForm:
@@ -67,7 +69,7 @@ def form_of(template: str, vocabulary: Collection[str] = ()) -> CallForm:
             return form
     if '"parameters"' in template:
         return LLAMA
-    return PHI if {PHI.trigger, PHI.end} <= set(vocabulary) else HERMES
+    return PHI if PHI.trigger in vocabulary or PHI_TOOLS in template else HERMES
 
 
 def new_call_id() -> str:
