@@ -59,7 +59,7 @@ class Row:
 
     def first(self, keys: Iterable[str]) -> str | None:
         """The first of these columns that holds something."""
-        return next((key for key in keys if self._value.get(key) not in (None, "", [], {})), None)
+        return next((key for key in keys if not _is_empty(self._value.get(key))), None)
 
     def names(self) -> str:
         """All columns."""
@@ -132,7 +132,9 @@ def _is_question(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _message_list(row: Row, key: str) -> Told:
-    return _listed(row, row.get(key), key)
+    told = _listed(row, row.get(key), key)
+    unanswered = told[-1]["role"] in ("user", "tool") and key not in ANSWERS
+    return [*told, *_answer(row)] if unanswered else told
 
 
 def _listed(row: Row, value: Any, name: str) -> Told:
@@ -281,6 +283,10 @@ def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise MalformedError(f"{name!r} must be a text that is not blank, got {short(value)}.")
     return value
+
+
+def _is_empty(value: Any) -> bool:
+    return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
 
 
 def _carries_text(value: Any) -> bool:
