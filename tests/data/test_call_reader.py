@@ -18,7 +18,7 @@ LLAMA_CALL = '{"name": "time", "parameters": {"city": "Rome"}}'
 
 
 def read(form: CallForm, text: str, size: int) -> tuple[str, list[dict[str, Any]]]:
-    """What is said and called, fed in pieces of some length."""
+    """Feed a text in pieces; the said text and the calls' arguments."""
     reader = CallReader(form, ["time"])
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     said = "".join(reader.feed(piece, last=False)[0] for piece in pieces)

@@ -1,6 +1,6 @@
 """Forms of tool calls as models write them: Hermes (also Qwen), Llama 3, Mistral and Phi-4.
 
-A model whose template knows no tools is told of them in a system message, in the form of Hermes.
+If a template knows no tools, the system message describes them, in the form of Hermes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class CallForm:
     """How a model writes calls.
 
     Attributes:
-        trigger: what begins a call (or, with `listed`, all of them); "" where calls are bare JSON.
-        before, after: what surrounds a call's JSON.
+        trigger: the mark before a call (with `listed`: before all calls); "" for bare JSON.
+        before, after: text around a call's JSON.
         arguments: the key of the arguments.
         listed: whether all calls are one JSON list.
-        end: a mark that may follow; it is no part of what is said.
+        end: a mark that may follow a call; it is not content.
     """
 
     trigger: str

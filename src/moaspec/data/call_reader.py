@@ -1,4 +1,4 @@
-"""Tool calls read back from what a model writes, as the text grows.
+"""Parses tool calls in a model's text as the text grows.
 
 A call ends where its JSON ends. Marks that stand within its strings are part of them.
 """
@@ -72,7 +72,7 @@ class JsonScanner:
 
 
 class CallReader:
-    """Splits text into what is said and what is called, as it grows.
+    """Splits a growing text into content and tool calls.
 
     Args:
         form: how calls are written.
@@ -86,16 +86,16 @@ class CallReader:
         # Bare calls begin with the text, all others behind their trigger.
         self._read: Callable[[bool], str | None] = self._talk if form.trigger else self._begin_bare
         self._scanner = JsonScanner()
-        self._mark = ""  # what was read before the JSON; it is said if there is no call
+        self._mark = ""  # text before the JSON; it is content if there is no call
         self._block_open = False  # the mark that ends a call has not been read
         self._silent = True  # nothing has been said yet
         self.calls: list[Call] = []
 
     def feed(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
-        """Take in more text; what is certain to be said, and calls that are complete.
+        """Add text; return content that is certain now, and calls that are complete now.
 
         Args:
-            text: what follows the text before.
+            text: the continuation of the text so far.
             last: nothing comes after it.
         """
         self._buffer += text
@@ -106,7 +106,7 @@ class CallReader:
         return said, self.calls[known:]
 
     def _begin_bare(self, last: bool) -> str | None:
-        """The start of a text whose calls have no trigger: what begins otherwise has none."""
+        """Start of a text in a form without trigger: either it begins with a call or has none."""
         rest = self._buffer.lstrip()
         if not rest and not last:
             return None
@@ -136,7 +136,7 @@ class CallReader:
         return ""
 
     def _call(self, last: bool) -> str | None:
-        """Read a call's JSON, or say what was taken for one."""
+        """Read a call's JSON; text that proves to be no call is content."""
         start = len(self._buffer) - len(self._buffer.lstrip())
         opening = self._buffer[start : start + 1]
         if opening in OPENINGS:
@@ -163,7 +163,7 @@ class CallReader:
         return self._mark + self._take(length)
 
     def _after_call(self, last: bool) -> str | None:
-        """Pass by what ends a call and what stands before the next one; anything else is said."""
+        """Skip the end mark and the separators before the next call; other text is content."""
         rest = self._buffer.lstrip(BETWEEN)
         between = len(self._buffer) - len(rest)
         end, trigger = self._form.end if self._block_open else "", self._form.trigger

@@ -1,7 +1,7 @@
-"""The one way from messages to token ids: training, regenerating and serving all render here.
+"""The only path from messages to token ids; training, regenerating and serving use it.
 
-Messages of the normal form (`moaspec.data.messages`) are prepared for a template first: what it
-refuses or leaves out is said in another way. `TemplateTraits` finds out what that is.
+Messages of the normal form (`moaspec.data.messages`) are first adapted to the template.
+`TemplateTraits` finds out which roles, call ids and fields the template takes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Prepared:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, and what it wants.
+    """Renders conversations in a tokenizer's chat template.
 
     Args:
         tokenizer: of transformers, whose methods are not typed; or None.
@@ -172,7 +172,7 @@ class ChatTemplate:
             ) from error
 
     def marked_ids(self, prepared: Prepared) -> tuple[list[int], list[int]]:
-        """Token ids of a template that marks what the assistant generates, and the marks."""
+        """Token ids of a template with `{% generation %}` marks, and the marks."""
         encoded = self.tokenizer.apply_chat_template(
             list(prepared.messages),
             chat_template=prepared.source,
@@ -190,7 +190,7 @@ class ChatTemplate:
             raise InputError(f"The tokenizer of {self.name} refuses the text: {error}") from error
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
-        """Allow only what a template is given, never what says how or with what to render."""
+        """Refuse names of transformers' own arguments, such as `chat_template`."""
         taken = (
             inspect.signature(self.tokenizer.apply_chat_template).parameters if variables else {}
         )

@@ -47,7 +47,7 @@ def read_conversations(
     Args:
         sources: see `read_records`.
         on_malformed: called with a message that names file and line for each malformed row.
-        report: is told what is not used.
+        report: counts columns and files that are not used.
 
     Raises:
         DataError: a source cannot be read; or whatever `on_malformed` raises.

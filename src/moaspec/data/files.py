@@ -132,7 +132,7 @@ def _hidden(path: Path, root: Path) -> bool:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix that says what is in a file, not how it is compressed."""
+    """The suffix of a file's content, without the suffix of its compression."""
     packed = path.suffix.lower() in PACKED_SUFFIXES
     return (Path(path.stem) if packed else path).suffix.lower()
 

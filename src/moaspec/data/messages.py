@@ -1,4 +1,4 @@
-"""Messages and tools in one normal form, OpenAI's, whatever form they came in."""
+"""The normal form of messages and tools, which is OpenAI's, and conversion of other forms to it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class ReadReport:
                 del self.unused_columns[column]
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The counts as a JSON object."""
         return {**vars(self), "unused_columns": dict(self.unused_columns)}
 
     def lines(self) -> list[str]:

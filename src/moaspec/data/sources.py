@@ -46,8 +46,8 @@ def read_records(
     Args:
         source: a file of JSON lines, a JSON list of objects, or Parquet; a directory of such files;
             or a data set of the hub, see `HUB`. Files may be compressed.
-        on_malformed: called for each line or element that is no JSON object.
-        skipped: gets the names of files of a directory that are no data.
+        on_malformed: called for each line or element other than a JSON object.
+        skipped: gets the names of other files in a directory.
 
     Raises:
         DataError: the source cannot be read; or whatever `on_malformed` raises.
@@ -91,7 +91,7 @@ def _line_records(
 
 
 def _list_records(path: Path, text: str, on_malformed: OnMalformed) -> Iterator[Record]:
-    """Elements of a list; behind one that is no JSON nothing can be read."""
+    """Elements of a list. After an error of syntax the rest of the file is left out."""
     elements = _Elements(path, text)
     try:
         for where, value in elements:
@@ -104,7 +104,7 @@ def _list_records(path: Path, text: str, on_malformed: OnMalformed) -> Iterator[
 
 
 class _Elements:
-    """Elements of a JSON list with the lines on which they begin."""
+    """Elements of a JSON list, each with the number of its first line."""
 
     def __init__(self, path: Path, text: str) -> None:
         self._path, self._text = path, text

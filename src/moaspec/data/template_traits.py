@@ -173,7 +173,7 @@ class TemplateTraits:
     def _calls(
         self, count: int, arguments: Any, *, ids: Sequence[str] = SHORT_IDS, answered: bool = False
     ) -> str | None:
-        """A question and so many calls, and the result of the first."""
+        """Render a question, `count` calls, and with `answered` the first call's result."""
         calls = [
             {"id": one, "type": "function", "function": {"name": name, "arguments": arguments}}
             for one, name in list(zip(ids, NAMES, strict=True))[:count]

@@ -30,7 +30,7 @@ def user_turn(template: ChatTemplate, system: str | None = None) -> UserTurn:
     """How a chat template opens and closes the first user turn.
 
     Raises:
-        DataError: no template, or one that does not contain the user's text exactly once.
+        DataError: no template, or the rendered text does not contain the user's text once.
     """
     messages: list[Message] = [{"role": "user", "content": SENTINEL}]
     if system is not None:

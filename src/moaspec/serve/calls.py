@@ -34,7 +34,7 @@ class Tool:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """A JSON schema."""
+        """The JSON schema of its arguments."""
         found: Mapping[str, Any] = self.given["function"]["parameters"]
         return found
 

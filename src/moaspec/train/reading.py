@@ -37,7 +37,7 @@ def read_examples(
         tokenizer: the target's; rows of `prompt_ids` and `response_ids` need none.
         stop_token_ids: ids that end a turn.
         on_malformed: called for each malformed row.
-        report: is told what is not used.
+        report: counts columns, files and examples that are not used.
 
     Raises:
         DataError: a source is missing, or a row is malformed; the message names file and line.
