@@ -15,6 +15,7 @@ import torch
 
 import chats
 from moaspec.cli.main import run
+from moaspec.data.conversations import read_conversations
 
 Result = tuple[int, str, str]
 Q, A = {"role": "user", "content": "w20"}, {"role": "assistant", "content": "w30 w31"}
@@ -233,6 +234,22 @@ def test_what_is_not_used_is_told(stats: Callable[..., Result], tmp_path: Path) 
     code, out, err = stats(path, "--max-length", "20", "--json")
     assert code == 0
     assert json.loads(out)["unused"]["without_response"] == 1
+
+
+def test_tables_add_no_keys(tmp_path: Path) -> None:
+    """Two tools of a column have each other's parameters, as null."""
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    names = ({"city": {"type": "string"}}, {"day": {"type": "integer"}})
+    tools = [
+        {"name": f"w4{i}", "parameters": {"type": "object", "properties": properties}}
+        for i, properties in enumerate(names)
+    ]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**ROW, "tools": tools}]), path)
+    (conversation,) = read_conversations([str(path)])
+    found = [tool["function"]["parameters"]["properties"] for tool in conversation.tools]
+    assert found == list(names)
 
 
 def test_parquet_and_zstd(stats: Callable[..., Result], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moaspec.data.call_forms import HERMES, LLAMA, MISTRAL, PHI, CallForm, form_of
+from moaspec.data.call_forms import FUNCTOOLS, HERMES, LLAMA, MISTRAL, PHI, CallForm, form_of
 from moaspec.data.call_reader import CallReader
 
 CALL = '{"name": "time", "arguments": {"city": "Rome"}}'
@@ -54,7 +54,13 @@ def test_reading(form: CallForm, text: str, said: str, calls: int, size: int) ->
     assert read(form, text, size) == (said, [{"city": "Rome"}] * calls)
 
 
-FORMS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "phi": PHI}
+FORMS = {
+    "hermes": HERMES,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "phi": PHI,
+    "functools": FUNCTOOLS,
+}
 HOSTILE = [
     "</tool_call>",
     "<tool_call>",

@@ -82,6 +82,7 @@ SYSTEM, EARLIER = ("system", "s"), [("user", "p"), ("assistant", "r")]
         ({"prompt": "q", "completion": "a"}, ASKED),
         ({"prompt": "q", "completion": [A]}, ASKED),
         ({"prompt": [Q], "chosen": [A], "rejected": [A]}, ASKED),
+        ({"messages": [], "conversations": [HUMAN, GPT], "prompt": ""}, ASKED),
         ({"prompt": "q", "chosen": [Q, A]}, ASKED),
         ({"chosen": [Q, A], "rejected": [Q, A]}, ASKED),
         ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, ASKED),

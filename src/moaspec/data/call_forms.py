@@ -1,4 +1,4 @@
-"""Forms of tool calls as models write them: Hermes (also Qwen), Llama 3, Mistral and Phi-4.
+"""Forms of tool calls as models write them: Hermes (also Qwen), Llama 3, Mistral, Phi-4, Granite.
 
 If a template knows no tools, the system message describes them, in the form of Hermes.
 """
@@ -53,6 +53,7 @@ HERMES = CallForm("<tool_call>", "\n", "\n</tool_call>", end="</tool_call>")
 LLAMA = CallForm("", arguments="parameters")
 MISTRAL = CallForm("[TOOL_CALLS]", "[", "]", listed=True)
 PHI = CallForm("<|tool_call|>", "[", "]", listed=True, end="<|/tool_call|>")
+FUNCTOOLS = CallForm("functools", "[", "]", listed=True)
 PHI_TOOLS = "<|tool|>"
 """The mark before its tools; its template writes no calls."""
 
@@ -64,7 +65,7 @@ def form_of(template: str, vocabulary: Collection[str] = ()) -> CallForm:
         template: its source.
         vocabulary: tokens that were added to the tokenizer's, for a template that writes no calls.
     """
-    for form in (MISTRAL, PHI, HERMES):
+    for form in (MISTRAL, PHI, FUNCTOOLS, HERMES):
         if form.trigger in template:
             return form
     if '"parameters"' in template:

@@ -108,7 +108,7 @@ def _token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 
 def _conversation(row: Row) -> Fields:
-    key = next((key for key in _SHAPES if row.is_given(key)), None)
+    key = row.first(_SHAPES) or next((key for key in _SHAPES if row.is_given(key)), None)
     if key is None:
         raise MalformedError(
             f"none of the columns {', '.join(_SHAPES)}; the row has {row.names()}. Rename its "

@@ -54,7 +54,7 @@ def read_records(
     """
     if str(source).startswith(HUB):
         for number, row in enumerate(hub_rows(str(source)), start=1):
-            yield Record(f"{source}:{number}", row)
+            yield Record(f"{source}:{number}", _without_absent(row))
         return
     for path in data_files(Path(source), skipped):
         yield from _file_records(path, on_malformed)
@@ -63,7 +63,7 @@ def read_records(
 def _file_records(path: Path, on_malformed: OnMalformed) -> Iterator[Record]:
     if is_parquet(path):
         for number, row in enumerate(parquet_rows(path), start=1):
-            yield Record(f"{path}:{number}", row)
+            yield Record(f"{path}:{number}", _without_absent(row))
         return
     lines = numbered_lines(path)
     head = list(islice(lines, 2))
@@ -71,6 +71,13 @@ def _file_records(path: Path, on_malformed: OnMalformed) -> Iterator[Record]:
         yield from _list_records(path, read_text(path), on_malformed)
     else:
         yield from _line_records(path, chain(head, lines), on_malformed)
+
+
+def _without_absent(value: Any) -> Any:
+    """Tables give objects of a column the keys of all the others, with null; drop those keys."""
+    if isinstance(value, dict):
+        return {key: _without_absent(one) for key, one in value.items() if one is not None}
+    return [_without_absent(one) for one in value] if isinstance(value, list) else value
 
 
 def _begins_list(start: bytes) -> bool:
