@@ -127,6 +127,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "a list of texts": ("a.json", b'["w20", "w30"]', "a.json:1: expected a JSON object"),
     "python": ("a.jsonl", b"{'prompt': 'w20'}\n", "a.jsonl:1: not JSON .* JSON object a line"),
     "csv": ("a.csv", b"prompt,response\nw20,w30\n", "a.csv:1: not JSON .* Parquet"),
+    "a key twice": ("a.jsonl", b'{"prompt": "w20", "prompt": "w21"}', "a.jsonl:1: .*occurs twice"),
     "utf-16": ("a.jsonl", TWO.encode("utf-16"), "a.jsonl:1: .*iconv -f utf-16"),
     "latin-1": (
         "a.jsonl",

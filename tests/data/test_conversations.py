@@ -226,6 +226,10 @@ def test_plain_texts() -> None:
         ({"messages": [Q], "tools": [{"function": {}}]}, "a tool must have a 'name'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "message 1: a call must have"),
         ({"prompt": [Q], "completion": 3}, "'completion' must be a text"),
+        (
+            {"messages": [Q, {**A, "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            "message 2: the arguments of a call must be a JSON object",
+        ),
         ({"messages": [Q], "chat_template_kwargs": [1]}, "must be an object"),
     ],
     ids=str,

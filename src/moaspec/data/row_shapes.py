@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from moaspec.data.messages import MalformedError, normal_messages, normal_tool, short
+from moaspec.data.messages import MalformedError, Message, normal_messages, normal_tool, short
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -86,7 +86,11 @@ def read_row(row: Row) -> Fields:
     media = row.first(MEDIA)
     if media is not None:
         raise MalformedError(f"{media!r} cannot be read, only text. Leave such rows out.")
-    return _conversation(row) if row.get("prompt_ids") is None else _token_rows(row)
+    if row.get("prompt_ids") is not None:
+        return _token_rows(row)
+    fields = _conversation(row)
+    _require_objects(fields["messages"])
+    return fields
 
 
 def _token_rows(row: Row) -> Fields:
@@ -125,6 +129,18 @@ def _conversation(row: Row) -> Fields:
         "variables": _variables(row),
         "plain": key in _PLAIN_TEXTS and _is_question(messages) and not tools,
     }
+
+
+def _require_objects(messages: Iterable[Message]) -> None:
+    """What a target learns to call must have arguments that can be read."""
+    for number, message in enumerate(messages, start=1):
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if not isinstance(arguments, dict):
+                raise MalformedError(
+                    f"message {number}: the arguments of a call must be a JSON object, got "
+                    f"{short(arguments)}."
+                )
 
 
 def _is_question(messages: Sequence[Mapping[str, Any]]) -> bool:

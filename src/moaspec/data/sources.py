@@ -123,7 +123,7 @@ class _Elements:
         while self._next() != "]":
             where, start = self._where(), self._place
             try:
-                value, self._place = json.JSONDecoder().raw_decode(self._text, start)
+                value, self._place = _DECODER.raw_decode(self._text, start)
             except (ValueError, RecursionError) as error:
                 raise self._not_json(where, str(error)) from error
             yield where, value
@@ -154,9 +154,22 @@ class _Elements:
         return _not_json(where, error, self._text[self._place : self._place + 80])
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Python would take the last of several values without a word."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} occurs twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
 def _object(where: str, line: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise _not_json(where, str(error), line) from error
     return _checked(where, value)
