@@ -149,3 +149,20 @@ def test_user_turns() -> None:
 def test_templates_without_a_user_turn(template: str) -> None:
     with pytest.raises(DataError, match="repeats or drops"):
         user_turn(ChatTemplate(chats.tokenizer(template)))
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.MARKED], ids=["derived", "marked"])
+def test_turns_of_weight_zero_carry_no_loss(template: str) -> None:
+    messages = [dict(message) for message in TWO_TURNS.messages]
+    messages[1]["weight"] = 0
+    conversation = Conversation(where="here:1", messages=normal_messages(messages))
+    masked = masked_tokens(ChatTemplate(chats.tokenizer(template)), conversation, STOPS)
+    assert (masked.turns, masked.turns_with_loss) == (2, 1)
+    assert Example.from_mask(masked.token_ids, masked.written).pieces[1::2] == ((32, END),)
+
+
+def test_developers_are_systems() -> None:
+    messages = [{"role": "developer", "content": "w12"}, {"role": "user", "content": "w20"}]
+    conversation = Conversation(where="here:1", messages=normal_messages(messages))
+    ids = prompt_ids(ChatTemplate(chats.tokenizer()), conversation)
+    assert ids[:6] == [START, SYSTEM, BREAK, 12, END, BREAK]
