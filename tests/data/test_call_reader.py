@@ -194,6 +194,16 @@ def test_ids_are_such_as_every_template_takes() -> None:
     assert re.fullmatch("[a-zA-Z0-9]{9}", call.id)
 
 
+def test_an_id_that_the_model_wrote_is_kept() -> None:
+    own = CALL[:-1] + ', "id": "abcDEF123"}'
+    reader = CallReader(MISTRAL, ["time"])
+    first = reader.feed(f"[TOOL_CALLS][{own}]", last=False)[1]
+    second = reader.feed(f"[TOOL_CALLS][{own}]", last=True)[1]
+    assert first[0].id == "abcDEF123" != second[0].id
+    twice = CallReader(MISTRAL, ["time"]).feed(f"[TOOL_CALLS][{own}, {own}]", last=True)[1]
+    assert len({call.id for call in twice}) == 2
+
+
 def test_forms_are_found_in_templates() -> None:
     assert form_of("{{ tools }} <tool_call> ...") is HERMES
     assert form_of('{{ tools }} {"name": ..., "parameters": ...}') is LLAMA

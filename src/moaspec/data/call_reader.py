@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moaspec.data.call_forms import CallForm, new_call_id
+from moaspec.data.call_forms import CallForm, new_call_id, short_call_id
 
 BETWEEN = " \t\r\n;,"
 """What may stand between calls that follow one another."""
@@ -89,6 +89,7 @@ class CallReader:
         self._mark = ""  # text before the JSON; it is content if there is no call
         self._block_open = False  # the mark that ends a call has not been read
         self._silent = True  # nothing has been said yet
+        self._ids = set[str]()
         self.calls: list[Call] = []
 
     def feed(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
@@ -203,7 +204,14 @@ class CallReader:
             text.encode()
         except (ValueError, RecursionError):
             return None
-        return Call(name, text, new_call_id())
+        return Call(name, text, self._id(value.get("id")))
+
+    def _id(self, given: Any) -> str:
+        """The id that the model wrote, as Mistral's do, or a new one."""
+        is_id = isinstance(given, str) and short_call_id(given) == given
+        found = str(given) if is_id and given not in self._ids else new_call_id()
+        self._ids.add(found)
+        return found
 
     def _take(self, length: int) -> str:
         taken, self._buffer = self._buffer[:length], self._buffer[length:]
