@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moaspec.data.call_forms import FUNCTOOLS, HERMES, LLAMA, MISTRAL, PHI, CallForm, form_of
@@ -151,6 +151,9 @@ def test_calls_arrive_when_their_json_is_complete() -> None:
     assert reader.feed("Said", last=False)[0] == "Said"
 
 
+SLOW = [HealthCheck.too_slow]
+"""A busy machine is no fault."""
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.sampled_from(HOSTILE),
     lambda inner: (
@@ -160,7 +163,7 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=SLOW)
 @given(
     form=st.sampled_from(list(FORMS.values())),
     calls=st.lists(
@@ -172,7 +175,7 @@ def test_what_is_written_is_read(form: CallForm, calls: list[dict[str, Any]], si
     assert read(form, written(form, *calls), size) == ("", calls)
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=SLOW)
 @given(
     form=st.sampled_from(list(FORMS.values())),
     parts=st.lists(

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import serving
@@ -245,7 +245,7 @@ def served_ids(name: str, messages: list[Row], tools: list[Row]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", templates.TOOL_TEMPLATES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=conversations(), with_tools=st.booleans())
 def test_training_regenerating_and_serving_give_the_same_ids(
     name: str, messages: list[Row], with_tools: bool
