@@ -261,7 +261,8 @@ def _write_others(out: Path, sources: list[str], left_out: set[str]) -> None:
             for source in sources:
                 for record in read_records(source, lambda _: None):
                     if record.where not in left_out:
-                        file.write(json.dumps(record.value) + "\n")
+                        # Tables hold dates, which JSON does not.
+                        file.write(json.dumps(record.value, default=str) + "\n")
 
     replace_file(out, write)
 
