@@ -12,8 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import tiny
+from moaspec.data.conversations import Conversation
 from moaspec.target import Target
-from moaspec.train.conversations import Conversation
 
 MARKS = ("<|start|>", "<|end|>", "system", "user", "assistant", "tool")
 TAGS = ("<think>", "</think>", "\n", "<call>")
@@ -46,11 +46,11 @@ THINKING = (
 FORCED_THINKING = THINKING.replace("assistant\n' }}", "assistant\n<think>' }}")
 TOOLS = (
     "{% if tools %}"
-    "{{ '<|start|>system\n' + tools | map(attribute='name') | join(' ') + '<|end|>\n' }}"
+    "{{ '<|start|>system\n' + tools | map(attribute='function.name') | join(' ') + '<|end|>\n' }}"
     "{% endif %}"
     "{% for message in messages %}"
     "{{ '<|start|>' + message.role + '\n' + message.content }}"
-    "{% for call in message.tool_calls or [] %}{{ '<call>' + call.name }}{% endfor %}"
+    "{% for call in message.tool_calls or [] %}{{ '<call>' + call.function.name }}{% endfor %}"
     "{{ '<|end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moaspec.train.conversations import Conversation
+from moaspec.data.conversations import Conversation
 from moaspec.train.overlap import overlaps, words
 
 PROMPTS = [

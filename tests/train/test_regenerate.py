@@ -13,12 +13,13 @@ import pytest
 import chats
 import moaspec
 import tiny
+from moaspec.data.conversations import Conversation
+from moaspec.data.messages import normal_messages, normal_tool
 from moaspec.decode import Engine, Event
 from moaspec.errors import DataError, InputError
 from moaspec.model import MoADrafter
 from moaspec.target import Target
 from moaspec.train import Example, read_examples
-from moaspec.train.conversations import Conversation
 from moaspec.train.journal import Journal
 from moaspec.train.regenerate import (
     check_prompts,
@@ -193,15 +194,18 @@ def test_other_prompts_do_not_continue_a_file(target: Target, tmp_path: Path) ->
 
 def test_tool_turns_stay_and_later_ones_are_written(tmp_path: Path) -> None:
     target = chats.target(chats.TOOLS)
-    messages = (
-        {"role": "user", "content": "w20"},
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "w40"}]},
-        {"role": "tool", "content": "w60"},
+    messages = normal_messages(
+        [
+            {"role": "user", "content": "w20"},
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "w40"}]},
+            {"role": "tool", "content": "w60"},
+        ]
     )
-    asked = Conversation(where="here:1", messages=messages, tools=({"name": "w40"},))
+    tool = normal_tool({"name": "w40"})
+    asked = Conversation(where="here:1", messages=messages, tools=(tool,))
     (row,) = write(target, tmp_path / "a.jsonl", conversations=[asked])
     assert row["messages"][:3] == list(messages)
-    assert row["tools"] == [{"name": "w40"}]
+    assert row["tools"] == [tool]
     assert row["prompt_ids"][:5] == [0, 2, 8, 40, 1]
     assert row["response_ids"] == alone(target, row["prompt_ids"]).token_ids
 

@@ -301,24 +301,16 @@ def conversation_ids(target: Target, messages: Sequence[Mapping[str, str]]) -> l
     Raises:
         InputError: no chat template, or one that refuses these messages.
     """
-    from jinja2 import TemplateError
+    from moaspec.data.chat_template import ChatTemplate
 
-    tokenizer: Any = target.tokenizer
-    if tokenizer is None or not tokenizer.chat_template:
+    template = ChatTemplate(target.tokenizer, target.name)
+    if not template.exists:
         raise InputError(
             f"The target {target.name} has no chat template, so it holds no conversation; use "
             "`moaspec generate`."
         )
     _require_text(messages)
-    try:
-        encoded = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True
-        )
-    except TemplateError as error:
-        raise InputError(
-            f"The chat template of {target.name} refuses this conversation: {error}."
-        ) from error
-    return list(encoded["input_ids"])
+    return template.ids([dict(message) for message in messages])
 
 
 def _require_text(messages: Sequence[Mapping[str, str]]) -> None:

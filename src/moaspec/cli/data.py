@@ -17,11 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moaspec.cli import console, table
 from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, GenerationConfigOption
 from moaspec.cli.table import Table
+from moaspec.data.conversations import read_conversations
+from moaspec.data.report import ReadReport
+from moaspec.data.sources import read_records, refuse
 from moaspec.errors import DataError, InputError
 from moaspec.places import require_writable_file
-from moaspec.train.conversations import read_conversations
 from moaspec.train.journal import Journal
-from moaspec.train.sources import read_records, refuse
 from moaspec.train.stopping import MORE_TO_DO, Ending, Stop, parse_duration
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ SHOWN_FINDINGS = 20
 Sources = Annotated[
     list[str],
     typer.Argument(
-        help="JSONL files (.gz allowed), or hub:OWNER/NAME, also with :CONFIGURATION and @SPLIT."
+        help="Files (JSON lines, JSON, Parquet; compressed too), directories of them, or "
+        "hub:OWNER/NAME, also with :CONFIGURATION and @SPLIT."
     ),
 ]
 Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")]
@@ -150,7 +152,8 @@ def regenerate_command(
     systems = _lines(system_prompts)
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
-    found = list(islice(read_conversations(sources, on_malformed), limit))
+    report = ReadReport()
+    found = list(islice(read_conversations(sources, on_malformed, report), limit))
     target = _load(model, dtype, device, threads, generation_config)
 
     from moaspec.decode import load_any_drafter
@@ -171,6 +174,7 @@ def regenerate_command(
             bar.start(min(journal.groups * group_size, len(conversations)))
             regenerate(scribe, conversations, journal)
     _report(journal, skipped)
+    _tell_unused(report)
 
 
 def _writing(options: Mapping[str, Any]) -> Writing:
@@ -193,7 +197,7 @@ def stats_command(
     Example: moaspec data stats responses.jsonl.gz
     """
     target = _load(model, "float32", "cpu", None)
-    skipped = _Skipped() if skip_malformed else None
+    skipped, report = _Skipped() if skip_malformed else None, ReadReport()
     from moaspec.train.reading import read_examples
     from moaspec.train.statistics import statistics
 
@@ -204,13 +208,16 @@ def stats_command(
         tokenizer=target.tokenizer,
         stop_token_ids=target.stop_token_ids,
         on_malformed=skipped or refuse,
+        report=report,
     )
     facts = statistics(examples, target.identity, always=target.stop_token_ids)
     if as_json:
         row = {**dataclasses.asdict(facts), "cache_bytes": facts.cache_bytes}
+        row["unused"] = report.as_json()
         console.out.print(json.dumps(row))
     else:
         _show(facts)
+        _tell_unused(report)
     _tell(skipped)
 
 
@@ -218,7 +225,7 @@ def stats_command(
 def overlap_command(
     sources: Sources,
     against: Annotated[
-        list[Path], typer.Option(help="File, or directory of *.jsonl, with prompts to measure on.")
+        list[str], typer.Option(help="File, or directory of files, with prompts to measure on.")
     ],
     size: Annotated[int, typer.Option(help="Words in a row that count as overlap.")] = 8,
     model: Annotated[
@@ -250,7 +257,7 @@ def overlap_command(
     found = list(
         overlaps(
             read_conversations(sources, on_malformed),
-            read_conversations(_files(against), on_malformed),
+            read_conversations(against, on_malformed),
             size=size,
             decode=lambda ids: _decoded(target, ids),
         )
@@ -278,7 +285,8 @@ def _write_others(out: Path, sources: list[str], left_out: set[str]) -> None:
             for source in sources:
                 for record in read_records(source, lambda _: None):
                     if record.where not in left_out:
-                        file.write(json.dumps(record.value) + "\n")
+                        # Tables hold dates, which JSON does not.
+                        file.write(json.dumps(record.value, default=str) + "\n")
 
     replace_file(out, write)
 
@@ -385,15 +393,6 @@ def _lines(path: Path | None) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _files(paths: list[Path]) -> list[str]:
-    """Files, and the *.jsonl files of directories."""
-    files = [str(file) for path in paths for file in (sorted(path.glob("*.jsonl")) or [path])]
-    empty = [file for file in files if Path(file).is_dir()]
-    if empty:
-        raise InputError(f"The directory {empty[0]} holds no *.jsonl file.")
-    return files
-
-
 def _decoded(target: Target | None, ids: tuple[int, ...]) -> str:
     if target is None or target.tokenizer is None:
         raise InputError("Some rows have token ids only: name the target with --model.")
@@ -409,6 +408,11 @@ def _report(journal: Journal, skipped: _Skipped | None) -> None:
 def _tell(skipped: _Skipped | None) -> None:
     if skipped is not None and skipped.count:
         console.err.print(f"{skipped.count} malformed rows skipped.", style="yellow")
+
+
+def _tell_unused(report: ReadReport) -> None:
+    for line in report.lines():
+        console.err.print(line, style="yellow")
 
 
 def _show(facts: Statistics) -> None:

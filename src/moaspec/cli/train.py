@@ -9,6 +9,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moaspec.cli import console
+from moaspec.data.report import ReadReport
 from moaspec.errors import InputError
 from moaspec.places import require_writable
 from moaspec.train.stopping import MORE_TO_DO, Ending, parse_duration
@@ -45,9 +46,9 @@ def train(
         raise InputError("Name a YAML file of settings, or list ready ones with --init.")
     seconds = None if for_ is None else parse_duration(for_)
     with console.loading(str(config)):
+        from moaspec.data.sources import require_sources
         from moaspec.target import load_target
         from moaspec.train import Trainer, new_accelerator, read_examples, read_train_config
-        from moaspec.train.sources import require_sources
 
         settings = read_train_config(config, overrides or [])
         require_sources(settings.data)
@@ -62,14 +63,18 @@ def train(
             device=str(accelerator.device),
             packed=False,
         )
+        unused = ReadReport()
         examples = read_examples(
             settings.data,
             vocab_size=target.vocab_size,
             max_length=settings.max_length,
             tokenizer=target.tokenizer,
             stop_token_ids=target.stop_token_ids,
+            report=unused,
         )
         trainer = Trainer(target, examples, settings, accelerator=accelerator)
+    for line in unused.lines():
+        out.print(line)
     size = sum(parameter.numel() for parameter in trainer.student.module.parameters())
     out.print(
         f"{len(examples)} examples, drafter of {size / 1e6:.1f}M parameters, "

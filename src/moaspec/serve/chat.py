@@ -8,8 +8,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from moaspec.data.call_reader import Call
 from moaspec.serve import failures
-from moaspec.serve.calls import Call
 from moaspec.serve.chat_schema import (
     AnswerMessage,
     ChatChoice,
@@ -59,7 +59,7 @@ def _form(asked: ChatRequest) -> Form:
     return Form(
         tools=[one.tool() for one in asked.tools or ()],
         choice=choice.function.name if isinstance(choice, NamedChoice) else choice,
-        parallel=asked.parallel_tool_calls is not False,
+        parallel=asked.parallel_tool_calls,
         schema=schema,
     )
 
@@ -68,7 +68,19 @@ def _jobs(desk: Desk, asked: ChatRequest, request: Request, form: Form) -> list[
     if asked.top_logprobs and not asked.logprobs:
         raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
     tools = () if form.choice == "none" else form.tools
-    prompt = desk.prompts.ids(asked.conversation(), tools, asked.chat_template_kwargs)
+    if asked.continue_final_message and asked.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message goes on with the last message, add_generation_prompt begins a "
+            "new one. Set one of them.",
+            param="continue_final_message",
+        )
+    prompt = desk.prompt(
+        asked.conversation(),
+        tools,
+        asked.chat_template_kwargs,
+        add_generation_prompt=asked.add_generation_prompt is not False,
+        continue_final_message=bool(asked.continue_final_message),
+    )
     limits = (asked.max_completion_tokens, asked.max_tokens, desk.settings.default_max_tokens)
     order = Order(
         max_tokens=next(limit for limit in limits if limit is not None),

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     StringConstraints,
@@ -16,11 +17,11 @@ from moaspec.serve.calls import Tool
 from moaspec.serve.schema import (
     Given,
     JsonObject,
-    Name,
     ResponseFormat,
     Sampling,
     StreamOptions,
     Usage,
+    Variables,
 )
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -36,18 +37,12 @@ class TextPart(Given):
 Content = str | list[TextPart]
 
 
-def joined(content: Content | None) -> str:
-    """A message's text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text for part in content)
-
-
 class SystemMessage(Given):
     """What the model is told before all else."""
 
     role: Literal["system", "developer"]
     content: Content
+    name: str | None = None
 
 
 class UserMessage(Given):
@@ -55,6 +50,7 @@ class UserMessage(Given):
 
     role: Literal["user"]
     content: Content
+    name: str | None = None
 
 
 class FunctionCall(Given):
@@ -77,6 +73,8 @@ class AssistantMessage(Given):
 
     role: Literal["assistant"]
     content: Content | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -94,7 +92,9 @@ ChatMessage = Annotated[
 
 
 class Function(Given):
-    """A function that the model may call."""
+    """A function that the model may call; templates may read further fields."""
+
+    model_config = ConfigDict(extra="allow")
 
     name: ToolName
     description: str | None = None
@@ -110,11 +110,7 @@ class FunctionTool(Given):
 
     def tool(self) -> Tool:
         """As the rest of the server knows it."""
-        function = self.function
-        return Tool(function.name, function.description or "", function.parameters or NO_PARAMETERS)
-
-
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+        return Tool.of(self.function.model_dump(exclude_none=True))
 
 
 class FunctionName(Given):
@@ -144,21 +140,13 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     stream_options: StreamOptions | None = None
-    chat_template_kwargs: dict[Name, bool | str] | None = None
+    chat_template_kwargs: Variables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Messages as chat templates read them."""
-        return [_plain(message) for message in self.messages]
-
-
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": joined(message.content)}
-    if isinstance(message, AssistantMessage) and message.tool_calls:
-        plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-    if isinstance(message, ToolMessage):
-        plain["tool_call_id"] = message.tool_call_id
-    return plain
+        """Messages in OpenAI's form."""
+        return [{"content": "", **one.model_dump(exclude_none=True)} for one in self.messages]
 
 
 class AnswerMessage(BaseModel):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moaspec.serve.calls import Call, CallReader
+from moaspec.data.call_reader import Call, CallReader
 from moaspec.serve.desk import Desk
 from moaspec.serve.extension import Reporter
 from moaspec.serve.schema import (
@@ -73,7 +73,7 @@ class Choice:
         reader: CallReader | None = None,
     ) -> None:
         facts = desk.facts
-        specials = reader is not None and desk.trigger_id is not None
+        specials = reader is not None and desk.template.trigger_id is not None
         special_ids = frozenset() if specials else facts.token_bytes.special_ids
         self.index, self._source, self._tally, self._reader = index, desk.source, tally, reader
         self._writer = TextWriter(

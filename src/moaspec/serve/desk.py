@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fastapi import Request
 
+from moaspec.data.chat_template import ChatTemplate
+from moaspec.data.messages import MalformedError, Message, normal_messages
 from moaspec.decode import RowOptions, SamplingParams, sampling_params
+from moaspec.errors import InputError
+from moaspec.serve.calls import Tool
 from moaspec.serve.failures import RequestError
 from moaspec.serve.guard import Guarded
 from moaspec.serve.metrics import Metrics
-from moaspec.serve.prompts import ChatPrompt
 from moaspec.serve.runs import Run
 from moaspec.serve.schema import Sampling
 from moaspec.serve.source import Job, SourceFacts, TextSource
@@ -65,17 +69,14 @@ class Desk:
         settings: see `ServeSettings`.
 
     Attributes:
-        trigger_id: the token that begins tool calls, where it is a special one.
+        template: renders conversations.
     """
 
     def __init__(self, source: TextSource, settings: ServeSettings) -> None:
         self.source, self.settings = source, settings
         self.metrics = Metrics(source)
-        self.prompts = ChatPrompt(source.facts)
+        self.template = ChatTemplate(source.facts.tokenizer, source.facts.name)
         self.created = created_now()
-        trigger, tokenizer = self.prompts.form.trigger, source.facts.tokenizer
-        special = trigger in getattr(tokenizer, "all_special_tokens", ())
-        self.trigger_id = tokenizer.convert_tokens_to_ids(trigger) if special else None
 
     @property
     def facts(self) -> SourceFacts:
@@ -92,6 +93,37 @@ class Desk:
                 code="model_not_found",
                 status=404,
             )
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any] | None,
+        **how: bool,
+    ) -> list[int]:
+        """Token ids of a conversation.
+
+        Args:
+            messages: in OpenAI's form.
+            tools: what the model may call.
+            variables: of the template, from the client.
+            **how: see `ChatTemplate.ids`.
+        """
+        template, variables = self.template, variables or {}
+        if not template.exists:
+            raise InputError(
+                f"{self.facts.name} has no chat template, so it holds no conversation; use "
+                "/v1/completions."
+            )
+        try:
+            template.check_variables(variables)
+        except InputError as error:
+            raise RequestError(str(error), param="chat_template_kwargs") from error
+        try:
+            normal = normal_messages(messages)
+        except MalformedError as error:
+            raise RequestError(f"The conversation cannot be read: {error}") from error
+        return template.ids(normal, [tool.given for tool in tools], variables, **how)
 
     def jobs(
         self, request: Request, asked: Sampling, prompts: Iterable[Sequence[int]], order: Order

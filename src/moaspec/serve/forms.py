@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moaspec.serve.calls import CallReader, Tool, call_grammar
+from moaspec.data.call_reader import CallReader
+from moaspec.serve.calls import Tool, call_grammar
 from moaspec.serve.desk import Desk
 from moaspec.serve.failures import RequestError
 
@@ -18,13 +19,13 @@ class Form:
     Attributes:
         tools: that the model knows of.
         choice: "none", "auto", "required", or the name of the tool to be called.
-        parallel: whether there may be several calls.
+        parallel: whether there may be several calls; None: if the chat template takes them.
         schema: JSON schema of the answer; None: any text.
     """
 
     tools: Sequence[Tool] = ()
     choice: str | None = None
-    parallel: bool = True
+    parallel: bool | None = None
     schema: dict[str, Any] | None = None
 
     @property
@@ -39,6 +40,12 @@ class Form:
             raise RequestError(f"There is no tool {self.choice!r}.", param="tool_choice")
         return found
 
+    def allows_parallel(self, desk: Desk) -> bool:
+        """Whether there may be several calls."""
+        if self.parallel is None and self.tools and desk.template.exists:
+            return desk.template.traits.takes_parallel_calls
+        return self.parallel is not False
+
     def grammar(self, desk: Desk) -> str | None:
         """The grammar of all that; None for free text. May take seconds.
 
@@ -49,13 +56,13 @@ class Form:
         if forced and not tools:
             raise RequestError("tool_choice needs tools.", param="tool_choice")
         grammars = desk.facts.grammars
-        if tools and (forced or (desk.prompts.form.trigger and self.schema is None)):
+        if tools and (forced or (desk.template.form.trigger and self.schema is None)):
             text = call_grammar(
-                desk.prompts.form,
+                desk.template.form,
                 tools,
                 forced=forced,
-                parallel=self.parallel,
-                trigger_id=desk.trigger_id,
+                parallel=self.allows_parallel(desk),
+                trigger_id=desk.template.trigger_id,
             )
             return grammars.lark(text)
         return None if self.schema is None else grammars.json_schema(self.schema)
@@ -63,7 +70,9 @@ class Form:
     def reader(self, desk: Desk) -> CallReader | None:
         """Reads calls out of one text."""
         names = [tool.name for tool in self.callable_tools]
-        return CallReader(desk.prompts.form, names) if names else None
+        if not names:
+            return None
+        return CallReader(desk.template.form, names, parallel=self.allows_parallel(desk))
 
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}

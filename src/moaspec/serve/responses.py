@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from moaspec.data.call_reader import Call
 from moaspec.serve import failures
-from moaspec.serve.calls import Call
 from moaspec.serve.choice import Choice, Delta, extension_of, usage
 from moaspec.serve.desk import Desk, Order, created_now, fresh_id
 from moaspec.serve.failures import RequestError
@@ -136,7 +136,7 @@ def _form(asked: ResponseRequest) -> Form:
     return Form(
         tools=[one.tool() for one in asked.tools or ()],
         choice=choice.name if isinstance(choice, ResponseToolChoice) else choice,
-        parallel=asked.parallel_tool_calls is not False,
+        parallel=asked.parallel_tool_calls,
         schema=schema,
     )
 
@@ -148,11 +148,12 @@ def _jobs(
         messages = [{"role": "system", "content": asked.instructions}, *messages]
     tools = () if form.choice == "none" else form.tools
     limit = asked.max_output_tokens
+    prompt = desk.prompt(messages, tools, asked.chat_template_kwargs)
     order = Order(
         max_tokens=desk.settings.default_max_tokens if limit is None else limit,
         grammar=form.grammar(desk),
     )
-    return desk.jobs(request, asked, [desk.prompts.ids(messages, tools)], order)
+    return desk.jobs(request, asked, [prompt], order)
 
 
 class _Answer:
@@ -160,6 +161,7 @@ class _Answer:
 
     def __init__(self, desk: Desk, asked: ResponseRequest, run: Run, form: Form) -> None:
         self._asked, self._run = asked, run
+        self._parallel = form.allows_parallel(desk)
         self._choice = Choice(
             0, desk, run.jobs[0], run.tallies[0], asked=asked.extension, reader=form.reader(desk)
         )
@@ -203,14 +205,7 @@ class _Answer:
     def message(self) -> dict[str, Any]:
         """The answer as chat templates read it."""
         said: dict[str, Any] = {"role": "assistant", "content": self._choice.text}
-        calls = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in self._calls
-        ]
+        calls = [call.as_json() for call in self._choice.calls]
         return {**said, "tool_calls": calls} if calls else said
 
     def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
@@ -281,7 +276,7 @@ class _Answer:
             max_output_tokens=asked.max_output_tokens,
             model=asked.model,
             output=([said] if spoke else []) + self._calls if done else [],
-            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            parallel_tool_calls=self._parallel,
             previous_response_id=asked.previous_response_id,
             store=asked.store is not False,
             temperature=sampling.temperature,

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from moaspec.serve.calls import Tool
-from moaspec.serve.chat_schema import NO_PARAMETERS, ToolName
-from moaspec.serve.schema import Given, JsonObject, Name, ObjectFormat, Sampling, TextFormat
+from moaspec.serve.chat_schema import ToolName
+from moaspec.serve.schema import (
+    Given,
+    JsonObject,
+    Name,
+    ObjectFormat,
+    Sampling,
+    TextFormat,
+    Variables,
+)
 
 
 class InputText(Given):
@@ -47,7 +55,9 @@ InputItem = InputMessage | InputCall | InputCallOutput
 
 
 class ResponseTool(Given):
-    """A function that the model may call."""
+    """A function that the model may call; templates may read further fields."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: Literal["function"]
     name: ToolName
@@ -57,7 +67,7 @@ class ResponseTool(Given):
 
     def tool(self) -> Tool:
         """As the rest of the server knows it."""
-        return Tool(self.name, self.description or "", self.parameters or NO_PARAMETERS)
+        return Tool.of(self.model_dump(exclude_none=True, exclude={"type"}))
 
 
 class ResponseToolChoice(Given):
@@ -98,9 +108,10 @@ class ResponseRequest(Sampling):
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Variables | None = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as chat templates read it."""
+        """The input as messages of a chat."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[dict[str, Any]] = []
@@ -112,10 +123,9 @@ class ResponseRequest(Sampling):
 def _append(messages: list[dict[str, Any]], item: InputItem) -> None:
     """One more item; calls in a row belong to one message."""
     if isinstance(item, InputMessage):
-        role = "system" if item.role == "developer" else item.role
-        messages.append({"role": role, "content": _joined(item.content)})
+        messages.append({"role": item.role, "content": _content(item.content)})
     elif isinstance(item, InputCallOutput):
-        output = _joined(item.output)
+        output = _content(item.output)
         messages.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
     else:
         if not messages or messages[-1]["role"] != "assistant":
@@ -129,10 +139,8 @@ def call_json(item: InputCall) -> dict[str, Any]:
     return {"id": item.call_id, "type": "function", "function": function}
 
 
-def _joined(content: str | list[InputText]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.text for part in content)
+def _content(content: str | list[InputText]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [part.model_dump() for part in content]
 
 
 class OutputText(BaseModel):

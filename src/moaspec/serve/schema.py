@@ -28,6 +28,9 @@ def _encodable(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+Variables = Annotated[dict[Name, Any], AfterValidator(_encodable)]
+"""Of a chat template: any JSON."""
+
 JsonObject = Annotated[dict[str, Any], AfterValidator(_encodable)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moaspec.data.call_reader import begun
 from moaspec.decode.incremental import TextStream
 from moaspec.decode.result import Alternatives
 from moaspec.serve.source import TokenSource, Update
@@ -114,15 +115,6 @@ class TextWriter:
             count += 1
         done, self._held = self._held[:count], self._held[count:]
         return done
-
-
-def begun(text: str, stop: Sequence[str]) -> int:
-    """Characters at the end of a text with which a stop string may begin."""
-    longest = max(map(len, stop), default=1) - 1
-    for start in range(max(len(text) - longest, 0), len(text)):
-        if any(one.startswith(text[start:]) for one in stop):
-            return len(text) - start
-    return 0
 
 
 def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from moaspec.train.conversations import Conversation
+from moaspec.data.conversations import Conversation
 
 Gram = tuple[str, ...]
 WORD = re.compile(r"\w+")
@@ -69,7 +69,7 @@ def _texts(row: Conversation, decode: Callable[[tuple[int, ...]], str]) -> Itera
         yield decode(row.prompt_ids)
         yield decode(row.response_ids or ())
     for message in row.messages:
-        if message["role"] != "system":
+        if message["role"] not in ("system", "developer"):
             yield message["content"]
 
 

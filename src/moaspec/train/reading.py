@@ -6,11 +6,13 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moaspec.data.chat_template import ChatTemplate
+from moaspec.data.conversations import Conversation, read_conversations
+from moaspec.data.loss_mask import masked_tokens
+from moaspec.data.report import ReadReport
+from moaspec.data.sources import OnMalformed, refuse
 from moaspec.errors import DataError
-from moaspec.train.chat import encode
-from moaspec.train.conversations import Conversation, read_conversations
 from moaspec.train.data import Example
-from moaspec.train.sources import OnMalformed, refuse
 
 
 def read_examples(
@@ -21,10 +23,12 @@ def read_examples(
     tokenizer: Any = None,
     stop_token_ids: Collection[int] = (),
     on_malformed: OnMalformed = refuse,
+    report: ReadReport | None = None,
 ) -> list[Example]:
     """Read every source, cutting examples to `max_length` tokens.
 
-    Examples in which no response of two tokens is left teach nothing and are left out.
+    Examples in which no response of two tokens is left teach nothing; they are left out and
+    counted.
 
     Args:
         sources: files and data sets, see `read_conversations`.
@@ -33,15 +37,18 @@ def read_examples(
         tokenizer: the target's; rows of `prompt_ids` and `response_ids` need none.
         stop_token_ids: ids that end a turn.
         on_malformed: called for each malformed row.
+        report: counts columns, files and examples that are not used.
 
     Raises:
         DataError: a source is missing, or a row is malformed; the message names file and line.
     """
     found: list[Example] = []
+    report = ReadReport() if report is None else report
+    template = ChatTemplate(tokenizer)
     previous = Conversation(where="")
-    for conversation in read_conversations(map(str, sources), on_malformed):
+    for conversation in read_conversations(map(str, sources), on_malformed, report):
         try:
-            example = _example(conversation, tokenizer, stop_token_ids)
+            example = _example(conversation, template, stop_token_ids, report)
             _check_ids(example, vocab_size, conversation.where)
         except DataError as error:
             on_malformed(error)
@@ -50,7 +57,8 @@ def read_examples(
             example = _joined(found, example)
         found.append(example)
         previous = conversation
-    kept = list(_cut(found, max_length))
+    kept = list(_cut(found, max_length, report))
+    report.forget_columns_of(template.source)
     if not kept:
         raise DataError(
             "No usable training examples: every source was empty or its prompts too long."
@@ -59,10 +67,15 @@ def read_examples(
 
 
 def _example(
-    conversation: Conversation, tokenizer: Any, stop_token_ids: Collection[int]
+    conversation: Conversation,
+    template: ChatTemplate,
+    stop_token_ids: Collection[int],
+    report: ReadReport,
 ) -> Example:
     if not conversation.prompt_ids:
-        return encode(tokenizer, conversation, stop_token_ids)
+        masked = masked_tokens(template, conversation, stop_token_ids)
+        report.turns_without_loss += masked.turns - masked.turns_with_loss
+        return Example.from_mask(masked.token_ids, masked.written)
     if conversation.response_ids is None:
         raise DataError(
             f"{conversation.where}: 'prompt_ids' without 'response_ids'. Let the target write "
@@ -92,8 +105,11 @@ def _joined(found: list[Example], example: Example) -> Example:
     return Example(*found.pop().pieces, prompt[len(earlier) :], response)
 
 
-def _cut(examples: Iterable[Example], max_length: int) -> Iterator[Example]:
+def _cut(examples: Iterable[Example], max_length: int, report: ReadReport) -> Iterator[Example]:
     for example in examples:
         kept = example.cut(max_length)
-        if kept is not None:
-            yield kept
+        if kept is None:
+            report.without_response += 1
+            continue
+        report.cut += len(example) > max_length
+        yield kept

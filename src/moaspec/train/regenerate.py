@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
+from moaspec.data.answers import read_answer
+from moaspec.data.chat_template import ChatTemplate
+from moaspec.data.conversations import Conversation
+from moaspec.data.loss_mask import prompt_ids
+from moaspec.data.messages import Message, normal_messages
 from moaspec.decode import GenerationResult
 from moaspec.errors import DataError
 from moaspec.target import Target
-from moaspec.train.chat import prompt_ids
-from moaspec.train.conversations import Conversation, Message
 from moaspec.train.journal import Journal
 from moaspec.train.writing import Ask, Author, Row, Scribe
 
@@ -24,8 +26,8 @@ def regenerate(scribe: Scribe, conversations: Sequence[Conversation], journal: J
     Each assistant turn becomes a row of `id`, `source`, `turn`, `prompt_ids`, `response_ids`,
     `stop_reason` and, for conversations in messages, `messages` up to and with that turn. Turns are
     written one after another, each on what the target wrote before. Assistant turns with tool calls
-    stay as they are, because their results follow. A turn that was cut short ends its conversation,
-    as does a prompt that leaves no room in the target's context.
+    stay as they are, because their results follow. A turn that was cut short or calls tools ends
+    its conversation, as does a prompt that leaves no room in the target's context.
 
     Args:
         scribe: who writes, and how.
@@ -36,10 +38,10 @@ def regenerate(scribe: Scribe, conversations: Sequence[Conversation], journal: J
         DataError: a conversation that the chat template refuses.
         TrainingError: the disk refuses to be written.
     """
-    size = scribe.writing.group_size
+    size, template = scribe.writing.group_size, ChatTemplate(scribe.target.tokenizer)
     for start in range(journal.groups * size, len(conversations), size):
         group = conversations[start : start + size]
-        authors = [_author(scribe.target, c, start + i) for i, c in enumerate(group)]
+        authors = [_author(scribe.target, template, c, start + i) for i, c in enumerate(group)]
         journal.commit(scribe.write(authors))
 
 
@@ -53,11 +55,11 @@ def check_prompts(
         conversations: to be checked.
         on_malformed: called for each that its chat template or its context refuses.
     """
-    kept = []
+    kept, template = [], ChatTemplate(target.tokenizer)
     for conversation in conversations:
         try:
             asked = _asked(conversation)
-            _require_room(target, asked, _prompt(target, asked))
+            _require_room(target, asked, _prompt(template, asked))
             kept.append(conversation)
         except DataError as error:
             on_malformed(error)
@@ -93,6 +95,8 @@ def fingerprint(conversations: Sequence[Conversation]) -> str:
     digest = hashlib.sha256()
     for c in conversations:
         digest.update(repr((c.messages, c.tools, c.plain, c.prompt_ids)).encode())
+        if c.variables:
+            digest.update(repr(c.variables).encode())
     return digest.hexdigest()[:16]
 
 
@@ -122,13 +126,15 @@ def with_system_prompts(
 
 def _with_system(conversation: Conversation, text: str) -> Conversation:
     messages = conversation.messages
-    if not messages or any(message["role"] == "system" for message in messages):
+    if not messages or any(message["role"] in ("system", "developer") for message in messages):
         return conversation
     system = {"role": "system", "content": text}
     return dataclasses.replace(conversation, messages=(system, *messages), plain=False)
 
 
-def _author(target: Target, conversation: Conversation, number: int) -> Author:
+def _author(
+    target: Target, template: ChatTemplate, conversation: Conversation, number: int
+) -> Author:
     """Writes one conversation, turn by turn."""
     if not conversation.messages:
         return (yield from _one_turn(conversation, number))
@@ -138,22 +144,26 @@ def _author(target: Target, conversation: Conversation, number: int) -> Author:
     for stop, resume in _turns(conversation.messages):
         history += conversation.messages[done:stop]
         done = resume
-        ids = _next_prompt(target, dataclasses.replace(conversation, messages=tuple(history)))
+        asked = dataclasses.replace(conversation, messages=tuple(history))
+        ids = _next_prompt(target, template, asked)
         if ids is None:
             break
         result = yield Ask(ids, number)
-        history.append({"role": "assistant", "content": _text(target, result)})
+        answer = read_answer(template, result.token_ids, conversation.tools, target.stop_token_ids)
+        history = list(normal_messages([*history, answer]))
         row = _row(conversation, number, ids, result)
         rows.append({**row, "turn": len(rows), "messages": [dict(message) for message in history]})
-        if result.stop_reason != "stop_token":
+        if result.stop_reason != "stop_token" or "tool_calls" in answer:
             break
     return rows
 
 
-def _next_prompt(target: Target, conversation: Conversation) -> list[int] | None:
+def _next_prompt(
+    target: Target, template: ChatTemplate, conversation: Conversation
+) -> list[int] | None:
     """The next turn's prompt; None where context or template end the conversation."""
     try:
-        ids = _prompt(target, conversation)
+        ids = _prompt(template, conversation)
         _require_room(target, conversation, ids)
     except DataError:
         return None  # `check_prompts` has reported those that cannot even begin.
@@ -182,15 +192,10 @@ def _turns(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
 _UNANSWERED = {("user", None), ("user", "user"), ("tool", None)}
 
 
-def _prompt(target: Target, conversation: Conversation) -> list[int]:
+def _prompt(template: ChatTemplate, conversation: Conversation) -> list[int]:
     if not conversation.messages:
         return list(conversation.prompt_ids)
-    return prompt_ids(target.tokenizer, conversation)
-
-
-def _text(target: Target, result: GenerationResult) -> str:
-    tokenizer: Any = target.tokenizer
-    return tokenizer.decode(result.token_ids, skip_special_tokens=True)
+    return prompt_ids(template, conversation)
 
 
 def _row(
@@ -205,4 +210,6 @@ def _row(
     }
     if conversation.tools:
         row["tools"] = list(conversation.tools)
+    if conversation.variables:
+        row["chat_template_kwargs"] = dict(conversation.variables)
     return row

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moaspec.data.chat_template import ChatTemplate
+from moaspec.data.messages import Message
+from moaspec.data.sources import read_records
+from moaspec.data.user_turn import UserTurn, user_turn
 from moaspec.errors import TrainingError
 from moaspec.target import Target
-from moaspec.train.chat import UserTurn, user_turn
-from moaspec.train.conversations import Message
 from moaspec.train.journal import Journal
 from moaspec.train.overlap import words
-from moaspec.train.sources import read_records
 from moaspec.train.writing import Ask, Author, Row, Scribe
 
 PATIENCE = 20
@@ -43,9 +44,9 @@ class Imagination:
     """
 
     def __init__(self, target: Target, system_prompts: Sequence[str] = ()) -> None:
+        template = ChatTemplate(target.tokenizer)
         self._openings = [
-            _Opening(system, user_turn(target.tokenizer, system))
-            for system in (None, *system_prompts)
+            _Opening(system, user_turn(template, system)) for system in (None, *system_prompts)
         ]
         tokenizer: Any = target.tokenizer
         self._tokenizer = tokenizer

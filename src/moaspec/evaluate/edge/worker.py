@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from moaspec.data.chat_template import ChatTemplate
 from moaspec.decode import Chain, load_drafter
 from moaspec.decode.protocols import Drafter, RowText
 from moaspec.evaluate.cost import pass_s
@@ -110,9 +111,7 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     """A user's turn in the chat template, where there is one."""
     if not tokenizer.chat_template:
         return list(tokenizer(text)["input_ids"])
-    messages = [{"role": "user", "content": text}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+    return ChatTemplate(tokenizer).ids([{"role": "user", "content": text}])
 
 
 def natural_steps(

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from moaspec.data.sources import read_records
 from moaspec.errors import DataError, InputError
-from moaspec.train.sources import read_records
 
 
 def test_plain_and_compressed_files_say_where_rows_are(tmp_path: Path) -> None:

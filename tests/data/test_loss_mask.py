@@ -8,10 +8,13 @@ import pytest
 
 import chats
 from chats import ASSISTANT, BREAK, CALL, END, START, SYSTEM, THINK, TOOL, UNTHINK, USER
+from moaspec.data.chat_template import ChatTemplate
+from moaspec.data.conversations import Conversation
+from moaspec.data.loss_mask import masked_tokens, prompt_ids
+from moaspec.data.messages import normal_messages, normal_tool
+from moaspec.data.user_turn import user_turn
 from moaspec.errors import DataError
 from moaspec.train import Example
-from moaspec.train.chat import encode, prompt_ids, user_turn
-from moaspec.train.conversations import Conversation
 
 STOPS = {END}
 ASKED = (START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK)
@@ -19,7 +22,8 @@ TWO_TURNS = chats.talk("w20", "w30 w31", "w21 w22", "w32")
 
 
 def encoded(template: str, conversation: Conversation) -> Example:
-    return encode(chats.tokenizer(template), conversation, STOPS)
+    masked = masked_tokens(ChatTemplate(chats.tokenizer(template)), conversation, STOPS)
+    return Example.from_mask(masked.token_ids, masked.written)
 
 
 @pytest.mark.parametrize("template", [chats.CHATML, chats.MARKED], ids=["derived", "marked"])
@@ -71,13 +75,17 @@ def test_earlier_turns_without_thinking_count() -> None:
 
 def test_tools() -> None:
     """Calls are written by the target; descriptions and results are given."""
-    messages: tuple[dict[str, Any], ...] = (
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "w20"},
         {"role": "assistant", "content": "", "tool_calls": [{"name": "w40"}]},
         {"role": "tool", "content": "w60"},
         {"role": "assistant", "content": "w30"},
+    ]
+    conversation = Conversation(
+        where="here:1",
+        messages=normal_messages(messages),
+        tools=(normal_tool({"name": "w40"}),),
     )
-    conversation = Conversation(where="here:1", messages=messages, tools=({"name": "w40"},))
     assert encoded(chats.TOOLS, conversation) == Example(
         (START, SYSTEM, BREAK, 40, END, BREAK, *ASKED),
         (CALL, 40, END),
@@ -112,32 +120,49 @@ def test_what_cannot_be_masked(
     template: str | None, conversation: Conversation, message: str
 ) -> None:
     with pytest.raises(DataError, match=f"here:1: .*{message}"):
-        encode(chats.tokenizer(template), conversation, STOPS)
+        masked_tokens(ChatTemplate(chats.tokenizer(template)), conversation, STOPS)
 
 
 def test_prompts() -> None:
-    ids = prompt_ids(chats.tokenizer(), chats.talk("w20"))
+    ids = prompt_ids(ChatTemplate(chats.tokenizer()), chats.talk("w20"))
     assert ids == [START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK]
 
 
 def test_plain_prompts_need_no_template() -> None:
-    bare = chats.tokenizer(None)
+    bare = ChatTemplate(chats.tokenizer(None))
     assert prompt_ids(bare, chats.talk("w20 w21", plain=True)) == [20, 21]
     with pytest.raises(DataError, match="no chat template"):
         prompt_ids(bare, chats.talk("w20 w21"))
     with pytest.raises(DataError, match="no tokenizer"):
-        prompt_ids(None, chats.talk("w20"))
+        prompt_ids(ChatTemplate(None), chats.talk("w20"))
 
 
 def test_user_turns() -> None:
-    turn = user_turn(chats.tokenizer(chats.DEFAULT_SYSTEM))
+    turn = user_turn(ChatTemplate(chats.tokenizer(chats.DEFAULT_SYSTEM)))
     assert turn.prefix_ids == (START, SYSTEM, BREAK, 10, 11, END, BREAK, START, USER, BREAK)
     assert (turn.suffix, turn.suffix_ids) == ("<|end|>\n", (END, BREAK))
-    turn = user_turn(chats.tokenizer(), system="w12")
+    turn = user_turn(ChatTemplate(chats.tokenizer()), system="w12")
     assert turn.prefix_ids == (START, SYSTEM, BREAK, 12, END, BREAK, START, USER, BREAK)
 
 
 @pytest.mark.parametrize("template", ["nothing", "{{ messages[0].content * 2 }}"])
 def test_templates_without_a_user_turn(template: str) -> None:
     with pytest.raises(DataError, match="repeats or drops"):
-        user_turn(chats.tokenizer(template))
+        user_turn(ChatTemplate(chats.tokenizer(template)))
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.MARKED], ids=["derived", "marked"])
+def test_turns_of_weight_zero_carry_no_loss(template: str) -> None:
+    messages = [dict(message) for message in TWO_TURNS.messages]
+    messages[1]["weight"] = 0
+    conversation = Conversation(where="here:1", messages=normal_messages(messages))
+    masked = masked_tokens(ChatTemplate(chats.tokenizer(template)), conversation, STOPS)
+    assert (masked.turns, masked.turns_with_loss) == (2, 1)
+    assert Example.from_mask(masked.token_ids, masked.written).pieces[1::2] == ((32, END),)
+
+
+def test_developers_are_systems() -> None:
+    messages = [{"role": "developer", "content": "w12"}, {"role": "user", "content": "w20"}]
+    conversation = Conversation(where="here:1", messages=normal_messages(messages))
+    ids = prompt_ids(ChatTemplate(chats.tokenizer()), conversation)
+    assert ids[:6] == [START, SYSTEM, BREAK, 12, END, BREAK]

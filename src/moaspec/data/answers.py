@@ -1,0 +1,41 @@
+"""What a target wrote, as the message that a conversation goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from moaspec.data.call_reader import CallReader
+from moaspec.data.chat_template import ChatTemplate
+from moaspec.data.messages import Message
+
+
+def read_answer(
+    template: ChatTemplate,
+    token_ids: Sequence[int],
+    tools: Sequence[Mapping[str, Any]],
+    stop_token_ids: Collection[int],
+) -> Message:
+    """An assistant's message, with the calls in it; they have no ids yet.
+
+    Args:
+        template: of the target.
+        token_ids: that the target wrote.
+        tools: that it was told of, of the normal form.
+        stop_token_ids: ids that end a turn; they are no text.
+    """
+    tokenizer: Any = template.tokenizer
+    if not tools:
+        text = tokenizer.decode(token_ids, skip_special_tokens=True)
+        return {"role": "assistant", "content": text}
+    said = [token for token in token_ids if token not in stop_token_ids]
+    # A trigger that is a special token must be seen.
+    text = tokenizer.decode(said, skip_special_tokens=template.trigger_id is None)
+    reader = CallReader(template.form, [tool["function"]["name"] for tool in tools])
+    content, calls = reader.feed(text, last=True)
+    message: Message = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {k: v for k, v in call.as_json().items() if k != "id"} for call in calls
+        ]
+    return message

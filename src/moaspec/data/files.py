@@ -1,0 +1,178 @@
+"""Files of data: which there are, how they are compressed, and their lines."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from moaspec.errors import DataError
+
+SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet"}
+PACKED_SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}
+PARQUET = b"PAR1"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+ADVICE = "Write one JSON object a line, one JSON list of objects, or a Parquet file."
+
+
+def data_files(path: Path, skipped: list[str] | None = None) -> list[Path]:
+    """The file itself, or all files of data below a directory, sorted.
+
+    Args:
+        path: file or directory.
+        skipped: gets the names of the directory's other files; hidden ones are passed by.
+
+    Raises:
+        DataError: a directory without files of data.
+    """
+    if not path.is_dir():
+        return [path]
+    inside = [one for one in sorted(path.rglob("*")) if one.is_file() and not _hidden(one, path)]
+    found = [one for one in inside if _suffix(one) in SUFFIXES]
+    if skipped is not None:
+        skipped += [str(one) for one in inside if _suffix(one) not in SUFFIXES]
+    if not found:
+        raise DataError(
+            f"The directory {path} holds no data: no file that ends in "
+            f"{', '.join(sorted(SUFFIXES))}, plain or compressed."
+        )
+    return found
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether the file begins as Parquet does."""
+    return _start(path).startswith(PARQUET)
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a Parquet file, a batch at a time.
+
+    Raises:
+        DataError: pyarrow is missing, or the file is damaged.
+    """
+    parquet = _optional("pyarrow.parquet", f"{path} is Parquet, which needs the package `pyarrow`")
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+        raise DataError(f"Cannot read the data {path}: {error}. Is the file whole?") from error
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, uncompressed, without byte order mark.
+
+    Raises:
+        DataError: the file cannot be read, or is no text in UTF-8.
+    """
+    try:
+        with open_file(path) as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1:
+                    _refuse_other_encodings(path, line)
+                    line = line.removeprefix(BYTE_ORDER_MARK)
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"Cannot read the data {path}: {error}") from error
+
+
+def read_text(path: Path) -> str:
+    """A whole file as text.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    with open_file(path) as file:
+        text = file.read().removeprefix(BYTE_ORDER_MARK)
+    for number, line in enumerate(text.split(b"\n"), start=1):
+        decoded(f"{path}:{number}", line)
+    return text.decode()
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading; how it is compressed is told by its first bytes."""
+    start = _start(path)
+    opener = next((one for magic, one in _OPENERS.items() if start.startswith(magic)), None)
+    return path.open("rb") if opener is None else cast(BinaryIO, opener(path))
+
+
+def decoded(where: str, line: bytes) -> str:
+    """A line as text.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Convert the file, for "
+            "example with iconv -f latin1 -t utf-8."
+        ) from error
+
+
+def _refuse_other_encodings(path: Path, line: bytes) -> None:
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line[:4]:
+        raise DataError(
+            f"{path}:1: not UTF-8 text: it looks like UTF-16 or a binary file. {ADVICE} "
+            "UTF-16 is converted by iconv -f utf-16 -t utf-8."
+        )
+    if line.startswith(b"PK\x03\x04"):
+        raise DataError(f"{path}:1: a zip archive. Unpack it and name the files in it.")
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def _suffix(path: Path) -> str:
+    """The suffix of a file's content, without the suffix of its compression."""
+    packed = path.suffix.lower() in PACKED_SUFFIXES
+    return (Path(path.stem) if packed else path).suffix.lower()
+
+
+def _start(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(8)
+    except OSError as error:
+        raise DataError(f"Cannot read the data {path}: {error}") from error
+
+
+def _open_zstd(path: Path) -> BinaryIO:
+    zstandard = _optional(
+        "zstandard", f"{path} is compressed by zstd, which needs the package `zstandard`"
+    )
+    data, found = path.read_bytes(), []
+    while data:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        try:
+            found.append(frame.decompress(data))
+        except zstandard.ZstdError as error:
+            raise OSError(f"damaged zstd data ({error})") from error
+        if not frame.eof:
+            raise EOFError("zstd data ended before its end mark")
+        data = frame.unused_data
+    return io.BytesIO(b"".join(found))
+
+
+def _optional(module: str, why: str) -> Any:
+    # Imported here: only such files need it.
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(f"{why}: pip install 'moaspec[data]'.") from error
+
+
+_OPENERS: dict[bytes, Callable[[Path], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+    b"\x28\xb5\x2f\xfd": _open_zstd,
+}

@@ -1,0 +1,148 @@
+"""Which tokens of a conversation the assistant generated: those that carry loss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moaspec.data.chat_template import FAILURES, ChatTemplate, Prepared
+from moaspec.data.conversations import Conversation
+from moaspec.errors import DataError, InputError
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """A conversation's tokens.
+
+    Attributes:
+        token_ids: all of them.
+        written: True for each that the assistant generated.
+        turns, turns_with_loss: assistant turns, and those that are located among the tokens.
+    """
+
+    token_ids: Sequence[int]
+    written: Sequence[bool]
+    turns: int
+    turns_with_loss: int
+
+
+def prompt_ids(template: ChatTemplate, conversation: Conversation) -> list[int]:
+    """What the target is given to write the next assistant turn.
+
+    Raises:
+        DataError: no chat template for more than a plain text, or a template that refuses it.
+    """
+    tokenizer = _tokenizer(template, conversation)
+    if not template.exists and conversation.plain:
+        return list(tokenizer(conversation.messages[0]["content"])["input_ids"])
+    prepared = _prepared(template, conversation)
+    try:
+        return template.tokenize(template.text(prepared, add_generation_prompt=True))
+    except InputError as error:
+        raise DataError(f"{conversation.where}: {error}") from error
+
+
+def masked_tokens(
+    template: ChatTemplate, conversation: Conversation, stop_token_ids: Collection[int]
+) -> MaskedTokens:
+    """A conversation's tokens, and which of them the assistant generated.
+
+    A template that marks them (`{% generation %}`) is believed. With any other, an assistant turn
+    begins where the prompt for it ends and stops after its first stop token. A turn counts only if
+    the whole conversation's tokens repeat both exactly: templates that rewrite earlier turns (most
+    drop their thinking) leave those turns without loss, because what the target generated is
+    not there any more. Turns of `weight` 0 carry no loss either.
+
+    Args:
+        template: of the target.
+        conversation: with at least one assistant turn.
+        stop_token_ids: ids that end a turn.
+
+    Raises:
+        DataError: no assistant turn can be located.
+    """
+    if not any(message["role"] == "assistant" for message in conversation.messages):
+        raise DataError(
+            f"{conversation.where}: no assistant turn to learn from. Let the target write one: "
+            "moaspec data regenerate."
+        )
+    prepared = _prepared(template, conversation)
+    marked = GENERATION_MARK.search(prepared.source)
+    try:
+        found = (_marked if marked else _derived)(template, prepared, stop_token_ids)
+    except InputError as error:
+        raise DataError(f"{conversation.where}: {error}") from error
+    if not any(found.written) or found.written[0]:
+        raise DataError(
+            f"{conversation.where}: no assistant turn's tokens can be located in what the chat "
+            "template makes of the conversation. Rows of `prompt_ids` and `response_ids` need no "
+            "template: moaspec data regenerate writes them."
+        )
+    return found
+
+
+def _derived(
+    template: ChatTemplate, prepared: Prepared, stop_token_ids: Collection[int]
+) -> MaskedTokens:
+    """Locate assistant turns by rendering the conversation up to and with each of them."""
+    whole = template.tokenize(template.text(prepared))
+    written = [False] * len(whole)
+    turns = [i for i, one in enumerate(prepared.messages) if one["role"] == "assistant"]
+    located = 0
+    for index in (i for i in turns if i and prepared.messages[i].get("weight") != 0):
+        given = template.tokenize(template.text(prepared, index, add_generation_prompt=True))
+        ids = template.tokenize(template.text(prepared, index + 1))
+        stop = _turn_end(ids, len(given), stop_token_ids)
+        if ids[: len(given)] == given and whole[:stop] == ids[:stop]:
+            written[len(given) : stop] = [True] * (stop - len(given))
+            located += stop > len(given)
+    return MaskedTokens(whole, written, len(turns), located)
+
+
+def _turn_end(ids: list[int], start: int, stop_token_ids: Collection[int]) -> int:
+    """Past the first stop token; what a template adds after it was not generated."""
+    ends = (i + 1 for i in range(start, len(ids)) if ids[i] in stop_token_ids)
+    return next(ends, len(ids))
+
+
+def _marked(template: ChatTemplate, prepared: Prepared, _: Collection[int]) -> MaskedTokens:
+    """Take the template's own marks, but for turns of weight 0."""
+    try:
+        ids, mask = template.marked_ids(prepared)
+    except FAILURES as error:
+        raise InputError(f"The chat template refuses these messages: {error}") from error
+    weights = [m.get("weight", 1) for m in prepared.messages if m["role"] == "assistant"]
+    starts = [i for i, mark in enumerate(mask) if mark and not (i and mask[i - 1])]
+    written = [bool(mark) for mark in mask]
+    if len(starts) == len(weights):
+        for start, weight in zip(starts, weights, strict=True):
+            end = next((i for i in range(start, len(mask)) if not mask[i]), len(mask))
+            written[start:end] = [weight != 0] * (end - start)
+    located = sum(written[start] for start in starts)
+    return MaskedTokens(ids, written, len(weights), located)
+
+
+def _prepared(template: ChatTemplate, conversation: Conversation) -> Prepared:
+    _tokenizer(template, conversation)
+    if not template.exists:
+        raise DataError(
+            f"{conversation.where}: the target's tokenizer has no chat template, so it cannot read "
+            "messages. Give plain prompts (`prompt`), or rows of `prompt_ids`."
+        )
+    try:
+        return template.prepare(conversation.messages, conversation.tools, conversation.variables)
+    except InputError as error:
+        raise DataError(f"{conversation.where}: {error}") from error
+
+
+def _tokenizer(template: ChatTemplate, conversation: Conversation) -> Any:
+    if template.tokenizer is None:
+        raise DataError(
+            f"{conversation.where}: the target has no tokenizer, so it cannot read text. "
+            "Give rows of `prompt_ids`."
+        )
+    return template.tokenizer

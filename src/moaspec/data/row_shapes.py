@@ -1,0 +1,324 @@
+"""Shapes of rows: OpenAI, ShareGPT, LLaMA-Factory, Alpaca, TRL, and this package's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from moaspec.data.messages import MalformedError, Message, normal_messages, normal_tool, short
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "function": "tool",
+    "function_call": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+}
+QUESTIONS = ("instruction", "prompt", "question", "query")
+CONTEXTS = ("input", "context")
+ANSWERS = ("output", "response", "completion", "answer", "chosen")
+SYSTEMS = ("system", "system_prompt")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+OWN_COLUMNS = ("source", "turn", "stop_reason", "messages")
+"""Beside `prompt_ids` in rows that `moaspec data regenerate` wrote."""
+
+MESSAGE_KEYS = {
+    *("role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call"),
+    "weight",
+}
+Fields = dict[str, Any]
+Told = list[dict[str, Any]]
+"""Messages, not yet of the normal form."""
+
+
+class Row:
+    """A row that remembers which of its columns were read."""
+
+    def __init__(self, value: Mapping[str, Any]) -> None:
+        self._value, self._used, self._inner = value, set[str](), dict[str, None]()
+
+    def get(self, key: str) -> Any:
+        """A column's value, read; None where it is absent."""
+        self._used.add(key)
+        return self._value.get(key)
+
+    def is_given(self, key: str) -> bool:
+        """Whether a column is there, empty or not."""
+        return self._value.get(key) is not None
+
+    def first(self, keys: Iterable[str]) -> str | None:
+        """The first of these columns that holds something."""
+        return next((key for key in keys if not _is_empty(self._value.get(key))), None)
+
+    def names(self) -> str:
+        """Names of all columns."""
+        return ", ".join(map(str, self._value)) or "no columns"
+
+    def note_keys(self, message: Mapping[str, Any]) -> None:
+        """Note keys of a message that only some chat templates read."""
+        for key, value in message.items():
+            if key not in MESSAGE_KEYS and _carries_text(value):
+                self._inner[f"messages.{key}"] = None
+
+    def unused(self) -> tuple[str, ...]:
+        """Columns with text that were not read, and keys of messages that may not be."""
+        left = [k for k, v in self._value.items() if k not in self._used and _carries_text(v)]
+        return (*map(str, left), *self._inner)
+
+
+def read_row(row: Row) -> Fields:
+    """Fields of the conversation in a row.
+
+    Raises:
+        MalformedError: no known shape, or something of the wrong type in it.
+    """
+    media = row.first(MEDIA)
+    if media is not None:
+        raise MalformedError(f"{media!r} cannot be read, only text. Leave such rows out.")
+    if row.get("prompt_ids") is not None:
+        return _token_rows(row)
+    fields = _conversation(row)
+    _require_objects(fields["messages"])
+    return fields
+
+
+def _token_rows(row: Row) -> Fields:
+    fields = _conversation(row) if row.first(["messages"]) else {"tools": _tools(row)}
+    for name in OWN_COLUMNS:
+        row.get(name)
+    fields["prompt_ids"] = _token_ids(row.get("prompt_ids"), "prompt_ids")
+    if not fields["prompt_ids"]:
+        raise MalformedError("'prompt_ids' is empty; a response needs something before it.")
+    if row.get("response_ids") is not None:
+        fields["response_ids"] = _token_ids(row.get("response_ids"), "response_ids")
+    return fields
+
+
+def _token_ids(value: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or any(type(token) is not int for token in value):
+        raise MalformedError(f"{name!r} must be a list of integers, got {short(value)}.")
+    return tuple(value)
+
+
+def _conversation(row: Row) -> Fields:
+    key = row.first(_SHAPES) or next((key for key in _SHAPES if row.is_given(key)), None)
+    if key is None:
+        raise MalformedError(
+            f"none of the columns {', '.join(_SHAPES)}; the row has {row.names()}. Rename its "
+            "columns, for example to 'prompt' and 'response', or write 'messages'."
+        )
+    told = _SHAPES[key](row, key)
+    around = [*_system(row, told), *_history(row)]
+    start = 1 if told[0]["role"] in ("system", "developer") else 0
+    messages = [*around, *told] if not start else [told[0], *around, *told[1:]]
+    tools = _tools(row)
+    return {
+        "messages": normal_messages(messages),
+        "tools": tools,
+        "variables": _variables(row),
+        "plain": key in _PLAIN_TEXTS and _is_question(messages) and not tools,
+    }
+
+
+def _require_objects(messages: Iterable[Message]) -> None:
+    """What a target learns to call must have arguments that can be read."""
+    for number, message in enumerate(messages, start=1):
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if not isinstance(arguments, dict):
+                raise MalformedError(
+                    f"message {number}: the arguments of a call must be a JSON object, got "
+                    f"{short(arguments)}."
+                )
+
+
+def _is_question(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return len(messages) == 1 and messages[0]["role"] == "user"
+
+
+def _message_list(row: Row, key: str) -> Told:
+    told = _listed(row, row.get(key), key)
+    unanswered = told[-1]["role"] in ("user", "tool") and key not in ANSWERS
+    return [*told, *_answer(row)] if unanswered else told
+
+
+def _listed(row: Row, value: Any, name: str) -> Told:
+    """Messages of OpenAI's form or ShareGPT's."""
+    value = _parsed(value, name)
+    if not isinstance(value, list) or not value:
+        raise MalformedError(f"{name!r} must be a list of messages, got {short(value)}.")
+    return [_told(row, message, number) for number, message in enumerate(value, start=1)]
+
+
+def _told(row: Row, message: Any, number: int) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise MalformedError(f"message {number} must be an object, got {short(message)}.")
+    row.note_keys(message)
+    if "from" not in message:
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise MalformedError(
+                f"message {number} must have 'role' and 'content', or 'from' and 'value'; got "
+                f"{short(message)}."
+            )
+        return {**message, "role": SHAREGPT_ROLES.get(role, role)}
+    speaker = message["from"]
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        raise MalformedError(
+            f"message {number} must have 'from', one of {', '.join(SHAREGPT_ROLES)}; got "
+            f"{short(message)}."
+        )
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    if speaker == "function_call":
+        return {**others, "role": "assistant", "tool_calls": _called(message, number)}
+    role = SHAREGPT_ROLES[speaker]
+    value = message.get("value")
+    if not isinstance(value, str) or (role in ("user", "assistant") and not value.strip()):
+        raise MalformedError(f"'value' of message {number} must be a text, got {short(value)}.")
+    return {**others, "role": role, "content": value}
+
+
+def _called(message: Mapping[str, Any], number: int) -> list[Any]:
+    """LLaMA-Factory's calls: JSON text of one call or a list of calls."""
+    try:
+        calls = json.loads(message.get("value", ""), strict=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MalformedError(
+            f"'value' of message {number} must be a call as JSON, an object with 'name' and "
+            f"'arguments'; got {short(message.get('value'))}."
+        ) from error
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _user_turns(row: Row, key: str) -> Told:
+    turns = row.get(key)
+    if not isinstance(turns, list) or not turns:
+        raise MalformedError(f"{key!r} must be a list of texts, got {short(turns)}.")
+    return [{"role": "user", "content": _text(turn, key)} for turn in turns]
+
+
+def _question(row: Row, key: str) -> Told:
+    question = row.get(key)
+    answer = _answer(row)
+    if answer and answer[0]["role"] != "assistant":
+        return answer  # `chosen` with its prompt in it
+    if isinstance(question, list):
+        return [*_listed(row, question, key), *answer]
+    texts = [_text(question, key)]
+    context = row.first(CONTEXTS)
+    if context is not None:
+        texts.append(_text(row.get(context), context))
+    return [{"role": "user", "content": "\n\n".join(texts)}, *answer]
+
+
+def _answer(row: Row) -> Told:
+    """A text, a message, or a list of messages; empty where there is none."""
+    key = row.first(ANSWERS)
+    if key is None:
+        return []
+    answer = row.get(key)
+    if isinstance(answer, dict):
+        answer = [answer]
+    if isinstance(answer, list):
+        return _listed(row, answer, key)
+    return [{"role": "assistant", "content": _text(answer, key)}]
+
+
+def _system(row: Row, told: Told) -> Told:
+    key = row.first(SYSTEMS)
+    if key is None:
+        return []
+    text = _text(row.get(key), key)
+    own = [one.get("content") for one in told if one["role"] in ("system", "developer")]
+    if own and own != [text]:
+        raise MalformedError(
+            f"the row has {key!r} and a system message that is another one. Keep one of them."
+        )
+    return [] if own else [{"role": "system", "content": text}]
+
+
+def _history(row: Row) -> Told:
+    """LLaMA-Factory's earlier turns: pairs of question and answer, or messages."""
+    turns = _parsed(row.get("history"), "history") or []
+    if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+        return _listed(row, turns, "history")
+    pairs = isinstance(turns, list) and all(_is_pair(turn) for turn in turns)
+    if not pairs:
+        raise MalformedError(
+            f"'history' must be a list of [question, answer] or of messages, got {short(turns)}."
+        )
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(roles, turn, strict=True)
+    ]
+
+
+def _is_pair(turn: Any) -> bool:
+    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(one, str) for one in turn)
+
+
+def _tools(row: Row) -> tuple[Any, ...]:
+    """A list, or LLaMA-Factory's JSON text of one."""
+    tools = _parsed(row.get("tools"), "tools") or []
+    if not isinstance(tools, list):
+        raise MalformedError(f"'tools' must be a list of functions, got {short(tools)}.")
+    return tuple(map(normal_tool, tools))
+
+
+def _variables(row: Row) -> Mapping[str, Any]:
+    variables = _parsed(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise MalformedError(f"'chat_template_kwargs' must be an object, got {short(variables)}.")
+    return variables
+
+
+def _parsed(value: Any, name: str) -> Any:
+    """A value that tables store as JSON text."""
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value, strict=False)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"{name!r} must be JSON, got {short(value)}.") from error
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise MalformedError(f"{name!r} must be a text that is not blank, got {short(value)}.")
+    return value
+
+
+def _is_empty(value: Any) -> bool:
+    return value in (None, [], {}) or (isinstance(value, str) and not value.strip())
+
+
+def _carries_text(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_carries_text, value.values()))
+    if isinstance(value, list):
+        return any(map(_carries_text, value))
+    return isinstance(value, str) and bool(value.strip())
+
+
+_SHAPES: dict[str, Callable[[Row, str], Told]] = {
+    "messages": _message_list,
+    "conversations": _message_list,
+    "conversation": _message_list,
+    "turns": _user_turns,
+    **dict.fromkeys(QUESTIONS, _question),
+    "chosen": _message_list,
+}
+_PLAIN_TEXTS = {"turns", "prompt", "question", "query"}

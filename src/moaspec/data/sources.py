@@ -1,0 +1,207 @@
+"""Where rows of data come from: files of JSON or Parquet, directories of them, and the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from moaspec.data.files import (
+    ADVICE,
+    data_files,
+    decoded,
+    is_parquet,
+    numbered_lines,
+    parquet_rows,
+    read_text,
+)
+from moaspec.errors import DataError
+from moaspec.hub import HUB, hub_rows, require_datasets
+
+OnMalformed = Callable[[DataError], None]
+"""What to do about a malformed row: raise the error, or count it and go on."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row, and how messages call its place (`file:line`)."""
+
+    where: str
+    value: dict[str, Any]
+
+
+def refuse(error: DataError) -> None:
+    """The usual answer to a malformed row."""
+    raise error
+
+
+def require_sources(sources: Sequence[str]) -> None:
+    """Refuse sources that cannot be read at all, before a target is loaded for them.
+
+    Raises:
+        InputError: the extra `hub` is not installed.
+        DataError: a file that does not exist.
+    """
+    for source in sources:
+        if source.startswith(HUB):
+            require_datasets()
+        elif not Path(source).exists():
+            raise DataError(f"Cannot read the data {source}: there is no such file.")
+
+
+def read_records(
+    source: str | Path, on_malformed: OnMalformed = refuse, skipped: list[str] | None = None
+) -> Iterator[Record]:
+    """Rows of one source, in order; blank lines are skipped.
+
+    Args:
+        source: a file of JSON lines, a JSON list of objects, or Parquet; a directory of such files;
+            or a data set of the hub, see `HUB`. Files may be compressed.
+        on_malformed: called for each line or element other than a JSON object.
+        skipped: gets the names of other files in a directory.
+
+    Raises:
+        DataError: the source cannot be read; or whatever `on_malformed` raises.
+    """
+    if str(source).startswith(HUB):
+        for number, row in enumerate(hub_rows(str(source)), start=1):
+            yield Record(f"{source}:{number}", _without_absent(row))
+        return
+    for path in data_files(Path(source), skipped):
+        yield from _file_records(path, on_malformed)
+
+
+def _file_records(path: Path, on_malformed: OnMalformed) -> Iterator[Record]:
+    if is_parquet(path):
+        for number, row in enumerate(parquet_rows(path), start=1):
+            yield Record(f"{path}:{number}", _without_absent(row))
+        return
+    lines = numbered_lines(path)
+    head = list(islice(lines, 2))
+    if _begins_list(b"".join(line for _, line in head)):
+        yield from _list_records(path, read_text(path), on_malformed)
+    else:
+        yield from _line_records(path, chain(head, lines), on_malformed)
+
+
+def _without_absent(value: Any) -> Any:
+    """Tables give objects of a column the keys of all the others, with null; drop those keys."""
+    if isinstance(value, dict):
+        return {key: _without_absent(one) for key, one in value.items() if one is not None}
+    return [_without_absent(one) for one in value] if isinstance(value, list) else value
+
+
+def _begins_list(start: bytes) -> bool:
+    """Whether a file is one list of objects."""
+    start = start.lstrip()
+    return start.startswith(b"[") and start[1:].lstrip()[:1] in (b"{", b"]", b"")
+
+
+def _line_records(
+    path: Path, lines: Iterator[tuple[int, bytes]], on_malformed: OnMalformed
+) -> Iterator[Record]:
+    for number, line in lines:
+        where = f"{path}:{number}"
+        try:
+            yield Record(where, _object(where, decoded(where, line)))
+        except DataError as error:
+            on_malformed(error)
+
+
+def _list_records(path: Path, text: str, on_malformed: OnMalformed) -> Iterator[Record]:
+    """Elements of a list. After an error of syntax the rest of the file is left out."""
+    elements = _Elements(path, text)
+    try:
+        for where, value in elements:
+            try:
+                yield Record(where, _checked(where, value))
+            except DataError as error:
+                on_malformed(error)
+    except DataError as error:
+        on_malformed(error)
+
+
+class _Elements:
+    """Elements of a JSON list, each with the number of its first line."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self._path, self._text = path, text
+        self._place = text.index("[") + 1
+        self._counted, self._line = 0, 1
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        self._pass_space()
+        while self._next() != "]":
+            where, start = self._where(), self._place
+            try:
+                value, self._place = _DECODER.raw_decode(self._text, start)
+            except (ValueError, RecursionError) as error:
+                raise self._not_json(where, str(error)) from error
+            yield where, value
+            self._pass_space()
+            if self._next() == ",":
+                self._place += 1
+                self._pass_space()
+            elif self._next() != "]":
+                raise self._not_json(self._where(), "expected ',' or ']' after an element")
+        self._place += 1
+        self._pass_space()
+        if self._next():
+            raise self._not_json(self._where(), "there is more after the list")
+
+    def _next(self) -> str:
+        return self._text[self._place : self._place + 1]
+
+    def _pass_space(self) -> None:
+        while self._next().isspace():
+            self._place += 1
+
+    def _where(self) -> str:
+        self._line += self._text.count("\n", self._counted, self._place)
+        self._counted = self._place
+        return f"{self._path}:{self._line}"
+
+    def _not_json(self, where: str, error: str) -> DataError:
+        return _not_json(where, error, self._text[self._place : self._place + 80])
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Python would take the last of several values without a word."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} occurs twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
+def _object(where: str, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _not_json(where, str(error), line) from error
+    return _checked(where, value)
+
+
+def _not_json(where: str, error: str, text: str) -> DataError:
+    return DataError(f"{where}: not JSON ({error}): {text.strip()[:80]!r}. {ADVICE}")
+
+
+def _checked(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{where}: expected a JSON object, got {json.dumps(value)[:80]!r}. {ADVICE}"
+        )
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: it holds half of a surrogate pair, which is no character."
+        ) from error
+    return value

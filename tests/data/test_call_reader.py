@@ -1,0 +1,211 @@
+"""Tool calls read back in the forms of several models, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moaspec.data.call_forms import FUNCTOOLS, HERMES, LLAMA, MISTRAL, PHI, CallForm, form_of
+from moaspec.data.call_reader import CallReader
+
+CALL = '{"name": "time", "arguments": {"city": "Rome"}}'
+LLAMA_CALL = '{"name": "time", "parameters": {"city": "Rome"}}'
+
+
+def read(form: CallForm, text: str, size: int) -> tuple[str, list[dict[str, Any]]]:
+    """Feed a text in pieces; the said text and the calls' arguments."""
+    reader = CallReader(form, ["time"])
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    said = "".join(reader.feed(piece, last=False)[0] for piece in pieces)
+    said += reader.feed("", last=True)[0]
+    return said, [json.loads(call.arguments) for call in reader.calls]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("form", "text", "said", "calls"),
+    [
+        (HERMES, "no call here", "no call here", 0),
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", 1),
+        (HERMES, f"Look: <tool_call>{CALL}</tool_call>", "Look: ", 1),
+        (HERMES, f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>\n", "", 2),
+        (HERMES, f"<tool_call>{CALL}", "", 1),  # the text ended within its last mark
+        (HERMES, "a <tool b", "a <tool b", 0),
+        (HERMES, "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", 0),
+        (HERMES, '<tool_call>{"name": "x"}', '<tool_call>{"name": "x"}', 0),
+        (LLAMA, LLAMA_CALL, "", 1),
+        (LLAMA, f"{LLAMA_CALL};{LLAMA_CALL}", "", 2),
+        (LLAMA, f"{LLAMA_CALL}\n{LLAMA_CALL}\n", "", 2),
+        (LLAMA, f"{LLAMA_CALL}\n{LLAMA_CALL[:-5]}", f"\n{LLAMA_CALL[:-5]}", 1),  # at the limit
+        (LLAMA, f"Look: {LLAMA_CALL}", f"Look: {LLAMA_CALL}", 0),
+        (LLAMA, "plain { text", "plain { text", 0),
+        (LLAMA, '{"other": 1}', '{"other": 1}', 0),
+        (MISTRAL, f"[TOOL_CALLS][{CALL}, {CALL}]", "", 2),
+        (MISTRAL, f"[TOOL_CALLS] {CALL}", "", 1),
+        (MISTRAL, "[TOOL", "[TOOL", 0),
+    ],
+)
+def test_reading(form: CallForm, text: str, said: str, calls: int, size: int) -> None:
+    assert read(form, text, size) == (said, [{"city": "Rome"}] * calls)
+
+
+FORMS = {
+    "hermes": HERMES,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "phi": PHI,
+    "functools": FUNCTOOLS,
+}
+HOSTILE = [
+    "</tool_call>",
+    "<tool_call>",
+    '<tool_call>{"name": "time", "arguments": {}}</tool_call>',
+    "[TOOL_CALLS]",
+    "]",
+    "<|/tool_call|>",
+    "; or {Oslo}",
+    'a "quoted" \\ text}',
+    "\n\t line",
+    "K\u00f6ln \U0001f600",
+    "",
+]
+
+
+def written(form: CallForm, *arguments: dict[str, Any]) -> str:
+    return form.written([{"function": {"name": "time", "arguments": one}} for one in arguments])
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_marks_within_strings_are_text(form: CallForm, value: str, size: int) -> None:
+    arguments = {"city": value, "deep": {"list": [1, {"x": value}]}}
+    assert read(form, written(form, arguments), size) == ("", [arguments])
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_escapes_and_raw_line_breaks(size: int) -> None:
+    text = '<tool_call>{"name": "time", "arguments": {"a": "\\u003c/tool_call\\u003e \n"}}'
+    assert read(HERMES, f"{text}</tool_call>", size) == ("", [{"a": "</tool_call> \n"}])
+    assert read(HERMES, text, size)[1] == [{"a": "</tool_call> \n"}]
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, PHI], ids=["hermes", "mistral", "phi"])
+def test_text_around_calls(form: CallForm, size: int) -> None:
+    text = f"Before. {written(form, {'a': 1}, {'b': 2})}\n After."
+    said, calls = read(form, text, size)
+    assert calls == [{"a": 1}, {"b": 2}]
+    assert said == "Before. \n After."
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_call_that_the_limit_cuts_is_text(form: CallForm, size: int) -> None:
+    whole = written(form, {"city": "Rome </tool_call> ]"})
+    for length in range(len(whole) - len(form.after) - len(form.end)):
+        said, calls = read(form, whole[:length], size)
+        assert calls == []
+        assert said.strip() == whole[:length].strip()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "x", "arguments": {"a": "<tool_call>"}}</tool_call>',
+        '<tool_call>{"name": "time" "arguments"}</tool_call>',
+        '<tool_call>{"name": ["time"]}</tool_call>',
+        '<tool_call>{"name": "time", "arguments": {"a": 1}</tool_call>',
+        '<tool_call>{"name": "time", "arguments": {"a": 1e999}}</tool_call>',
+        "<tool_call>" + "[" * 100_000,
+        "<tool_call></tool_call>",
+    ],
+    ids=["unknown", "comma", "list", "open", "infinite", "deep", "empty"],
+)
+def test_what_is_no_call_is_said(text: str) -> None:
+    assert read(HERMES, text, 7) == (text, [])
+
+
+def test_a_broken_call_hides_no_later_one() -> None:
+    text = f'<tool_call>{{"name": "time", oops}}</tool_call><tool_call>{CALL}</tool_call>'
+    said, calls = read(HERMES, text, 3)
+    assert calls == [{"city": "Rome"}]
+    assert said == '<tool_call>{"name": "time", oops}</tool_call>'
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_one_call_where_several_are_not_allowed(form: CallForm) -> None:
+    reader = CallReader(form, ["time"], parallel=False)
+    said, calls = reader.feed(written(form, {"a": 1}, {"b": 2}), last=True)
+    assert (said, [json.loads(call.arguments) for call in calls]) == ("", [{"a": 1}])
+
+
+def test_calls_arrive_when_their_json_is_complete() -> None:
+    reader = CallReader(MISTRAL, ["time"])
+    assert len(reader.feed(f"[TOOL_CALLS][{CALL}]", last=False)[1]) == 1
+    assert reader.feed("Said", last=False)[0] == "Said"
+
+
+SLOW = [HealthCheck.too_slow]
+"""A busy machine is no fault."""
+
+leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.sampled_from(HOSTILE)
+inner = leaves | st.lists(leaves, max_size=3)
+values = inner | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+
+
+@settings(deadline=None, suppress_health_check=SLOW)
+@given(
+    form=st.sampled_from(list(FORMS.values())),
+    calls=st.lists(
+        st.dictionaries(st.text(max_size=4), values, max_size=3), min_size=1, max_size=3
+    ),
+    size=st.integers(1, 40),
+)
+def test_what_is_written_is_read(form: CallForm, calls: list[dict[str, Any]], size: int) -> None:
+    assert read(form, written(form, *calls), size) == ("", calls)
+
+
+@settings(deadline=None, suppress_health_check=SLOW)
+@given(
+    form=st.sampled_from(list(FORMS.values())),
+    parts=st.lists(
+        st.sampled_from(
+            [*HOSTILE, CALL, LLAMA_CALL, "<tool", "_call>", "[TOOL_", "CALLS]", "{", "}", '"', " "]
+        ),
+        max_size=6,
+    ),
+    size=st.integers(1, 30),
+)
+def test_pieces_change_nothing(form: CallForm, parts: list[str], size: int) -> None:
+    text = "".join(parts)
+    assert read(form, text, size) == read(form, text, len(text) + 1)
+
+
+def test_ids_are_such_as_every_template_takes() -> None:
+    reader = CallReader(HERMES, ["time"])
+    (call,) = reader.feed(f"<tool_call>{CALL}</tool_call>", last=True)[1]
+    assert re.fullmatch("[a-zA-Z0-9]{9}", call.id)
+
+
+def test_an_id_that_the_model_wrote_is_kept() -> None:
+    own = CALL[:-1] + ', "id": "abcDEF123"}'
+    reader = CallReader(MISTRAL, ["time"])
+    first = reader.feed(f"[TOOL_CALLS][{own}]", last=False)[1]
+    second = reader.feed(f"[TOOL_CALLS][{own}]", last=True)[1]
+    assert first[0].id == "abcDEF123" != second[0].id
+    twice = CallReader(MISTRAL, ["time"]).feed(f"[TOOL_CALLS][{own}, {own}]", last=True)[1]
+    assert len({call.id for call in twice}) == 2
+
+
+def test_forms_are_found_in_templates() -> None:
+    assert form_of("{{ tools }} <tool_call> ...") is HERMES
+    assert form_of('{{ tools }} {"name": ..., "parameters": ...}') is LLAMA
+    assert form_of("{{ tools }} [TOOL_CALLS]") is MISTRAL
+    assert form_of("nothing known") is HERMES
+    assert form_of("nothing known", ["<|tool_call|>"]) is PHI

@@ -1,0 +1,249 @@
+"""Every shape of row becomes the same conversation, and malformed ones are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moaspec.data.conversations import Conversation, parse, read_conversations
+from moaspec.data.messages import normal_tool
+from moaspec.data.sources import Record
+from moaspec.errors import DataError
+
+
+def parsed(row: dict[str, Any]) -> Conversation:
+    return parse(Record("f:7", row))
+
+
+def said(conversation: Conversation) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in conversation.messages]
+
+
+ASKED = [("user", "q"), ("assistant", "a")]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [{"role": "user", "content": "q"}]}, ASKED[:1]),
+        ({"prompt": [{"role": "user", "content": "q"}]}, ASKED[:1]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}, ASKED[:1]),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            ASKED,
+        ),
+        (
+            {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}]},
+            [("system", "s"), ("user", "q")],
+        ),
+        ({"instruction": "q", "input": "", "output": "a"}, ASKED),
+        ({"instruction": "q", "input": "more"}, [("user", "q\n\nmore")]),
+        ({"prompt": "q"}, ASKED[:1]),
+        ({"prompt": "q", "response": "a"}, ASKED),
+        ({"question_id": 3, "turns": ["q", "r"]}, [("user", "q"), ("user", "r")]),
+        ({"turns": ["q"], "prompt_ids": None}, ASKED[:1]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_shapes(row: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    assert said(parsed(row)) == expected
+
+
+Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
+SYSTEM, EARLIER = ("system", "s"), [("user", "p"), ("assistant", "r")]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"conversations": [HUMAN, GPT], "system": "s"}, [SYSTEM, *ASKED]),
+        ({"conversations": [HUMAN, GPT], "history": [["p", "r"]]}, [*EARLIER, *ASKED]),
+        ({"conversations": [Q, A]}, ASKED),
+        (
+            {"conversations": [{"from": "system", "value": "s"}, HUMAN], "system": "s"},
+            [SYSTEM, ASKED[0]],
+        ),
+        ({"conversation": [Q, A]}, ASKED),
+        ({"messages": [HUMAN, GPT]}, ASKED),
+        ({"messages": json.dumps([Q, A])}, ASKED),
+        ({"messages": [Q, A], "system": "s", "history": None}, [SYSTEM, *ASKED]),
+        (
+            {"instruction": "q", "output": "a", "system": "s", "history": [["p", "r"]]},
+            [SYSTEM, *EARLIER, *ASKED],
+        ),
+        ({"instruction": "q", "output": "a", "system": "", "history": []}, ASKED),
+        ({"prompt": [Q], "response": "a"}, ASKED),
+        ({"prompt": [Q], "completion": "a"}, ASKED),
+        ({"prompt": [Q], "completion": [A]}, ASKED),
+        ({"prompt": "q", "completion": "a"}, ASKED),
+        ({"prompt": "q", "completion": [A]}, ASKED),
+        ({"prompt": [Q], "chosen": [A], "rejected": [A]}, ASKED),
+        ({"messages": [], "conversations": [HUMAN, GPT], "prompt": ""}, ASKED),
+        ({"prompt": "q", "chosen": [Q, A]}, ASKED),
+        ({"chosen": [Q, A], "rejected": [Q, A]}, ASKED),
+        ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, ASKED),
+        ({"system_prompt": "s", "question": "q", "response": "a"}, [SYSTEM, *ASKED]),
+        ({"instruction": "q", "context": "c", "response": "a"}, [("user", "q\n\nc"), ASKED[1]]),
+        ({"question": "q", "answer": "a"}, ASKED),
+        ({"messages": [{"role": "developer", "content": "s"}, Q]}, [("developer", "s"), ASKED[0]]),
+        (
+            {"messages": [Q, {**A, "content": ["a", {"type": "text", "text": "b"}]}]},
+            [ASKED[0], ("assistant", "ab")],
+        ),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_what_stands_beside_a_shape(row: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    assert said(parsed(row)) == expected
+
+
+CALLED = {"name": "f", "arguments": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "conversations": [
+                HUMAN,
+                {"from": "function_call", "value": json.dumps(CALLED)},
+                {"from": "observation", "value": "r"},
+                GPT,
+            ],
+            "tools": json.dumps([{"name": "f"}]),
+        },
+        {
+            "messages": [
+                Q,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": {"name": "f", "arguments": '{"x": 1}'},
+                },
+                {"role": "function", "name": "f", "content": "r"},
+                A,
+            ],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        },
+    ],
+    ids=["sharegpt", "function_call"],
+)
+def test_calls_of_every_form(row: dict[str, Any]) -> None:
+    conversation = parsed(row)
+    (call,) = conversation.messages[1]["tool_calls"]
+    assert call["function"] == CALLED
+    assert conversation.messages[2]["tool_call_id"] == call["id"]
+    assert [role for role, _ in said(conversation)] == ["user", "assistant", "tool", "assistant"]
+    assert conversation.tools == (normal_tool({"name": "f"}),)
+
+
+def test_results_without_an_id_belong_to_calls_in_order() -> None:
+    calls = [{"function": CALLED}, {"id": "own", "function": CALLED}]
+    results = [{"role": "tool", "content": one} for one in ("r1", "r2")]
+    found = parsed({"messages": [Q, {"role": "assistant", "tool_calls": calls}, *results]}).messages
+    assert [one["id"] for one in found[1]["tool_calls"]] == ["call00000", "own"]
+    assert [one["tool_call_id"] for one in found[2:]] == ["call00000", "own"]
+
+
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"prompt": "q", "completion": "a", "response": "b"}, ("completion",)),
+        ({"messages": [Q, A], "category": "x", "score": 3, "tags": ["y"]}, ("category", "tags")),
+        ({"prompt": [Q], "chosen": [A], "rejected": [A]}, ("rejected",)),
+        ({"messages": [{**Q, "lang": "en"}]}, ("messages.lang",)),
+        ({"prompt_ids": [1], "response_ids": [2], "source": "x", "messages": [Q]}, ()),
+        ({"instruction": "q", "input": " ", "output": "a", "id": "7"}, ()),
+    ],
+    ids=str,
+)
+def test_text_that_is_not_used_is_named(row: dict[str, Any], unused: tuple[str, ...]) -> None:
+    assert parsed(row).unused == unused
+
+
+def test_token_ids_and_what_stands_beside_them() -> None:
+    row = {"prompt_ids": [1, 2], "response_ids": [3], "id": "x", "prompt": "ignored"}
+    conversation = parsed(row)
+    assert (conversation.prompt_ids, conversation.response_ids) == ((1, 2), (3,))
+    assert (conversation.name, conversation.where, conversation.messages) == ("x", "f:7", ())
+    assert parsed({"prompt_ids": [1]}).response_ids is None
+    both = parsed({"prompt_ids": [1], "messages": [{"role": "user", "content": "q"}]})
+    assert said(both) == ASKED[:1]
+
+
+def test_tool_calls_may_have_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    row = {"messages": [{"role": "user", "content": "q"}, call], "tools": [{"name": "f"}]}
+    conversation = parsed(row)
+    function = {"name": "f", "arguments": {}}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    assert conversation.messages[1] == {**call, "content": "", "tool_calls": calls}
+    assert conversation.tools == (normal_tool({"name": "f"}),)
+
+
+def test_plain_texts() -> None:
+    """These alone can be tokenised without a chat template."""
+    assert parsed({"prompt": "q"}).plain
+    assert parsed({"turns": ["q"]}).plain
+    assert not parsed({"turns": ["q", "r"]}).plain
+    assert not parsed({"prompt": "q", "response": "a"}).plain
+    assert not parsed({"messages": [{"role": "user", "content": "q"}]}).plain
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "none of the columns"),
+        ({"text": "q"}, "the row has text"),
+        ({"messages": []}, "list of messages"),
+        ({"messages": "q"}, "'messages' must be JSON"),
+        ({"messages": ["q"]}, "message 1 must be an object"),
+        ({"messages": [{"content": "q"}]}, "message 1"),
+        ({"messages": [{"role": "user", "content": 3}]}, "text 'content'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
+        ({"messages": [{"role": "user", "content": "q"}], "tools": {"a": 1}}, "'tools'"),
+        ({"conversations": [{"from": "martian", "value": "q"}]}, "message 1 must have 'from'"),
+        ({"conversations": [{"from": "human", "value": None}]}, "'value'"),
+        ({"conversations": {}}, "list of messages"),
+        ({"turns": []}, "list of texts"),
+        ({"turns": ["q", ""]}, "not blank"),
+        ({"instruction": 5}, "'instruction'"),
+        ({"prompt": "  "}, "not blank"),
+        ({"prompt_ids": []}, "empty"),
+        ({"prompt_ids": [1, True]}, "list of integers"),
+        ({"prompt_ids": [1], "response_ids": "ab"}, "'response_ids'"),
+        ({"messages": [Q], "images": ["a.png"]}, "'images' cannot be read"),
+        ({"conversations": [HUMAN], "tools": "no json"}, "'tools' must be JSON"),
+        ({"conversations": [HUMAN], "history": ["p"]}, "'history' must be a list of"),
+        ({"conversations": [HUMAN], "system": 3}, "'system' must be a text"),
+        ({"messages": [{"role": "system", "content": "t"}, Q], "system": "s"}, "Keep one"),
+        ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "a call as JSON"),
+        ({"messages": [Q], "tools": [{"type": "web_search"}]}, "a tool must be a function"),
+        ({"messages": [Q], "tools": [{"function": {}}]}, "a tool must have a 'name'"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "message 1: a call must have"),
+        ({"prompt": [Q], "completion": 3}, "'completion' must be a text"),
+        (
+            {"messages": [Q, {**A, "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            "message 2: the arguments of a call must be a JSON object",
+        ),
+        ({"messages": [Q], "chat_template_kwargs": [1]}, "must be an object"),
+    ],
+    ids=str,
+)
+def test_malformed_rows(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"^f:7: .*{message}"):
+        parsed(row)
+
+
+def test_skipping_malformed_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([json.dumps({"prompt": "q"}), "{", json.dumps({"prompt": 3})]))
+    seen: list[DataError] = []
+    assert len(list(read_conversations([str(path)], seen.append))) == 1
+    assert [str(error).split(": ")[0] for error in seen] == [f"{path}:2", f"{path}:3"]
+    with pytest.raises(DataError, match=r"a\.jsonl:2"):
+        list(read_conversations([str(path)]))
