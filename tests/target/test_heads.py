@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bits import needs_kernels, needs_packing
 from moaspec.target.heads import StreamedLinear, draft_rows, map_into_memory, pack_like
@@ -66,6 +66,29 @@ def test_streamed_linear_computes_the_same(bias: bool, shape: tuple[int, ...]) -
     assert streamed.shape == expected.shape
     assert streamed.is_contiguous()
     torch.testing.assert_close(streamed, expected, atol=1e-5, rtol=0)
+
+
+def test_a_head_is_streamed_for_those_rows_for_which_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    linear = nn.Linear(1024, 1024, bias=False)
+    times = iter([(1.0, 2.0), (2.0, 1.0), (2.0, 1.0)])  # by F.linear and streamed; 1, 4, 16 rows
+    monkeypatch.setattr("moaspec.target.heads.fastest_s", lambda _: next(times))
+    head = StreamedLinear(linear)
+    seen: list[int] = []
+    stream = head._stream
+
+    def watched(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return stream(x)
+
+    monkeypatch.setattr(head, "_stream", watched)
+    with torch.inference_mode():
+        for rows in (1, 2, 5, 16, 17):
+            x = torch.randn(rows, 1024)
+            # Sums of 1,024 float32 products in another order.
+            torch.testing.assert_close(head(x), linear(x), atol=1e-4, rtol=0)
+    assert seen == [2, 5, 16]
 
 
 @needs_kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -219,6 +220,33 @@ def test_float32_is_packed_where_mkl_copies_weights(
     assert isinstance(head, StreamedLinear) is gains
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
     assert not can_pack(torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("plain_s", "packed_s", "pays"),
+    [
+        ((1.0, 2.0), (1.0, 1.0), True),
+        ((1.0, 2.0), (1.1, 1.0), False),
+        ((1.0, 1.0), (1.0, 1.0), False),
+    ],
+    ids=["gains", "one row loses", "four rows gain nothing"],
+)
+def test_a_float32_weight_is_packed_where_that_is_measured_to_be_faster(
+    plain_s: tuple[float, ...],
+    packed_s: tuple[float, ...],
+    pays: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter(zip(plain_s, packed_s, strict=True))
+    monkeypatch.setattr(forms, "fastest_s", lambda _: next(times))
+    monkeypatch.setattr(forms, "OneDNN", lambda weight, bias: forms.Single(weight, bias))
+    assert forms.packing_pays.__wrapped__(1024, 1024, 1) is pays
+    assert forms.packing_pays.__wrapped__(8, 8, 1)
+
+
+def test_the_shortest_time_of_each_way_counts() -> None:
+    slow, fast = forms.fastest_s([lambda: time.sleep(0.02), lambda: None], repeats=2)
+    assert slow > fast
 
 
 def test_nothing_is_packed_where_there_is_nothing_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:

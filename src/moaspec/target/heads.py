@@ -8,37 +8,51 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor, nn
 
-from moaspec.target.forms import can_pack
+from moaspec.target.forms import SMALLEST_MEASURED, can_pack, fastest_s
 from moaspec.target.packing import PackedLinear
 
 
 class StreamedLinear(nn.Module):
     """A float32 layer whose own weight stays in use elsewhere, streamed once for a few rows.
 
-    MKL copies the right-hand matrix of a product, so here the weight is the left-hand one.
+    MKL copies the right-hand matrix of a product, so here the weight is the left-hand one, for
+    those numbers of rows that this is measured to be faster for.
 
     Args:
         linear: on the CPU; its weight is shared, not copied.
     """
 
-    MOST_ROWS = 16
-    """Up to which that is faster."""
+    MEASURED = (1, 4, 16)
+    """Rows that are timed; each stands for those above the one before it."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.linear = linear
+        self._streamed = [rows for rows in self.MEASURED if self._is_faster(rows)]
+
+    def _is_faster(self, rows: int) -> bool:
+        if self.linear.weight.numel() < SMALLEST_MEASURED:
+            return True
+        x = torch.ones(rows, self.linear.in_features)
+        with torch.no_grad():
+            plain_s, streamed_s = fastest_s([partial(self.linear, x), partial(self._stream, x)])
+        return streamed_s < plain_s
 
     def forward(self, x: Tensor) -> Tensor:
+        num = x.shape[:-1].numel()
+        measured = next((rows for rows in self.MEASURED if num <= rows), None)
+        return self._stream(x) if num and measured in self._streamed else self.linear(x)
+
+    def _stream(self, x: Tensor) -> Tensor:
         rows_NE = x.reshape(-1, x.shape[-1])
         num = len(rows_NE)
-        if not 1 <= num <= self.MOST_ROWS:
-            return self.linear(x)
         # A single row would be multiplied by another kernel, which takes three times as long.
         wide_NE = rows_NE.repeat(2, 1) if num == 1 else rows_NE
         out_NX = torch.mm(self.linear.weight, wide_NE.t())[:, :num].t()

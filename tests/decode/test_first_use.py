@@ -1,0 +1,80 @@
+"""What is drafted on a machine that was not measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import moaspec
+import tiny
+from moaspec.decode import first_use, shaping_for, stored_costs
+from moaspec.decode.assumed import SURE, assumed_costs, num_weights, sure_costs
+from moaspec.decode.cost import best_chain
+from moaspec.decode.first_use import measure_once
+from moaspec.target import Target
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A target whose machine may be measured."""
+    monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path))
+    monkeypatch.delenv(first_use.SWITCH)
+    monkeypatch.setattr(first_use, "FEWEST_WEIGHTS", 0)
+    target = tiny.fresh_target()
+    monkeypatch.setattr(type(target.threads), "limit", 1024)
+    return target
+
+
+def test_the_first_use_measures_and_later_ones_do_not(asked: Target) -> None:
+    module, parts = tiny.agreeing_drafter("llama"), list[str]()
+    assert measure_once(asked, module, advance=parts.append) is None
+    assert len(parts) > 1
+    assert stored_costs(asked, module) is not None
+    assert measure_once(asked, module, advance=lambda _: pytest.fail("measured again")) is None
+
+
+def test_python_measures_as_commands_do(asked: Target) -> None:
+    module = tiny.agreeing_drafter("llama")
+    text = moaspec.generate(asked, tiny.PROMPTS[0], drafter=module, max_new_tokens=4)
+    assert tuple(text.token_ids) == tiny.own_texts("llama")[0][:4]
+    assert stored_costs(asked, module) is not None
+
+
+def test_why_a_machine_is_not_measured(asked: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tiny.agreeing_drafter("llama")
+    reasons = []
+    for change in (
+        lambda: monkeypatch.setattr(first_use, "LONGEST_S", 0.0),
+        lambda: monkeypatch.setattr(first_use, "why_not_writable", lambda _: "it is read-only"),
+        lambda: monkeypatch.setattr(type(asked.threads), "limit", 0),
+        lambda: monkeypatch.setattr(first_use, "FEWEST_WEIGHTS", num_weights(asked) + 1),
+        lambda: monkeypatch.setenv(first_use.SWITCH, "off"),
+    ):
+        change()
+        reasons.append(measure_once(asked, module))
+        assert stored_costs(asked, module) is None
+    words = ("takes about", "read-only", "other processes", "too small", "is off")
+    assert all(word in str(reason) for word, reason in zip(words, reasons, strict=True))
+
+
+def test_unmeasured_only_what_is_sure_to_pay_is_drafted() -> None:
+    """A drafter as large as its target is not."""
+    target, module = tiny.target(), tiny.agreeing_drafter("llama")
+    assert sure_costs(target, module, 0, [[0.9]]) is None
+    shaping = shaping_for(target, module)
+    assert shaping.policy().shape(100, 1) is None
+    assert shaping.branches() is None
+    result = moaspec.generate(target, tiny.PROMPTS[0], drafter=module, max_new_tokens=8)
+    assert tuple(result.token_ids) == tiny.own_texts("llama")[0][:8]
+    assert result.tau == 1.0
+
+
+def test_a_small_drafter_that_is_right_is_sure_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, module = tiny.target(), tiny.agreeing_drafter("llama")
+    monkeypatch.setattr("moaspec.decode.assumed.num_weights", lambda _: 10**9)
+    costs = sure_costs(target, module, 0, [[0.9]])
+    assert costs == assumed_costs(target, module, 0)
+    assert costs is not None
+    assert best_chain(costs, [[0.9]])[1] >= SURE
+    assert sure_costs(target, module, 0, [[0.05]]) is None
