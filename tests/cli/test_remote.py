@@ -262,8 +262,9 @@ def test_edge_bench_without_emulation(cli: Cli, bundle: Path, tmp_path: Path) ->
     )
     output = cli(*arguments, "--out", str(tmp_path / "edge.json"))
     assert output.code == 0, output.err
-    assert "ahead moa@0" in output.words
+    assert "round trip" in output.words
     rows = json.loads((tmp_path / "edge.json").read_text())["links"]["none"]["rows"]
+    assert [row["name"] for row in rows] == ["plain", "ahead moa@0"]
     assert [row["same_text"] for row in rows] == [True, True]
 
 
@@ -276,9 +277,10 @@ def test_edge_bench_with_a_drafter_that_lacks_0(cli: Cli, tmp_path: Path) -> Non
         *("--drafter", str(bundle.parent / "drafter"), "--links", "none", "--limit", "1"),
         *("--modes", "plain,sync", "--max-new-tokens", "6"),
     )
-    output = cli(*arguments)
+    output = cli(*arguments, "--json")
     assert output.code == 0, output.err
-    assert "sync moa@1" in output.words
+    rows = json.loads(output.out)["links"]["none"]["rows"]
+    assert "sync moa@1" in [row["name"] for row in rows]
     refused = cli(*arguments, "--num-target-layers", "0")
     assert refused.code == 2
     assert "this drafter has exits for 1, 2" in " ".join(refused.err.split())
