@@ -51,9 +51,7 @@ def require_writable(option: str, path: Path) -> None:
     Raises:
         InputError: names the option and the reason.
     """
-    reason = why_not_writable(path)
-    if reason is not None:
-        raise InputError(f"{option} {path} cannot be written: {reason}.")
+    _refuse(option, path, why_not_writable(path))
 
 
 def require_writable_file(option: str, path: Path) -> None:
@@ -62,11 +60,17 @@ def require_writable_file(option: str, path: Path) -> None:
     Raises:
         InputError: names the option and the reason.
     """
+    reason = why_not_writable(path.parent)
     if path.is_dir():
-        raise InputError(f"{option} {path} is a directory; name a file.")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise InputError(f"{option} {path} cannot be written: it is read-only.")
-    require_writable(option, path.parent)
+        reason = "it is a directory"
+    elif path.exists() and not os.access(path, os.W_OK):
+        reason = "it is read-only"
+    _refuse(option, path, reason)
+
+
+def _refuse(option: str, path: Path, reason: str | None) -> None:
+    if reason is not None:
+        raise InputError(f"{option} {path} cannot be written: {reason}.")
 
 
 def require_room(directory: Path, num_bytes: int) -> None:
