@@ -371,5 +371,5 @@ def test_metrics_have_no_text(http: httpx.Client) -> None:
 
 def test_page_may_load_nothing_from_elsewhere(http: httpx.Client) -> None:
     answer = http.get("/")
-    assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     assert answer.headers["content-type"].startswith("text/html")
