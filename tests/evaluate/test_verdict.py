@@ -133,3 +133,5 @@ def test_the_command_is_one_that_the_command_line_takes() -> None:
     assert taken["system"] == "You're a pirate."
     assert list(taken["checkpoint"]) == ["eagle=a b"]
     assert taken["max_new_tokens"] == 16
+    facts["settings"]["generation_config"] = None
+    assert "--generation-config none" in command(facts)

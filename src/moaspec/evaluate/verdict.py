@@ -176,6 +176,8 @@ def command(facts: Facts) -> str:
     options += [("tau-only", ",".join(untimed))] if untimed else []
     given = [(name, settings.get(name)) for name in FLAGS]
     options += [(name.replace("_", "-"), str(value)) for name, value in given if value is not None]
+    if "generation_config" in settings:  # only there where the model's own was not wanted
+        options += [("generation-config", settings["generation_config"] or "none")]
     checkpoints = settings.get("checkpoints") or {}
     options += [("checkpoint", f"{kind}={path}") for kind, path in checkpoints.items()]
     words = [shlex.join((f"--{name}", value)) for name, value in options]
