@@ -12,6 +12,7 @@ import browsing
 from browsing import Visit
 from chatpage import DONE, answering, asked, painted, raw_text, stored
 from serving import Served
+from storyteller import ANSWER
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -340,3 +341,22 @@ def test_nothing_is_asked_of_others(browser: Browser, local: Served) -> None:
         visited.page.click("#show-settings")
         assert len(urls) > 10
         assert all(url.startswith(local.url) for url in urls)
+
+
+def test_a_cut_answer_is_continued_by_the_server(browser: Browser, local: Served) -> None:
+    """The model writes on as it would have done without the limit."""
+    with browsing.visit(browser, local.url) as visited:
+        limit_tokens(visited, 24)
+        asked(visited)
+        visited.shows("document.querySelector('.reply .finish') !== null")
+        limit_tokens(visited, 400)
+        visited.page.click(".actions >> text=Continue")
+        visited.shows(f"{DONE} && !document.querySelector('.reply .finish')")
+        assert raw_text(visited) == ANSWER
+
+
+def limit_tokens(visited: Visit, number: int) -> None:
+    """Set the token limit as a reader does."""
+    visited.page.click("#show-settings")
+    visited.page.fill("#max-tokens", str(number))
+    visited.page.keyboard.press("Escape")
