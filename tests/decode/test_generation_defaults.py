@@ -125,6 +125,9 @@ def test_sampling_settings_hold_where_text_is_sampled() -> None:
     assert (sampled.temperature, sampled.top_k, sampled.top_p) == (0.5, 20, 0.9)
     said = sampling_params({"temperature": 0.5, "top_k": 0, "top_p": 1.0, "seed": 1}, defaults)
     assert (said.top_k, said.top_p) == (0, 1.0)
+    assert defaults.words == "temperature 0.6, top_k 20, top_p 0.9"
+    limited = GenerationDefaults.of(GenerationConfig(max_new_tokens=9, bad_words_ids=[[1]]), 64)
+    assert limited.words == "bad_words_ids ((1,),), max_new_tokens (not used)"
     unsampled = GenerationDefaults.of(GenerationConfig(temperature=0.6, top_k=20), 64)
     assert unsampled.temperature is None
     assert sampling_params({"temperature": 0.5, "seed": 1}, unsampled).top_k == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 import chats
 import moaspec
@@ -263,3 +264,20 @@ def test_sizes_are_checked(name: str) -> None:
     values: dict[str, Any] = {name: 0}
     with pytest.raises(InputError, match=name):
         Writing(**values)
+
+
+def test_the_models_own_defaults_hold(target: Target, tmp_path: Path) -> None:
+    """A resumed run must find the same ones."""
+    talk = [Conversation(where="here:1", name="ids", prompt_ids=(40, 41, 42))]
+    plain = write(target, tmp_path / "plain.jsonl", conversations=talk)
+    before = target.model.generation_config
+    asked = {"repetition_penalty": 1.5, "suppress_tokens": list(range(0, 60, 2))}
+    target.model.generation_config = GenerationConfig(**asked)
+    changed = Target(target.model, target.tokenizer, name=target.name)
+    target.model.generation_config = before
+    path = tmp_path / "rows.jsonl"
+    (row,) = write(changed, path, conversations=talk)
+    expected = moaspec.generate(changed, (40, 41, 42), max_new_tokens=NEW_TOKENS)
+    assert row["response_ids"] == expected.token_ids != plain[0]["response_ids"]
+    with pytest.raises(InputError, match="settings"):
+        write(target, path, conversations=talk)

@@ -156,6 +156,7 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     ),
 }
 """Settings that are not supported here, and which of their values change transformers' text."""
+_LENGTHS = ("max_length", "max_new_tokens")
 _REFUSED_SAMPLED: Mapping[str, Callable[[Any], bool]] = {
     "typical_p": lambda value: value < 1,
     "epsilon_cutoff": lambda value: value > 0,
@@ -175,6 +176,7 @@ class GenerationDefaults:
         rules: constraints on tokens.
         refused: names of unsupported settings.
         refused_sampled: the same, for sampled texts only.
+        unused: names of settings that are not used because every call has its own value.
     """
 
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -183,6 +185,7 @@ class GenerationDefaults:
     rules: TokenRules = NO_RULES
     refused: tuple[str, ...] = ()
     refused_sampled: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: GenerationConfig | None, vocab_size: int) -> GenerationDefaults:
@@ -205,6 +208,7 @@ class GenerationDefaults:
             refused_sampled=tuple(
                 name for name, changes in _REFUSED_SAMPLED.items() if _is_set(config, name, changes)
             ),
+            unused=tuple(name for name in _LENGTHS if _is_set(config, name, bool)),
         )
 
     @property
@@ -255,8 +259,8 @@ class GenerationDefaults:
     @property
     def words(self) -> str:
         """`as_facts` as one line of text; empty if no setting differs."""
-        facts = self.as_facts().items()
-        return ", ".join(f"{name} {_short(value)}" for name, value in facts)
+        said = [f"{name} {_short(value)}" for name, value in self.as_facts().items()]
+        return ", ".join([*said, *(f"{name} (not used)" for name in self.unused)])
 
 
 NO_DEFAULTS = GenerationDefaults()
