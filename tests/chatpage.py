@@ -116,6 +116,20 @@ def answering(visited: Visit, *texts: str, **ends: Any) -> Iterator[list[dict[st
         visited.page.unroute(CHAT)
 
 
+def begin_answer(visited: Visit, text: str) -> None:
+    """Ask, and get the beginning of an answer that does not end by itself."""
+    visited.page.evaluate(
+        """(events) => { window.fetch = async (_, { signal }) => new Response(new ReadableStream({
+            start(to) {
+                to.enqueue(new TextEncoder().encode(events));
+                signal.addEventListener('abort', () => to.error(signal.reason));
+            } })); }""",
+        events(text, finish=None, done=False),
+    )
+    ask(visited, "Go on.")
+    visited.shows("document.querySelector('.answer .text')?.textContent.length > 10")
+
+
 def stored(visited: Visit) -> Sequence[dict[str, Any]]:
     """The conversations that the browser keeps."""
     found: Sequence[dict[str, Any]] = visited.page.evaluate(

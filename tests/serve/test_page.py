@@ -127,9 +127,14 @@ def test_plain_decoding_beside(browser: Browser, local: Served, pictures: Path) 
 def test_the_race_is_run_where_things_may_move(browser: Browser, local: Served) -> None:
     with browsing.visit(browser, local.url) as visited:
         visited.page.emulate_media(reduced_motion="no-preference")
+        visited.page.evaluate(
+            "() => new MutationObserver(() => {"
+            " window.lanes ||= document.querySelectorAll('progress.lane').length === 2;"
+            " }).observe(document.querySelector('#log'), { childList: true, subtree: true })"
+        )
         visited.page.check("#compare")
         ask(visited)
-        visited.shows("document.querySelectorAll('progress.lane').length === 2")
+        visited.shows("window.lanes")
         visited.page.click("#send")  # which now skips it
         visited.shows(DONE)
         texts = visited.page.locator(".answer .text").all_text_contents()

@@ -10,7 +10,7 @@ import pytest
 
 import browsing
 from browsing import Visit
-from chatpage import DONE, answering, asked, painted, raw_text, stored
+from chatpage import DONE, answering, asked, begin_answer, painted, raw_text, stored
 from serving import Served
 from storyteller import ANSWER
 
@@ -302,9 +302,7 @@ def test_settings_are_remembered_and_sent(browser: Browser, local: Served) -> No
 
 def test_another_conversation_ends_the_answer_of_this_one(browser: Browser, local: Served) -> None:
     with browsing.visit(browser, local.url) as visited:
-        visited.page.fill("#message", "Go on.")
-        visited.page.press("#message", "Enter")
-        visited.shows("document.querySelector('.answer .text')?.textContent.length > 10")
+        begin_answer(visited, "It goes on and on")
         for name in ("Edit", "Try again"):
             assert visited.page.is_disabled(f".actions >> text={name}")
         visited.page.click("#fresh")
@@ -322,9 +320,7 @@ def test_a_conversation_that_is_deleted_while_it_is_written_stays_deleted(
     with browsing.visit(browser, local.url) as visited:
         visited.page.on("dialog", lambda dialog: dialog.accept())
         visited.page.click("#show-history")
-        visited.page.fill("#message", "Go on.")
-        visited.page.press("#message", "Enter")
-        visited.shows("document.querySelectorAll('#chats .open').length === 1")
+        begin_answer(visited, "It goes on and on")
         visited.page.click("[aria-label='Delete Go on.']")
         visited.shows(DONE)
         assert stored(visited) == []

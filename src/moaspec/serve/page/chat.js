@@ -101,9 +101,9 @@ export class Chat {
     this.#running = running;
     this.heard.busy("Stop");
     show(chat, node);
+    this.keep();
     this.#show();
     this.log.toEnd();
-    this.keep();
     const last = more ? node : nodeOf(chat, node.parent);
     let failure = null;
     try {
