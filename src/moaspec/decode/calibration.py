@@ -29,6 +29,7 @@ from moaspec.decode.tree import Chain, Tree
 from moaspec.errors import InputError
 from moaspec.kernels import instructions
 from moaspec.model import MoADrafter
+from moaspec.model.surroundings import plain_torch
 from moaspec.places import cache_dir
 from moaspec.target import Target
 
@@ -188,6 +189,7 @@ def _path(facts: dict[str, Any]) -> Path:
     return cache_dir() / "calibration" / f"{digest[:24]}.json"
 
 
+@plain_torch()
 @torch.inference_mode()
 def _measured(
     target: Target,
