@@ -28,7 +28,7 @@ class Call:
     id: str
 
     def as_json(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """The call in OpenAI's form."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -131,7 +131,7 @@ class CallReader:
         return self._take(len(certain)) or None
 
     def _begin_call(self, mark: int) -> str:
-        """Read a call behind a mark of so many characters."""
+        """Take a mark of `mark` characters, then expect a call."""
         self._mark = self._take(mark)
         self._scanner, self._read = JsonScanner(), self._call
         return ""
@@ -159,7 +159,7 @@ class CallReader:
         return ""
 
     def _no_call(self, length: int) -> str:
-        """Say the mark and so many characters; behind them may be the next call."""
+        """Treat the mark and `length` characters as content, then look for the next call."""
         self._read = self._talk
         return self._mark + self._take(length)
 

@@ -117,8 +117,8 @@ class ChatTemplate:
             continue_final_message: end within the last message, which is to be continued.
 
         Raises:
-            InputError: no template, one that refuses the conversation, or a variable that is not
-                the template's own.
+            InputError: no template, a refused conversation, or a variable with the name of one of
+                transformers' own arguments.
         """
         text = self.text(
             self.prepare(messages, tools, variables),

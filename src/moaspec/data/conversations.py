@@ -1,4 +1,4 @@
-"""Conversations of data sets, whatever shape their rows have."""
+"""Conversations of data sets with rows of many shapes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_conversations(
         report: counts columns and files that are not used.
 
     Raises:
-        DataError: a source cannot be read; or whatever `on_malformed` raises.
+        DataError: a source cannot be read; or an error of `on_malformed`.
     """
     report = ReadReport() if report is None else report
     for source in sources:

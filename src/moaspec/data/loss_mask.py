@@ -1,4 +1,4 @@
-"""Which tokens of a conversation the assistant generated: those that carry loss."""
+"""The loss mask of a conversation: the tokens that the assistant generated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class MaskedTokens:
     Attributes:
         token_ids: all of them.
         written: True for each that the assistant generated.
-        turns, turns_with_loss: assistant turns, and those that are located among the tokens.
+        turns: number of assistant turns.
+        turns_with_loss: number of assistant turns that are located among the tokens.
     """
 
     token_ids: Sequence[int]

@@ -64,7 +64,7 @@ def read_records(
         skipped: gets the names of other files in a directory.
 
     Raises:
-        DataError: the source cannot be read; or whatever `on_malformed` raises.
+        DataError: the source cannot be read; or an error of `on_malformed`.
     """
     if str(source).startswith(HUB):
         for number, row in enumerate(hub_rows(str(source)), start=1):
