@@ -13,7 +13,8 @@ import tiny
 from moaspec.decode.api import sampling_params
 from moaspec.errors import InputError
 from moaspec.target import Target
-from moaspec.target.generation import GenerationDefaults, TokenRules, without_defaults
+from moaspec.target.generation import GenerationDefaults, without_defaults
+from moaspec.target.rules import TokenRules
 
 NEW_TOKENS = 16
 SURPRISES: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from moaspec.remote import target_pb2 as pb
 from moaspec.remote.bundle import export_bundle, load_device
 from moaspec.remote.wire import Limits, sampling_message, sampling_of
 from moaspec.target import Target
-from moaspec.target.generation import TokenRules
+from moaspec.target.rules import TokenRules
 
 RULES = TokenRules(
     no_repeat_ngram_size=2,

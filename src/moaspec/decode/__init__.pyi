@@ -25,7 +25,7 @@ from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.session import Session
 from moaspec.decode.shaping import CostShape, FixedShape, ShapePolicy, Shaping
 from moaspec.decode.tree import AUTO, Chain, Tree, parse_shape
-from moaspec.target.generation import TokenRules
+from moaspec.target.rules import TokenRules
 
 __all__ = [
     "AUTO",

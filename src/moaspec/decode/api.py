@@ -30,7 +30,8 @@ from moaspec.model.baselines import is_baseline, load_baseline
 from moaspec.model.files import is_directory
 from moaspec.model.surroundings import plain_torch
 from moaspec.target import Target, TargetFacts
-from moaspec.target.generation import NO_DEFAULTS, GenerationDefaults, TokenRules
+from moaspec.target.generation import NO_DEFAULTS, GenerationDefaults
+from moaspec.target.rules import TokenRules
 
 
 @plain_torch()

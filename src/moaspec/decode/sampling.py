@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from moaspec.decode.integers import as_integer
 from moaspec.errors import InputError
-from moaspec.target.generation import NO_RULES, TokenRules
+from moaspec.target.rules import NO_RULES, TokenRules
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from moaspec.errors import InputError, WireError
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote.codec import CodecName
 from moaspec.remote.ranges import Run
-from moaspec.target.generation import NO_RULES, TokenRules
+from moaspec.target.rules import NO_RULES, TokenRules
 
 M = TypeVar("M", bound=Message)
 

@@ -56,7 +56,8 @@ class Writing:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.sampling(0)
+        top_p = 1.0 if self.top_p is None else self.top_p
+        SamplingParams(temperature=self.temperature, top_p=top_p, seed=self.seed)
         for name in ("max_new_tokens", "batch_size", "group_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
