@@ -132,6 +132,8 @@ def test_sampling_settings_hold_where_text_is_sampled() -> None:
     unsampled = GenerationDefaults.of(GenerationConfig(temperature=0.6, top_k=20), 64)
     assert unsampled.temperature is None
     assert sampling_params({"temperature": 0.5, "seed": 1}, unsampled).top_k == 0
+    alone = GenerationDefaults.of(GenerationConfig(do_sample=True), 64)
+    assert (alone.temperature, alone.words) == (1.0, "temperature 1")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ class GenerationDefaults:
     """Settings that apply when a caller does not give them.
 
     Attributes:
-        sampling: temperature, top_k, top_p and min_p; empty without `do_sample: true`.
+        sampling: temperature (1 if not given), top_k, top_p and min_p; empty without
+            `do_sample: true`.
         repetition_penalty: 1 changes nothing.
         logit_bias: the single-token entries of `sequence_bias`.
         rules: constraints on tokens.
@@ -80,6 +81,8 @@ class GenerationDefaults:
         if any(not 0 <= token < vocab_size for token in rules.token_ids):
             refused.append("a token id outside the vocabulary")
         samples = {name: getattr(config, name) for name in SAMPLED} if config.do_sample else {}
+        if config.do_sample and samples["temperature"] is None:
+            samples["temperature"] = 1.0
         return cls(
             sampling={name: value for name, value in samples.items() if value is not None},
             repetition_penalty=config.repetition_penalty or 1.0,
@@ -95,7 +98,7 @@ class GenerationDefaults:
     @property
     def temperature(self) -> float | None:
         """The default temperature; None without `do_sample: true`."""
-        return self.sampling.get("temperature", 1.0) if self.sampling else None
+        return self.sampling.get("temperature")
 
     def settings(self, *, sampled: bool) -> dict[str, Any]:
         """Keyword arguments of `SamplingParams`.
