@@ -70,6 +70,17 @@ SYSTEM, EARLIER = ("system", "s"), [("user", "p"), ("assistant", "r")]
         ({"conversation": [Q, A]}, ASKED),
         ({"messages": [HUMAN, GPT]}, ASKED),
         ({"messages": json.dumps([Q, A])}, ASKED),
+        (
+            {"conversations": [{"from": "Human", "content": "q"}, {"role": "AI", "value": "a"}]},
+            ASKED,
+        ),
+        (
+            {
+                "messages": [{"role": "system", "content": [{"type": "text", "text": "s"}]}, Q],
+                "system": "s",
+            },
+            [SYSTEM, ASKED[0]],
+        ),
         ({"messages": [Q, A], "system": "s", "history": None}, [SYSTEM, *ASKED]),
         (
             {"instruction": "q", "output": "a", "system": "s", "history": [["p", "r"]]},
@@ -119,6 +130,15 @@ CALLED = {"name": "f", "arguments": {"x": 1}}
         {
             "messages": [
                 Q,
+                {"role": "tool_call", "content": json.dumps(CALLED)},
+                {"role": "tool_response", "content": "r"},
+                A,
+            ],
+            "tools": json.dumps([{"name": "f"}]),
+        },
+        {
+            "messages": [
+                Q,
                 {
                     "role": "assistant",
                     "content": None,
@@ -127,10 +147,10 @@ CALLED = {"name": "f", "arguments": {"x": 1}}
                 {"role": "function", "name": "f", "content": "r"},
                 A,
             ],
-            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "functions": [{"name": "f"}],
         },
     ],
-    ids=["sharegpt", "function_call"],
+    ids=["sharegpt", "roles", "function_call"],
 )
 def test_calls_of_every_form(row: dict[str, Any]) -> None:
     conversation = parsed(row)

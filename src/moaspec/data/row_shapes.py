@@ -16,19 +16,25 @@ SHAREGPT_ROLES = {
     "bing": "assistant",
     "bard": "assistant",
     "model": "assistant",
+    "ai": "assistant",
     "assistant": "assistant",
     "system": "system",
     "developer": "developer",
     "tool": "tool",
     "function": "tool",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "function_response": "tool",
+    "tool_response": "tool",
     "observation": "tool",
 }
+CALLERS = ("function_call", "tool_call")
+"""Whose text is a call."""
 QUESTIONS = ("instruction", "prompt", "question", "query")
 CONTEXTS = ("input", "context")
 ANSWERS = ("output", "response", "completion", "answer", "chosen")
 SYSTEMS = ("system", "system_prompt")
+TOOLS = ("tools", "functions")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 OWN_COLUMNS = ("source", "turn", "stop_reason", "messages")
 """Beside `prompt_ids` in rows that `moaspec data regenerate` wrote."""
@@ -37,6 +43,8 @@ MESSAGE_KEYS = {
     *("role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call"),
     "weight",
 }
+NAMED = ("from", "value", "content")
+"""Keys of a message that have one name in OpenAI's form and another in ShareGPT's."""
 Fields = dict[str, Any]
 Told = list[dict[str, Any]]
 """Messages, not yet of the normal form."""
@@ -165,38 +173,37 @@ def _told(row: Row, message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise MalformedError(f"message {number} must be an object, got {short(message)}.")
     row.note_keys(message)
+    given = message.get("from", message.get("role"))
+    if not isinstance(given, str):
+        raise MalformedError(
+            f"message {number} must have 'role' and 'content', or 'from' and 'value'; got "
+            f"{short(message)}."
+        )
+    others = {key: value for key, value in message.items() if key not in NAMED}
+    value, speaker = message.get("value", message.get("content")), given.lower()
+    if speaker in CALLERS:
+        return {**others, "role": "assistant", "tool_calls": _called(value, number)}
     if "from" not in message:
-        role = message.get("role")
-        if not isinstance(role, str):
-            raise MalformedError(
-                f"message {number} must have 'role' and 'content', or 'from' and 'value'; got "
-                f"{short(message)}."
-            )
-        return {**message, "role": SHAREGPT_ROLES.get(role, role)}
-    speaker = message["from"]
-    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        return {**others, "role": SHAREGPT_ROLES.get(speaker, given), "content": value}
+    if speaker not in SHAREGPT_ROLES:
         raise MalformedError(
             f"message {number} must have 'from', one of {', '.join(SHAREGPT_ROLES)}; got "
             f"{short(message)}."
         )
-    others = {key: value for key, value in message.items() if key not in ("from", "value")}
-    if speaker == "function_call":
-        return {**others, "role": "assistant", "tool_calls": _called(message, number)}
     role = SHAREGPT_ROLES[speaker]
-    value = message.get("value")
     if not isinstance(value, str) or (role in ("user", "assistant") and not value.strip()):
         raise MalformedError(f"'value' of message {number} must be a text, got {short(value)}.")
     return {**others, "role": role, "content": value}
 
 
-def _called(message: Mapping[str, Any], number: int) -> list[Any]:
+def _called(value: Any, number: int) -> list[Any]:
     """LLaMA-Factory's calls: JSON text of one call or a list of calls."""
     try:
-        calls = json.loads(message.get("value", ""), strict=False)
+        calls = json.loads(value, strict=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise MalformedError(
             f"'value' of message {number} must be a call as JSON, an object with 'name' and "
-            f"'arguments'; got {short(message.get('value'))}."
+            f"'arguments'; got {short(value)}."
         ) from error
     return calls if isinstance(calls, list) else [calls]
 
@@ -240,8 +247,8 @@ def _system(row: Row, told: Told) -> Told:
     if key is None:
         return []
     text = _text(row.get(key), key)
-    own = [one.get("content") for one in told if one["role"] in ("system", "developer")]
-    if own and own != [text]:
+    own = [one for one in told if one["role"] in ("system", "developer")]
+    if own and [one["content"] for one in normal_messages(own)] != [text]:
         raise MalformedError(
             f"the row has {key!r} and a system message that is another one. Keep one of them."
         )
@@ -271,10 +278,11 @@ def _is_pair(turn: Any) -> bool:
 
 
 def _tools(row: Row) -> tuple[Any, ...]:
-    """A list, or LLaMA-Factory's JSON text of one."""
-    tools = _parsed(row.get("tools"), "tools") or []
+    """A list, or LLaMA-Factory's JSON text of one; `functions` is OpenAI's older name."""
+    key = row.first(TOOLS) or TOOLS[0]
+    tools = _parsed(row.get(key), key) or []
     if not isinstance(tools, list):
-        raise MalformedError(f"'tools' must be a list of functions, got {short(tools)}.")
+        raise MalformedError(f"{key!r} must be a list of functions, got {short(tools)}.")
     return tuple(map(normal_tool, tools))
 
 
