@@ -267,3 +267,14 @@ def test_skipping_malformed_rows(tmp_path: Path) -> None:
     assert [str(error).split(": ")[0] for error in seen] == [f"{path}:2", f"{path}:3"]
     with pytest.raises(DataError, match=r"a\.jsonl:2"):
         list(read_conversations([str(path)]))
+
+
+def test_errors_leave_no_file_open(tmp_path: Path) -> None:
+    for number, line in enumerate(("{", json.dumps({"prompt": 3}))):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(f"{line}\n" * 3)
+        with pytest.raises(DataError):
+            list(read_conversations([str(path)]))
+        own = Path("/proc/self/fd")
+        if own.exists():
+            assert path not in [one.resolve() for one in own.iterdir()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,14 +55,15 @@ def read_conversations(
     """
     report = ReadReport() if report is None else report
     for source in sources:
-        for record in read_records(source, on_malformed, report.skipped_files):
-            try:
-                conversation = parse(record)
-            except DataError as error:
-                on_malformed(error)
-                continue
-            report.unused_columns.update(conversation.unused)
-            yield conversation
+        with closing(read_records(source, on_malformed, report.skipped_files)) as records:
+            for record in records:
+                try:
+                    conversation = parse(record)
+                except DataError as error:
+                    on_malformed(error)
+                    continue
+                report.unused_columns.update(conversation.unused)
+                yield conversation
 
 
 def parse(record: Record) -> Conversation:

@@ -8,7 +8,7 @@ import importlib
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -64,7 +64,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"Cannot read the data {path}: {error}. Is the file whole?") from error
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(path: Path) -> Generator[tuple[int, bytes]]:
     """Lines that are not blank, uncompressed, without byte order mark.
 
     Raises:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -54,7 +55,7 @@ def require_sources(sources: Sequence[str]) -> None:
 
 def read_records(
     source: str | Path, on_malformed: OnMalformed = refuse, skipped: list[str] | None = None
-) -> Iterator[Record]:
+) -> Generator[Record]:
     """Rows of one source, in order; blank lines are skipped.
 
     Args:
@@ -79,12 +80,12 @@ def _file_records(path: Path, on_malformed: OnMalformed) -> Iterator[Record]:
         for number, row in enumerate(parquet_rows(path), start=1):
             yield Record(f"{path}:{number}", _without_absent(row))
         return
-    lines = numbered_lines(path)
-    head = list(islice(lines, 2))
-    if _begins_list(b"".join(line for _, line in head)):
-        yield from _list_records(path, read_text(path), on_malformed)
-    else:
-        yield from _line_records(path, chain(head, lines), on_malformed)
+    with closing(numbered_lines(path)) as lines:  # errors would leave the file open
+        head = list(islice(lines, 2))
+        if not _begins_list(b"".join(line for _, line in head)):
+            yield from _line_records(path, chain(head, lines), on_malformed)
+            return
+    yield from _list_records(path, read_text(path), on_malformed)
 
 
 def _without_absent(value: Any) -> Any:
