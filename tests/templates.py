@@ -74,6 +74,20 @@ def _mistral(space: str) -> str:
 
 MISTRAL_V3, MISTRAL_NEMO = _mistral(" "), _mistral("")
 
+
+def _mistral_small(identifier: str) -> str:
+    """Later versions write a mark before each call, and only its arguments as JSON."""
+    begun, _, rest = MISTRAL_NEMO.partition("{{- '[TOOL_CALLS][' }}\n")
+    written = f"""\
+{{{{- '[TOOL_CALLS]' ~ c.function.name ~ {identifier}'[ARGS]' ~ (c.function.arguments | tojson) }}}}
+"""
+    lines = [line for line in rest.splitlines(keepends=True) if "c.function | tojson" not in line]
+    rest = "".join(lines).replace("{%- endif %}\n", "{%- endif %}\n" + written, 1)
+    return begun + rest.replace("']</s>'", "'</s>'")
+
+
+MISTRAL_SMALL, DEVSTRAL = _mistral_small("'[CALL_ID]' ~ c.id ~ "), _mistral_small("")
+
 QWEN25 = (
     """\
 {%- if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou help.' }}
@@ -207,6 +221,8 @@ TOOL_TEMPLATES = {
     "llama31": LLAMA31,
     "mistral-v3": MISTRAL_V3,
     "mistral-nemo": MISTRAL_NEMO,
+    "mistral-small": MISTRAL_SMALL,
+    "devstral": DEVSTRAL,
     "qwen25": QWEN25,
     "qwen3": QWEN3,
     "hermes": HERMES,

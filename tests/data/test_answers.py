@@ -33,6 +33,7 @@ def test_a_trigger_that_is_a_special_token() -> None:
     tokenizer = serving.tokenizer(templates.MISTRAL_V3)
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("[TOOL_CALLS]")]})
     template = ChatTemplate(tokenizer)
-    assert template.trigger_id == tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    mark = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    assert template.special_marks == {"[TOOL_CALLS]": mark}
     message = read_answer(template, ids(template, f"[TOOL_CALLS][{CALL}]"), TOOLS, {serving.END})
     assert (message["content"], len(message["tool_calls"])) == ("", 1)

@@ -10,10 +10,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moaspec.data.call_forms import FUNCTOOLS, HERMES, LLAMA, MISTRAL, PHI, CallForm, form_of
+from moaspec.data.call_forms import (
+    FUNCTOOLS,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_IDENTIFIED,
+    MISTRAL_NAMED,
+    PHI,
+    CallForm,
+    form_of,
+)
 from moaspec.data.call_reader import CallReader
 
 CALL = '{"name": "time", "arguments": {"city": "Rome"}}'
+ARGUMENTS = '{"city": "Rome"}'
 LLAMA_CALL = '{"name": "time", "parameters": {"city": "Rome"}}'
 
 
@@ -48,6 +59,14 @@ def read(form: CallForm, text: str, size: int) -> tuple[str, list[dict[str, Any]
         (MISTRAL, f"[TOOL_CALLS][{CALL}, {CALL}]", "", 2),
         (MISTRAL, f"[TOOL_CALLS] {CALL}", "", 1),
         (MISTRAL, "[TOOL", "[TOOL", 0),
+        (MISTRAL, f"[TOOL_CALLS] [TOOL_CALLS]{CALL}", "[TOOL_CALLS] ", 1),
+        (MISTRAL_NAMED, f"Now [TOOL_CALLS]time[ARGS]{ARGUMENTS}", "Now ", 1),
+        (MISTRAL_NAMED, f"[TOOL_CALLS]time[CALL_ID]abcDEF123[ARGS]{ARGUMENTS}", "", 1),
+        (MISTRAL_NAMED, f"[TOOL_CALLS] [{CALL}]", "", 1),
+        (MISTRAL_NAMED, "[TOOL_CALLS]day[ARGS]{}", "[TOOL_CALLS]day[ARGS]{}", 0),
+        (MISTRAL_NAMED, "[TOOL_CALLS]time and", "[TOOL_CALLS]time and", 0),
+        (MISTRAL_NAMED, f"[TOOL_CALLS] [TOOL_CALLS]time[ARGS]{ARGUMENTS}", "[TOOL_CALLS] ", 1),
+        (HERMES, f'<tool_call>{{"type": "function", "function": {CALL}}}</tool_call>', "", 1),
     ],
 )
 def test_reading(form: CallForm, text: str, said: str, calls: int, size: int) -> None:
@@ -60,6 +79,8 @@ FORMS = {
     "mistral": MISTRAL,
     "phi": PHI,
     "functools": FUNCTOOLS,
+    "named": MISTRAL_NAMED,
+    "identified": MISTRAL_IDENTIFIED,
 }
 HOSTILE = [
     "</tool_call>",
@@ -77,7 +98,9 @@ HOSTILE = [
 
 
 def written(form: CallForm, *arguments: dict[str, Any]) -> str:
-    return form.written([{"function": {"name": "time", "arguments": one}} for one in arguments])
+    return form.written(
+        [{"id": "abcDEF123", "function": {"name": "time", "arguments": one}} for one in arguments]
+    )
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
@@ -199,13 +222,25 @@ def test_an_id_that_the_model_wrote_is_kept() -> None:
     first = reader.feed(f"[TOOL_CALLS][{own}]", last=False)[1]
     second = reader.feed(f"[TOOL_CALLS][{own}]", last=True)[1]
     assert first[0].id == "abcDEF123" != second[0].id
+    (named,) = CallReader(MISTRAL_IDENTIFIED, ["time"]).feed(
+        "[TOOL_CALLS]time[CALL_ID]abcDEF123[ARGS]{}", last=True
+    )[1]
+    assert named.id == "abcDEF123"
     twice = CallReader(MISTRAL, ["time"]).feed(f"[TOOL_CALLS][{own}, {own}]", last=True)[1]
     assert len({call.id for call in twice}) == 2
+
+
+@pytest.mark.parametrize("given", ["", ', "arguments": null', ', "arguments": {}'])
+def test_absent_arguments_are_an_empty_object(given: str) -> None:
+    text = f'<tool_call>{{"name": "time"{given}}}</tool_call>'
+    assert read(HERMES, text, 5) == ("", [{}])
 
 
 def test_forms_are_found_in_templates() -> None:
     assert form_of("{{ tools }} <tool_call> ...") is HERMES
     assert form_of('{{ tools }} {"name": ..., "parameters": ...}') is LLAMA
     assert form_of("{{ tools }} [TOOL_CALLS]") is MISTRAL
+    assert form_of("{{ tools }} [TOOL_CALLS] [ARGS]") is MISTRAL_NAMED
+    assert form_of("{{ tools }} [TOOL_CALLS] [CALL_ID] [ARGS]") is MISTRAL_IDENTIFIED
     assert form_of("nothing known") is HERMES
     assert form_of("nothing known", ["<|tool_call|>"]) is PHI

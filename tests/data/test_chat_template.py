@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 import serving
 import templates
-from moaspec.data.call_forms import HERMES, LLAMA, MISTRAL, PHI
+from moaspec.data.call_forms import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_IDENTIFIED,
+    MISTRAL_NAMED,
+    PHI,
+)
 from moaspec.data.chat_template import ChatTemplate
 from moaspec.data.conversations import Conversation, parse
 from moaspec.data.loss_mask import masked_tokens, prompt_ids
@@ -66,6 +73,9 @@ def loop(*cities: str) -> list[Row]:
     ]
 
 
+MISTRALS = {"mistral-v3", "mistral-nemo", "mistral-small", "devstral"}
+
+
 def text(name: str, messages: list[Row], tools: Any = TOOLS, **how: Any) -> str:
     found = template(name)
     prepared = found.prepare(normal_messages(messages), list(map(normal_tool, tools)), **how)
@@ -78,6 +88,8 @@ def text(name: str, messages: list[Row], tools: Any = TOOLS, **how: Any) -> str:
         ("llama31", "tools", LLAMA),
         ("mistral-v3", "tools", MISTRAL),
         ("mistral-nemo", "tools", MISTRAL),
+        ("mistral-small", "tools", MISTRAL_IDENTIFIED),
+        ("devstral", "tools", MISTRAL_NAMED),
         ("qwen25", "tools", HERMES),
         ("qwen3", "tools", HERMES),
         ("hermes", "tools", HERMES),
@@ -94,7 +106,7 @@ def test_where_tools_are_read_and_how_calls_are_written(name: str, place: Any, f
 @pytest.mark.parametrize(
     ("trait", "names"),
     [
-        ("takes_any_call_id", {"mistral-v3", "mistral-nemo"}),
+        ("takes_any_call_id", MISTRALS),
         ("takes_parallel_calls", {"llama31"}),
         ("takes_system", {"gemma2"}),
         ("takes_tool_role", {"gemma2", "gemma3", "smollm2", "parts-only"}),
@@ -110,7 +122,7 @@ def test_what_only_some_templates_refuse(trait: str, names: set[str]) -> None:
     [
         ("arguments_as_text", {"arguments-as-text"}),
         ("content_as_parts", {"parts-only"}),
-        ("alternates", {"mistral-v3", "mistral-nemo", "gemma2", "gemma3"}),
+        ("alternates", {*MISTRALS, "gemma2", "gemma3"}),
         ("takes_developer", set()),
     ],
 )

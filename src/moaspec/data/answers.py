@@ -29,8 +29,8 @@ def read_answer(
         text = tokenizer.decode(token_ids, skip_special_tokens=True)
         return {"role": "assistant", "content": text}
     said = [token for token in token_ids if token not in stop_token_ids]
-    # A trigger that is a special token must be seen.
-    text = tokenizer.decode(said, skip_special_tokens=template.trigger_id is None)
+    # Marks that are special tokens must be seen.
+    text = tokenizer.decode(said, skip_special_tokens=not template.special_marks)
     reader = CallReader(template.form, [tool["function"]["name"] for tool in tools])
     content, calls = reader.feed(text, last=True)
     message: Message = {"role": "assistant", "content": content}

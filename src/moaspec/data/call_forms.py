@@ -28,6 +28,8 @@ class CallForm:
         arguments: the key of the arguments.
         listed: whether all calls are one JSON list.
         end: a mark that may follow a call; it is not content.
+        named: the mark between a call's name and its arguments, where only these are JSON.
+        identified: the mark between that name and the call's id, where there is one.
     """
 
     trigger: str
@@ -36,22 +38,41 @@ class CallForm:
     arguments: str = "arguments"
     listed: bool = False
     end: str = ""
+    named: str = ""
+    identified: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Marks that a grammar must write, which may be special tokens."""
+        return tuple(mark for mark in (self.trigger, self.identified, self.named) if mark)
+
+    @property
+    def joint(self) -> str:
+        """Text between calls, before the trigger of the next one."""
+        return ", " if self.listed else "" if self.named else "\n"
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Calls of the normal form as the model writes them."""
-        texts = [self._json(call["function"]) for call in calls]
+        texts = [self._text(call) for call in calls]
         if self.listed:
-            return f"{self.trigger}{self.before}{', '.join(texts)}{self.after}{self.end}"
-        return "\n".join(f"{self.trigger}{self.before}{text}{self.after}" for text in texts)
+            return f"{self.trigger}{self.before}{self.joint.join(texts)}{self.after}{self.end}"
+        return self.joint.join(f"{self.trigger}{self.before}{text}{self.after}" for text in texts)
 
-    def _json(self, function: Mapping[str, Any]) -> str:
-        call = {"name": function["name"], self.arguments: function["arguments"]}
-        return json.dumps(call, ensure_ascii=False)
+    def _text(self, call: Mapping[str, Any]) -> str:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if not self.named:
+            return json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
+        identifier = f"{self.identified}{call['id']}" if self.identified else ""
+        return f"{name}{identifier}{self.named}{json.dumps(arguments, ensure_ascii=False)}"
 
 
 HERMES = CallForm("<tool_call>", "\n", "\n</tool_call>", end="</tool_call>")
 LLAMA = CallForm("", arguments="parameters")
 MISTRAL = CallForm("[TOOL_CALLS]", "[", "]", listed=True)
+CALL_ID = "[CALL_ID]"
+MISTRAL_NAMED = CallForm("[TOOL_CALLS]", named="[ARGS]")
+MISTRAL_IDENTIFIED = CallForm("[TOOL_CALLS]", named="[ARGS]", identified=CALL_ID)
+"""Mistral's later forms: every call has a trigger."""
 PHI = CallForm("<|tool_call|>", "[", "]", listed=True, end="<|/tool_call|>")
 FUNCTOOLS = CallForm("functools", "[", "]", listed=True)
 PHI_TOOLS = "<|tool|>"
@@ -65,8 +86,8 @@ def form_of(template: str, vocabulary: Collection[str] = ()) -> CallForm:
         template: its source.
         vocabulary: tokens that were added to the tokenizer's, for a template that writes no calls.
     """
-    for form in (MISTRAL, PHI, FUNCTOOLS, HERMES):
-        if form.trigger in template:
+    for form in (MISTRAL_IDENTIFIED, MISTRAL_NAMED, MISTRAL, PHI, FUNCTOOLS, HERMES):
+        if all(mark in template for mark in form.marks):
             return form
     if '"parameters"' in template:
         return LLAMA

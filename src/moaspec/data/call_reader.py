@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moaspec.data.call_forms import CallForm, new_call_id, short_call_id
+from moaspec.data.call_forms import CALL_ID, CallForm, new_call_id, short_call_id
 
 BETWEEN = " \t\r\n;,"
 """What may stand between calls that follow one another."""
@@ -88,6 +88,7 @@ class CallReader:
         self._scanner = JsonScanner()
         self._mark = ""  # text before the JSON; it is content if there is no call
         self._block_open = False  # the mark that ends a call has not been read
+        self._name, self._given_id = "", ""  # of a call of which only the arguments are JSON
         self._silent = True  # nothing has been said yet
         self._ids = set[str]()
         self.calls: list[Call] = []
@@ -123,7 +124,7 @@ class CallReader:
         if place >= 0:
             said = self._take(place)
             self._begin_call(len(trigger))
-            return "" if said.isspace() else said
+            return "" if self._silent and said.isspace() else said
         held = 0 if last or not trigger else begun(self._buffer, [trigger])
         certain = self._buffer[: len(self._buffer) - held]
         if self._silent and not last and not certain.strip():
@@ -132,9 +133,30 @@ class CallReader:
 
     def _begin_call(self, mark: int) -> str:
         """Take a mark of `mark` characters, then expect a call."""
-        self._mark = self._take(mark)
-        self._scanner, self._read = JsonScanner(), self._call
+        self._mark, self._name = self._take(mark), ""
+        self._scanner, self._read = JsonScanner(), self._head if self._form.named else self._call
         return ""
+
+    def _head(self, last: bool) -> str | None:
+        """Read the name, and the id if there is one, before the arguments of a call."""
+        head, mark, _ = self._buffer.partition(self._form.named)
+        if not mark and not last and self._may_name(head.lstrip()):
+            return None
+        name, _, given_id = head.lstrip().partition(CALL_ID)
+        if mark and name in self._names:
+            self._name, self._given_id = name, given_id
+            self._mark += self._take(len(head) + len(mark))
+        self._read = self._call
+        return ""
+
+    def _may_name(self, head: str) -> bool:
+        """Whether a text may go on to be the name of a function and what follows it."""
+        ends = (CALL_ID, self._form.named)
+        return any(
+            f"{name}{end}".startswith(head) or head.startswith(f"{name}{CALL_ID}")
+            for name in self._names
+            for end in ends
+        )
 
     def _call(self, last: bool) -> str | None:
         """Read a call's JSON; text that proves to be no call is content."""
@@ -190,15 +212,20 @@ class CallReader:
             value = json.loads(text, strict=False)
         except (ValueError, RecursionError):
             return []
+        if self._name:
+            value = {"name": self._name, "arguments": value, "id": self._given_id}
         calls = [self._one(each) for each in (value if isinstance(value, list) else [value])]
         found = [call for call in calls if call is not None]
         return found if len(found) == len(calls) else []
 
     def _one(self, value: Any) -> Call | None:
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
+            value = {"id": value.get("id"), **value["function"]}  # as in OpenAI's messages
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str) or name not in self._names:
             return None
-        arguments = value.get("arguments", value.get("parameters", {}))
+        arguments = value.get("arguments", value.get("parameters"))
+        arguments = {} if arguments is None else arguments
         try:
             text = arguments if isinstance(arguments, str) else _json(arguments)
             text.encode()

@@ -91,12 +91,11 @@ class ChatTemplate:
         return self.traits.form if self.exists else HERMES
 
     @cached_property
-    def trigger_id(self) -> int | None:
-        """The token that begins tool calls, where it is a special one."""
-        trigger = self.form.trigger
-        if trigger not in getattr(self.tokenizer, "all_special_tokens", ()):
-            return None
-        return int(self.tokenizer.convert_tokens_to_ids(trigger))
+    def special_marks(self) -> dict[str, int]:
+        """Token ids of the marks of tool calls that are special tokens."""
+        special = getattr(self.tokenizer, "all_special_tokens", ())
+        marks = [mark for mark in self.form.marks if mark in special]
+        return {mark: int(self.tokenizer.convert_tokens_to_ids(mark)) for mark in marks}
 
     def ids(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moaspec.data.call_forms import CallForm
+from moaspec.data.call_forms import CALL_ID_LENGTH, CallForm
 from moaspec.data.messages import normal_tool
 from moaspec.decode.grammar import COMPACT
 
@@ -40,7 +40,12 @@ class Tool:
 
 
 def call_grammar(
-    form: CallForm, tools: Sequence[Tool], *, forced: bool, parallel: bool, trigger_id: int | None
+    form: CallForm,
+    tools: Sequence[Tool],
+    *,
+    forced: bool,
+    parallel: bool,
+    special: Mapping[str, int],
 ) -> str:
     """A grammar, in llguidance's Lark, of texts whose calls are all well-formed.
 
@@ -49,27 +54,41 @@ def call_grammar(
         tools: which may be called.
         forced: the text must be calls; else it may be anything, with calls in it.
         parallel: more than one call is allowed.
-        trigger_id: the trigger's token, where it is a special one.
+        special: tokens of the form's marks that are special ones.
     """
-    trigger = f"<[{trigger_id}]>" if trigger_id is not None else _quoted(form.trigger)
-    joint = _quoted(", " if form.listed else "\n")
+    trigger = _mark(form.trigger, special)
+    joint = _quoted(form.joint)
     calls = f"call ({joint} {'' if form.listed else trigger} call)*" if parallel else "call"
     body = f"{_quoted(form.before)} {calls} {_quoted(form.after)}" if form.listed else calls
     if forced:
         lines = [f"start: {trigger} {body}"]
     else:
-        head = f"head[lazy]: TEXT {trigger}" if trigger_id is None else f"head: TEXT {trigger}"
+        lazy = "" if form.trigger in special else "[lazy]"
         lines = [f"start: {'(head call)*' if parallel else '(head call)?'} rest"]
         lines = [f"start: (head {body})? rest"] if form.listed else lines
-        lines += [head, "rest: TEXT", r"TEXT: /(.|\n)*/"]
+        lines += [f"head{lazy}: TEXT {trigger}", "rest: TEXT", r"TEXT: /(.|\n)*/"]
     lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
     for i, tool in enumerate(tools):
-        opening = f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": '
-        before, after = ("", "") if form.listed else (form.before, form.after)
         schema = {**tool.parameters, "x-guidance": COMPACT}
-        lines.append(f"call_{i}: {_quoted(before + opening)} args_{i} {_quoted('}' + after)}")
+        lines.append(f"call_{i}: {_one_call(form, tool, f'args_{i}', special)}")
         lines.append(f"args_{i}: %json {json.dumps(schema)}")
+    if form.identified:
+        lines.append(f"ID: /[a-zA-Z0-9]{{{CALL_ID_LENGTH}}}/")
     return "%llguidance {}\n" + "\n".join(lines) + "\n"
+
+
+def _one_call(form: CallForm, tool: Tool, arguments: str, special: Mapping[str, int]) -> str:
+    """The right side of one call's rule."""
+    if form.named:
+        identifier = f"{_mark(form.identified, special)} ID" if form.identified else ""
+        return f"{_quoted(tool.name)} {identifier} {_mark(form.named, special)} {arguments}"
+    opening = f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": '
+    before, after = ("", "") if form.listed else (form.before, form.after)
+    return f"{_quoted(before + opening)} {arguments} {_quoted('}' + after)}"
+
+
+def _mark(mark: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[mark]}]>" if mark in special else _quoted(mark)
 
 
 def _quoted(text: str) -> str:

@@ -73,7 +73,7 @@ class Choice:
         reader: CallReader | None = None,
     ) -> None:
         facts = desk.facts
-        specials = reader is not None and desk.template.trigger_id is not None
+        specials = reader is not None and bool(desk.template.special_marks)
         special_ids = frozenset() if specials else facts.token_bytes.special_ids
         self.index, self._source, self._tally, self._reader = index, desk.source, tally, reader
         self._writer = TextWriter(

@@ -62,7 +62,7 @@ class Form:
                 tools,
                 forced=forced,
                 parallel=self.allows_parallel(desk),
-                trigger_id=desk.template.trigger_id,
+                special=desk.template.special_marks,
             )
             return grammars.lark(text)
         return None if self.schema is None else grammars.json_schema(self.schema)
