@@ -98,3 +98,42 @@ def test_chats_report_bytes_of_every_token(setting: tuple[OpenAI, Any]) -> None:
     assert data.decode() == answer.choices[0].message.content
     for one in content.content:
         assert len({top.token for top in one.top_logprobs}) == 3
+
+
+def test_a_turn_begins_as_transformers_decodes_it(setting: tuple[OpenAI, Any]) -> None:
+    """Its tokens alone; where a message is continued, the space stays."""
+    client, tokenizer = setting
+    ids = tokenizer.convert_tokens_to_ids(["\u2581Paris", "\u0120Paris", "Paris"])
+    word = next(token for token in ids if token not in (None, tokenizer.unk_token_id))
+    asked: dict[str, Any] = {
+        "model": "m",
+        "messages": serving.say("the x"),
+        "max_tokens": 2,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "logit_bias": {str(word): 100.0},
+    }
+    answer = client.chat.completions.create(**asked)
+    text = tokenizer.decode([word, word])
+    assert answer.choices[0].message.content == text
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    found: Any = answer.choices[0].logprobs
+    assert b"".join(bytes(one.bytes) for one in found.content).decode() == text
+    assert len({top.token for top in found.content[0].top_logprobs}) == 2
+    response = client.responses.create(
+        model="m",
+        input="the x",
+        max_output_tokens=2,
+        temperature=0,
+        extra_body={"logit_bias": asked["logit_bias"]},
+    )
+    assert response.output_text == text
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    said = client.chat.completions.create(**asked, extra_body=more).choices[0].message.content
+    continued = client.completions.create(
+        model="m", prompt="the x", max_tokens=2, temperature=0, logit_bias=asked["logit_bias"]
+    )
+    assert said == continued.choices[0].text

@@ -140,6 +140,14 @@ class TokenBytes:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
+    def loses_space(self, token_id: int) -> bool:
+        """Whether the token has a first space that decoders drop at the start of a text."""
+        if not self(token_id).startswith(b" "):
+            return False
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        alone = token if self._decoder is None else str(self._decoder.decode([token]))
+        return len(alone) < len(self._within_text(token))
+
     def _within_text(self, token: str) -> str:
         """Decode after a letter, which keeps the token's first space."""
         if self._decoder is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -97,7 +98,15 @@ class _Answer:
     def __init__(self, desk: Desk, asked: ChatRequest, run: Run, form: Form) -> None:
         self._facts, self._asked, self._run = desk.facts, asked, run
         self._choices = [
-            Choice(i, desk, job, tally, asked=asked.extension, reader=form.reader(desk))
+            Choice(
+                i,
+                desk,
+                job,
+                tally,
+                asked=asked.extension,
+                reader=form.reader(desk),
+                begins_turn=asked.begins_turn,
+            )
             for i, (job, tally) in enumerate(zip(run.jobs, run.tallies, strict=True))
         ]
         self._head: dict[str, Any] = {
@@ -172,12 +181,10 @@ def _tool_call(call: Call) -> ToolCall:
 
 def logprobs_of(facts: SourceFacts, pieces: Sequence[Piece]) -> dict[str, Any]:
     """Log-probabilities as chats report them."""
-    content = [
-        {
-            **token_logprob(facts, piece.token_id, piece.logprob or 0.0),
-            "top_logprobs": [token_logprob(facts, *one) for one in piece.top_logprobs],
-        }
-        for piece in pieces
-        if not piece.hidden
-    ]
+    content = []
+    for piece in pieces:
+        told = partial(token_logprob, facts, begins_turn=piece.begins_turn)
+        top = [told(*one) for one in piece.top_logprobs]
+        if not piece.hidden:
+            content.append({**told(piece.token_id, piece.logprob or 0.0), "top_logprobs": top})
     return {"content": content, "refusal": None}

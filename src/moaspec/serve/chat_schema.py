@@ -144,6 +144,11 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    @property
+    def begins_turn(self) -> bool:
+        """Whether the answer is a new turn, not the rest of the prompt's text."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
     def conversation(self) -> list[dict[str, Any]]:
         """Messages in OpenAI's form."""
         return [{"content": "", **one.model_dump(exclude_none=True)} for one in self.messages]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from moaspec.data.call_reader import Call, CallReader
@@ -60,6 +60,7 @@ class Choice:
         tally: of the job.
         asked: of the extension.
         reader: finds calls; None where there are no tools.
+        begins_turn: whether the text is a turn of its own, not the continuation of a text.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Choice:
         *,
         asked: Extension,
         reader: CallReader | None = None,
+        begins_turn: bool = False,
     ) -> None:
         facts = desk.facts
         specials = reader is not None and bool(desk.template.special_marks)
@@ -83,6 +85,7 @@ class Choice:
             specials=specials,
             hidden=facts.stop_token_ids | special_ids,
         )
+        self._token_bytes, self._begins_turn = facts.token_bytes, begins_turn
         self._reporter = Reporter(index, asked, facts)
         self.pieces: list[Piece] = []
         self.text = ""
@@ -91,7 +94,7 @@ class Choice:
 
     def take(self, update: Update) -> Delta:
         """Take in an update; what it adds."""
-        pieces = self._writer.take(update)
+        pieces = self._begun(self._writer.take(update))
         text = "".join(piece.text for piece in pieces)
         calls: list[Call] = []
         ended = update.stop_reason is not None
@@ -115,6 +118,15 @@ class Choice:
     def whole(self) -> dict[str, Any]:
         """The extension of the finished text."""
         return self._reporter.whole(self.pieces, self._tally)
+
+    def _begun(self, pieces: list[Piece]) -> list[Piece]:
+        """Take off the space that SentencePiece's words have at the start of a turn."""
+        place = next((i for i, piece in enumerate(pieces) if not piece.hidden), None)
+        if self._begins_turn and place is not None:
+            self._begins_turn, piece = False, pieces[place]
+            loses = piece.text[:1] == " " and self._token_bytes.loses_space(piece.token_id)
+            pieces[place] = replace(piece, text=piece.text[loses:], begins_turn=True)
+        return pieces
 
     def _finish_reason(self, stop_reason: str) -> FinishReason:
         if stop_reason in ("max_new_tokens", "context"):
@@ -152,10 +164,21 @@ def extension_of(asked: Extension | None, choices: Sequence[Choice]) -> dict[str
     return None if asked is None else {"choices": [choice.whole() for choice in choices]}
 
 
-def token_logprob(facts: SourceFacts, token_id: int, logprob: float) -> dict[str, Any]:
-    """One token's log-probability as chats report it."""
+def token_logprob(
+    facts: SourceFacts, token_id: int, logprob: float, *, begins_turn: bool = False
+) -> dict[str, Any]:
+    """One token's log-probability as chats report it.
+
+    Args:
+        facts: of the target.
+        token_id: the token.
+        logprob: of it.
+        begins_turn: whether it stands where a turn begins; its bytes are then without the space
+            that the turn's text lacks.
+    """
+    own = facts.token_bytes(token_id)
     return {
         "token": facts.token_bytes.name(token_id),
         "logprob": max(logprob, LEAST_LOGPROB),
-        "bytes": list(facts.token_bytes(token_id)),
+        "bytes": list(own[begins_turn and facts.token_bytes.loses_space(token_id) :]),
     }

@@ -163,7 +163,13 @@ class _Answer:
         self._asked, self._run = asked, run
         self._parallel = form.allows_parallel(desk)
         self._choice = Choice(
-            0, desk, run.jobs[0], run.tallies[0], asked=asked.extension, reader=form.reader(desk)
+            0,
+            desk,
+            run.jobs[0],
+            run.tallies[0],
+            asked=asked.extension,
+            reader=form.reader(desk),
+            begins_turn=True,
         )
         self._id, self._created = fresh_id("resp"), created_now()
         self._message_id = fresh_id("msg")

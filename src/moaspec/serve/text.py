@@ -21,6 +21,7 @@ class Piece:
         token_id: which token.
         source: who proposed it.
         hidden: whether the token is no part of the text: it ended it, or is a special one.
+        begins_turn: whether it is the first token of a turn's text.
         logprob, top_logprobs: where asked for.
     """
 
@@ -30,6 +31,7 @@ class Piece:
     hidden: bool = False
     logprob: float | None = None
     top_logprobs: Alternatives = ()
+    begins_turn: bool = False
 
 
 class TextWriter:
