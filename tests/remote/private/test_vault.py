@@ -86,6 +86,106 @@ def test_marks_without_partner_are_refused(text: str) -> None:
         Vault(()).hide(text)
 
 
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [
+        ("<Private>", "</Private>"),
+        ("<PRIVATE>", "</private>"),
+        ("<private >", "</ private >"),
+        ("< private>", "< /private>"),
+        ("<private\n>", "</private\t>"),
+        ("<pri vate>", "</privat\u00a0e>"),
+        ("\uff1cprivate\uff1e", "\uff1c\uff0fprivate\uff1e"),
+        ("<\uff50\uff52\uff49\uff56\uff41\uff54\uff45>", "</private>"),
+        ("<priv\u200bate>", "<\u200b/private\ufeff>"),
+        ("<pri\u00advate>", "</private>"),
+        ("<PR\u0130VATE>", "</pr\u0131vate>"),
+        ("<priv\u00e1te>", "</private>"),
+        ("<\u0440riv\u0430te>", "</private>"),
+        ("\u27e8private\u27e9", "\u2329/private\u232a"),
+        ("&lt;private&gt;", "&lt;/private&gt;"),
+        ("&#60;private&#62;", "&#x3C;/private&#x3E;"),
+    ],
+)
+def test_marks_however_they_are_spelled(opening: str, closing: str) -> None:
+    vault = Vault(())
+    assert vault.hide(f"I am {opening}Ada{closing}.") == "I am [PRIVATE_1]."
+    assert vault.restore("[PRIVATE_1]") == "Ada"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<private>Ada",
+        "<Private>Ada</Private",
+        "<private Ada</private>",
+        "<private kind='name'>Ada</private>",
+        "<private/>",
+        "<private>Ada<private/>",
+        "<private>Ada<\\private>",
+        "<private>Ada<//private>",
+        "<PRIVATE>a<private>b</private></PRIVATE>",
+        "Ada</Private>",
+        "<private_>Ada</private_>",
+        "<private",
+        "&lt;private Ada",
+    ],
+)
+def test_what_looks_like_a_mark_is_refused(text: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        Vault(()).hide(text)
+    assert "\n" not in str(refusal.value)
+    assert "<private>...</private>" in str(refusal.value) or "write </private>" in str(
+        refusal.value
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["private", "a <private_key> file", "<privateer>", "<b>", "1 < 2", "(private)"]
+)
+def test_what_is_no_mark(text: str) -> None:
+    assert Vault(()).hide(text) == text
+
+
+@pytest.mark.parametrize(
+    ("private", "again"),
+    [
+        ("Ada Lovelace", "Ada  Lovelace"),
+        ("Ada Lovelace", "ADA\u00a0\nlovelace"),
+        ("Ada Lovelace", "AdaLovelace"),
+        ("Ada Lovelace", "Ada Love\u00adlace"),
+        ("Ada Lovelace", "\uff21\uff44\uff41 Lovelace"),
+        (" Ada\nLovelace ", "Ada Lovelace"),
+        ("Zo\u00eb M\u00fcller", "Zoe\u0308 Mu\u0308ller"),
+        ("Zoe\u0308 Mu\u0308ller", "ZO\u00cb M\u00dcLLER"),
+        ("Wei\u00dfgerber", "WEISSGERBER"),
+        ("WEISSGERBER", "wei\u00dfgerber"),
+        ("O'Brien", "O\u2019Brien"),
+        ("Meyer-Landrut", "Meyer\u2013Landrut"),
+        ("ABC 123456", "abc 123 456"),
+        ("123 456", "123456"),
+        ("\uac00\ub098\ub2e4\ub77c", "\u1100\u1161\u1102\u1161\u1103\u1161\u1105\u1161"),
+    ],
+)
+def test_known_text_in_another_spelling(private: str, again: str) -> None:
+    vault = Vault(())
+    vault.hide(f"<private>{private}</private>")
+    hidden = vault.hide(f"It is {again}.")
+    assert again not in hidden
+    assert len(hidden) <= len("It is [PRIVATE_2].")
+    assert vault.restore(hidden) == f"It is {again}."
+
+
+def test_joined_words_are_looked_for_as_a_word() -> None:
+    vault = Vault(())
+    assert vault.hide("<private>in a</private> China") == "[PRIVATE_1] China"
+
+
+def test_private_spaces_are_not_looked_for() -> None:
+    vault = Vault(())
+    assert vault.hide("a b<private> </private>c d") == "a b[PRIVATE_1]c d"
+
+
 def test_an_empty_mark_hides_nothing() -> None:
     assert Vault(()).hide("a<private></private>b") == "ab"
 

@@ -9,25 +9,33 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from moaspec.errors import InputError
 from moaspec.extras import require
+from moaspec.remote.private.folding import Folded, fold
 from moaspec.remote.private.spans import Span
 
 Recogniser = Callable[[str], Iterable[Span]]
 """Finds spans in a text; any function will do."""
 
-_EMAIL = re.compile(r"[\w.!#$%&'*+/=?^`{|}~-]+@[\w-]+(?:\.[\w-]+)+")
-_DIGITS = re.compile(r"\d+(?:[ -]?\d+)*")
+_EMAIL = re.compile(r"[\w.!#$%&'*+/=?^`{|}~-]+@[\w-]+(?:[.\u3002][\w-]+)+")
+_BETWEEN = "[ ./:_|\u00b7\u2022-]{0,3}"
+"""What may stand between digits of a number that is written in groups."""
+_DIGITS = re.compile(rf"\d(?:{_BETWEEN}\d)*")
 _CARD_LENGTHS = range(12, 20)
-_IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?:[ -]?[A-Z0-9]){11,30}", re.IGNORECASE)
+_IBAN = re.compile(
+    rf"(?=([a-z]{_BETWEEN}[a-z](?:{_BETWEEN}\d){{2}}(?:{_BETWEEN}[a-z0-9]){{11,30}}))"
+)
+_IBAN_LENGTHS = range(15, 35)
 
 
 def emails(text: str) -> Iterator[Span]:
     """E-mail addresses, international ones included."""
-    for found in _EMAIL.finditer(text):
-        yield Span(*found.span(), "EMAIL")
+    folded = fold(text, accents=False)
+    for found in _EMAIL.finditer(folded.text):
+        yield Span(*folded.span(*found.span()), "EMAIL")
 
 
 def cards(text: str) -> Iterator[Span]:
@@ -37,12 +45,13 @@ def cards(text: str) -> Iterator[Span]:
     number.
     """
     is_valid = _library("stdnum.luhn").is_valid
-    for found in _DIGITS.finditer(text):
+    folded = fold(text, accents=False)
+    for found in _DIGITS.finditer(folded.text):
         groups = [one.span() for one in re.finditer(r"\d+", found.group())]
         for start, stop in _runs(groups):
             digits = re.sub(r"\D", "", found.group()[start:stop])
             if len(digits) in _CARD_LENGTHS and is_valid(digits):
-                yield Span(found.start() + start, found.start() + stop, "CARD")
+                yield Span(*folded.span(found.start() + start, found.start() + stop), "CARD")
 
 
 def _runs(groups: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -54,13 +63,19 @@ def _runs(groups: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def ibans(text: str) -> Iterator[Span]:
-    """International bank account numbers whose length and check digits are right."""
+    """International bank account numbers whose length and check digits are right.
+
+    One may begin anywhere, within what began like another, too.
+    """
     is_valid = _library("stdnum.iban").is_valid
-    for found in _IBAN.finditer(text):
+    folded = fold(text, accents=False)
+    for found in _IBAN.finditer(folded.text):
+        places = [place for place in range(*found.span(1)) if folded.text[place].isalnum()]
         # The words that follow are of the same characters: shorten until the number is whole.
-        for stop in range(found.end(), found.start() + 14, -1):
-            if text[stop - 1].isalnum() and is_valid(text[found.start() : stop]):
-                yield Span(found.start(), stop, "IBAN")
+        for size in reversed(_IBAN_LENGTHS):
+            number = "".join(folded.text[place] for place in places[:size])
+            if size <= len(places) and is_valid(number):
+                yield Span(*folded.span(places[0], places[size - 1] + 1), "IBAN")
                 break
 
 
@@ -76,14 +91,20 @@ class Phones:
     regions: tuple[str, ...] = ("US",)
 
     def __call__(self, text: str) -> Iterator[Span]:
-        """Numbers in a text; one that several regions know is found several times."""
+        """Numbers in a text."""
         phonenumbers = _library("phonenumbers")
         unknown = set(self.regions) - set(phonenumbers.SUPPORTED_REGIONS)
         if unknown:
             raise InputError(f"Unknown telephone regions {sorted(unknown)}; for example US, DE.")
-        for region in self.regions or (None,):
-            for found in phonenumbers.PhoneNumberMatcher(text, region):
-                yield Span(found.start, found.end, "PHONE")
+        # Folding joins lines, of which each may end in a number: both texts are read.
+        plain, folded = Folded(text, text, tuple(range(len(text)))), fold(text, accents=False)
+        places = {
+            read.span(found.start, found.end)
+            for region, read in product(self.regions or (None,), (plain, folded))
+            for found in phonenumbers.PhoneNumberMatcher(read.text, region)
+        }
+        for place in sorted(places):
+            yield Span(*place, "PHONE")
 
 
 def default(phone_regions: Sequence[str] = ("US",)) -> tuple[Recogniser, ...]:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from moaspec.errors import InputError
+from moaspec.remote.private.folding import fold
 
 MARKED = "PRIVATE"
 _OPEN, _CLOSE = "<private>", "</private>"
-_TAG = re.compile(f"{re.escape(_OPEN)}|{re.escape(_CLOSE)}")
+_TAG = re.compile(
+    r"(?:<|&(?:lt|#0*60|#x0*3c);)(?P<slashes>[ /\\]*)"
+    + " ?".join("private")
+    + r"(?![-_]*[^\W_])(?P<end> ?(?:>|&(?:gt|#0*62|#x0*3e);))?"
+)
+"""What looks like a mark, in a folded text; without an `end` it is none."""
+_LOOK_ALIKE = str.maketrans("аαɑеіıιρртτνѵ", "aaaeiiippttvv")
+"""Cyrillic, Greek and dotless letters."""
 _KIND = re.compile(r"[A-Z]{2,16}")
 
 
@@ -39,25 +47,48 @@ class Span:
 def marked(text: str) -> tuple[str, list[Span]]:
     """A text without its marks, and what stood between `<private>` and `</private>`.
 
+    Capitals, spaces, full-width brackets and characters that nobody sees make no difference to a
+    mark.
+
     Raises:
-        InputError: a mark without its partner, or one inside another. Nothing may be sent then:
-            what the user meant to hide is not known.
+        InputError: a mark without its partner, one inside another, or what only looks like one.
+            Nothing may be sent then: what the user meant to hide is not known.
     """
     plain, spans, place, start = "", [], 0, -1
-    for tag in _TAG.finditer(text):
-        opens = tag.group() == _OPEN
-        if opens == (start >= 0):
+    for tag in _tags(text):
+        if tag.opens == (start >= 0):
             raise InputError(
-                f"{tag.group()} at character {tag.start()} has no partner: write "
+                f"{text[tag.start : tag.stop]!r} at character {tag.start} has no partner: write "
                 f"{_OPEN}...{_CLOSE}, one never inside another."
             )
-        plain, place = plain + text[place : tag.start()], tag.end()
-        if not opens and start < len(plain):
+        plain, place = plain + text[place : tag.start], tag.stop
+        if not tag.opens and start < len(plain):
             spans.append(Span(start, len(plain)))
-        start = len(plain) if opens else -1
+        start = len(plain) if tag.opens else -1
     if start >= 0:
         raise InputError(f"{_OPEN} is never closed; write {_CLOSE} where the private text ends.")
     return plain + text[place:], spans
+
+
+@dataclass(frozen=True)
+class _Tag:
+    start: int
+    stop: int
+    opens: bool
+
+
+def _tags(text: str) -> Iterator[_Tag]:
+    """The marks of a text, however they are spelled; see `marked`."""
+    folded = fold(text, accents=False)
+    for found in _TAG.finditer(folded.text.translate(_LOOK_ALIKE)):
+        start, stop = folded.span(*found.span())
+        slashes = found["slashes"].replace(" ", "")
+        if found["end"] is None or slashes not in {"", "/"}:
+            raise InputError(
+                f"{text[start:stop]!r} at character {start} looks like a mark of private text and "
+                f"is none: write {_OPEN}...{_CLOSE}, or other words."
+            )
+        yield _Tag(start, stop, opens=not slashes)
 
 
 def united(spans: Iterable[Span]) -> list[Span]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from moaspec.errors import InputError
+from moaspec.remote.private.folding import fold
 from moaspec.remote.private.recognisers import Recogniser, default
 from moaspec.remote.private.spans import Span, marked, united
 
@@ -16,6 +17,8 @@ _BEGINNING = re.compile(r"\[(?:[A-Z]{0,16}|[A-Z]{2,16}_\d{0,6})\Z")
 
 LITERAL = "TEXT"
 """Kind of text that looks like a placeholder without being one."""
+
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\ )?(?=\d)")
 
 _PART_OF_WORD = 3
 """Shorter private text is looked for as a whole word only: two letters are in every third word."""
@@ -38,7 +41,7 @@ class Vault:
         self._recognisers = default() if recognisers is None else tuple(recognisers)
         self._placeholders: dict[str, str] = {}
         self._values: dict[str, str] = {}
-        self._kinds: dict[str, str] = {}
+        self._kinds: dict[re.Pattern[str], str] = {}
         self._counts: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -109,8 +112,10 @@ class Vault:
     def _known(self, text: str) -> list[Span]:
         """Where text stands that is known to be private, and text that looks like a placeholder."""
         found = [Span(*one.span(), LITERAL) for one in _PLACEHOLDER.finditer(text)]
-        for value, kind in list(self._kinds.items()):
-            found += [Span(*one.span(), kind) for one in _occurrences(value, text)]
+        folded = fold(text)
+        for pattern, kind in self._kinds.items():
+            places = (folded.span(*one.span()) for one in pattern.finditer(folded.text))
+            found += [Span(*place, kind) for place in places]
         return found
 
     def _placeholder(self, value: str, span: Span) -> str:
@@ -118,17 +123,23 @@ class Vault:
             self._counts[span.kind] = number = self._counts.get(span.kind, 0) + 1
             placeholder = f"[{span.kind}_{number}]"
             self._placeholders[value], self._values[placeholder] = placeholder, value
-            if span.kind != LITERAL:
-                self._kinds[value] = span.kind
+            pattern = _pattern(value)
+            if span.kind != LITERAL and pattern is not None:
+                self._kinds.setdefault(pattern, span.kind)
         return self._placeholders[value]
 
 
-def _occurrences(value: str, text: str) -> Iterable[re.Match[str]]:
-    """Where a private text stands, in capitals or not."""
-    pattern = re.escape(value)
-    if len(value) <= _PART_OF_WORD:
-        pattern = rf"(?<!\w){pattern}(?!\w)"
-    return re.finditer(pattern, text, re.IGNORECASE)
+def _pattern(value: str) -> re.Pattern[str] | None:
+    """Finds a private text in folded texts, whatever its spacing; None for one of spaces only."""
+    folded = fold(value).text.strip()
+    if not folded:
+        return None
+    # Digits may be grouped in another way; words may be run together, as a word of their own.
+    spaced = _BETWEEN_DIGITS.sub(" ?", re.escape(folded))
+    joined = rf"(?<!\w){re.escape(folded.replace(' ', ''))}(?!\w)"
+    if len(folded) <= _PART_OF_WORD:
+        spaced = rf"(?<!\w){spaced}(?!\w)"
+    return re.compile(f"{spaced}|{joined}")
 
 
 class Restorer:
