@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from moaspec.places import cache_dir
+from moaspec.places import cache_dir, make_private
 
 
 def new_cache(directory: Path) -> Path:
     """A cache that is empty but for the compiled kernels, which take long to make again."""
     kernels = (cache_dir() / "kernels").resolve()
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private(directory)
     with contextlib.suppress(OSError):  # a read-only home: they are compiled in here
-        kernels.mkdir(parents=True, exist_ok=True)
+        make_private(kernels)
         (directory / "kernels").symlink_to(kernels)
     return directory

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,8 @@ from pathlib import Path
 from moaspec.errors import InputError
 
 VARIABLE = "MOASPEC_CACHE"
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,83 @@ def cache_dir() -> Path:
     if default is not None and why_not_writable(default) is None:
         return default
     return _temporary(default)
+
+
+def trusted(*parts: str) -> Path:
+    """Where a file or directory of the cache is read and made.
+
+    What is loaded from there is believed, and kernels are run: where others than this user and root
+    may have written it, or may exchange it, it is made again in a directory of this user's own.
+
+    Args:
+        *parts: of its path, below the cache.
+
+    Raises:
+        InputError: see `cache_dir`; or there is no directory that only this user can write.
+    """
+    root = cache_dir()
+    path = root.joinpath(*parts)
+    if not os.environ.get(VARIABLE):
+        _close(root, path)
+    reason = why_not_trusted(path, root)
+    if reason is None:
+        return path
+    other = _own().joinpath(*parts)
+    reason_there = why_not_trusted(other, _own())
+    if reason_there is not None:
+        raise InputError(f"Neither {path} ({reason}) nor {other} ({reason_there}) can be trusted.")
+    _tell(path, reason, other)
+    return other
+
+
+def why_not_trusted(path: Path, root: Path) -> str | None:
+    """Why others may have written a file, or a directory with all in it; None if they cannot.
+
+    Args:
+        path: need not exist.
+        root: it and all directories between are looked at, too.
+    """
+    between = [root, *reversed([one for one in path.parents if one.is_relative_to(root)][:-1])]
+    try:
+        for place in (one for one in between if one.exists()):
+            if not os.access(place, os.R_OK | os.X_OK):
+                return f"{place} is not readable"
+        found = [one for one in between if one.exists()] + _below(path)
+        return next((reason for one in found if (reason := _why_not_private(one))), None)
+    except OSError as error:
+        return str(error)
+
+
+def _below(path: Path) -> list[Path]:
+    """A file, or a directory and all in it; nothing where there is none."""
+    if not os.path.lexists(path):
+        return []
+    return [path, *path.rglob("*")]
+
+
+def _why_not_private(path: Path) -> str | None:
+    facts = path.stat()
+    if facts.st_uid not in {os.geteuid(), 0}:
+        return f"{path} belongs to another user"
+    # In a sticky directory nobody can exchange what belongs to others.
+    kept = stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX
+    if facts.st_mode & _OTHERS_WRITE and not kept:
+        return f"others may write {path}; chmod -R go-w closes it"
+    return None
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory, and those above it that are missing, for this user alone."""
+    for place in (*reversed(directory.parents), directory):
+        if not place.is_dir():
+            place.mkdir(mode=0o700, exist_ok=True)
+
+
+def close_to_others(path: Path) -> None:
+    """Take the right to write a file, or a directory and all in it, from all but this user."""
+    for place in (path, *path.rglob("*")):
+        if not place.is_symlink():
+            place.chmod(place.stat().st_mode & ~_OTHERS_WRITE)
 
 
 def why_not_writable(path: Path) -> str | None:
@@ -102,10 +183,33 @@ def _default() -> Path | None:
         return None
 
 
+def _close(root: Path, path: Path) -> None:
+    """Close directories that earlier versions left open to this user's group."""
+    for place in (root, *path.parents):
+        if place.is_relative_to(root) and place.is_dir() and place.stat().st_uid == os.geteuid():
+            with contextlib.suppress(OSError):
+                place.chmod(place.stat().st_mode & ~_OTHERS_WRITE)
+
+
+@cache
+def _tell(path: Path, reason: str, other: Path) -> None:
+    log.warning("%s is not used (%s); %s is, instead.", path, reason, other)
+
+
 @cache
 def _temporary(default: Path | None) -> Path:
-    """A directory that only this user can write: compiled code is loaded from it."""
     reason = "there is no home directory" if default is None else why_not_writable(default)
+    path = _own(reason)
+    log.warning("The cache is %s (%s); $%s names another.", path, reason, VARIABLE)
+    return path
+
+
+def _own(reason: str | None = "the one that is set cannot be trusted") -> Path:
+    """A directory for temporary files that only this user can write.
+
+    Raises:
+        InputError: there is none; also says why it was needed.
+    """
     path = Path(tempfile.gettempdir()) / f"moaspec-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -115,5 +219,4 @@ def _temporary(default: Path | None) -> Path:
         raise InputError(f"No cache directory ({reason}; {error}): set ${VARIABLE}.") from error
     if not private or why_not_writable(path) is not None:
         raise InputError(f"No cache directory ({reason}; {path} is not private): set ${VARIABLE}.")
-    log.warning("The cache is %s (%s); $%s names another.", path, reason, VARIABLE)
     return path

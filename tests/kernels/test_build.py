@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -359,6 +360,26 @@ def test_a_damaged_library_is_made_anew(counting: Path, afresh: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "None\n"
     assert len(counting.read_text().splitlines()) == 2
+
+
+@needs_kernels
+def test_a_planted_library_is_not_loaded(
+    counting: Path, afresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that others may have written; kernels are compiled into a place of this user's own."""
+    own = afresh / "own"
+    own.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
+    planted = build._compiled()
+    planted.write_bytes(b"planted")
+    planted.chmod(0o777)
+    assert must_compile()
+    assert why_not() is None
+    assert planted.read_bytes() == b"planted"
+    assert counting.read_text().splitlines() == ["compiled"] * 2
+    (made,) = own.rglob("*.so")
+    assert made.stat().st_mode & 0o077 == 0
+    assert [record.name for record in caplog.records].count("moaspec.places") == 1
 
 
 @needs_kernels

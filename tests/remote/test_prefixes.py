@@ -114,3 +114,23 @@ def test_a_second_session_is_sent_less(tmp_path: Path, num_target_layers: int) -
         first.result.token_ids == second.result.token_ids == tiny.own_text(tiny.target(), PROMPT, 8)
     )
     assert second.stats.activation_bytes < first.stats.activation_bytes / 3
+
+
+def test_a_block_that_others_may_have_written_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store(tmp_path).save(PROMPT, records(0))
+    (directory,) = tmp_path.iterdir()
+    for block in directory.iterdir():
+        block.chmod(0o666)
+    assert list(store(tmp_path).load(PROMPT)) == []
+    (record,) = caplog.records
+    assert "others may write" in record.getMessage()
+
+
+def test_a_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    store(tmp_path)
+    (directory,) = tmp_path.iterdir()
+    directory.chmod(0o777)
+    with pytest.raises(InputError, match="others may write"):
+        store(tmp_path)

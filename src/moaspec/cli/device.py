@@ -13,7 +13,7 @@ import typer
 from moaspec.cli import console
 from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import InputError
-from moaspec.places import cache_dir, require_writable
+from moaspec.places import close_to_others, make_private, require_writable, trusted
 
 if TYPE_CHECKING:
     from moaspec.remote import Credentials, RemoteOptions
@@ -130,10 +130,12 @@ def _made_bundle(model: str) -> Path:
             f"No drafter is bundled for {model}; name a bundle with --bundle "
             "(moaspec checkpoint export-device)."
         )
-    directory = cache_dir() / "devices" / f"{model}-{FORMAT_VERSION}-{_version(drafter)}"
+    directory = trusted("devices", f"{model}-{FORMAT_VERSION}-{_version(drafter)}")
     if not is_bundle(directory):
         with console.err.status("Making the device bundle, once"):
+            make_private(directory.parent)
             export_bundle(model, drafter, directory)
+            close_to_others(directory)
     return directory
 
 

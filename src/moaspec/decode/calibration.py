@@ -30,7 +30,7 @@ from moaspec.errors import InputError
 from moaspec.kernels import instructions
 from moaspec.model import MoADrafter
 from moaspec.model.surroundings import plain_torch
-from moaspec.places import cache_dir
+from moaspec.places import make_private, trusted
 from moaspec.target import Target
 
 FORMAT_VERSION = 8
@@ -108,7 +108,7 @@ def calibrate(
 
 def _store(costs: CostTable, facts: dict[str, Any]) -> None:
     path = _path(facts)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     content = {"format_version": FORMAT_VERSION, "of": facts, "costs": asdict(costs)}
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
         json.dump(content, scratch, indent=1)
@@ -186,7 +186,7 @@ def _cpu() -> str:
 
 def _path(facts: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return cache_dir() / "calibration" / f"{digest[:24]}.json"
+    return trusted("calibration", f"{digest[:24]}.json")
 
 
 @plain_torch()

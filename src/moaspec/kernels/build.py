@@ -15,7 +15,8 @@ from tempfile import NamedTemporaryFile
 
 import torch
 
-from moaspec.places import cache_dir
+from moaspec.errors import InputError
+from moaspec.places import make_private, trusted
 
 SOURCES = Path(__file__).parent
 MAIN = SOURCES / "cpu.cpp"
@@ -50,7 +51,7 @@ def must_compile() -> bool:
     try:
         flags = (*FLAGS, *INSTRUCTIONS[_wanted()[0]])
         return not _library_file(flags, _compiler()).exists()
-    except (_UnavailableError, OSError):
+    except (_UnavailableError, OSError, InputError):
         return False
 
 
@@ -80,7 +81,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         return _opened(_compiled()), None
     except _UnavailableError as error:
         return None, str(error)
-    except OSError as error:
+    except (OSError, InputError) as error:
         reason = f"the compiled kernels could not be stored or loaded ({error})"
     except subprocess.TimeoutExpired:
         reason = f"compiling them took more than {TIMEOUT_S:.0f} s"
@@ -153,7 +154,7 @@ def _compiled_for(name: str) -> Path:
     if final.exists():
         return final
     log.info("Compiling kernels with %s, once: a quarter of a minute, more if busy.", compiler)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_private(final.parent)
     # Written beside and renamed, so that a process killed meanwhile, or a second one, does no harm.
     with NamedTemporaryFile(dir=final.parent, suffix=".so", delete=False) as made:
         try:
@@ -164,6 +165,7 @@ def _compiled_for(name: str) -> Path:
                 text=True,
                 timeout=TIMEOUT_S,
             )
+            Path(made.name).chmod(0o700)  # whatever the compiler made of it
             Path(made.name).replace(final)
         except BaseException:
             Path(made.name).unlink(missing_ok=True)
@@ -176,7 +178,7 @@ def _library_file(flags: tuple[str, ...], compiler: str) -> Path:
     sources = [path.read_bytes() for path in (*sorted(SOURCES.glob("*.h")), MAIN)]
     facts = (*sources, " ".join(flags).encode(), compiler.encode(), platform.machine().encode())
     digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]
-    return cache_dir() / "kernels" / f"cpu-{digest}.so"
+    return trusted("kernels", f"cpu-{digest}.so")
 
 
 def _compiler() -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from moaspec.errors import InputError
+from moaspec.places import make_private, why_not_trusted
 from moaspec.remote.codec import Bytes
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class PrefixStore:
         max_bytes: of one tenant; the least recently used blocks go first.
 
     Raises:
-        InputError: the directory cannot be made or written.
+        InputError: the directory cannot be made or written, or others may write it.
     """
 
     def __init__(
@@ -56,11 +57,14 @@ class PrefixStore:
         self._token_bytes, self._max_bytes = token_bytes, max_bytes
         try:
             # Activations are as private as the text that they were made from.
-            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(self._directory)
+            reason = why_not_trusted(self._directory / "block", self._directory)
         except OSError as error:
+            reason = error.strerror
+        if reason is not None:
             raise InputError(
-                f"Cannot keep prefixes in {directory}: {error.strerror}. Choose another directory."
-            ) from error
+                f"Cannot keep prefixes in {directory}: {reason}. Choose another directory."
+            )
 
     def load(self, token_ids: Sequence[int], regime: int = 0) -> Iterator[tuple[int, bytes]]:
         """Records of the text's beginning, block by block: position of the first token, and data.
@@ -101,6 +105,9 @@ class PrefixStore:
     def _read(self, path: Path) -> bytes | None:
         """A block; None where there is none, or a damaged one."""
         try:
+            if (reason := why_not_trusted(path, self._directory)) is not None:
+                log.warning("A prefix is not read, and comes from the server: %s", reason)
+                return None
             content = path.read_bytes()
             data = content[CHECK_BYTES:]
             whole = len(data) == BLOCK_TOKENS * self._token_bytes

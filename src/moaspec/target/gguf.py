@@ -16,7 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moaspec.errors import MoaSpecError, UnknownModelError
 from moaspec.model.files import is_directory
-from moaspec.places import VARIABLE, cache_dir, require_room, require_writable
+from moaspec.places import (
+    VARIABLE,
+    close_to_others,
+    make_private,
+    require_room,
+    require_writable,
+    trusted,
+)
 from moaspec.target.families import require_supported
 
 log = logging.getLogger(__name__)
@@ -72,7 +79,7 @@ def key_of(gguf: Path) -> str:
 
 def is_dequantised(key: str) -> bool:
     """Whether the directory of that name is there."""
-    return (cache_dir() / key / "config.json").exists()
+    return (trusted(key) / "config.json").exists()
 
 
 def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
@@ -89,11 +96,11 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
         UnknownModelError: transformers cannot read the file.
         UnsupportedTargetError: a family that is not supported.
     """
-    final = cache_dir() / key
+    final = trusted(key)
     if is_dequantised(key):
         return final
     require_writable(f"${VARIABLE}", final.parent)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_private(final.parent)
     require_room(final.parent, EXPANSION * gguf.stat().st_size)
     log.info("Dequantising the weights of %s, once: half a minute, more on a busy machine.", name)
     scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{key}-"))
@@ -102,6 +109,7 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
         try:
             model.save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
+            close_to_others(scratch)
             _publish(scratch, final)
         except (OSError, SafetensorError) as error:
             raise OSError(f"Cannot write the cache {final.parent}: {first_line(error)}") from error

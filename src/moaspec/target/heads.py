@@ -15,6 +15,7 @@ from tempfile import TemporaryFile
 import torch
 from torch import Tensor, nn
 
+from moaspec.places import make_private
 from moaspec.target.forms import SMALLEST_MEASURED, can_pack, fastest_s
 from moaspec.target.packing import PackedLinear
 
@@ -114,7 +115,7 @@ def map_into_memory(table: Tensor, directory: Path) -> Callable[[], None]:
     """
     numbers = table.detach().view(torch.uint8).numpy()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private(directory)
         with TemporaryFile(dir=directory) as file:
             numbers.tofile(file)
             file.flush()
