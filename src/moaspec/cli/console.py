@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.text import Text
 
 from moaspec.cli.entry import leaving
 from moaspec.cli.notes import noted
+from moaspec.cli.screen import Screen, harmless
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ MOST_THREADS = 1024
 STYLES: dict[Source, str] = {"draft": "bold green", "target": "", "copy": "bold cyan"}
 
 # Texts, names and paths are shown as they are: no [markup], no :emoji: in them.
-out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+out = Screen(highlight=False, soft_wrap=True, markup=False, emoji=False)
+err = Screen(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
-def nowhere() -> Console:
+def nowhere() -> Screen:
     """A console for processes other than the first, which say nothing."""
-    return Console(quiet=True)
+    return Screen(quiet=True)
 
 
 def error(message: str) -> None:
@@ -95,6 +95,7 @@ def quiet_libraries() -> None:
     warnings.simplefilter("ignore")
     if logging.lastResort is not None:
         logging.lastResort.addFilter(_is_ours)
+        logging.lastResort.setFormatter(_Harmless())
     logging.getLogger("DeepSpeed").addFilter(_is_error)  # has a handler of its own, on stdout
     from transformers.utils import logging as transformers_logging
 
@@ -103,6 +104,13 @@ def quiet_libraries() -> None:
 
 
 NO_BARS = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+class _Harmless(logging.Formatter):
+    """Log records name files, and repeat what servers say."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record))
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -19,6 +19,7 @@ from rich.text import Text
 from moaspec.cli import console, panes
 from moaspec.cli.entry import leaving
 from moaspec.cli.options import MODEL, Dtype
+from moaspec.cli.screen import Screen
 from moaspec.cli.steps import Steps
 from moaspec.errors import InputError
 
@@ -105,10 +106,10 @@ def demo(
         raise typer.Exit(1)
 
 
-def new_screen() -> Console:
+def new_screen() -> Screen:
     """A console that breaks lines between words; in files and pipes it breaks none."""
     soft_wrap = not sys.stdout.isatty()
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+    return Screen(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
 
 
 @dataclass(frozen=True)
