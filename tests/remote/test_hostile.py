@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tiny
 from hostile import NAMES, Hostile
 from moaspec.decode import Chain
-from moaspec.errors import LinkError, MoaSpecError, WireError
+from moaspec.errors import LinkError, MoaSpecError, RefusedError, WireError
 from moaspec.remote import (
     InProcessTransport,
     LocalDevice,
@@ -122,6 +122,71 @@ def test_times_that_cannot_be(seconds: float) -> None:
     """A server that is busy for ever, or for no number of seconds, is not waited for so long."""
     busy = pb.Problem(kind=pb.Problem.BUSY, retry_s=seconds)
     lied_to(lambda _: pb.ServerMessage(problem=busy), unknown_token())
+
+
+class Stubborn:
+    """A server that is alive and verifies nothing.
+
+    Attributes:
+        opened, connected: how often.
+    """
+
+    def __init__(self, kind: pb.Problem.Kind | None, *, of_no_turn: bool = False) -> None:
+        self._kind, self._of_no_turn = kind, of_no_turn
+        self.opened = self.connected = 0
+
+    async def converse(self, _: str, connection: Connection) -> None:
+        self.connected += 1
+        while True:
+            asked = wire.parse_client(await connection.receive())
+            if asked.HasField("heartbeat"):
+                answer = pb.ServerMessage(session=asked.session, heartbeat=asked.heartbeat)
+            elif self._kind is None:
+                continue
+            else:
+                self.opened += 1
+                turn = 0 if self._of_no_turn else asked.turn
+                problem = pb.Problem(kind=self._kind)
+                answer = pb.ServerMessage(session=asked.session, turn=turn, problem=problem)
+            await connection.send(answer.SerializeToString())
+
+
+@pytest.mark.parametrize("of_no_turn", [False, True])
+@pytest.mark.parametrize("kind", [None, pb.Problem.BUSY, pb.Problem.LOST, pb.Problem.DRAINING])
+def test_a_server_that_verifies_nothing_is_given_up_and_not_flooded(
+    kind: pb.Problem.Kind | None, of_no_turn: bool
+) -> None:
+    server = Stubborn(kind, of_no_turn=of_no_turn)
+
+    async def run() -> None:
+        device = LocalDevice(tiny.target(), tiny.random_drafter(tiny.target()))
+        options = RemoteOptions(give_up_s=1.0)
+        session = RemoteSession(device, InProcessTransport(server), options)
+        with pytest.raises(LinkError, match="for 1 s"):
+            await session.generate(tiny.PROMPTS[0], max_new_tokens=5)
+        await session.close()
+
+    asyncio.run(run())
+    # Doubling pauses from a twentieth of a second on; a machine that is busy asks less often.
+    assert server.opened <= 12
+    assert server.connected <= 6
+
+
+def test_a_refusal_is_one_line() -> None:
+    told = "no\r\n\x1b[2J" + "x" * 10_000
+
+    async def run() -> None:
+        device = LocalDevice(tiny.target(), tiny.random_drafter(tiny.target()))
+        problem = pb.Problem(kind=pb.Problem.REFUSED, message=told)
+        liar = Liar(lambda _: pb.ServerMessage(problem=problem))
+        session = RemoteSession(device, InProcessTransport(liar))
+        with pytest.raises(RefusedError) as refusal:
+            await session.generate(tiny.PROMPTS[0], max_new_tokens=5)
+        await session.close()
+        assert str(refusal.value).isprintable()
+        assert len(str(refusal.value)) < 600
+
+    asyncio.run(run())
 
 
 def test_hostile_frames_change_nothing_for_others() -> None:

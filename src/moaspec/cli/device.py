@@ -43,7 +43,7 @@ PrefixDir = Annotated[
 ]
 GiveUp = Annotated[
     float | None,
-    typer.Option(help="Fail after so many seconds without a link; default: never.", min=0),
+    typer.Option(help="Fail after so many seconds without a verdict; default: never.", min=0),
 ]
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token; also $MOASPEC_TOKEN.")

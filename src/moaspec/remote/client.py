@@ -54,7 +54,8 @@ class RemoteOptions:
         link: when the link counts as dead, and how it is mended.
         tenant, prefix_dir: keep activations of prompts in this directory, apart for each tenant;
             without a directory they are not kept.
-        give_up_s: a turn fails after so long without a link; None: never.
+        give_up_s: a turn fails after so long without a verdict, whether there is a link or not;
+            None: never.
 
     Raises:
         InputError: a value that is none of these.
@@ -195,7 +196,7 @@ class RemoteSession:
         Raises:
             InputError: bad prompt ids, tree sizes or numbers.
             RefusedError: the server refuses; the message says why.
-            LinkError: no link for `give_up_s`.
+            LinkError: no verdict for `give_up_s`.
         """
         await self._end_turn()
         self._begin(prompt_ids, options)
@@ -309,9 +310,9 @@ class RemoteSession:
 
     def _meanwhile(self, pending: Pending) -> bool:
         """A little drafting while a verdict is under way; whether there is more to do at once."""
+        self._give_up(pending)
         if self.stats.state == "up":
             return self._draft_ahead(pending)
-        self._give_up()
         alone = self.stats.state == "down" and self.options.on_cut != "wait"
         if pending.kept and self._link.connected:
             return False  # the server is being told what the text is
@@ -372,10 +373,12 @@ class RemoteSession:
         if self.options.on_cut == "keep" and self._provisional:
             self._verifier.settle()
 
-    def _give_up(self) -> None:
-        limit, since = self.options.give_up_s, self.stats.down_s or self._started_s
-        if limit is not None and now() - max(since, self._started_s) > limit:
-            raise LinkError(f"No link to the server for {limit:g} s.")
+    def _give_up(self, pending: Pending) -> None:
+        limit = self.options.give_up_s
+        if limit is not None and now() - pending.first_s > limit:
+            linked = self.stats.state == "up"
+            what = "The server has verified nothing" if linked else "No link to the server"
+            raise LinkError(f"{what} for {limit:g} s.")
 
     def _opening(self, request: Request) -> pb.Open:
         """A turn's opening, without its text."""

@@ -13,7 +13,7 @@ import grpc.aio
 from moaspec.errors import LinkError, RefusedError
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote.auth import Credentials
-from moaspec.remote.wire import MAX_FRAME_BYTES
+from moaspec.remote.wire import MAX_FRAME_BYTES, one_line
 
 SERVICE = "moaspec.remote.v1.Target"
 STREAM_S = 3600.0
@@ -159,7 +159,7 @@ def linked() -> Iterator[None]:
                 "another name."
             ) from error
         if error.code() in REFUSALS:
-            raise RefusedError(f"The server refuses: {error.details()}") from error
+            raise RefusedError(f"The server refuses: {one_line(error.details() or '')}") from error
         raise LinkError(f"The link broke: {error.code().name}.") from error
     except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
         raise LinkError("The connection was closed.") from error

@@ -142,7 +142,8 @@ class Link:
         while self.refused is None:
             started = now()
             was_up = await self._once()
-            if was_up:
+            # A server that ends every connection at once is not asked as often as one that is back.
+            if was_up and now() - started > self._options.max_backoff_s:
                 pause_s = self._options.backoff_s
             # An attempt that hung has waited already.
             await asyncio.sleep(max(0.0, pause_s - (0.0 if was_up else now() - started)))

@@ -27,6 +27,9 @@ LOOK_S = 0.25
 MOST_S = 30.0
 """Longest time that a server is believed to need, or to want to be left alone."""
 
+PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+"""Of a server that does not verify: before the second time that it is asked again, and at most."""
+
 FETCH_AFTER = 2
 """Activations that are missing so many `retry_s` after the latest came are asked for again."""
 
@@ -42,6 +45,7 @@ class Pending:
         tree: the drafts as they were sent last.
         kept: provisional tokens that became part of the text without being asked for.
         resent: whether the link was lost since the request was made.
+        put_off: how often the server did not verify it.
         first_s: when it was sent first.
         due_s: when it is sent again.
     """
@@ -52,6 +56,7 @@ class Pending:
     tree: DraftTree
     kept: list[int] = field(default_factory=list)
     resent: bool = False
+    put_off: int = 0
     first_s: float = field(default_factory=now)
     due_s: float = 0.0
 
@@ -306,21 +311,29 @@ class RemoteVerifier:
         self.stats.reopened += 1
         pending.opening = True
         self.turn += 1
-        self._send()
+        pending.due_s = now() + _pause_s(pending)
+        if pending.put_off == 1:
+            self._send()
 
     def _problem(self, problem: pb.Problem) -> None:
         pending = self._pending
         if problem.kind == pb.Problem.REFUSED:
-            self.link.refuse(RefusedError(f"The server refuses: {problem.message}"))
+            self.link.refuse(RefusedError(f"The server refuses: {wire.one_line(problem.message)}"))
         elif problem.kind == pb.Problem.DRAINING:
             self.link.renew()
         elif problem.kind == pb.Problem.BUSY and pending is not None:
-            pending.due_s = now() + max(_seconds(problem.retry_s), 0.01)
+            pending.due_s = now() + max(_seconds(problem.retry_s), _pause_s(pending))
         elif problem.kind == pb.Problem.LOST:
             self._committed = None
             if pending is not None and not pending.answer.done():
                 self._reopen(pending)
         self.wake()
+
+
+def _pause_s(pending: Pending) -> float:
+    """How long a request waits that the server did not verify: the longer, the oftener."""
+    pending.put_off += 1
+    return min(PAUSE_S * 2.0 ** min(pending.put_off - 2, 16), LONGEST_PAUSE_S)
 
 
 def _seconds(told: float) -> float:

@@ -31,6 +31,9 @@ MAX_DRAFTED = 256
 MAX_RUNS = 4096
 """Most runs of positions in one message."""
 
+MAX_MESSAGE = 500
+"""Characters of what a server tells the user."""
+
 MAX_GRAMMAR = 1 << 18
 """Characters of a grammar; compiling takes the server's time."""
 
@@ -291,3 +294,9 @@ def codec_of(number: int) -> CodecName:
     if number not in CODEC_NAMES:
         raise WireError(f"Unknown codec number {number}; known: {sorted(CODEC_NAMES)}.")
     return CODEC_NAMES[number]
+
+
+def one_line(message: str) -> str:
+    """What a server tells the user, without what no line of text holds."""
+    text = " ".join(message[:MAX_MESSAGE].split())
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
