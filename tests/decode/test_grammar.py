@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 import serving
-from moaspec.decode.grammar import Grammars
+from hostile_grammars import chained, grammars, rules
 from moaspec.errors import InputError
 
 SCHEMA: dict[str, Any] = {"enum": ["abc", "abd", 17]}
-
-
-def grammars(stops: frozenset[int] = frozenset({serving.END})) -> Grammars:
-    return Grammars(serving.tokenizer(), vocab_size=serving.VOCAB, stop_token_ids=stops)
 
 
 def ids(text: str) -> list[int]:
@@ -74,3 +72,32 @@ def test_deep_schemas_do_not_end_the_process() -> None:
         grammars().json_schema(schema)
     except InputError as error:
         assert "schema" in str(error)  # noqa: PT017 - refusing is as good as compiling
+
+
+def test_hostile_grammars_are_refused_and_end_nothing() -> None:
+    """In a process of their own, so that a crash is a failed test and not the end of all tests."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; import hostile_grammars as h; h.refused_all()"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+@pytest.mark.parametrize("number", [1, 30, 60])
+def test_chains_of_honest_length_compile(number: int) -> None:
+    made = grammars()
+    assert made.json_schema(chained(number))
+    assert made.lark(rules(number))
+
+
+def test_a_wide_schema_compiles() -> None:
+    """Descriptions and properties count for nothing but their characters."""
+    fields = {f"field_{i}": {"type": "string", "description": "a (:" * 20} for i in range(500)}
+    assert grammars().json_schema({"type": "object", "properties": fields})
+
+
+def test_a_grammar_that_compiled_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = grammars()
+    first = made.json_schema(SCHEMA)
+    made._known.clear()  # as when many others have come since
+    monkeypatch.setattr(subprocess, "run", None)
+    made.processor(first, 0)

@@ -9,12 +9,19 @@ Legend: V vocabulary.
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +29,8 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
+from moaspec import limits
+from moaspec.decode import grammar_trial
 from moaspec.decode.engine import common_length
 from moaspec.errors import InputError
 
@@ -32,6 +41,23 @@ blanks until its tokens are spent."""
 
 KEPT = 32
 """Compiled grammars that are remembered: apps send the same schema again and again."""
+
+TRIED = 4096
+"""Digests of grammars that are known to compile."""
+
+TRIALS = 2
+"""Grammars that are tried at the same time."""
+
+WAIT_S = 60.0
+"""A trial is ended after so long; on a busy machine its processor time takes longer to come."""
+
+RULE = re.compile(r'^\s*[?!]?\w[^"/:\n]*:|\$ref\b', re.MULTILINE)
+"""Where a rule of Lark begins, or a reference of a JSON schema."""
+
+T = TypeVar("T")
+
+_STACKS = threading.Lock()
+"""Held while the stack size of new threads is another."""
 
 
 class Grammars:
@@ -46,7 +72,9 @@ class Grammars:
     def __init__(self, tokenizer: Any, *, vocab_size: int, stop_token_ids: Collection[int]) -> None:
         self._hf, self._vocab_size, self._stops = tokenizer, vocab_size, sorted(stop_token_ids)
         self._known: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.RLock()
+        self._tried: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._trials = threading.Semaphore(TRIALS)
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -63,6 +91,8 @@ class Grammars:
         Raises:
             InputError: something that is no JSON schema, or uses what llguidance does not know.
         """
+        if limits.too_deep(schema):
+            raise InputError(f"The JSON schema nests over {limits.MAX_JSON_DEPTH} levels deep.")
         try:
             return self._checked(LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT))
         except InputError:
@@ -89,15 +119,110 @@ class Grammars:
     def _compiled(self, grammar: str) -> LLMatcher:
         """A fresh matcher, to be copied: compiling takes up to seconds, copying does not."""
         with self._lock:
-            if grammar not in self._known:
-                matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
-                if matcher.is_error():
-                    raise InputError(f"The JSON schema cannot be used: {matcher.get_error()}")
-                self._known[grammar] = matcher
-            self._known.move_to_end(grammar)
-            if len(self._known) > KEPT:
-                self._known.popitem(last=False)
-            return self._known[grammar]
+            if grammar in self._known:
+                self._known.move_to_end(grammar)
+                return self._known[grammar]
+        self._try(grammar)
+        matcher = _on_large_stack(lambda: LLMatcher(self.tokenizer, grammar, log_level=0))
+        if matcher.is_error():
+            raise InputError(f"The JSON schema cannot be used: {matcher.get_error()}")
+        with self._lock:
+            self._known[grammar] = matcher
+            _forget_oldest(self._known, KEPT)
+        return matcher
+
+    def _try(self, grammar: str) -> None:
+        """Refuse a grammar that could end this process.
+
+        Raises:
+            InputError: it is too large, or compiling it elsewhere failed.
+        """
+        digest = sha256(grammar.encode(errors="replace")).digest()
+        with self._lock:
+            if digest in self._tried:
+                self._tried.move_to_end(digest)
+                return
+        check_size(grammar)
+        with self._trials:
+            _compile_elsewhere(grammar, self._vocab_size)
+        with self._lock:
+            self._tried[digest] = None
+            _forget_oldest(self._tried, TRIED)
+
+
+def check_size(grammar: str) -> None:
+    """Refuse a grammar that is larger than any that is needed.
+
+    Raises:
+        InputError: too many characters, rules or references.
+    """
+    if len(grammar) > limits.MAX_GRAMMAR:
+        raise InputError(
+            f"The JSON schema or grammar has {len(grammar)} characters; at most "
+            f"{limits.MAX_GRAMMAR} are taken."
+        )
+    rules = sum(1 for _ in RULE.finditer(grammar))
+    if rules > limits.MAX_GRAMMAR_RULES:
+        raise InputError(
+            f"The JSON schema or grammar has {rules} rules and references; at most "
+            f"{limits.MAX_GRAMMAR_RULES} are taken."
+        )
+
+
+def _compile_elsewhere(grammar: str, vocab_size: int) -> None:
+    """Compile in a process of its own, which has less of everything than this one.
+
+    Raises:
+        InputError: it did not end well.
+    """
+    given = {
+        "grammar": grammar,
+        "vocab_size": vocab_size,
+        "path": sys.path,
+        "stack": limits.MAX_GRAMMAR_STACK,
+        "memory": limits.MAX_GRAMMAR_MEMORY,
+        "seconds": limits.MAX_GRAMMAR_S,
+    }
+    script = str(Path(grammar_trial.__file__))
+    try:
+        ended = subprocess.run(  # noqa: S603 - our own script
+            [sys.executable, "-I", script],
+            input=json.dumps(given).encode(),
+            capture_output=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _too_much() from None
+    except OSError as error:
+        raise InputError(f"No process can be started to try a grammar: {error}.") from error
+    if ended.returncode != 0:
+        raise _too_much()
+
+
+def _too_much() -> InputError:
+    return InputError(
+        "The JSON schema or grammar takes too much time or memory, or nests or refers too deeply; "
+        "make it simpler."
+    )
+
+
+def _on_large_stack(compute: Callable[[], T]) -> T:
+    """Run in a thread whose stack holds eight times what a grammar may take."""
+    with _STACKS:
+        before = threading.stack_size(8 * limits.MAX_GRAMMAR_STACK)
+        try:
+            pool = ThreadPoolExecutor(1)
+            running = pool.submit(compute)  # starts the thread
+        finally:
+            threading.stack_size(before)
+    with pool:
+        return running.result()
+
+
+def _forget_oldest(known: OrderedDict[Any, Any], most: int) -> None:
+    while len(known) > most:
+        known.popitem(last=False)
 
 
 class GrammarProcessor:

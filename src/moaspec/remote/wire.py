@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import InputError, WireError
+from moaspec.limits import MAX_GRAMMAR
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote.codec import CodecName
 from moaspec.remote.ranges import Run
@@ -33,9 +34,6 @@ MAX_RUNS = 4096
 
 MAX_MESSAGE = 500
 """Characters of what a server tells the user."""
-
-MAX_GRAMMAR = 1 << 18
-"""Characters of a grammar; compiling takes the server's time."""
 
 MAX_WORDS, MAX_WORD_TOKENS = 1 << 14, 256
 """Forbidden words of a text, and tokens of each."""

@@ -20,7 +20,6 @@ from moaspec.decode.row import check_bias, check_prompt
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import BusyError, InputError
 from moaspec.remote import Device, RemoteOptions, RemoteSession, Transport
-from moaspec.remote.wire import MAX_GRAMMAR
 from moaspec.serve.edge_reader import Reader, link_state, row_options
 from moaspec.serve.source import (
     Job,
@@ -160,11 +159,6 @@ class EdgeSource:
                 raise InputError("At the edge there are no alternatives: top_logprobs must be 0.")
             if job.sampling.logprobs and self._options.on_cut == "keep":
                 raise InputError("Kept text has no log-probabilities; logprobs must be off.")
-            if job.grammar is not None and len(job.grammar) > MAX_GRAMMAR:
-                raise InputError(
-                    f"The JSON schema makes a grammar of {len(job.grammar)} characters; the server "
-                    f"takes {MAX_GRAMMAR}."
-                )
         most = self._limits.active + self._limits.waiting
         check_number(len(jobs), most)
         if len(self._jobs) + len(jobs) > most:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
+from moaspec import limits
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Id = Annotated[int, Field(ge=0)]
 TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
@@ -20,7 +22,9 @@ Stop = StopString | Annotated[list[StopString], Field(max_length=16)]
 
 
 def _encodable(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what no answer could repeat: lone surrogates."""
+    """Refuse what no answer could repeat: lone surrogates, and nesting without end."""
+    if limits.too_deep(value):
+        raise ValueError(f"it nests over {limits.MAX_JSON_DEPTH} levels deep")
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
