@@ -26,6 +26,13 @@ MAX_GRAMMAR_S = 5
 MAX_JSON_DEPTH = 100
 """Levels of nested objects and arrays in a JSON schema or in variables of a chat template."""
 
+MAX_PREPARING = 4
+"""Requests whose prompts are tokenised and whose grammars are compiled at the same time; one of
+each client."""
+
+MAX_PREPARING_WAITING = 64
+"""Requests of one client that may wait for that."""
+
 
 def too_deep(value: Any) -> bool:
     """Whether a JSON value has more than `MAX_JSON_DEPTH` levels; never recurses."""

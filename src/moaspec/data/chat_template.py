@@ -119,12 +119,30 @@ class ChatTemplate:
             InputError: no template, a refused conversation, or a variable with the name of one of
                 transformers' own arguments.
         """
-        text = self.text(
+        text = self.rendered(
+            messages,
+            tools,
+            variables,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self.tokenize(text)
+
+    def rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The text of a conversation; for arguments and errors see `ids`."""
+        return self.text(
             self.prepare(messages, tools, variables),
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
         )
-        return self.tokenize(text)
 
     def prepare(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
@@ -39,7 +38,7 @@ def router(desk: Desk) -> APIRouter:
         """Answer a conversation."""
         desk.check_model(asked.model)
         form = _form(asked)
-        jobs = await asyncio.to_thread(_jobs, desk, asked, request, form)
+        jobs = await desk.preparation.run(request, lambda: _jobs(desk, asked, request, form))
         run = desk.run(jobs, "chat")
         answer = _Answer(desk, asked, run, form)
         if asked.stream:

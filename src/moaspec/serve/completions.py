@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ def router(desk: Desk) -> APIRouter:
         """Continue texts."""
         desk.check_model(asked.model)
         _check(asked)
-        prompts = await asyncio.to_thread(_prompts, desk, asked)
+        prompts = await desk.preparation.run(request, lambda: _prompts(desk, asked))
         order = Order(
             max_tokens=DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens,
             n=asked.n or 1,
@@ -68,7 +67,11 @@ def _prompts(desk: Desk, asked: CompletionRequest) -> list[list[int]]:
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = [prompt]
     tokenizer = desk.facts.tokenizer
-    return [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else one for one in prompt]
+
+    def tokenize(text: str) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    return [desk.tokens(one, tokenize) if isinstance(one, str) else one for one in prompt]
 
 
 class _Answer:

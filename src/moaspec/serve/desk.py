@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,11 +13,12 @@ from fastapi import Request
 from moaspec.data.chat_template import ChatTemplate
 from moaspec.data.messages import MalformedError, Message, normal_messages
 from moaspec.decode import RowOptions, SamplingParams, sampling_params
-from moaspec.errors import InputError
+from moaspec.errors import ContextError, InputError
 from moaspec.serve.calls import Tool
 from moaspec.serve.failures import RequestError
 from moaspec.serve.guard import Guarded
 from moaspec.serve.metrics import Metrics
+from moaspec.serve.preparing import Preparation
 from moaspec.serve.runs import Run
 from moaspec.serve.schema import Sampling
 from moaspec.serve.source import Job, SourceFacts, TextSource
@@ -70,6 +71,7 @@ class Desk:
 
     Attributes:
         template: renders conversations.
+        preparation: tokenises prompts and compiles grammars.
     """
 
     def __init__(self, source: TextSource, settings: ServeSettings) -> None:
@@ -77,6 +79,7 @@ class Desk:
         self.metrics = Metrics(source)
         self.template = ChatTemplate(source.facts.tokenizer, source.facts.name)
         self.created = created_now()
+        self.preparation = Preparation()
 
     @property
     def facts(self) -> SourceFacts:
@@ -123,7 +126,22 @@ class Desk:
             normal = normal_messages(messages)
         except MalformedError as error:
             raise RequestError(f"The conversation cannot be read: {error}") from error
-        return template.ids(normal, [tool.given for tool in tools], variables, **how)
+        text = template.rendered(normal, [tool.given for tool in tools], variables, **how)
+        return self.tokens(text, template.tokenize)
+
+    def tokens(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
+        """Token ids of a prompt, which is not tokenised where no tokens of it could fit.
+
+        Raises:
+            ContextError: it is too long.
+        """
+        facts = self.facts
+        if len(text) > facts.max_positions * facts.longest_token:
+            raise ContextError(
+                f"The prompt has {len(text)} characters, which no {facts.max_positions} tokens of "
+                "this model hold. Shorten the prompt."
+            )
+        return tokenize(text)
 
     def jobs(
         self, request: Request, asked: Sampling, prompts: Iterable[Sequence[int]], order: Order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
@@ -90,7 +89,9 @@ def router(desk: Desk) -> APIRouter:
         desk.check_model(asked.model)
         form, tenant = _form(asked), request.state.tenant
         messages = _conversation(asked, archive, tenant)
-        jobs = await asyncio.to_thread(_jobs, desk, asked, request, messages, form)
+        jobs = await desk.preparation.run(
+            request, lambda: _jobs(desk, asked, request, messages, form)
+        )
         run = desk.run(jobs, "responses")
         answer = _Answer(desk, asked, run, form)
 

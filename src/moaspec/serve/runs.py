@@ -86,12 +86,12 @@ class Run:
 async def unless_left(request: Request, run: Run, work: Coroutine[Any, Any, T]) -> T | Response:
     """The result of `work`; when the client leaves first, the run ends and nothing is answered."""
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_left(request.receive))
+    leaving = asyncio.create_task(left(request.receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else Response(status_code=CLIENT_LEFT)
     finally:
-        await _end(working, leaving)
+        await end_tasks(working, leaving)
         await run.close()
 
 
@@ -125,11 +125,11 @@ class EventStream(StreamingResponse):
                 await send(message)
 
         sending = asyncio.create_task(self.stream_response(send_in_time))
-        leaving = asyncio.create_task(_left(receive))
+        leaving = asyncio.create_task(left(receive))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _end(sending, leaving)
+            await end_tasks(sending, leaving)
             await self._run.close()
 
 
@@ -154,13 +154,14 @@ def _line(event: dict[str, Any], name: str | None) -> str:
     return f"{head}data: {json.dumps(event, separators=(',', ':'))}\n\n"
 
 
-async def _left(receive: Receive) -> None:
+async def left(receive: Receive) -> None:
     """Wait until the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _end(*tasks: asyncio.Task[Any]) -> None:
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -140,6 +140,11 @@ class SourceFacts:
         """What single tokens are within a text."""
         return TokenBytes(self.tokenizer)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: at most so many times the context fit into it."""
+        return max(len(token) for token in self.tokenizer.get_vocab())
+
 
 @dataclass(frozen=True)
 class Load:
