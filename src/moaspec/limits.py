@@ -26,6 +26,63 @@ MAX_GRAMMAR_S = 5
 MAX_JSON_DEPTH = 100
 """Levels of nested objects and arrays in a JSON schema or in variables of a chat template."""
 
+MAX_BODY_BYTES = 8 << 20
+"""Of an HTTP request's body; `--max-body-bytes` sets another."""
+
+MAX_FRAME_BYTES = 4 << 20
+"""Of a gRPC message, in both directions."""
+
+MAX_MESSAGES = 4096
+"""Messages of a chat, or input items of a response."""
+
+MAX_PARTS = 1024
+"""Text parts of one message."""
+
+MAX_CALLS = 128
+"""Tool calls of one message."""
+
+MAX_TOOLS = 128
+"""Tools of one request."""
+
+MAX_PROMPTS = 64
+"""Prompts of one completion request."""
+
+MAX_CHOICES = 128
+"""`n` and `best_of`."""
+
+MAX_TOP_LOGPROBS = 20
+"""Alternatives per token, over HTTP; over gRPC there are none."""
+
+MAX_STOP_STRINGS = 64
+"""Stop strings of one request."""
+
+MAX_STOP_CHARACTERS = 1024
+"""Characters of a stop string."""
+
+MAX_STOP_TOKENS = 1024
+"""Stop token ids of one request, over gRPC; over HTTP the target's are taken."""
+
+MAX_LOGIT_BIAS = 4096
+"""Tokens in `logit_bias`."""
+
+MAX_RULE_TOKENS = 1 << 14
+"""Token ids in each list of token rules (`suppress_tokens`, forced and stop tokens)."""
+
+MAX_WORDS = 1 << 12
+"""Forbidden words in token rules."""
+
+MAX_WORD_TOKENS = 256
+"""Tokens of one forbidden word."""
+
+MAX_WORDS_TOKENS = 1 << 16
+"""Tokens of all forbidden words together."""
+
+MAX_DRAFTED = 256
+"""Drafted tokens of one message, and of one verification."""
+
+MAX_RUNS = 4096
+"""Runs of positions in one message."""
+
 MAX_PREPARING = 4
 """Requests whose prompts are tokenised and whose grammars are compiled at the same time; one of
 each client."""

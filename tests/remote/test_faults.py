@@ -17,6 +17,7 @@ import pytest
 
 import tiny
 from links import FaultyTransport, Restartable
+from moaspec import limits
 from moaspec.decode import Chain
 from moaspec.errors import InputError, LinkError, RefusedError
 from moaspec.remote import (
@@ -313,7 +314,7 @@ def test_an_oversized_message_ends_its_connection() -> None:
             await honest.generate(PROMPT, max_new_tokens=3)
             async with grpc.aio.insecure_channel(address) as channel:
                 call: Any = channel.stream_stream(f"/{SERVICE}/Converse")()
-                await call.write(bytes(wire.MAX_FRAME_BYTES + 1))
+                await call.write(bytes(limits.MAX_FRAME_BYTES + 1))
                 assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             result = await honest.generate(PROMPT, max_new_tokens=NEW)
             assert result.token_ids == list(tiny.own_texts("llama")[1])

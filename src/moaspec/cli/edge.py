@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moaspec import limits
 from moaspec.cli import console, device, options
 from moaspec.cli.serve import (
     BodyBytes,
@@ -53,7 +54,7 @@ def edge(
     max_active: Annotated[int, typer.Option(help="Texts decoded together.", min=1)] = 8,
     max_waiting: Annotated[int, typer.Option(help="Texts that may wait.", min=0)] = 64,
     default_max_tokens: MaxTokens = 1024,
-    max_body_bytes: BodyBytes = 8 * 2**20,
+    max_body_bytes: BodyBytes = limits.MAX_BODY_BYTES,
     threads: options.Threads = None,
     browse: Open = False,
 ) -> None:

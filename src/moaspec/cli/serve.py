@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moaspec import limits
 from moaspec.cli import console, options
 from moaspec.cli.loading import load, measure_once
 from moaspec.errors import InputError
@@ -55,7 +56,7 @@ def serve(
     max_waiting: Annotated[int, typer.Option(help="Texts that may wait.", min=0)] = 256,
     cache_gib: Annotated[float, typer.Option(help="Memory for keys and values.")] = 4.0,
     default_max_tokens: MaxTokens = 1024,
-    max_body_bytes: BodyBytes = 8 * 2**20,
+    max_body_bytes: BodyBytes = limits.MAX_BODY_BYTES,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,

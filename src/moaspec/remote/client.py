@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+from moaspec import limits
 from moaspec.decode.api import RowOptions, check_options, row_settings, token_ids
 from moaspec.decode.engine import Engine, common_length
 from moaspec.decode.moa import MoADrafting
@@ -80,9 +81,10 @@ class RemoteOptions:
                 )
         if isinstance(self.draft, str):
             parse_shape(self.draft)
-        if not 0 <= self.max_provisional <= wire.MAX_DRAFTED:
+        if not 0 <= self.max_provisional <= limits.MAX_DRAFTED:
             raise InputError(
-                f"max_provisional must be within 0..{wire.MAX_DRAFTED}, got {self.max_provisional}."
+                f"max_provisional must be within 0..{limits.MAX_DRAFTED}, got "
+                f"{self.max_provisional}."
             )
 
 
@@ -117,7 +119,7 @@ class RemoteSession:
             meanwhile=self._meanwhile,
             provisional=lambda: self._provisional,
             keep=self.options.on_cut == "keep",
-            most=wire.MAX_DRAFTED,
+            most=limits.MAX_DRAFTED,
             vocab_size=device.vocab_size,
             max_positions=device.max_positions,
         )

@@ -11,9 +11,10 @@ import grpc
 import grpc.aio
 
 from moaspec.errors import LinkError, RefusedError
+from moaspec.limits import MAX_FRAME_BYTES
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote.auth import Credentials
-from moaspec.remote.wire import MAX_FRAME_BYTES, one_line
+from moaspec.remote.wire import one_line
 
 SERVICE = "moaspec.remote.v1.Target"
 STREAM_S = 3600.0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from moaspec import limits
 from moaspec.decode.sampling import SamplingParams
 from moaspec.errors import InputError, RefusedError, WireError
 from moaspec.model import MoADrafter
@@ -35,7 +36,7 @@ class EngineTerms:
     """
 
     name: str = "torch"
-    max_drafted: int = wire.MAX_DRAFTED
+    max_drafted: int = limits.MAX_DRAFTED
     chains_only: bool = False
 
 

@@ -12,7 +12,20 @@ from google.protobuf.message import DecodeError, Message
 from moaspec.decode.sampling import SamplingParams
 from moaspec.decode.tree import DraftTree
 from moaspec.errors import InputError, WireError
-from moaspec.limits import MAX_GRAMMAR
+from moaspec.limits import (
+    MAX_DRAFTED,
+    MAX_FRAME_BYTES,
+    MAX_GRAMMAR,
+    MAX_LOGIT_BIAS,
+    MAX_RULE_TOKENS,
+    MAX_RUNS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    MAX_WORD_TOKENS,
+    MAX_WORDS,
+    MAX_WORDS_TOKENS,
+)
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote.codec import CodecName
 from moaspec.remote.ranges import Run
@@ -23,20 +36,8 @@ M = TypeVar("M", bound=Message)
 SESSION_BYTES = 16
 """Of a session's name: enough that nobody guesses one."""
 
-MAX_FRAME_BYTES = 4 << 20
-"""Largest message that either side reads."""
-
-MAX_DRAFTED = 256
-"""Most drafted tokens of one message."""
-
-MAX_RUNS = 4096
-"""Most runs of positions in one message."""
-
 MAX_MESSAGE = 500
 """Characters of what a server tells the user."""
-
-MAX_WORDS, MAX_WORD_TOKENS = 1 << 14, 256
-"""Forbidden words of a text, and tokens of each."""
 
 CODEC_NUMBERS: dict[CodecName, pb.Codec] = {
     "fp16": pb.CODEC_FP16,
@@ -87,9 +88,19 @@ def parse_generate(frame: bytes) -> pb.GenerateRequest:
     """A request for text.
 
     Raises:
-        WireError: no such message.
+        WireError: no such message, or more in it than a request may have.
     """
-    return _parse(frame, pb.GenerateRequest())
+    request = _parse(frame, pb.GenerateRequest())
+    _at_most(len(request.stop), MAX_STOP_STRINGS, "stop strings")
+    _at_most(len(request.stop_token_ids), MAX_STOP_TOKENS, "stop tokens")
+    _at_most(max(map(len, request.stop), default=0), MAX_STOP_CHARACTERS, "characters to stop at")
+    return request
+
+
+def _at_most(number: int, most: int, what: str) -> None:
+    """Raise WireError for more than a request may have."""
+    if number > most:
+        raise WireError(f"A request has at most {most} {what}; got {number}.")
 
 
 def _parse(frame: bytes, message: M) -> M:
@@ -127,6 +138,7 @@ def tree_of(draft: pb.Draft, limits: Limits) -> DraftTree:
     tokens = tokens_of(draft.tokens, limits, most=MAX_DRAFTED)
     if not draft.parents:
         return chain(tokens)
+    _at_most(len(draft.parents), MAX_DRAFTED, "parents of drafted tokens")
     parents = tuple(parent - 1 for parent in draft.parents)
     fits = len(parents) == len(tokens)
     if not fits or any(parent >= node for node, parent in enumerate(parents)):
@@ -220,6 +232,7 @@ def _rules_of(message: pb.TokenRules, limits: Limits) -> TokenRules:
     Raises:
         WireError: too many, or ids outside the vocabulary.
     """
+    _check_rules(message)
     decay = (message.decay_start, message.decay_factor)
     rules = TokenRules(
         no_repeat_ngram_size=message.no_repeat_ngram_size,
@@ -237,12 +250,6 @@ def _rules_of(message: pb.TokenRules, limits: Limits) -> TokenRules:
         stop_token_ids=tuple(message.stop_token_ids),
         max_new_tokens=message.max_new_tokens,
     )
-    words = rules.bad_words_ids
-    if len(words) > MAX_WORDS or not all(0 < len(word) <= MAX_WORD_TOKENS for word in words):
-        raise WireError(
-            f"At most {MAX_WORDS} forbidden words of 1 to {MAX_WORD_TOKENS} tokens, got "
-            f"{len(words)}."
-        )
     named = {*rules.token_ids, *(rules.stop_token_ids or ())}
     if any(token >= limits.vocab_size for token in named):
         raise WireError(f"A token rule names a token outside 0..{limits.vocab_size - 1}.")
@@ -251,12 +258,30 @@ def _rules_of(message: pb.TokenRules, limits: Limits) -> TokenRules:
     return rules
 
 
+def _check_rules(message: pb.TokenRules) -> None:
+    """Refuse rules that are too many, before any of them is read."""
+    for listed in (
+        message.forced_eos_token_id,
+        message.suppress_tokens,
+        message.begin_suppress_tokens,
+        message.stop_token_ids,
+    ):
+        _at_most(len(listed), MAX_RULE_TOKENS, "tokens in a token rule")
+    _at_most(len(message.bad_words_ids), MAX_WORDS, "forbidden words")
+    sizes = [len(word.token_ids) for word in message.bad_words_ids]
+    _at_most(max(sizes, default=0), MAX_WORD_TOKENS, "tokens in a forbidden word")
+    _at_most(sum(sizes), MAX_WORDS_TOKENS, "tokens in all forbidden words")
+    if 0 in sizes:
+        raise WireError("A forbidden word has no tokens.")
+
+
 def sampling_of(message: pb.Sampling, limits: Limits) -> SamplingParams:
     """Settings of a message.
 
     Raises:
         WireError: a value outside its range, or noise without a seed.
     """
+    _at_most(len(message.logit_bias), MAX_LOGIT_BIAS, "tokens in logit_bias")
     if any(token >= limits.vocab_size for token in message.logit_bias):
         raise WireError(f"logit_bias names a token outside 0..{limits.vocab_size - 1}.")
     try:

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moaspec import limits
 from moaspec.serve import failures
 
 CLOSED = ("/v1", "/metrics")
@@ -35,7 +36,7 @@ class Guarded:
     """
 
     api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: int = limits.MAX_BODY_BYTES
     body_timeout_s: float = 30.0
     hosts: tuple[str, ...] = ()
 

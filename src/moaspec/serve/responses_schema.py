@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from moaspec import limits
 from moaspec.serve.calls import Tool
 from moaspec.serve.chat_schema import ToolName
 from moaspec.serve.schema import (
@@ -31,7 +32,7 @@ class InputMessage(Given):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText]
+    content: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
 
 
 class InputCall(Given):
@@ -48,7 +49,7 @@ class InputCallOutput(Given):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
 
 
 InputItem = InputMessage | InputCall | InputCallOutput
@@ -99,13 +100,13 @@ class ResponseText(Given):
 class ResponseRequest(Sampling):
     """Body of /v1/responses."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=0)] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     text: ResponseText | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Variables | None = None

@@ -17,8 +17,8 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Id = Annotated[int, Field(ge=0)]
 TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-Stop = StopString | Annotated[list[StopString], Field(max_length=16)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=limits.MAX_STOP_CHARACTERS)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=limits.MAX_STOP_STRINGS)]
 
 
 def _encodable(value: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,9 @@ class Sampling(Given):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[TokenId, Bias] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=limits.MAX_LOGIT_BIAS)] | None = (
+        None
+    )
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | None = None
     stream: bool | None = None
@@ -96,16 +98,17 @@ class CompletionRequest(Sampling):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=64)]
+        | Annotated[list[str], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
         | Annotated[list[Id], Field(min_length=1)]
         | Annotated[
-            list[Annotated[list[Id], Field(min_length=1)]], Field(min_length=1, max_length=64)
+            list[Annotated[list[Id], Field(min_length=1)]],
+            Field(min_length=1, max_length=limits.MAX_PROMPTS),
         ]
     )
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None
     stream_options: StreamOptions | None = None

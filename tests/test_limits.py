@@ -1,0 +1,130 @@
+"""The table of limits: shown as it is, and kept on both protocols."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import serving
+from moaspec import limits
+from moaspec.errors import WireError
+from moaspec.remote import target_pb2 as pb
+from moaspec.remote import wire
+from serving import MODEL, say
+
+DOCS = Path(__file__).parents[1] / "docs" / "security.md"
+LIMITS = wire.Limits(vocab_size=1 << 20, max_tokens=4096)
+
+
+def rows() -> list[str]:
+    """The table as the module has it: name, value, and the docstring that follows."""
+    body = ast.parse(inspect.getsource(limits)).body
+    table = []
+    for one, after in itertools.pairwise(body):
+        if isinstance(one, ast.Assign):
+            assert isinstance(after, ast.Expr)
+            name = ast.unparse(one.targets[0])
+            text = " ".join(ast.literal_eval(after.value).split())
+            table.append(f"| `{name}` | {getattr(limits, name):,} | {text} |")
+    return table
+
+
+def test_the_documentation_shows_this_table() -> None:
+    lines = DOCS.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("| `MAX_")] == rows()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb.GenerateRequest(stop=["x"] * (limits.MAX_STOP_STRINGS + 1)),
+        pb.GenerateRequest(stop=["x" * (limits.MAX_STOP_CHARACTERS + 1)]),
+        pb.GenerateRequest(stop_token_ids=range(limits.MAX_STOP_TOKENS + 1)),
+    ],
+)
+def test_too_much_in_a_request_for_text(request_: pb.GenerateRequest) -> None:
+    with pytest.raises(WireError, match="at most"):
+        wire.parse_generate(request_.SerializeToString())
+
+
+TOKENS = range(limits.MAX_RULE_TOKENS + 1)
+WORD = pb.TokenRules.Word
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pb.Sampling(logit_bias=dict.fromkeys(range(limits.MAX_LOGIT_BIAS + 1), 1.0)),
+        pb.Sampling(grammar="x" * (limits.MAX_GRAMMAR + 1)),
+        pb.Sampling(rules=pb.TokenRules(suppress_tokens=TOKENS)),
+        pb.Sampling(rules=pb.TokenRules(begin_suppress_tokens=TOKENS)),
+        pb.Sampling(rules=pb.TokenRules(forced_eos_token_id=TOKENS)),
+        pb.Sampling(rules=pb.TokenRules(stop_token_ids=TOKENS)),
+        pb.Sampling(
+            rules=pb.TokenRules(bad_words_ids=[WORD(token_ids=[1])] * (limits.MAX_WORDS + 1))
+        ),
+        pb.Sampling(rules=pb.TokenRules(bad_words_ids=[WORD(token_ids=[1] * 257)])),
+        pb.Sampling(rules=pb.TokenRules(bad_words_ids=[WORD(token_ids=[1] * 256)] * 257)),
+    ],
+)
+def test_too_much_in_the_settings_of_a_text(sampling: pb.Sampling) -> None:
+    sampling.top_p = sampling.repetition_penalty = 1.0
+    with pytest.raises(WireError, match="at most"):
+        wire.sampling_of(sampling, LIMITS)
+
+
+def test_as_many_parents_as_drafts() -> None:
+    draft = pb.Draft(tokens=[1], parents=[0] * (limits.MAX_DRAFTED + 1))
+    with pytest.raises(WireError, match="at most"):
+        wire.tree_of(draft, LIMITS)
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+PART = {"type": "text", "text": "x"}
+CHAT = {"messages": say("x")}
+TOO_MUCH: dict[str, tuple[str, dict[str, Any]]] = {
+    "stop strings": ("chat/completions", {**CHAT, "stop": ["x"] * (limits.MAX_STOP_STRINGS + 1)}),
+    "stop": ("chat/completions", {**CHAT, "stop": "x" * (limits.MAX_STOP_CHARACTERS + 1)}),
+    "logit_bias": (
+        "chat/completions",
+        {**CHAT, "logit_bias": {str(i): 0 for i in range(limits.MAX_LOGIT_BIAS + 1)}},
+    ),
+    "choices": ("chat/completions", {**CHAT, "n": limits.MAX_CHOICES + 1}),
+    "alternatives": (
+        "chat/completions",
+        {**CHAT, "logprobs": True, "top_logprobs": limits.MAX_TOP_LOGPROBS + 1},
+    ),
+    "tools": ("chat/completions", {**CHAT, "tools": [TOOL] * (limits.MAX_TOOLS + 1)}),
+    "messages": ("chat/completions", {"messages": say("x") * (limits.MAX_MESSAGES + 1)}),
+    "parts": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [PART] * (limits.MAX_PARTS + 1)}]},
+    ),
+    "calls": (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [CALL] * (limits.MAX_CALLS + 1)}]},
+    ),
+    "prompts": ("completions", {"prompt": ["x"] * (limits.MAX_PROMPTS + 1)}),
+    "items": (
+        "responses",
+        {"input": [{"role": "user", "content": "x"}] * (limits.MAX_MESSAGES + 1)},
+    ),
+    "depth": (
+        "chat/completions",
+        {**CHAT, "chat_template_kwargs": {"x": eval("[" * 101 + "]" * 101)}},
+    ),
+}
+
+
+def test_too_much_in_a_body() -> None:
+    with serving.serving(serving.source(drafter=False)) as served, served.http() as http:
+        for name, (path, body) in TOO_MUCH.items():
+            answer: httpx.Response = http.post(f"/v1/{path}", json={"model": MODEL, **body})
+            assert answer.status_code == 400, name
