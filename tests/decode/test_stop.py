@@ -101,6 +101,12 @@ def test_strings_that_are_none(stop: Any) -> None:
         stop_strings(stop)
 
 
+def test_half_characters_in_strings() -> None:
+    with pytest.raises(InputError, match="surrogate"):
+        stop_strings(["end", "\ud83d"])
+    assert stop_strings("\U0001f600") == ("\U0001f600",)
+
+
 def test_none_is_no_stop_string() -> None:
     assert stop_strings(None) == ()
     assert moaspec.generate(tiny.target(), PROMPT, stop=None, max_new_tokens=2).stop_string is None

@@ -132,7 +132,7 @@ def test_what_was_measured_with_other_settings_is_not_on_the_page(
 
 
 @pytest.mark.parametrize("name", ["costs.json", "cut.json"])
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "[" * 99_999], ids=len)
 def test_damaged_files_beside_a_report(name: str, text: str, results: Any, tmp_path: Path) -> None:
     (written(results, tmp_path) / name).write_text(text)
     with pytest.raises(DataError, match=f"{name} is damaged"):

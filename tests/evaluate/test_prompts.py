@@ -67,6 +67,7 @@ def test_a_directory_limits_each_file(tmp_path: Path) -> None:
         '{"turns": [" "]}',
         '{"turns": "a text, not a list"}',
         '{"turns": ' + "[" * 100_000,
+        '{"turns": ["half \\ud800"]}',
     ],
 )
 def test_malformed_lines_are_named(line: str, tmp_path: Path) -> None:

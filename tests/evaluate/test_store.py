@@ -158,7 +158,11 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [RUNS, SETTINGS_FILE])
-@pytest.mark.parametrize("content", [b"{}x\n", b"[]\n", b"\xff\n", b"{\n", b"1\n"], ids=repr)
+@pytest.mark.parametrize(
+    "content",
+    [b"{}x\n", b"[]\n", b"\xff\n", b"{\n", b"1\n", b"[" * 99_999 + b"\n"],
+    ids=lambda one: repr(one[:5]),
+)
 def test_a_damaged_file_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=f"{name} is damaged"):

@@ -377,14 +377,18 @@ def test_garbage_weights(content: bytes, tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"weight_map": 1}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b'{"weight_map": 1}', b"[" * 99_999], ids=len
+)
 def test_garbage_index(content: bytes, tmp_path: Path) -> None:
     (saved(tmp_path) / f"{WEIGHTS}.index.json").write_bytes(content)
     with pytest.raises(CorruptCheckpointError):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"null", b"\xff\xfe\x00"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1, 2]", b"null", b"\xff\xfe\x00", b"[" * 99_999], ids=len
+)
 def test_garbage_config(content: bytes, tmp_path: Path) -> None:
     (saved(tmp_path) / CONFIG).write_bytes(content)
     with pytest.raises(CorruptCheckpointError):

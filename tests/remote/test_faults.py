@@ -303,6 +303,12 @@ def test_a_file_of_tokens_that_guards_nothing(tmp_path: Path, entries: Any, why:
         Guard.read(tmp_path / "tokens.json")
 
 
+def test_a_file_of_tokens_that_is_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text("[" * 99_999)
+    with pytest.raises(InputError, match="must hold"):
+        Guard.read(tmp_path / "tokens.json")
+
+
 def test_an_oversized_message_ends_its_connection() -> None:
     """It is never read whole; a session beside it goes on."""
 

@@ -137,6 +137,23 @@ def test_a_template_is_the_servers(http: httpx.Client, variables: dict[str, Any]
     assert http.post(CHAT, json={**GOOD, "chat_template_kwargs": fine}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, GOOD | {"messages": [{"role": "user", "content": "half \ud800"}]}),
+        (CHAT, GOOD | {"stop": "\udfff"}),
+        ("/v1/completions", {"model": MODEL, "prompt": "\ud800"}),
+        ("/v1/completions", {"model": MODEL, "prompt": ["whole", "\udfff"]}),
+        ("/v1/responses", {"model": MODEL, "input": "\ud800"}),
+    ],
+)
+def test_half_characters_in_texts(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = http.post(path, content=json.dumps(body).encode(), headers=headers)
+    message = error(answer, 400)["message"]
+    assert "surrogate" in message or "unicode string" in message  # pydantic's of a stop string
+
+
 @pytest.mark.parametrize("schema", [{"description": "\ud800"}, {"properties": {"\ud800": {}}}])
 def test_half_characters_in_schemas(http: httpx.Client, schema: dict[str, Any]) -> None:
     def post(path: str, body: dict[str, Any]) -> httpx.Response:

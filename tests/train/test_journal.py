@@ -158,9 +158,10 @@ def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(DataError, match="Restore it"):
         Journal(path, SETTINGS)
-    (tmp_path / "rows.jsonl.progress").write_text("{")
-    with pytest.raises(DataError, match="Delete it"):
-        Journal(path, SETTINGS)
+    for damaged in ("{", "[" * 99_999):
+        (tmp_path / "rows.jsonl.progress").write_text(damaged)
+        with pytest.raises(DataError, match="Delete it"):
+            Journal(path, SETTINGS)
 
 
 def test_one_process_writes(tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ class ChatTemplate:
 
     def tokenize(self, text: str) -> list[int]:
         """Tokens of rendered text; the template has written all special tokens itself."""
+        require_characters(text)
         try:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         except (ValueError, TypeError) as error:
@@ -353,3 +354,18 @@ def _results_as_text(messages: Sequence[Message], *, alternate: bool) -> list[Me
         found.append(message)
         after_result = is_result
     return found
+
+
+def require_characters(text: str) -> None:
+    """Refuse a text that no tokenizer takes.
+
+    Raises:
+        InputError: it holds a lone surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"The text holds half of a surrogate pair at character {error.start}, which is no "
+            "character."
+        ) from error

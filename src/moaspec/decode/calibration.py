@@ -126,7 +126,7 @@ def stored_costs(
         costs["pass_s"] = tuple(tuple(line) for line in costs["pass_s"])
         costs = {k: tuple(v) if isinstance(v, list) else v for k, v in costs.items()}
         return CostTable(**costs) if content["format_version"] == FORMAT_VERSION else None
-    except (OSError, ValueError, KeyError, TypeError, InputError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, InputError):
         # Whatever is wrong with it, measuring anew puts it right.
         return None
 

@@ -25,6 +25,8 @@ def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InputError(f"stop must be one or more non-empty strings, got {string!r}.")
+        if not string.isascii() and any("\ud800" <= char <= "\udfff" for char in string):
+            raise InputError(f"The stop string {string!r} holds half of a surrogate pair.")
     return strings
 
 

@@ -108,7 +108,7 @@ def read_report(path: Path) -> dict[str, Any]:
     path = path / REPORT if path.is_dir() else path
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"Cannot read the report {path}: {error}. `moaspec eval --out` writes it at its end."
         ) from error

@@ -105,5 +105,5 @@ def _optional(path: Path, keys: set[str], facts: Mapping[str, Any]) -> dict[str,
             raise ValueError(f"expected {', '.join(sorted(keys))} and settings")
         settings, wanted = loaded["settings"], facts["settings"]
         return loaded if all(settings.get(key) == wanted.get(key) for key in SAME) else None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}); measure it anew.") from error

@@ -181,6 +181,7 @@ def _parsed(text: str, path: Path, suite: str) -> Iterator[Prompt]:
 def _row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is no character
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}).") from error
     if not isinstance(row, dict):

@@ -134,7 +134,7 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
         return
     try:
         old = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     if not isinstance(old, dict):
         raise _damaged(path, "no JSON object")
@@ -158,7 +158,7 @@ def _whole_lines(path: Path) -> Sequence[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]
         lines = [json.loads(line) for line in whole.splitlines()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     for number, line in enumerate(lines, start=1):
         try:

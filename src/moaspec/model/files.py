@@ -33,7 +33,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise CheckpointError(
             f"No drafter checkpoint at {directory}: {path} is missing."
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"Cannot read {path}: {error}") from error
     if not isinstance(config, dict):
         raise CorruptCheckpointError(f"{path} must hold a JSON object.")

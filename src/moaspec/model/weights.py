@@ -79,7 +79,7 @@ def weight_files(directory: Path) -> list[Path]:
     if index.exists():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"Cannot read {index}: {error}") from error
         # Names only: an index must not lead out of its directory.
         files = [directory / Path(str(name)).name for name in sorted(names)]

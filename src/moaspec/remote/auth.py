@@ -102,7 +102,7 @@ class Guard:
             entries = json.loads(_read(path))
             digests = {str(name): str(one["sha256"]).lower() for name, one in entries.items()}
             until = {n: float(one["expires"]) for n, one in entries.items() if "expires" in one}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(
                 f'{path} must hold {{"owner": {{"sha256": "<of the token>"}}, ...}}: {error!r}.'
             ) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from moaspec.errors import ServerError
+from moaspec.errors import InputError, ServerError
 
 CONNECT_S, READ_S = 5.0, 300.0
 """A server that is busy, or cut off, may be silent for minutes."""
@@ -65,6 +65,8 @@ class ServedChat:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
                 _check(answer)
                 yield from _events(answer)
+        except UnicodeEncodeError as error:
+            raise InputError("The conversation holds what is no Unicode text.") from error
         except httpx.HTTPError as error:
             raise ServerError(f"The connection to {self._http.base_url} broke: {error}.") from error
 
@@ -91,7 +93,7 @@ def _check(answer: httpx.Response) -> None:
     text = answer.read().decode(errors="replace")
     try:
         text = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = text[:200]
     raise ServerError(f"The server answered {answer.status_code}: {text}")
 
@@ -101,7 +103,10 @@ def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in answer.iter_lines():
         if not line.startswith("data: {"):
             continue
-        event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+        try:
+            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+        except (ValueError, RecursionError) as error:
+            raise ServerError(f"The server sent what is no JSON: {line[:80]!r}.") from error
         if "error" in event:
             raise ServerError(f"The server failed: {event['error']['message']}")
         yield event

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from moaspec.data.chat_template import require_characters
 from moaspec.decode.incremental import UNKNOWN
 from moaspec.serve import failures
 from moaspec.serve.choice import (
@@ -66,6 +67,8 @@ def _prompts(desk: Desk, asked: CompletionRequest) -> list[list[int]]:
     prompt: Any = asked.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = [prompt]
+    for text in (one for one in prompt if isinstance(one, str)):
+        require_characters(text)
     tokenizer = desk.facts.tokenizer
 
     def tokenize(text: str) -> list[int]:

@@ -161,7 +161,7 @@ class Journal:
             if not isinstance(progress.settings, dict) or min(map(operator.index, numbers)) < 0:
                 raise ValueError("a field is of another type")
             return progress
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise DataError(
                 f"Cannot read {self._note} ({error}). Delete it and {self.path.name} to begin "
                 "again."

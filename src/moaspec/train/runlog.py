@@ -34,8 +34,8 @@ class RunLog:
         for line in self._path.read_bytes().splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:  # the last line of a run that was killed while writing
-                continue
+            except (ValueError, RecursionError):
+                continue  # the last line of a run that was killed while writing
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
         return rows

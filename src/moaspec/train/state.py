@@ -85,7 +85,7 @@ class StateFiles:
             for name in facts["files"]:
                 pieces |= load_file(path / name)
             return _joined(pieces), facts
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise TrainingError(
                 f"The saved state {path} is damaged ({type(error).__name__}: {error}). Delete it "
                 "to start again, or put it back from a copy."
