@@ -181,8 +181,8 @@ def test_a_failure_ends_no_connection(served: Served, monkeypatch: pytest.Monkey
 
 
 def test_messages_say_what_to_do(http: httpx.Client) -> None:
-    stops = http.post(CHAT, json={**GOOD, "stop": ["x"] * 17})
-    assert "at most 16" in error(stops, 400)["message"]
+    stops = http.post(CHAT, json={**GOOD, "stop": ["x"] * 65})
+    assert "at most 64" in error(stops, 400)["message"]
     untyped = http.post(CHAT, content=json.dumps(GOOD), headers={"Content-Type": "text/plain"})
     assert "Content-Type: application/json" in error(untyped, 400)["message"]
 

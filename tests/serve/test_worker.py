@@ -25,10 +25,10 @@ def worker() -> Any:
     made.stop()
 
 
-def ticket(**sampling: Any) -> tuple[Ticket, queue.Queue[Update | Exception]]:
+def ticket(client: str = "", **sampling: Any) -> tuple[Ticket, queue.Queue[Update | Exception]]:
     told: queue.Queue[Update | Exception] = queue.Queue()
     settings = SamplingParams(**sampling)
-    job = Job(prompt_ids=(1, 2, 3), max_new_tokens=4, sampling=settings)
+    job = Job(prompt_ids=(1, 2, 3), max_new_tokens=4, sampling=settings, client=client)
     return Ticket(job, told.put), told
 
 
@@ -85,3 +85,35 @@ def test_what_is_unfinished_hears_of_the_end() -> None:
     source._worker.stop()
     ends = [last(told) for _, told in tickets]
     assert all(isinstance(one, BusyError) or one.stop_reason for one in ends)  # type: ignore[union-attr]
+
+
+def test_a_key_has_a_share_of_the_places() -> None:
+    source = serving.source(active=4, waiting=4)
+    worker = source._worker
+    worker.submit([ticket("mallory")[0] for _ in range(4)])
+    with pytest.raises(InputError, match="takes 4"):
+        worker.submit([ticket("bob")[0] for _ in range(5)])
+    with pytest.raises(BusyError, match="may have 4"):
+        worker.submit([ticket("mallory")[0]])
+    worker.submit([ticket("alice")[0] for _ in range(4)])
+
+
+def test_keys_take_turns() -> None:
+    """Of the rows, too, a key has a share; who has the fewest rows joins first."""
+    source = serving.source(active=4, waiting=8)
+    worker = source._worker
+    told = [(name, *ticket(name)) for name in ["mallory"] * 5 + ["alice", "bob"]]
+    for _, one, _ in told:
+        worker.submit([one])
+    while not worker._inbox.empty():
+        command = worker._inbox.get()
+        assert command is not None
+        command()
+    worker._admit()
+    joined = [one.job.client for one in worker._active.values()]
+    assert joined == ["mallory", "alice", "bob", "mallory"]
+    worker.start()
+    for _, _, news in told:
+        assert isinstance(last(news), Update)
+    assert worker.load.active == worker.load.waiting == 0
+    worker.stop()

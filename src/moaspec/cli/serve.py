@@ -97,7 +97,11 @@ def serve(
             target,
             module,
             shaping=shaping_for(target, module, tree=tree, free_branches=free_branches.setting),
-            limits=Limits(active=max_active, waiting=max_waiting, cache_bytes=cache_bytes),
+            limits=Limits(
+                active=max_active,
+                waiting=max_waiting,
+                cache_bytes=cache_bytes,
+            ),
         )
         warn_if_open(host, settings)
         ready = partial(announce, model, host, port, browse=browse)

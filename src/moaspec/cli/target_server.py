@@ -50,7 +50,10 @@ def target_server(
     max_sessions: Annotated[
         int, typer.Option(help="Sessions that are held at once, if they fit.", min=1)
     ] = 64,
-    max_sessions_per_client: Annotated[int, typer.Option(help="Of one token.", min=1)] = 64,
+    max_sessions_per_client: Annotated[
+        int | None,
+        typer.Option(help="Of one token; half of all where there are several.", min=1),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest text, prompt included.", min=2)] = 4096,
     max_cache_gib: Annotated[
         float,
@@ -100,7 +103,8 @@ def target_server(
             max_cache_bytes=int(max_cache_gib * 2**30),
             sessions=StoreOptions(
                 max_sessions=max_sessions,
-                max_sessions_per_owner=max_sessions_per_client,
+                max_sessions_per_owner=max_sessions_per_client
+                or (max_sessions if len(guard.tokens or ()) == 1 else None),
                 idle_s=idle_s,
             ),
         )

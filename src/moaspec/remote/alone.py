@@ -36,8 +36,8 @@ SOURCES: tuple[Source, ...] = ("target", "draft", "copy")
 class LeasedRow:
     """A `Verifier` of one row that is lent by a `SharedVerifier` and read in stretches."""
 
-    def __init__(self, shared: SharedVerifier, *, encode: bool) -> None:
-        self._shared, self._encode, self._row = shared, encode, shared.lease()
+    def __init__(self, shared: SharedVerifier, owner: str, *, encode: bool) -> None:
+        self._shared, self._encode, self._row = shared, encode, shared.lease(owner)
 
     async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
         """See `Verifier`."""
@@ -79,6 +79,7 @@ async def decode_alone(
     request: pb.GenerateRequest,
     sampling: SamplingParams,
     *,
+    owner: str,
     max_tokens: int,
 ) -> AsyncGenerator[pb.Generated]:
     """Decode a request to its end, or to the longest text; whoever stops listening ends it."""
@@ -92,7 +93,7 @@ async def decode_alone(
         and isinstance(target, Target)
     ):
         drafting = _OwnDrafting(drafter, target, num_target_layers=0)
-    row = LeasedRow(shared, encode=drafting is not None)
+    row = LeasedRow(shared, owner, encode=drafting is not None)
     try:
         engine = Engine(
             row,

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 
 from moaspec.errors import InputError, RefusedError
+from moaspec.remote.store import ANONYMOUS
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 """What goes there leaves no machine, and needs no TLS."""
@@ -130,7 +131,7 @@ class Guard:
             RefusedError: no token, an unknown one, or one that has expired.
         """
         if self.tokens is None:
-            return peer or "anonymous"
+            return peer or ANONYMOUS
         digest = hashlib.sha256((bearer or "").encode()).hexdigest()
         for known, owner in self.tokens.items():
             if hmac.compare_digest(known.encode(), digest.encode()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from moaspec.errors import RefusedError
@@ -40,11 +40,11 @@ class Quota:
     """How many of something each owner has at the same time.
 
     Args:
-        most: of one owner.
+        most: of an owner.
         what: they are, in the plural.
     """
 
-    def __init__(self, most: int, what: str) -> None:
+    def __init__(self, most: Callable[[str], int], what: str) -> None:
         self._most, self._what = most, what
         self._counts: Counter[str] = Counter()
 
@@ -55,8 +55,9 @@ class Quota:
         Raises:
             NoRoomError: one too many; the device may try again.
         """
-        if self._counts[owner] >= self._most:
-            raise NoRoomError(f"These credentials have {self._most} {self._what}; try again later.")
+        most = self._most(owner)
+        if self._counts[owner] >= most:
+            raise NoRoomError(f"These credentials have {most} {self._what}; try again later.")
         self._counts[owner] += 1
         try:
             yield

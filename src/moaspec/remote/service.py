@@ -144,10 +144,7 @@ class TargetService:
         self._work = Work(self.terms, self._attachments, self.observer, self.sessions.remove)
         self._connections: set[Stream] = set()
         self._texts: set[asyncio.Future[None]] = set()
-        per_owner = self._room.max_sessions_per_owner
-        # A cut leaves a connection behind that nobody uses any more.
-        self._quota = Quota(2 * per_owner, "connections")
-        self._alone = Quota(per_owner, "texts that the server decodes alone")
+        self._quota = Quota(self._room.connections_of, "connections")
         self.draining = self._stopped = False
         self._show()
 
@@ -182,12 +179,16 @@ class TargetService:
         """Texts that are held, of sessions and of the server alone."""
         return self.shared.num_rows
 
+    def rows_of(self, owner: str) -> int:
+        """See `Keeper`."""
+        return self.shared.rows_of(owner)
+
     def make(self, name: bytes, owner: str) -> ServerSession:
         """See `Keeper`."""
         return ServerSession(
             name=name,
             owner=owner,
-            row=self.shared.lease(),
+            row=self.shared.lease(owner),
             shared=self.shared,
             switches=self.target.rope_switches,
             growth=self.target.rope_growth,
@@ -348,7 +349,11 @@ class TargetService:
         sampling = wire.sampling_of(request.sampling, self.terms.limits)
         if self.draining or self.num_rows >= self._room.max_sessions:
             raise NoRoomError("There is no room for another text; try again later.")
-        with self._alone.one(owner), self._counted():
+        if self.rows_of(owner) >= self._room.share_of(owner):
+            raise NoRoomError(
+                f"These credentials have {self.rows_of(owner)} texts; try again later."
+            )
+        with self._counted():
             sampling = await self.terms.ruled(sampling, request.sampling.grammar, len(ids))
             work = decode_alone(
                 self.shared,
@@ -356,6 +361,7 @@ class TargetService:
                 self._drafter,
                 request,
                 sampling,
+                owner=owner,
                 max_tokens=self.terms.max_tokens,
             )
             async with contextlib.aclosing(work) as messages:

@@ -1,7 +1,8 @@
 """One target for many rows: what is asked at the same time shares its passes.
 
 Everybody asks for one row at a time and waits. Whatever came while a pass was running is the next
-pass, first come first served, so batches form by themselves and nobody starves.
+pass, so batches form by themselves. Owners take turns, and each has a share of a pass: nobody's
+requests make another wait for longer than a pass of such shares.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from moaspec.decode.engine import run_now
 from moaspec.decode.protocols import Request, Verdict, Verifier
+from moaspec.decode.tree import DraftTree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +27,71 @@ class PassOptions:
     Attributes:
         max_rows: verifications at most.
         prefill_tokens: tokens of prompts at most; a prompt is read in stretches of this size.
+        max_drafted: drafted tokens at most.
+        owner_drafted: drafted tokens of one owner at most, if several have asked lately. Of longer
+            drafts the first tokens are verified, which changes no text.
+        lately_s: see above.
         min_pass_s: passes take at least so long, to hold a server's speed in experiments.
     """
 
     max_rows: int = 64
     prefill_tokens: int = 128
+    max_drafted: int = 1024
+    owner_drafted: int = 64
+    lately_s: float = 5.0
     min_pass_s: float = 0.0
 
 
 @dataclass(eq=False)
 class _Job:
     request: Request
+    owner: str
     answer: asyncio.Future[tuple[Verdict, float]]
 
     @property
     def prefill(self) -> int:
         """Tokens of text that are read, beyond the newest."""
         return len(self.request.known) - 1
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that are drafted."""
+        return len(self.request.tree.tokens)
+
+    def cut(self, most: int) -> None:
+        """Verify the first drafted tokens only; the parents of each are among those before it."""
+        tree = self.request.tree
+        if len(tree.tokens) > most:
+            kept = DraftTree(tree.tokens[:most], tree.parents[:most])
+            self.request = replace(self.request, tree=kept)
+
+
+@dataclass
+class _Pass:
+    """What a pass has taken so far."""
+
+    options: PassOptions
+    owner_drafted: int
+    jobs: list[_Job] = field(default_factory=list)
+    prefill: int = 0
+    drafted: Counter[str] = field(default_factory=Counter)
+
+    def take(self, job: _Job) -> bool:
+        """Take a request if it fits; the first always does."""
+        drafted = min(job.drafted, self.owner_drafted)
+        fits = (
+            len(self.jobs) < self.options.max_rows
+            and (not job.prefill or self.prefill + job.prefill <= self.options.prefill_tokens)
+            and self.drafted[job.owner] + drafted <= self.owner_drafted
+            and self.drafted.total() + drafted <= self.options.max_drafted
+        )
+        if not fits and self.jobs:
+            return False
+        job.cut(self.owner_drafted)
+        self.jobs.append(job)
+        self.prefill += job.prefill
+        self.drafted[job.owner] += job.drafted
+        return True
 
 
 @dataclass
@@ -72,7 +122,9 @@ class SharedVerifier:
         self._verifier, self.options = verifier, options or PassOptions()
         self._on_idle = on_idle
         self._jobs: deque[_Job] = deque()
-        self._used: set[int] = set()
+        self._used: dict[int, str] = {}  # the owner of each row
+        self._served: dict[str, int] = {}  # the latest pass of each owner
+        self._asked_s: dict[str, float] = {}
         self._running: set[int] = set()
         self._leaving: set[int] = set()
         self._wake = asyncio.Event()
@@ -90,10 +142,14 @@ class SharedVerifier:
         """Requests that no pass has taken yet."""
         return len(self._jobs)
 
-    def lease(self) -> int:
+    def rows_of(self, owner: str) -> int:
+        """Rows that are lent to an owner."""
+        return sum(one == owner for one in self._used.values())
+
+    def lease(self, owner: str = "") -> int:
         """A row of one's own, until `close`. The lowest free one, so that caches stay small."""
         row = next(i for i in range(len(self._used) + 1) if i not in self._used)
-        self._used.add(row)
+        self._used[row] = owner
         return row
 
     def close(self, row: int) -> None:
@@ -103,7 +159,7 @@ class SharedVerifier:
             self._leaving.add(row)
             return
         self._verifier.close(row)
-        self._used.discard(row)
+        self._used.pop(row, None)
         if self._on_idle is not None and not self._used:
             self._on_idle()
 
@@ -116,7 +172,9 @@ class SharedVerifier:
         """One row's verdict, and the seconds of the pass that brought it."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
-        job = _Job(request, asyncio.get_running_loop().create_future())
+        owner = self._used.get(request.row, "")
+        self._asked_s[owner] = time.monotonic()
+        job = _Job(request, owner, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         self._wake.set()
         return await job.answer
@@ -140,21 +198,31 @@ class SharedVerifier:
                 await self._decide_together(jobs)
 
     def _next(self) -> list[_Job]:
-        """The oldest requests that fit into one pass; at least one, if there are any."""
-        jobs: list[_Job] = []
-        left: deque[_Job] = deque()
-        prefill = 0
-        for job in self._jobs:
-            fits = prefill + job.prefill <= self.options.prefill_tokens or not job.prefill
-            if job.answer.cancelled():
-                continue
-            if not jobs or (len(jobs) < self.options.max_rows and fits):
-                jobs.append(job)
-                prefill += job.prefill
-            else:
-                left.append(job)
-        self._jobs = left
-        return jobs
+        """Requests of one pass: at least one, if there are any.
+
+        Owners take turns, first whoever was served longest ago; of each the oldest comes first.
+        """
+        jobs = [job for job in self._jobs if not job.answer.cancelled()]
+        seen: Counter[str] = Counter()
+        order: list[tuple[int, int, _Job]] = []
+        for job in jobs:
+            order.append((seen[job.owner], self._served.get(job.owner, 0), job))
+            seen[job.owner] += 1
+        taken = _Pass(self.options, self._owner_drafted())
+        left = [job for *_, job in sorted(order, key=lambda one: one[:2]) if not taken.take(job)]
+        waiting = set(map(id, left))
+        self._jobs = deque(job for job in jobs if id(job) in waiting)
+        self._served.update(dict.fromkeys(taken.drafted, self.counts.passes + 1))
+        return taken.jobs
+
+    def _owner_drafted(self) -> int:
+        """Drafted tokens of one owner in a pass: a share only if there is another owner."""
+        since = time.monotonic() - self.options.lately_s
+        self._asked_s = {owner: at for owner, at in self._asked_s.items() if at >= since}
+        self._served = {o: at for o, at in self._served.items() if o in self._asked_s}
+        waiting = {job.owner for job in self._jobs}
+        several = len(waiting | self._asked_s.keys()) > 1
+        return self.options.owner_drafted if several else self.options.max_drafted
 
     async def _decide_together(self, jobs: list[_Job]) -> None:
         self._running = {job.request.row for job in jobs}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from moaspec.errors import MoaSpecError
 from moaspec.remote.sessions import ServerSession
+
+ANONYMOUS = "anonymous"
+"""The owner of all sessions where a server knows its clients neither by token nor certificate."""
 
 
 class NoRoomError(MoaSpecError):
@@ -26,7 +28,8 @@ class StoreOptions:
 
     Attributes:
         max_sessions: of all devices.
-        max_sessions_per_owner: of one device's or tenant's credentials.
+        max_sessions_per_owner: of one device's or tenant's credentials, texts that the server
+            decodes alone included. None: half of all; all of them for `ANONYMOUS`.
         idle_s: a session without connection is forgotten after so long.
         busy_s: a session without connection that was used more recently is not evicted to make
             room for another.
@@ -35,10 +38,24 @@ class StoreOptions:
     """
 
     max_sessions: int = 64
-    max_sessions_per_owner: int = 64
+    max_sessions_per_owner: int | None = None
     idle_s: float = 300.0
     busy_s: float = 5.0
     connected_busy_s: float = 60.0
+
+    def share_of(self, owner: str) -> int:
+        """Texts that an owner may have."""
+        if self.max_sessions_per_owner is not None:
+            return self.max_sessions_per_owner
+        return self.max_sessions if owner == ANONYMOUS else max(1, self.max_sessions // 2)
+
+    def connections_of(self, owner: str) -> int:
+        """Connections that an owner may have; a cut leaves one behind that nobody uses any more.
+
+        More devices may be connected than have sessions: an idle one's makes room.
+        """
+        most = self.max_sessions_per_owner
+        return 2 * (max(64, self.share_of(owner)) if most is None else most)
 
 
 class Keeper(Protocol):
@@ -58,6 +75,10 @@ class Keeper(Protocol):
 
     def is_working(self, session: ServerSession) -> bool:
         """Whether it waits for a pass."""
+        ...
+
+    def rows_of(self, owner: str) -> int:
+        """Rows lent to an owner."""
         ...
 
     @property
@@ -102,9 +123,9 @@ class SessionStore:
         Raises:
             NoRoomError: too many, and none of them idle.
         """
-        own = Counter(session.owner for session in self)[owner]
-        if own >= self._options.max_sessions_per_owner and not self._evict(owner):
-            raise NoRoomError(f"These credentials have {own} sessions, all of them in use.")
+        own = self._keeper.rows_of(owner)
+        if own >= self._options.share_of(owner) and not self._evict(owner):
+            raise NoRoomError(f"These credentials have {own} texts, all of them in use.")
         if self._keeper.num_rows >= self._options.max_sessions and not self._evict(None):
             raise NoRoomError(f"All {self._keeper.num_rows} texts of this server are in use.")
         session = self._sessions[name] = self._keeper.make(name, owner)

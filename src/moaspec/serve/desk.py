@@ -158,6 +158,7 @@ class Desk:
                 speculation=asked.extension.speculation,
                 provisional=asked.extension.provisional,
                 tenant=request.state.tenant,
+                client=request.state.client,
             )
             for prompt in prompts
             for choice in range(order.n)

@@ -30,6 +30,7 @@ from moaspec.serve.source import (
     Update,
     Updates,
     check_number,
+    share_of,
 )
 from moaspec.target.generation import GenerationDefaults
 
@@ -44,10 +45,12 @@ class EdgeLimits:
     Attributes:
         active: texts that are decoded at a time; each has a session.
         waiting: texts that may wait for one; more are refused.
+        share: of `active` texts, and of all, that one key may have.
     """
 
     active: int = 8
     waiting: int = 64
+    share: float = 0.5
 
 
 class Cuttable(Protocol):
@@ -122,6 +125,7 @@ class EdgeSource:
         self._jobs: set[_EdgeUpdates] = set()
         self._active = self._count = 0
         self._room: asyncio.Semaphore | None = None
+        self._turns: dict[str, asyncio.Semaphore] = {}
         self.facts = SourceFacts(
             name=name,
             mode="edge",
@@ -160,7 +164,14 @@ class EdgeSource:
             if job.sampling.logprobs and self._options.on_cut == "keep":
                 raise InputError("Kept text has no log-probabilities; logprobs must be off.")
         most = self._limits.active + self._limits.waiting
-        check_number(len(jobs), most)
+        client = jobs[0].client
+        share = share_of(most, self._limits.share, client)
+        check_number(len(jobs), share)
+        own = sum(one.client == client for one in self._jobs)
+        if own + len(jobs) > share:
+            raise BusyError(
+                f"This key has {own} requests here, and may have {share}. Try again later."
+            )
         if len(self._jobs) + len(jobs) > most:
             raise BusyError(
                 f"The device has {len(self._jobs)} requests, and takes {most}. Try again later."
@@ -197,7 +208,7 @@ class EdgeSource:
     async def decode(self, job: Job) -> AsyncGenerator[Update]:
         """One text, from when there is a session for it."""
         assert self._room is not None, "start() comes first"
-        async with self._room:
+        async with self._turn(job.client), self._room:
             self._active += 1
             drafted = job.speculation or job.sampling.logprobs or self._alone is None
             updates = self._decode_here(job) if drafted else self._decode_alone(job)
@@ -207,6 +218,13 @@ class EdgeSource:
                         yield update
             finally:
                 self._active -= 1
+
+    def _turn(self, client: str) -> asyncio.Semaphore:
+        """Keeps a client to its share of what is decoded at a time."""
+        if client not in self._turns:
+            share = share_of(self._limits.active, self._limits.share, client)
+            self._turns[client] = asyncio.Semaphore(share)
+        return self._turns[client]
 
     async def _decode_here(self, job: Job) -> AsyncGenerator[Update]:
         """Drafted here, verified there."""
@@ -291,7 +309,7 @@ class _EdgeUpdates:
     """What becomes of one job; decoding goes on whether or not somebody reads."""
 
     def __init__(self, source: EdgeSource, job: Job) -> None:
-        self._source = source
+        self._source, self.client = source, job.client
         self._told: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self._ended = False
         self._task = asyncio.create_task(self._decode(job))

@@ -70,7 +70,10 @@ class Guard:
         if refusal is not None:
             await _refuse(send, *refusal)
             return
-        scope.setdefault("state", {})["tenant"] = tenant(_key(headers))
+        name = tenant(_key(headers))
+        # Where no key is asked for, clients could take any number of them.
+        client = name if len(self._allowed.api_keys) > 1 else ""
+        scope.setdefault("state", {}).update(tenant=name, client=client)
         try:
             # Read before anything is answered: handlers only ever see whole bodies.
             received = await self._body(receive)

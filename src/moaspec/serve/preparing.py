@@ -85,6 +85,6 @@ class Preparation:
 
 
 def client_of(request: Request) -> str:
-    """Whose a request is: that of a key, or of an address where there are no keys."""
+    """Whose a request is: that of a key, or of an address where there are not several keys."""
     address = request.client.host if request.client is not None else ""
-    return str(request.state.tenant) or address
+    return str(request.state.client) or address

@@ -36,6 +36,7 @@ class Job:
         speculation: False decodes plainly.
         provisional: whether text that is not verified yet is wanted.
         tenant: whose request it is; nothing is shared between tenants.
+        client: whose share of the places it takes; "" where a server has not several keys.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,6 +47,7 @@ class Job:
     speculation: bool = True
     provisional: bool = False
     tenant: str = ""
+    client: str = ""
 
 
 @dataclass(frozen=True)
@@ -210,3 +212,8 @@ def check_number(texts: int, most: int) -> None:
             f"The request asks for {texts} texts (prompts times n), and this server takes {most} "
             "together; ask for fewer."
         )
+
+
+def share_of(places: int, share: float, client: str) -> int:
+    """Places that a client may have; all where a server cannot tell clients apart."""
+    return max(1, int(places * share)) if client else places

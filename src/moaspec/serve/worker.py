@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from moaspec.decode import Engine, FixedShape, GenerationResult, Shaping
 from moaspec.decode.engine import common_length
 from moaspec.decode.result import Event
 from moaspec.errors import BusyError, InputError
-from moaspec.serve.source import Job, Load, Round, Update, check_number
+from moaspec.serve.source import Job, Load, Round, Update, check_number, share_of
 
 FRESH_TOKENS = 2048
 """Tokens of prompts that join in one step: while they are read, all others wait."""
@@ -34,12 +34,14 @@ class Limits:
         active: rows that are decoded together.
         waiting: requests that may wait for room; more are refused.
         cache_bytes: of keys and values. The cache grows by half, so it may hold half as much again.
+        share: of `active` rows, and of all places, that one key may take.
         parked: ended rows whose keys and values are kept for the next turn of a conversation.
     """
 
     active: int = 64
     waiting: int = 256
     cache_bytes: int = 4 * 2**30
+    share: float = 0.5
     parked: int = 4
 
 
@@ -103,7 +105,7 @@ class EngineWorker:
         self._parked: list[_Parked] = []
         self._high = (0, 0)  # rows and slots that the cache has had to hold
         self._lock = threading.Lock()
-        self._accepted = 0
+        self._accepted: Counter[str] = Counter()  # by client
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
 
     def start(self) -> None:
@@ -119,7 +121,7 @@ class EngineWorker:
     def load(self) -> Load:
         """Of the latest step."""
         active = len(self._active)
-        return Load(active, max(self._accepted - active, 0))
+        return Load(active, max(self._accepted.total() - active, 0))
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Take on all of these or none.
@@ -135,14 +137,22 @@ class EngineWorker:
                     f"{ticket.job.max_new_tokens} more does not fit this server's cache; ask for "
                     "fewer."
                 )
-        check_number(len(tickets), self._limits.active + self._limits.waiting)
+        limits, (client,) = self._limits, {ticket.job.client for ticket in tickets}
+        places = limits.active + limits.waiting
+        share = share_of(places, limits.share, client)
+        check_number(len(tickets), share)
         with self._lock:
-            if self._accepted + len(tickets) > self._limits.active + self._limits.waiting:
+            if self._accepted.total() + len(tickets) > places:
                 raise BusyError(
-                    f"The server has {self._accepted} requests, and takes "
-                    f"{self._limits.active + self._limits.waiting}. Try again later."
+                    f"The server has {self._accepted.total()} requests, and takes {places}. Try "
+                    "again later."
                 )
-            self._accepted += len(tickets)
+            if self._accepted[client] + len(tickets) > share:
+                raise BusyError(
+                    f"This key has {self._accepted[client]} requests here, and may have {share}. "
+                    "Try again later."
+                )
+            self._accepted[client] += len(tickets)
         self._inbox.put(lambda: self._waiting.extend(tickets))
 
     def cancel(self, ticket: Ticket) -> None:
@@ -178,15 +188,25 @@ class EngineWorker:
                 self._end(ticket, error)
 
     def _admit(self) -> None:
-        """Let waiting requests join, the oldest first, as long as there is room."""
+        """Let waiting requests join, as long as there is room."""
         fresh = 0
-        while self._waiting and len(self._active) < self._limits.active:
-            ticket = self._waiting[0]
+        while len(self._active) < self._limits.active and (ticket := self._first()) is not None:
             fresh += len(ticket.job.prompt_ids)
             if not self._make_room(ticket) or (self._active and fresh > FRESH_TOKENS):
                 return
-            self._waiting.popleft()
+            self._waiting.remove(ticket)
             self._join(ticket)
+
+    def _first(self) -> Ticket | None:
+        """Who joins next: the oldest of the client that has the fewest rows and may have more."""
+        rows = Counter(ticket.job.client for ticket in self._active.values())
+        active, share = self._limits.active, self._limits.share
+        may = [
+            ticket
+            for ticket in self._waiting
+            if rows[ticket.job.client] < share_of(active, share, ticket.job.client)
+        ]
+        return min(may, key=lambda ticket: rows[ticket.job.client], default=None)
 
     def _make_room(self, ticket: Ticket) -> bool:
         """Whether the cache may hold one more row of this length; old rows go where they must."""
@@ -294,4 +314,5 @@ class EngineWorker:
         if ticket.handle is not None:
             self._active.pop(ticket.handle, None)
         with self._lock:
-            self._accepted -= 1
+            self._accepted[ticket.job.client] -= 1
+            self._accepted += Counter()  # forgets clients that have none
