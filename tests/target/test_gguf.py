@@ -48,6 +48,11 @@ def test_a_directory_with_one_is_the_same(file: Path, cache: Path) -> None:
     assert "quantization_config" not in json.loads((kept / "config.json").read_text())
 
 
+def test_names_end_in_any_case(file: Path) -> None:
+    shouted = file.rename(file.with_suffix(".GGUF"))
+    assert moaspec.load_target(shouted).identity == moaspec.load_target(file.parent).identity
+
+
 def test_weights_beside_it_go_first(file: Path) -> None:
     tiny.model().save_pretrained(file.parent)
     assert moaspec.load_target(file.parent).vocab_size == tiny.VOCAB

@@ -88,7 +88,7 @@ class CallReader:
         self._scanner = JsonScanner()
         self._mark = ""  # text before the JSON; it is content if there is no call
         self._block_open = False  # the mark that ends a call has not been read
-        self._name, self._given_id = "", ""  # of a call of which only the arguments are JSON
+        self._name, self._given_id = "", ""  # read before the arguments of a call
         self._silent = True  # nothing has been said yet
         self._ids = set[str]()
         self.calls: list[Call] = []

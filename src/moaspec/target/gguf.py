@@ -27,7 +27,7 @@ from moaspec.places import (
 from moaspec.target.families import require_supported
 
 log = logging.getLogger(__name__)
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 EXPANSION = 6
 """Bytes of float32 weights for each byte of a GGUF of about five bits a weight."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -39,7 +39,7 @@ def find_gguf(path: Path) -> Path | None:
     Raises:
         UnknownModelError: several files, or a part of a split file.
     """
-    found = [path] if path.suffix == ".gguf" and is_file(path) else _inside(path)
+    found = [path] if is_gguf_name(path) and is_file(path) else _inside(path)
     if len(found) > 1:
         names = ", ".join(one.name for one in found[:4])
         raise UnknownModelError(
@@ -54,6 +54,11 @@ def find_gguf(path: Path) -> Path | None:
     return found[0] if found else None
 
 
+def is_gguf_name(path: Path) -> bool:
+    """Whether the name ends as those of GGUF files do, in any case."""
+    return path.suffix.lower() == ".gguf"
+
+
 def is_file(path: Path) -> bool:
     """Whether there is such a file; a name too long for a path is none."""
     try:
@@ -65,7 +70,7 @@ def is_file(path: Path) -> bool:
 def _inside(path: Path) -> list[Path]:
     if not is_directory(path) or any(any(path.glob(pattern)) for pattern in _WEIGHTS):
         return []
-    found = sorted(path.glob("*.gguf"))
+    found = sorted(filter(is_gguf_name, path.iterdir()))
     # Parts of one file count once.
     return found[:1] if found and all(_PART.search(one.name) for one in found) else found
 

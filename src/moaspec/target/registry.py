@@ -27,6 +27,7 @@ from moaspec.target.gguf import (
     first_line,
     is_dequantised,
     is_file,
+    is_gguf_name,
     key_of,
 )
 from moaspec.target.model import Target
@@ -305,7 +306,7 @@ def _found(name: str) -> str:
             "weights, or a file that ends in .gguf."
         )
     # Asking the hub for a misspelt alias or file would take it half a minute to say no.
-    if not is_directory(path) and (path.suffix == ".gguf" or not _could_be_hub_id(name)):
+    if not is_directory(path) and (is_gguf_name(path) or not _could_be_hub_id(name)):
         raise UnknownModelError(
             f"Unknown target {name!r}: not an alias ({', '.join(ALIASES)}), a directory or a GGUF "
             "file. A hub id has the form owner/name."
