@@ -197,6 +197,12 @@ def test_the_last_message_is_continued() -> None:
         assert renderer.tokenizer.decode(ids).rstrip().endswith("It is")
 
 
+def test_calls_are_not_continued() -> None:
+    messages = normal_messages(loop("Rome")[:3])
+    with pytest.raises(InputError, match="the last message has tool calls"):
+        template("qwen25").ids(messages, continue_final_message=True)
+
+
 @pytest.mark.parametrize("value", [1, 2.5, None, True, [1, "a"], {"b": None}])
 def test_variables_of_any_type(value: Any) -> None:
     renderer = ChatTemplate(serving.tokenizer("{{ x | tojson }}{{ messages[0].content }}"))

@@ -116,8 +116,8 @@ class ChatTemplate:
             continue_final_message: end within the last message, which is to be continued.
 
         Raises:
-            InputError: no template, a refused conversation, or a variable with the name of one of
-                transformers' own arguments.
+            InputError: no template, a refused conversation, a last message of calls that is to be
+                continued, or a variable with the name of one of transformers' own arguments.
         """
         text = self.rendered(
             messages,
@@ -138,6 +138,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
     ) -> str:
         """The text of a conversation; for arguments and errors see `ids`."""
+        if continue_final_message and messages[-1].get("tool_calls"):
+            raise InputError(
+                "continue_final_message goes on with a text, and the last message has tool calls. "
+                "Leave these out, or give their results."
+            )
         return self.text(
             self.prepare(messages, tools, variables),
             add_generation_prompt=add_generation_prompt and not continue_final_message,
