@@ -98,9 +98,10 @@ class Phones:
             raise InputError(f"Unknown telephone regions {sorted(unknown)}; for example US, DE.")
         # Folding joins lines, of which each may end in a number: both texts are read.
         plain, folded = Folded(text, text, tuple(range(len(text)))), fold(text, accents=False)
+        texts = (plain,) if folded.text == text.casefold() else (plain, folded)
         places = {
             read.span(found.start, found.end)
-            for region, read in product(self.regions or (None,), (plain, folded))
+            for region, read in product(self.regions or (None,), texts)
             for found in phonenumbers.PhoneNumberMatcher(read.text, region)
         }
         for place in sorted(places):
