@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +114,18 @@ def bundled(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 @pytest.fixture(autouse=True)
 def _a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moaspec.cli.edge.bind", lambda *_: bind("127.0.0.1", 0))
+
+
+def test_a_planted_bundle_is_not_loaded(
+    bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bundled.exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    planted = device._made_bundle("tiny")
+    (planted / "config.json").chmod(0o666)
+    made = device._made_bundle("tiny")
+    assert made != planted
+    assert made.is_relative_to(tmp_path / f"moaspec-{os.getuid()}")
 
 
 def test_the_made_bundle_is_of_the_bundled_drafter(bundled: Path) -> None:

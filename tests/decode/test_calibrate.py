@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,16 @@ def test_one_exit_is_measured_where_it_is_named(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 1
     assert stored_costs(tiny.target(), module, num_target_layers=0) == costs
     assert [one.costs for one in known_exits(tiny.target(), module)] == [None, costs]
+
+
+def test_a_planted_table_is_not_read(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    calibrate(tiny.target(), quick=True)
+    (table,) = cache.iterdir()
+    table.chmod(0o666)
+    assert stored_costs(tiny.target()) is None
 
 
 def test_the_target_alone(cache: Path) -> None:
