@@ -18,6 +18,12 @@ def test_a_written_recipe_can_be_read(name: str, tmp_path: Path) -> None:
     assert read_train_config(path, ["data=[mine.jsonl]"]).output.endswith(name)
 
 
+def test_every_purpose_is_a_sentence_that_fits_on_a_line() -> None:
+    for name, purpose in recipes().items():
+        assert purpose.endswith(".")
+        assert len(f"{name}: {purpose}") <= 80
+
+
 def test_an_existing_file_stays(tmp_path: Path) -> None:
     mine = tmp_path / "smollm2-135m.yaml"
     mine.write_text("mine")

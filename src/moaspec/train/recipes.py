@@ -10,7 +10,7 @@ RECIPES = Path(__file__).parent / "configs"
 
 
 def recipes() -> dict[str, str]:
-    """The first line of each configuration's comment, by name."""
+    """The first line of each configuration's comment, which says what it is for, by name."""
     return {
         path.stem: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
         for path in sorted(RECIPES.glob("*.yaml"))
