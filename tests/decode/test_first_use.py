@@ -10,6 +10,7 @@ import moaspec
 import tiny
 from moaspec.decode import first_use, shaping_for, stored_costs
 from moaspec.decode.assumed import SURE, assumed_costs, num_weights, sure_costs
+from moaspec.decode.bench import Part
 from moaspec.decode.cost import best_chain
 from moaspec.decode.first_use import measure_once
 from moaspec.target import Target
@@ -21,6 +22,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path))
     monkeypatch.delenv(first_use.SWITCH)
     monkeypatch.setattr(first_use, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(first_use, "LONGEST_S", 1e6)  # however slow this machine is
     target = tiny.fresh_target()
     monkeypatch.setattr(type(target.threads), "limit", 1024)
     return target
@@ -39,6 +41,21 @@ def test_python_measures_as_commands_do(asked: Target) -> None:
     text = moaspec.generate(asked, tiny.PROMPTS[0], drafter=module, max_new_tokens=4)
     assert tuple(text.token_ids) == tiny.own_texts("llama")[0][:4]
     assert stored_costs(asked, module) is not None
+
+
+def test_a_disturbed_pass_does_not_keep_a_machine_from_being_measured(
+    asked: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time, counted = Part.time, list[Part]()
+
+    def disturbed(part: Part, *, counts: bool = True) -> None:
+        time(part, counts=counts)
+        if counts and not counted:
+            part.seconds[-1] = 1e9
+            counted.append(part)
+
+    monkeypatch.setattr(Part, "time", disturbed)
+    assert measure_once(asked, tiny.agreeing_drafter("llama")) is None
 
 
 def test_why_a_machine_is_not_measured(asked: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ LONGEST_S = 15.0
 """What takes longer is left to `moaspec calibrate`."""
 FEWEST_WEIGHTS = 10_000_000
 """Targets below that are toys, whose speed matters to nobody."""
+SAMPLES = 3
+"""Passes that are timed for an estimate; a moment's disturbance slows a single one a lot."""
 OTHER_PARTS = 60.0
 """Parts of a round other than passes, in passes over one token."""
 
@@ -71,13 +73,14 @@ def _why_not(target: Target) -> str | None:
 
 
 def _expected_s(target: Target) -> float:
-    """Seconds that a quick calibration will take here, from the time of one pass."""
+    """Seconds that a quick calibration will take here, from the fastest of some passes."""
     one_pass = Bench(target, None).target_pass(1, 1)
     with torch.inference_mode():
         one_pass.time(counts=False)
-        one_pass.time()
+        for _ in range(SAMPLES):
+            one_pass.time()
     ratios = PASSES.get(target.device.type, PASSES["cpu"])
     widths = np.interp(calibration.TOKENS, ASSUMED_TOKENS, ratios)
     # Each pass is timed behind one like it.
     turn = 2 * len(calibration.CONTEXTS) * float(widths.sum()) + OTHER_PARTS
-    return one_pass.median_s * turn * (calibration.WARM_UPS + calibration.QUICK_TURNS.least)
+    return min(one_pass.seconds) * turn * (calibration.WARM_UPS + calibration.QUICK_TURNS.least)
