@@ -8,6 +8,7 @@ import os
 import pty
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,12 @@ def test_no_gain_and_why() -> None:
         "Reason: a speculative pass gave 2.00 tokens but took 2.00 times as long as a plain one, "
         "drafting included."
     )
+
+
+def test_no_gain_where_no_draft_was_accepted() -> None:
+    race = a_race(2.0, 2.0)
+    races = Races([replace(race, speculative=race.plain)])
+    assert "no draft was accepted" in str(demo.reason(races))
 
 
 def test_ties_are_told() -> None:

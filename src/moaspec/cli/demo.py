@@ -320,6 +320,11 @@ def reason(races: Races) -> str | None:
     if _gained(races):
         return None
     plain, speculative = races.plain, races.speculative
+    if speculative.passes == plain.passes:
+        return (
+            "Reason: no draft was accepted. Where drafts do not surely pay by what was measured "
+            "here, few or none are made."
+        )
     longer = (speculative.seconds / speculative.passes) / (plain.seconds / plain.passes)
     return (
         f"Reason: a speculative pass gave {speculative.tokens_per_pass:.2f} tokens but took "
@@ -337,7 +342,7 @@ def try_next(name: str, *, gained: bool, details: bool) -> tuple[str, str]:
     """
     first = (f"{name} chat", "talk with this model")
     if not gained:
-        first = (f"{name} calibrate", "measure again, undisturbed")
+        first = (f"{name} calibrate", "measure this machine while it is idle")
     second = (f"{name} demo --details", "tables of all methods")
     if details:
         second = (f"{name} serve --open", "a page to chat on, and an API")
