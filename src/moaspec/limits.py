@@ -90,6 +90,27 @@ each client."""
 MAX_PREPARING_WAITING = 64
 """Requests of one client that may wait for that."""
 
+MAX_OPEN_CALLS = 16
+"""Calls at the same time that need no token (gRPC health and reflection)."""
+
+MAX_OPEN_CALL_S = 60
+"""Seconds that such a call may last."""
+
+MAX_REQUEST_S = 10
+"""Seconds in which a gRPC request must arrive after its call began."""
+
+MAX_WRONG_TOKENS = 64
+"""Wrong tokens or keys that are answered late at the same time; more are answered at once."""
+
+WRONG_TOKEN_S = 0.2
+"""Seconds after which a wrong token or key is answered."""
+
+MAX_HTTP_CONNECTIONS = 1024
+"""HTTP connections of all clients."""
+
+MAX_HTTP_CONNECTIONS_PER_ADDRESS = 512
+"""HTTP connections of one address."""
+
 
 def too_deep(value: Any) -> bool:
     """Whether a JSON value has more than `MAX_JSON_DEPTH` levels; never recurses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 import serving
+from moaspec import limits
 from moaspec.serve import running
 from moaspec.serve.desk import ServeSettings
 from moaspec.serve.guard import Guarded
@@ -390,3 +392,30 @@ def test_page_may_load_nothing_from_elsewhere(http: httpx.Client) -> None:
     answer = http.get("/")
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     assert answer.headers["content-type"].startswith("text/html")
+
+
+def test_connections_of_one_address_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_HTTP_CONNECTIONS_PER_ADDRESS", 3)
+    with serving.serving(serving.source(drafter=False)) as served:
+        where = ("127.0.0.1", int(served.url.rpartition(":")[2]))
+        ask = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        held = []
+        for _ in range(3):
+            one = socket.create_connection(where, timeout=60)
+            one.sendall(ask)
+            assert one.recv(1000).startswith(b"HTTP/1.1 200")
+            held.append(one)
+        more = socket.create_connection(where, timeout=60)
+        with more, contextlib.suppress(ConnectionError):
+            more.sendall(ask)
+            assert more.recv(1000) == b""
+        for one in held:
+            one.close()
+
+
+def test_wrong_keys_are_answered_late(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WRONG_TOKEN_S", 1.0)
+    with strict.http() as client:
+        started = time.monotonic()
+        error(client.get("/v1/models", headers={"Authorization": "Bearer wrong"}), 401)
+        assert time.monotonic() - started >= 0.9

@@ -17,10 +17,12 @@ from grpc_reflection.v1alpha import reflection
 from moaspec.errors import InputError, LinkError, MoaSpecError, RefusedError, WireError
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote import wire
+from moaspec.remote.admission import Admission
 from moaspec.remote.auth import Guard
 from moaspec.remote.grpc_transport import OPTIONS, SERVICE
 from moaspec.remote.service import TargetService
 from moaspec.remote.store import ForeignSessionError, NoRoomError
+from moaspec.slow import SlowDown
 
 STATUSES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (ForeignSessionError, grpc.StatusCode.PERMISSION_DENIED),
@@ -43,7 +45,7 @@ class ServerOptions:
         port: 0 takes a free one.
         credentials: for TLS; None listens without.
         guard: whose connections are accepted.
-        max_connections: at the same time; more are told to come back.
+        max_connections: at the same time, of one client half of them; more are told to come back.
         connection_s: a connection lasts so long at most, whatever its device wants; so credentials
             are looked at again.
         sweep_s: between two looks for idle sessions.
@@ -81,8 +83,9 @@ class GrpcServer:
                 ("grpc.keepalive_timeout_ms", 5_000),
                 ("grpc.so_reuseport", 0),
             ],
-            maximum_concurrent_rpcs=self._options.max_connections,
+            interceptors=[Admission(SERVICE, self._owner, self._options.max_connections)],
         )
+        self._slow = SlowDown()
         self._health = health.HealthServicer()
         self._sweeping: asyncio.Task[None] | None = None
         self.port = 0
@@ -198,6 +201,7 @@ class GrpcServer:
             return self._options.guard.owner(token if scheme == "Bearer" else None, peer)
         except RefusedError as error:
             self.service.observer.refused("credentials")
+            await self._slow.wait()
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
             raise
 

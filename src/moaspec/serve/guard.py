@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moaspec import limits
 from moaspec.serve import failures
+from moaspec.slow import SlowDown
 
 CLOSED = ("/v1", "/metrics")
 """What a key protects: these paths and all below them."""
@@ -59,6 +60,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, allowed: Guarded) -> None:
         self._app, self._allowed = app, allowed
+        self._slow = SlowDown()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse, or pass on."""
@@ -68,6 +70,8 @@ class Guard:
         headers = Headers(scope=scope)
         refusal = self._refusal(scope["path"], headers)
         if refusal is not None:
+            if refusal[0] == 401:
+                await self._slow.wait()
             await _refuse(send, *refusal)
             return
         name = tenant(_key(headers))

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from moaspec import limits
 from moaspec.errors import InputError
 from moaspec.serve.app import create_app
 from moaspec.serve.desk import ServeSettings
@@ -22,9 +23,6 @@ from moaspec.serve.source import TextSource
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The same as the `Host` header has them."""
-
-CONNECTIONS = 1024
-"""More are refused, so that idle ones cannot use up the process's files."""
 
 HEAD_S = 30.0
 """A request's first line and headers must arrive within so long."""
@@ -76,7 +74,8 @@ def serve(
 class HeadDeadline(H11Protocol):
     """Uvicorn's protocol, which closes connections on which no whole request arrives.
 
-    Such connections would count among `CONNECTIONS` for ever.
+    Such connections would count among `MAX_HTTP_CONNECTIONS` for ever. And of one
+    address there may be a part of these only.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -84,6 +83,9 @@ class HeadDeadline(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio."""
         super().connection_made(transport)
+        if self._same_address() > limits.MAX_HTTP_CONNECTIONS_PER_ADDRESS:
+            transport.abort()
+            return
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -95,6 +97,13 @@ class HeadDeadline(H11Protocol):
         """See asyncio."""
         self._stop()
         super().connection_lost(exc)
+
+    def _same_address(self) -> int:
+        """Connections of this one's address."""
+        if self.client is None:
+            return 1
+        clients = [getattr(one, "client", None) for one in self.connections]
+        return sum(client is not None and client[0] == self.client[0] for client in clients)
 
     def _watch(self) -> None:
         """The clock runs from the connection's, or a head's, first byte to the head's last."""
@@ -156,7 +165,7 @@ def config(app: Any, **options: Any) -> uvicorn.Config:
         http=HeadDeadline,
         log_level="warning",
         server_header=False,
-        limit_concurrency=CONNECTIONS,
+        limit_concurrency=limits.MAX_HTTP_CONNECTIONS,
         timeout_keep_alive=30,
         **options,
     )
