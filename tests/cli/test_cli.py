@@ -253,7 +253,9 @@ def test_generate_reads_a_pipe(
     assert cli("generate", *arguments, "--max-new-tokens", "24").words == TEXT
 
 
-@pytest.mark.parametrize(("text", "arguments"), [("", ()), ("\n", ("-",)), (None, ())])
+@pytest.mark.parametrize(
+    ("text", "arguments"), [("", ()), ("\n", ("-",)), (None, ()), (None, ("-",))]
+)
 def test_generate_without_a_prompt(
     text: str | None, arguments: tuple[str, ...], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +263,14 @@ def test_generate_without_a_prompt(
     output = cli("generate", *arguments)
     assert output.code == 2
     assert "prompt" in output.err
+
+
+def test_generate_refuses_a_pipe_that_is_no_text(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the C locale Python reads such bytes as halves of surrogate pairs."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5\udcff"))
+    output = cli("generate")
+    assert output.code == 2
+    assert "UTF-8" in output.err
 
 
 def test_generate_with_a_system_prompt(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

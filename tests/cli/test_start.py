@@ -119,6 +119,7 @@ def test_bad_input_is_told_before_libraries_are_imported() -> None:
         ["generate", "x", "--stop", ""],
         ["generate", "x", "--num-choices", "0"],
         ["generate", "x", "--threads", "0"],
+        ["generate", "x", "--temperature", "nan"],
         ["chat", "--top-p", "2"],
         ["serve", "--tree", "tree:1x1x9"],
         ["check", "--suite", nowhere],

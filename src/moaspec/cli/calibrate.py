@@ -46,6 +46,8 @@ def calibrate(
     target, module = load(
         model, drafter, dtype=dtype, quantize=quantize, device=device, threads=threads
     )
+    import torch
+
     from moaspec.decode import calibrate as measure
     from moaspec.decode.exits import known_exits
     from moaspec.model import MoADrafter
@@ -54,6 +56,11 @@ def calibrate(
         raise InputError(
             f"{drafter} is a baseline: only Mixture-of-Attentions drafters are measured, because "
             "only they draft by cost. Name one, or leave --drafter out."
+        )
+    if target.threads.limit < torch.get_num_threads():
+        console.err.print(
+            "Other processes use the CPU, so the costs will be too high; run this again without them.",
+            style="yellow",
         )
     with console.measuring() as advance, console.noted_interrupts() as stopped:
         costs = measure(

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
@@ -259,17 +259,20 @@ def read_prompt(prompt: str | None) -> str:
     if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise InputError("There is no prompt; write one, or pipe one in.")
     if prompt is None or prompt == "-":
-        prompt = _standard_input()
+        prompt = _standard_input(sys.stdin)
     if not prompt.strip():
         raise InputError("The prompt is empty; write what the model should answer.")
     return prompt
 
 
-def _standard_input() -> str:
+def _standard_input(stdin: TextIO | None) -> str:
+    """All of it; there is none (None) where it was closed."""
     try:
-        return sys.stdin.read().rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise InputError(f"Standard input is not valid UTF-8 text: {error}.") from error
+        text = "" if stdin is None else stdin.read().rstrip("\n")
+        text.encode()  # in the C locale, bytes that are no UTF-8 are read as half characters
+        return text
+    except UnicodeError as error:
+        raise InputError("Standard input is not valid UTF-8 text.") from error
 
 
 def chat_ids(
