@@ -59,7 +59,7 @@ def calibrate(
         )
     if target.threads.limit < torch.get_num_threads():
         console.err.print(
-            "Other processes use the CPU, so the costs will be too high; run this again without them.",
+            "Other processes use the CPU: the costs will be too high. Measure again without them.",
             style="yellow",
         )
     with console.measuring() as advance, console.noted_interrupts() as stopped:
