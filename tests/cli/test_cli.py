@@ -508,7 +508,7 @@ def test_an_interrupted_calibration_keeps_the_turns_before(
 
         return calibrate(*arguments, advance=count, **options)
 
-    monkeypatch.setattr(console, "calibrate", interrupted)
+    monkeypatch.setattr("moaspec.decode.calibrate", interrupted)
     output = cli("calibrate", "--json")
     assert output.code == 130
     assert json.loads(output.out)["pass_s"]
@@ -620,7 +620,8 @@ def test_train_resumes_and_its_drafter_generates(cli: Cli, tmp_path: Path) -> No
     drafter = str(tmp_path / "run" / "drafter")
     assert json.loads(cli("info", drafter, "--json").out)["training"]["steps"] == 3
     tiny.tokenizer().save_pretrained(tmp_path / "target")
-    facts = cli("generate", PROMPT, "--model", str(tmp_path / "target"), "--json")
+    model = ("--model", str(tmp_path / "target"), "--dtype", "float32")
+    facts = cli("generate", PROMPT, *model, "--json")
     assert json.loads(facts.out)["token_ids"][:24] == list(OWN)
 
 

@@ -84,7 +84,6 @@ def target_server(
     _check(host, tls_certificate, tls_key, client_ca)
     if quantize is not None and engine == "vllm":
         raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
-    require("`moaspec target-server`", "remote")
     from moaspec.remote.auth import Guard, server_credentials
 
     guard = Guard() if tokens is None else Guard.read(tokens)

@@ -15,7 +15,9 @@ from pathlib import Path
 import grpc
 
 from moaspec.errors import InputError, RefusedError
-from moaspec.remote.store import ANONYMOUS
+
+ANONYMOUS = "anonymous"
+"""The owner of all sessions where a server knows its clients neither by token nor certificate."""
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 """What goes there leaves no machine, and needs no TLS."""

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moaspec.errors import MoaSpecError
+from moaspec.remote.auth import ANONYMOUS
 from moaspec.remote.sessions import ServerSession
-
-ANONYMOUS = "anonymous"
-"""The owner of all sessions where a server knows its clients neither by token nor certificate."""
 
 
 class NoRoomError(MoaSpecError):
