@@ -101,8 +101,8 @@ def test_kernels_keep_the_codes_alone(quantize: str) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_drafts_do_not_change_the_text(family: str, quantize: str, tmp_path: Path) -> None:
     _saved(family, tmp_path)
-    target = moaspec.load_target(tmp_path, quantize=quantize)
-    stock = moaspec.load_target(tmp_path, quantize=quantize, packed=False)
+    target = moaspec.load_target(tmp_path, dtype="float32", quantize=quantize)
+    stock = moaspec.load_target(tmp_path, dtype="float32", quantize=quantize, packed=False)
     drafter = tiny.random_drafter(stock)  # the identity of the target that it was is the same
     for prompt in tiny.PROMPTS[:2]:
         own = tiny.own_text(stock, prompt, FEW_TOKENS)
@@ -120,7 +120,8 @@ def test_drafts_do_not_change_the_text(family: str, quantize: str, tmp_path: Pat
 @needs_torchao
 def test_the_text_is_another_one(directory: Path) -> None:
     plain, four_bits = (
-        moaspec.load_target(directory, quantize=quantize) for quantize in (None, "int4")
+        moaspec.load_target(directory, dtype="float32", quantize=quantize)
+        for quantize in (None, "int4")
     )
     texts = [
         [moaspec.generate(one, prompt, max_new_tokens=tiny.NEW_TOKENS).token_ids for one in pair]
@@ -134,7 +135,7 @@ def test_the_text_is_another_one(directory: Path) -> None:
 @pytest.mark.parametrize("quantize", BITS)
 def test_what_is_in_groups(quantize: str, directory: Path) -> None:
     """Linear weights inside the layers, to the same numbers in either dtype; nothing else."""
-    plain = moaspec.load_target(directory, packed=False)
+    plain = moaspec.load_target(directory, dtype="float32", packed=False)
     single, half = (
         moaspec.load_target(directory, packed=False, quantize=quantize, dtype=dtype)
         for dtype in ("float32", "bfloat16")
@@ -154,8 +155,8 @@ def test_what_is_in_groups(quantize: str, directory: Path) -> None:
 @needs_torchao
 @pytest.mark.parametrize("quantize", BITS)
 def test_costs_are_not_taken_for_those_of_the_plain_target(quantize: str, directory: Path) -> None:
-    plain = fingerprint(moaspec.load_target(directory))
-    found = fingerprint(moaspec.load_target(directory, quantize=quantize))
+    plain = fingerprint(moaspec.load_target(directory, dtype="float32"))
+    found = fingerprint(moaspec.load_target(directory, dtype="float32", quantize=quantize))
     assert plain["dtype"] == "torch.float32"
     assert {name for name in plain if plain[name] != found[name]} == {"dtype"}
 
