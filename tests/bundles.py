@@ -26,7 +26,7 @@ def save_target(directory: Path, family: str = "llama", **changes: Any) -> Targe
     target.model.save_pretrained(directory)
     assert target.tokenizer is not None
     target.tokenizer.save_pretrained(directory)
-    return load_target(directory)
+    return load_target(directory, dtype="float32")
 
 
 def save_bundle(

@@ -41,7 +41,7 @@ def main(config: Path, kills: int) -> None:
     """Kill `kills` times, then let a run come to its end."""
     torch.set_num_threads(1)
     settings = read_train_config(config)
-    target = load_target(settings.target, packed=False)
+    target = load_target(settings.target, dtype="float32", packed=False)
     examples = read_examples(
         settings.data,
         vocab_size=target.vocab_size,

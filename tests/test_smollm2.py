@@ -237,7 +237,7 @@ def test_every_way_of_decoding_passes_the_check(
     target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]
 ) -> None:
     """The long version: moaspec check --limit 12 --max-new-tokens 64 --seeds 3."""
-    stock = moaspec.load_target(ALIAS, packed=False)
+    stock = moaspec.load_target(ALIAS, dtype="float32", packed=False)
     check = Check(target, prompts[:1], drafter=drafter, stock=stock, max_new_tokens=8)
     assert [finding for finding in check.run() if not finding.lossless] == []
 
