@@ -75,6 +75,22 @@ def test_why_a_machine_is_not_measured(asked: Target, monkeypatch: pytest.Monkey
     assert all(word in str(reason) for word, reason in zip(words, reasons, strict=True))
 
 
+def test_a_target_that_takes_too_long_is_timed_once(
+    asked: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, timed = tiny.agreeing_drafter("llama"), list[Target]()
+
+    def slow(target: Target) -> float:
+        timed.append(target)
+        return 1.0
+
+    monkeypatch.setattr(first_use, "LONGEST_S", 15.0)
+    monkeypatch.setattr(first_use, "_token_pass_s", slow)
+    for _ in range(2):
+        assert "takes about" in str(measure_once(asked, module))
+    assert timed == [asked]
+
+
 def test_unmeasured_only_what_is_sure_to_pay_is_drafted() -> None:
     """A drafter as large as its target is not."""
     target, module = tiny.target(), tiny.agreeing_drafter("llama")

@@ -74,13 +74,19 @@ def _why_not(target: Target) -> str | None:
 
 def _expected_s(target: Target) -> float:
     """Seconds that a quick calibration will take here, from the fastest of some passes."""
+    if target.token_pass_s is None:
+        target.token_pass_s = _token_pass_s(target)
+    ratios = PASSES.get(target.device.type, PASSES["cpu"])
+    widths = np.interp(calibration.TOKENS, ASSUMED_TOKENS, ratios)
+    # Each pass is timed behind one like it.
+    turn = 2 * len(calibration.CONTEXTS) * float(widths.sum()) + OTHER_PARTS
+    return target.token_pass_s * turn * (calibration.WARM_UPS + calibration.QUICK_TURNS.least)
+
+
+def _token_pass_s(target: Target) -> float:
     one_pass = Bench(target, None).target_pass(1, 1)
     with torch.inference_mode():
         one_pass.time(counts=False)
         for _ in range(SAMPLES):
             one_pass.time()
-    ratios = PASSES.get(target.device.type, PASSES["cpu"])
-    widths = np.interp(calibration.TOKENS, ASSUMED_TOKENS, ratios)
-    # Each pass is timed behind one like it.
-    turn = 2 * len(calibration.CONTEXTS) * float(widths.sum()) + OTHER_PARTS
-    return min(one_pass.seconds) * turn * (calibration.WARM_UPS + calibration.QUICK_TURNS.least)
+    return min(one_pass.seconds)

@@ -48,6 +48,7 @@ class Target(TargetFacts):
         packed: whether `pack` has laid the weights out for this CPU.
         layers: what runs its passes.
         threads: lowers the number of CPU threads while other processes need the cores.
+        token_pass_s: seconds of a pass over one token, once it was timed; see `first_use`.
 
     Raises:
         UnsupportedTargetError: keys and values of this family cannot be captured.
@@ -86,6 +87,7 @@ class Target(TargetFacts):
         self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self.packed = False
         self.threads = ThreadLimiter()
+        self.token_pass_s: float | None = None
 
     @property
     def dtype(self) -> torch.dtype:
