@@ -168,7 +168,7 @@ def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
     assert isinstance(drafter, MoADrafter), "one is bundled"
     if any(one.costs is None for one in known_exits(target, drafter)):
         with steps("Measuring what passes and drafts cost here", "once, about 5 s"):
-            why_not_measured = measure_once(target, drafter)
+            _, why_not_measured = measure_once(target, drafter)
         if why_not_measured is not None:
             console.err.print(f"Not measured, because {why_not_measured}.")
     prompts = read_prompts("bundled")

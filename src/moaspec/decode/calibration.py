@@ -76,7 +76,9 @@ def calibrate(
 ) -> CostTable:
     """Measure target and drafter, and store the result for `tree="auto"`.
 
-    It takes some ten seconds for SmolLM2-135M on two cores. Nothing else should run meanwhile.
+    It takes some ten seconds for SmolLM2-135M on two cores. Nothing else should run meanwhile:
+    costs measured while other processes used the CPU are marked as `busy`, `tree="auto"` measures
+    them again when it finds the CPU free, and they replace no costs that are not.
 
     Args:
         target: in the dtype and on the device that it will be used with.
@@ -102,7 +104,9 @@ def calibrate(
     ]
     tables = _measured(target, draftings, QUICK_TURNS if quick else TURNS, advance, stopped)
     for n, costs in zip(numbers, tables, strict=True):
-        _store(costs, fingerprint(target, drafter, n))
+        before = stored_costs(target, drafter, num_target_layers=n)
+        if before is None or before.busy or not costs.busy:
+            _store(costs, fingerprint(target, drafter, n))
     return tables[0]
 
 
@@ -205,6 +209,7 @@ def _measured(
     benches = [Bench(target, drafting) for drafting in draftings] or [Bench(target, None)]
     common = _TargetParts(benches[0])
     drafts = [_DraftParts(bench) for bench in benches if bench.drafting is not None]
+    crowded: list[bool] = []
     for turn in _numbered(turns):
         if stopped():
             if turn <= WARM_UPS:
@@ -213,7 +218,9 @@ def _measured(
         advance(f"all parts, for the {turn + 1}. time")
         for part in chain(common.parts, *(one.parts for one in drafts)):
             part.time(counts=turn >= WARM_UPS)
-    costs = common.costs()
+        crowded.append(target.threads.crowded)
+    # Medians stand as long as fewer than half of the turns were disturbed.
+    costs = replace(common.costs(), busy=2 * sum(crowded) >= len(crowded))
     return [one.added_to(costs) for one in drafts] or [costs]
 
 
