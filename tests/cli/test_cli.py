@@ -224,6 +224,28 @@ def test_info(checkpoint: Path, cli: Cli) -> None:
     assert "bfloat16" in output.out
 
 
+def test_info_takes_a_line_per_fact(
+    checkpoint: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    config["training"] = {"config": {"data": [f"answers-{i}.jsonl" for i in range(9)]}}
+    path.write_text(json.dumps(config))
+    output = cli("info", str(checkpoint))
+    facts = json.loads(cli("info", str(checkpoint), "--json").out)
+    lines = output.out.splitlines()
+    digest = facts["target"]["tokenizer_hash"]
+    (shown,) = (line for line in lines if line.startswith("target.tokenizer_hash "))
+    assert digest.startswith(shown.split()[1].removesuffix("…"))
+    (shown,) = (line for line in lines if line.startswith("training.config.data "))
+    assert "answers-0.jsonl" in shown
+    assert max(map(len, lines[1:])) <= 80
+    num_facts = len(facts) - 2 + len(facts["target"]) + 1  # the parts of two, one of them a list
+    assert len(lines) - 2 == num_facts
+    assert "--json" in lines[-1]
+
+
 def test_info_as_json(checkpoint: Path, cli: Cli) -> None:
     facts = json.loads(cli("info", str(checkpoint), "--json").out)
     assert facts["format"] == "moaspec"

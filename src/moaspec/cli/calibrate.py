@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from moaspec.decode.exits import Exit
 
 BUSY = (
-    "Other processes used the CPU meanwhile, so these costs are too high. They hold until a command "
-    "that drafts by them finds the CPU free and measures again."
+    "Other processes used the CPU meanwhile, so these costs are too high. They hold until a "
+    "command that drafts by them finds the CPU free and measures again."
 )
 KEPT = (
     "Other processes used the CPU meanwhile, so what was measured is dropped. Shown are the costs "

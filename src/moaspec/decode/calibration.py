@@ -210,12 +210,12 @@ def _measured(
     common = _TargetParts(benches[0])
     drafts = [_DraftParts(bench) for bench in benches if bench.drafting is not None]
     crowded: list[bool] = []
-    for turn in _numbered(turns):
+    for turn, left in _numbered(turns):
         if stopped():
             if turn <= WARM_UPS:
                 raise KeyboardInterrupt
             break
-        advance(f"all parts, for the {turn + 1}. time")
+        advance(f"all parts, for the {turn + 1}. time{left}")
         for part in chain(common.parts, *(one.parts for one in drafts)):
             part.time(counts=turn >= WARM_UPS)
         crowded.append(target.threads.crowded)
@@ -299,11 +299,17 @@ class _DraftParts:
         return replace(costs, draft_rest_s=self._rounds.rest_s(costs))
 
 
-def _numbered(turns: Turns) -> Iterator[int]:
+def _numbered(turns: Turns) -> Iterator[tuple[int, str]]:
+    """Each turn's number, and in words how long the rest takes by those before."""
     started = time.perf_counter()
-    for turn in range(WARM_UPS + turns.most):
-        if turn < WARM_UPS + turns.least or time.perf_counter() - started < turns.enough_s:
-            yield turn
+    yield 0, ""
+    for turn in range(1, WARM_UPS + turns.most):
+        elapsed = time.perf_counter() - started
+        if turn < WARM_UPS + turns.least or elapsed < turns.enough_s:
+            turn_s = elapsed / turn
+            whole_s = max((WARM_UPS + turns.least) * turn_s, turns.enough_s)
+            left_s = min(whole_s, (WARM_UPS + turns.most) * turn_s) - elapsed
+            yield turn, f", about {left_s:.0f} s left"
 
 
 def _one_level(width: int) -> Tree:

@@ -36,7 +36,7 @@ def measure_once(
     num_target_layers: int | None = None,
     advance: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Exit], str | None]:
-    """Measure and store what a round costs here, unless that was done before while the CPU was free.
+    """Measure and store what a round costs here, unless that was done while the CPU was free.
 
     Args:
         target: see `calibrate`.
@@ -70,11 +70,11 @@ def _why_not(target: Target) -> str | None:
     reason = why_not_writable(cache_dir())
     if reason is not None:
         return reason
-    seconds = _expected_s(target)
+    seconds = expected_s(target)
     return f"that takes about {seconds:.0f} s" if seconds > LONGEST_S else None
 
 
-def _expected_s(target: Target) -> float:
+def expected_s(target: Target) -> float:
     """Seconds that a quick calibration will take here, from the fastest of some passes."""
     if target.token_pass_s is None:
         target.token_pass_s = _token_pass_s(target)
