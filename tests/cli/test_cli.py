@@ -34,6 +34,7 @@ from moaspec.errors import ShapeError, TrainingError
 from moaspec.evaluate import Check, Finding
 from moaspec.model import LayerConfig, save_drafter
 from moaspec.model.baselines import save_baseline
+from moaspec.model.checkpoint import SECTION
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.stack import StackConfig
 from moaspec.places import cache_dir
@@ -231,11 +232,12 @@ def test_info_takes_a_line_per_fact(
     path = checkpoint / "config.json"
     config = json.loads(path.read_text())
     config["training"] = {"config": {"data": [f"answers-{i}.jsonl" for i in range(9)]}}
+    config[SECTION]["target"]["tokenizer_hash"] = digest = "0123456789abcdef" * 4
     path.write_text(json.dumps(config))
     output = cli("info", str(checkpoint))
     facts = json.loads(cli("info", str(checkpoint), "--json").out)
     lines = output.out.splitlines()
-    digest = facts["target"]["tokenizer_hash"]
+    assert facts["target"]["tokenizer_hash"] == digest
     (shown,) = (line for line in lines if line.startswith("target.tokenizer_hash "))
     assert digest.startswith(shown.split()[1].removesuffix("…"))
     (shown,) = (line for line in lines if line.startswith("training.config.data "))

@@ -19,7 +19,7 @@ from rich.text import Text
 from moaspec.cli import console
 from moaspec.cli.screen import Screen
 
-BAR = 10
+BAR = 8
 """Columns of a bar, so that a line fits 80."""
 LONG_S = 10.0
 """Remaining time from which it is also told where no bar is shown."""
