@@ -52,7 +52,7 @@ def info(
 
 
 def shortened(lines: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
-    """Names and values, each of which fits one line of a terminal, with digests cut to their start.
+    """Cut hashes to their start, and other values to the rest of a terminal's line.
 
     Args:
         lines: names and values.

@@ -52,7 +52,7 @@ class TimeLeft(ProgressColumn):
         self._last: dict[TaskID, tuple[float, float]] = {}
 
     def render(self, task: Task) -> Text:
-        """See `ProgressColumn`."""
+        """The column's text, see `ProgressColumn`."""
         left_s = self.left_s(task)
         if task.finished:
             return Text()

@@ -1,4 +1,4 @@
-"""Progress of commands that write rows, and what they say when they are stopped."""
+"""Progress bar and stop message of commands that write rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Bar:
 
 @contextmanager
 def progress(what: str, total: int, stop: Stop) -> Iterator[Bar]:
-    """Around the writing of so many rows."""
+    """Show a bar while `total` rows are written."""
     with bar_of(what, TextColumn("{task.fields[speed]}")) as bar:
         yield Bar(bar, total, stop)
 

@@ -36,7 +36,7 @@ def measure_once(
     num_target_layers: int | None = None,
     advance: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Exit], str | None]:
-    """Measure and store what a round costs here, unless that was done while the CPU was free.
+    """Measure and store the costs of a round, unless that was done while the CPU was free.
 
     Args:
         target: see `calibrate`.
