@@ -63,6 +63,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_all_cases_write_the_same_text(bundle: Path) -> None:
     async def work(address: str, target: Target) -> None:
         device, transport = load_device(bundle, dtype="float32"), GrpcTransport(address)
@@ -93,6 +94,7 @@ def test_all_cases_write_the_same_text(bundle: Path) -> None:
     served(bundle, work)
 
 
+@pytest.mark.slow
 def test_the_workers_answer(bundle: Path) -> None:
     async def work(address: str, target: Target) -> None:
         device = DeviceSide({"moa": load_device(bundle)}, address, ["w1 w2 w3"])
@@ -115,6 +117,7 @@ def test_the_workers_answer(bundle: Path) -> None:
     served(bundle, work)
 
 
+@pytest.mark.slow
 def test_a_cut_over_the_real_protocol(bundle: Path) -> None:
     async def work(address: str, target: Target) -> dict[str, Any]:
         faults = Faults()
