@@ -62,6 +62,7 @@ COMMANDS = (
 # Measuring
 
 
+@pytest.mark.slow
 def test_calibrate_measures_once_for_all(cli: Cli, loaded: Target) -> None:
     output = cli("calibrate")
     assert output.code == 0
@@ -70,6 +71,7 @@ def test_calibrate_measures_once_for_all(cli: Cli, loaded: Target) -> None:
     assert stored_costs(loaded, tiny.agreeing_drafter("llama")) is not None
 
 
+@pytest.mark.slow
 def test_calibrate_as_json(cli: Cli, loaded: Target) -> None:
     assert loaded.tokenizer is not None
     facts = json.loads(cli("calibrate", "--json").out)
@@ -103,6 +105,7 @@ def test_calibrate_tells_what_each_exit_promises(
     assert ("records no rates" in output.words) == (not rates)
 
 
+@pytest.mark.slow
 def test_calibrate_without_a_drafter_promises_nothing(
     cli: Cli, loaded: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -553,6 +556,7 @@ def test_what_is_printed_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "[bold]:fire:[/bold] [/]\n"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_has_no_traceback(
     cli: Cli, loaded: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -738,6 +742,7 @@ def test_check_passes_and_says_so(one_prompt: Path, cli: Cli) -> None:
     assert "Right: every token" in output.out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_check_fails_where_there_is_a_fault(
     one_prompt: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     return target
 
 
+@pytest.mark.slow
 def test_the_first_use_measures_and_later_ones_do_not(asked: Target) -> None:
     module, parts = tiny.agreeing_drafter("llama"), list[str]()
     assert measure_once(asked, module, advance=parts.append)[1] is None
@@ -81,6 +82,7 @@ def test_stored_costs_are_read_once(asked: Target, monkeypatch: pytest.MonkeyPat
     assert len(reads) == 1
 
 
+@pytest.mark.slow
 def test_python_measures_as_commands_do(asked: Target) -> None:
     module = tiny.agreeing_drafter("llama")
     text = moaspec.generate(asked, tiny.PROMPTS[0], drafter=module, max_new_tokens=4)
@@ -88,6 +90,7 @@ def test_python_measures_as_commands_do(asked: Target) -> None:
     assert stored_costs(asked, module) is not None
 
 
+@pytest.mark.slow
 def test_a_disturbed_pass_does_not_keep_a_machine_from_being_measured(
     asked: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

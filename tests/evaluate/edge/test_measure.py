@@ -64,6 +64,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_all_cases_write_the_same_text(bundle: Path) -> None:
     async def work(address: str, target: Target) -> None:
         device, transport = load_device(bundle, dtype="float32"), GrpcTransport(address)
@@ -119,6 +120,7 @@ def test_cases_before_ctrl_c(bundle: Path) -> None:
     assert begun[0] == len(list(given.cases({"moa@0": 0.1})))
 
 
+@pytest.mark.slow
 def test_the_workers_answer(bundle: Path) -> None:
     async def work(address: str, target: Target) -> None:
         device = DeviceSide({"moa": load_device(bundle)}, address, ["w1 w2 w3"])
@@ -141,6 +143,7 @@ def test_the_workers_answer(bundle: Path) -> None:
     served(bundle, work)
 
 
+@pytest.mark.slow
 def test_a_cut_over_the_real_protocol(bundle: Path) -> None:
     async def work(address: str, target: Target) -> dict[str, Any]:
         faults = Faults()
