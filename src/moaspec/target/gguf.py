@@ -107,7 +107,8 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     require_writable(f"${VARIABLE}", final.parent)
     make_private(final.parent)
     require_room(final.parent, EXPANSION * gguf.stat().st_size)
-    log.info("Dequantising the weights of %s, once: half a minute, more on a busy machine.", name)
+    said = "Dequantising the weights of %s, once; those of 135M took 20 to 60 s on other machines."
+    log.info(said, name)
     scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{key}-"))
     try:
         model, tokenizer = _read(name, gguf)
