@@ -307,6 +307,7 @@ def test_compare(cli: Cli, tmp_path: Path) -> None:
         (("--checkpoint", "eagle"), "KIND=DIR"),
         (("--checkpoint", "bogus=/tmp"), "got 'bogus'"),
         (("--accuracy",), "--cut"),
+        (("--unsafe",), "--accuracy"),
         (("--out", "/proc/nothing"), "Cannot write results"),
     ],
 )

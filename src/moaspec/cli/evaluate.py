@@ -83,7 +83,14 @@ def evaluate(
         typer.Option(
             "--accuracy",
             help="With --cut: also whether answers to gsm8k and humaneval are right. Runs the code "
-            "that the model writes, in a process with limits.",
+            "that the model writes, in a sandbox (bubblewrap or Linux namespaces).",
+        ),
+    ] = False,
+    unsafe: Annotated[
+        bool,
+        typer.Option(
+            "--unsafe",
+            help="With --accuracy: where there is no sandbox, run that code with your rights.",
         ),
     ] = False,
     out: Annotated[
@@ -104,7 +111,7 @@ def evaluate(
     if accuracy:
         from moaspec.evaluate.accuracy import require_graders
 
-        require_graders(prompts)
+        require_graders(prompts, unsafe=unsafe)
     asked = {"suite": suite, "limit": limit, "turns": turns}
     apart = cost or cut is not None
     with console.loading(model, threads):
@@ -150,7 +157,12 @@ def evaluate(
         return
     if cut is not None:
         found = _measured_cut(
-            loaded, prompts, (cut, max_new_tokens), system=system, accuracy=accuracy
+            loaded,
+            prompts,
+            (cut, max_new_tokens),
+            system=system,
+            accuracy=accuracy,
+            unsafe=unsafe,
         )
         facts = {**around, **asked, "max_new_tokens": max_new_tokens}
         _report_cut(found, facts, out, as_json=as_json)
@@ -186,6 +198,8 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
     apart = options["cost"] or options["cut"] is not None
     if options["accuracy"] and options["cut"] is None:
         raise InputError("--accuracy goes with --cut: without a cut every text is the target's.")
+    if options["unsafe"] and not options["accuracy"]:
+        raise InputError("--unsafe goes with --accuracy, which runs code that the model writes.")
     if options["cost"] and options["cut"] is not None:
         raise InputError("--cost and --cut are measured by themselves: use one after the other.")
     if apart and (options["repeats"], options["batch"], options["tau_only"]) != (1, 1, ""):
@@ -303,6 +317,7 @@ def _measured_cut(
     *,
     system: str,
     accuracy: bool,
+    unsafe: bool,
 ) -> Cut:
     """`lengths`: tokens before the cut, and of the whole text."""
     from moaspec.cli.sources import chat_encoder
@@ -313,7 +328,8 @@ def _measured_cut(
     encode, tokenizer = chat_encoder(target, system), cast(Any, target.tokenizer)
 
     def right(prompt: Prompt, answer: Sequence[int]) -> bool | None:
-        return is_right(prompt, tokenizer.decode(answer, skip_special_tokens=True))
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        return is_right(prompt, text, unsafe=unsafe)
 
     with bar("measuring", len(prompts)) as advance:
         return measure_cut(

@@ -18,6 +18,12 @@ SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet"}
 PACKED_SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}
 PARQUET = b"PAR1"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_LINE_BYTES, MAX_LIST_BYTES = 1 << 26, 1 << 30
+"""Of one line, and of a file that is one JSON list; uncompressed."""
+PARQUET_ROWS = 256
+"""Rows in memory at the same time."""
+ZSTD_BYTES = 512
+"""Compressed bytes at a time. Four of them may hold 128 KiB, so these are at most 16 MiB."""
 ADVICE = "Write one JSON object a line, one JSON list of objects, or a Parquet file."
 
 
@@ -58,7 +64,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     """
     parquet = _optional("pyarrow.parquet", f"{path} is Parquet, which needs the package `pyarrow`")
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
+        for batch in parquet.ParquetFile(path).iter_batches(PARQUET_ROWS):
             yield from batch.to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are among these
         raise DataError(f"Cannot read the data {path}: {error}. Is the file whole?") from error
@@ -68,11 +74,11 @@ def numbered_lines(path: Path) -> Generator[tuple[int, bytes]]:
     """Lines that are not blank, uncompressed, without byte order mark.
 
     Raises:
-        DataError: the file cannot be read, or is no text in UTF-8.
+        DataError: the file cannot be read, is no text in UTF-8, or has a line beyond the limit.
     """
     try:
         with open_file(path) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_lines(path, file), start=1):
                 if number == 1:
                     _refuse_other_encodings(path, line)
                     line = line.removeprefix(BYTE_ORDER_MARK)
@@ -82,14 +88,30 @@ def numbered_lines(path: Path) -> Generator[tuple[int, bytes]]:
         raise DataError(f"Cannot read the data {path}: {error}") from error
 
 
-def read_text(path: Path) -> str:
+def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a file; a long one is refused before it is read as a whole."""
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(
+                f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB. {ADVICE}"
+            )
+        yield line
+
+
+def read_text(path: Path, max_bytes: int = MAX_LIST_BYTES) -> str:
     """A whole file as text.
 
     Raises:
-        DataError: it is not UTF-8.
+        DataError: it is not UTF-8, or too large.
     """
     with open_file(path) as file:
-        text = file.read().removeprefix(BYTE_ORDER_MARK)
+        text = file.read(max_bytes + 1).removeprefix(BYTE_ORDER_MARK)
+    if len(text) > max_bytes:
+        raise DataError(
+            f"{path}: more than {max_bytes >> 20} MiB in one list. Write one JSON object a line."
+        )
     for number, line in enumerate(text.split(b"\n"), start=1):
         decoded(f"{path}:{number}", line)
     return text.decode()
@@ -145,21 +167,51 @@ def _start(path: Path) -> bytes:
         raise DataError(f"Cannot read the data {path}: {error}") from error
 
 
-def _open_zstd(path: Path) -> BinaryIO:
-    zstandard = _optional(
-        "zstandard", f"{path} is compressed by zstd, which needs the package `zstandard`"
-    )
-    data, found = path.read_bytes(), []
-    while data:
-        frame = zstandard.ZstdDecompressor().decompressobj()
+class _Zstd(io.RawIOBase):
+    """A file that zstd has compressed, in one or several frames, uncompressed piece by piece."""
+
+    def __init__(self, path: Path) -> None:
+        self._zstandard = _optional(
+            "zstandard", f"{path} is compressed by zstd, which needs the package `zstandard`"
+        )
+        self._file = path.open("rb")
+        self._frame: Any = None
+        self._packed, self._found = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._found and self._decompress():
+            pass
+        count = min(len(buffer), len(self._found))
+        buffer[:count], self._found = self._found[:count], self._found[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _decompress(self) -> bool:
+        """Take the next piece; False at the end of the file."""
+        self._packed = self._packed or self._file.read(ZSTD_BYTES)
+        if not self._packed:
+            if self._frame is not None:
+                raise EOFError("zstd data ended before its end mark")
+            return False
+        self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
         try:
-            found.append(frame.decompress(data))
-        except zstandard.ZstdError as error:
+            self._found = memoryview(self._frame.decompress(self._packed))
+        except self._zstandard.ZstdError as error:
             raise OSError(f"damaged zstd data ({error})") from error
-        if not frame.eof:
-            raise EOFError("zstd data ended before its end mark")
-        data = frame.unused_data
-    return io.BytesIO(b"".join(found))
+        self._packed = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
+        return True
+
+
+def _open_zstd(path: Path) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(_Zstd(path)))
 
 
 def _optional(module: str, why: str) -> Any:

@@ -208,4 +208,6 @@ def _checked(where: str, value: Any) -> dict[str, Any]:
         raise DataError(
             f"{where}: it holds half of a surrogate pair, which is no character. Remove it."
         ) from error
+    except RecursionError as error:
+        raise DataError(f"{where}: objects and lists are nested too deeply.") from error
     return value

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moaspec.evaluate.prompts import Prompt
-from moaspec.evaluate.sandbox import finishes
+from moaspec.evaluate.sandbox import Trial, isolation, passes
 from moaspec.extras import require
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -37,20 +37,20 @@ class Problem:
     entry_point: str
 
 
-def is_right(prompt: Prompt, answer: str) -> bool | None:
+def is_right(prompt: Prompt, answer: str, *, unsafe: bool = False) -> bool | None:
     """Whether an answer is right; None where there is no way to tell.
 
     Told are the suites `gsm8k`, by the last number of the answer, and `humaneval`, by running the
     code in it with its tests (see `sandbox`).
 
     Raises:
-        InputError: HumanEval without its package, or on a system without limits for processes.
+        InputError: HumanEval without its package, or without a sandbox unless `unsafe` is set.
     """
     grade = GRADERS.get(prompt.suite)
-    return None if grade is None else grade(prompt, answer)
+    return None if grade is None else grade(prompt, answer, unsafe)
 
 
-def _number_is_right(prompt: Prompt, answer: str) -> bool | None:
+def _number_is_right(prompt: Prompt, answer: str, _unsafe: bool) -> bool | None:
     results = [text.rpartition(RESULT)[2] for text in prompt.references if RESULT in text]
     wanted = _last_number(results[0]) if results else None
     return None if wanted is None else _last_number(answer) == wanted
@@ -61,14 +61,14 @@ def _last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
-def _passes_tests(prompt: Prompt, answer: str) -> bool | None:
+def _passes_tests(prompt: Prompt, answer: str, unsafe: bool) -> bool | None:
     found = [text.strip() for text in prompt.references]
     problem = next((one for one in problems() if one.solution.strip() in found), None)
-    return None if problem is None else finishes(program(problem, answer))
+    return None if problem is None else passes(trial(problem, answer), unsafe=unsafe)
 
 
-def program(problem: Problem, answer: str) -> str:
-    """The code of an answer, and the call of its tests.
+def trial(problem: Problem, answer: str) -> Trial:
+    """An answer's code, and the tests of its problem.
 
     An answer may be the whole function or what follows the prompt; its code may stand in a fence.
     """
@@ -76,8 +76,9 @@ def program(problem: Problem, answer: str) -> str:
     code = "\n\n".join(fenced) if fenced else answer
     whole = re.search(rf"^def {re.escape(problem.entry_point)}\(", code, re.MULTILINE)
     # With its prompt before it, a whole function still finds the prompt's imports and helpers.
-    start = f"{problem.prompt}    pass\n\n" if whole else problem.prompt
-    return f"{start}{code}\n\n{problem.test}\n\ncheck({problem.entry_point})\n"
+    helpers = f"{problem.prompt}    pass\n"
+    start = f"{helpers}\n" if whole else problem.prompt
+    return Trial(start + code, problem.entry_point, problem.test, helpers)
 
 
 @functools.cache
@@ -97,13 +98,18 @@ def problems() -> tuple[Problem, ...]:
     )
 
 
-def require_graders(prompts: Sequence[Prompt]) -> None:
-    """Raise InputError where the tests of one of the suites are not installed."""
+def require_graders(prompts: Sequence[Prompt], *, unsafe: bool = False) -> None:
+    """Refuse suites that cannot be judged here.
+
+    Raises:
+        InputError: see `is_right`.
+    """
     if any(GRADERS.get(prompt.suite) is _passes_tests for prompt in prompts):
         problems()
+        isolation(unsafe=unsafe)
 
 
-GRADERS: dict[str, Callable[[Prompt, str], bool | None]] = {
+GRADERS: dict[str, Callable[[Prompt, str, bool], bool | None]] = {
     "gsm8k": _number_is_right,
     "humaneval": _passes_tests,
     "openai_humaneval": _passes_tests,

@@ -16,6 +16,8 @@ from moaspec.hub import HUB, hub_rows
 
 BUNDLED = "bundled"
 SUITES_VARIABLE = "MOASPEC_SUITES"
+MAX_SUITE = 1 << 28
+"""Characters of a suite."""
 HUB_ROWS = 10_000
 """At most so many rows of a data set of the hub are read; larger ones are training data."""
 
@@ -143,8 +145,11 @@ def _from_hub(source: str) -> list[Prompt]:
 
 def _read_file(path: Path, suite: str, limit: int | None) -> list[Prompt]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_SUITE + 1)
+        if len(text) > MAX_SUITE:
+            raise ValueError(f"more than {MAX_SUITE:,} characters")
+    except (OSError, ValueError) as error:
         raise DataError(f"Cannot read the suite {path}: {error}") from error
     prompts = list(_parsed(text, path, suite))
     if not prompts:

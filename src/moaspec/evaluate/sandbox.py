@@ -1,85 +1,192 @@
-"""Python programs that a model wrote, run in a process of their own, with limits.
+"""Run functions that a model wrote on their tests, in a sandbox.
 
-The limits stop what goes wrong by accident: endless loops, memory, files, children. They are no
-wall against a program that means harm; run those in a container.
+The answer and its tests run in two processes, each in a sandbox of its own (`jail.py`): bubblewrap
+where it is installed and works, else Linux namespaces. Without either, nothing is run unless the
+caller accepts that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moaspec.errors import InputError
 
-FINISHED = 87
-"""Exit code of a program that came to its end; one that leaves by itself cannot pass for it by
-chance."""
-
-GUARD = """
-import ctypes, os, resource, sys
-seconds, size, finished = map(int, sys.argv[2:])
-with open(sys.argv[1], encoding="utf-8") as file:
-    program = file.read()
-for name, most in (
-    ("CPU", seconds), ("AS", size), ("FSIZE", 1 << 20), ("NOFILE", 64), ("NPROC", 0), ("CORE", 0)
-):
-    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
-if sys.platform == "linux":
-    CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
-    ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET)
-try:
-    exec(compile(program, "answer", "exec"), {"__name__": "answer"})
-except BaseException:
-    os._exit(1)
-os._exit(finished)
-"""
-"""What runs before the program. Where the system allows it, there is no network either."""
+START_S = 5
+"""Seconds of the clock that both processes have beyond their processor time."""
+TMP_BYTES = 1 << 24
 
 
-def finishes(program: str, *, timeout_s: int = 5, memory_bytes: int = 1 << 30) -> bool:
-    """Whether a Python program comes to its end without an exception, within limits.
+@dataclass(frozen=True)
+class Trial:
+    """A function, and the tests that it must pass.
 
-    It runs in an empty directory, without input, output, environment, children or, on Linux, a
-    network, and may write files of one megabyte.
+    Attributes:
+        code: source text that defines the function; not trusted.
+        function: its name.
+        tests: source text that defines `check`, which takes the function.
+        setup: source text that the tests need to run before them.
+    """
+
+    code: str
+    function: str
+    tests: str
+    setup: str = ""
+
+
+def passes(
+    trial: Trial, *, timeout_s: int = 5, memory_bytes: int = 1 << 30, unsafe: bool = False
+) -> bool:
+    """Whether the function passes its tests within limits.
+
+    Its arguments and results travel as plain data: numbers, strings, lists, tuples, sets, dicts.
+    The code sees Python's standard library and an empty directory. It has no network, input, output
+    or environment, and can start no process or thread.
 
     Args:
-        program: source text.
-        timeout_s: seconds, of the clock and of the CPU.
-        memory_bytes: address space.
+        trial: function and tests.
+        timeout_s: seconds of processor time; `START_S` more by the clock.
+        memory_bytes: address space of each process.
+        unsafe: run it without a sandbox where there is none.
 
     Raises:
-        InputError: this system has no limits for processes.
+        InputError: there is no sandbox here, and `unsafe` is not set.
     """
-    if os.name != "posix":
-        raise InputError("Programs are only run where processes have limits: on Linux or macOS.")
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "answer.py"
-        path.write_text(program, encoding="utf-8")
-        limits = map(str, (timeout_s, memory_bytes, FINISHED))
-        child = subprocess.Popen(  # noqa: S603 - running it is the purpose; the limits are above
-            [sys.executable, "-I", "-c", GUARD, str(path), *limits],
+    return _run(trial, isolation(unsafe=unsafe), timeout_s, memory_bytes)
+
+
+def isolation(*, unsafe: bool = False) -> str:
+    """How this system confines programs: `bwrap`, `namespaces`, or `none` where `unsafe` is set.
+
+    Raises:
+        InputError: there is no sandbox here, and `unsafe` is not set.
+    """
+    found = _isolation()
+    if found is not None:
+        return found
+    if unsafe and os.name == "posix":
+        return "none"
+    raise InputError(
+        "This system has no sandbox for code that a model wrote (bubblewrap, or Linux namespaces). "
+        "Install bubblewrap, or allow unprivileged user namespaces."
+        + (" --unsafe runs the code with this user's rights." if os.name == "posix" else "")
+    )
+
+
+@functools.cache
+def _isolation() -> str | None:
+    """The first that runs a small program; None where none does."""
+    trial = Trial("def one():\n    return 1", "one", "def check(one):\n    assert one() == 1")
+    kinds = [] if sys.platform != "linux" else ["bwrap", "namespaces"]
+    return next((one for one in kinds if works(one, trial)), None)
+
+
+def works(kind: str, trial: Trial) -> bool:
+    """Whether a right function passes with this kind of isolation."""
+    if kind == "bwrap" and shutil.which(kind) is None:
+        return False
+    return _run(trial, kind, 5, 1 << 30)
+
+
+def _run(trial: Trial, kind: str, timeout_s: int, memory_bytes: int) -> bool:
+    limits = (str(timeout_s), str(memory_bytes))
+    candidate = {"code": trial.code, "function": trial.function}
+    judge = {"function": trial.function, "tests": trial.tests, "setup": trial.setup}
+    with ExitStack() as stack:
+        here, there = socket.socketpair()
+        with here, there:
+            stack.enter_context(_started(_command(kind, "candidate", limits), candidate, here))
+            judging = stack.enter_context(_started(_command(kind, "judge", limits), judge, there))
+        try:
+            return judging.wait(timeout_s + START_S) == 0
+        except subprocess.TimeoutExpired:
+            return False
+
+
+@contextlib.contextmanager
+def _started(
+    command: list[str], job: dict[str, Any], channel: socket.socket
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in an empty directory; it and its group are killed at the end."""
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as file:
+        file.write(json.dumps(job).encode())
+        file.seek(0)
+        process = subprocess.Popen(  # noqa: S603 - running it is the purpose
+            command,
             cwd=directory,
             env={},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdin=file,
+            stdout=channel.fileno(),
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
-            return child.wait(timeout_s + 1) == FINISHED
-        except subprocess.TimeoutExpired:
-            return False
+            yield process
         finally:
-            _end(child)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and whatever it started; its group is its own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+def _command(kind: str, role: str, limits: tuple[str, str]) -> list[str]:
+    program = Path(__file__).with_name("jail.py").read_text(encoding="utf-8")
+    visible = _visible()
+    python = [_python(), "-I", "-S", "-c", program, role, kind, *limits, *visible]
+    return [*_bwrap(visible), *python] if kind == "bwrap" else python
+
+
+def _bwrap(visible: list[str]) -> list[str]:
+    """The beginning of a command that bubblewrap confines.
+
+    Root stays root until the program has dropped its rights: a user namespace would map the user
+    inside to root outside.
+    """
+    root = os.geteuid() == 0
+    capabilities = ["ALL", "CAP_SETUID", "CAP_SETGID"]
+    user = (
+        ["--cap-drop", *" --cap-add ".join(capabilities).split()]
+        if root
+        else ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    )
+    return [
+        *(shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", *user),
+        *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
+        *("--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"),  # noqa: S108 - a new one
+        # By itself it makes directories that only root can enter.
+        *(word for path in _above(visible) for word in ("--perms", "0755", "--dir", path)),
+        *(word for path in visible for word in ("--ro-bind", path, path)),
+        *("--dev-bind", os.devnull, os.devnull, "--remount-ro", "/", "--chdir", "/tmp"),  # noqa: S108
+    ]
+
+
+def _python() -> str:
+    """The interpreter outside of a virtual environment."""
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _above(paths: list[str]) -> list[str]:
+    """Directories that lead to the paths, outer ones first."""
+    return sorted({str(one) for path in paths for one in Path(path).parents} - {"/"})
+
+
+def _visible() -> list[str]:
+    """Existing paths that Python needs to run, none inside another."""
+    prefixes = {"/usr", sys.base_prefix, sys.base_exec_prefix}
+    places = {f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64")}
+    places |= {"/lib", "/lib64", "/etc/ld.so.cache", _python()}
+    places.add(str(Path(os.__file__).parent))
+    found = {Path(place) for place in places if Path(place).exists()}
+    return sorted(str(one) for one in found if found.isdisjoint(one.parents))

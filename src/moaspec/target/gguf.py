@@ -6,6 +6,7 @@ import hashlib
 import logging
 import re
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -111,22 +112,13 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
     log.info(said, name)
     scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{key}-"))
     try:
-        model, tokenizer = _read(name, gguf)
-        try:
-            model.save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
-            close_to_others(scratch)
-            _publish(scratch, final)
-        except (OSError, SafetensorError) as error:
-            raise OSError(f"Cannot write the cache {final.parent}: {first_line(error)}") from error
-    except (MoaSpecError, OSError):
-        raise
-    # The libraries below raise almost anything where files are damaged.
-    except Exception as error:
-        raise UnknownModelError(
-            f"Cannot load the target {name!r}: the GGUF file {gguf} is damaged, or of a kind that "
-            f"transformers cannot read. {remedy}{'. ' if remedy else ''}Cause: {first_line(error)}"
-        ) from error
+        model, tokenizer = _read(name, gguf, remedy)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        close_to_others(scratch)
+        _publish(scratch, final)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"Cannot write the cache {final.parent}: {first_line(error)}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return final
@@ -137,18 +129,44 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _read(name: str, gguf: Path) -> tuple[Any, Any]:
+def _read(name: str, gguf: Path, remedy: str) -> tuple[Any, Any]:
     """The model in float32, and its tokenizer."""
+    try:
+        return _parsed(name, gguf)
+    except MoaSpecError:
+        raise
+    # The libraries below raise almost anything where files are damaged.
+    except Exception as error:
+        raise UnknownModelError(
+            f"Cannot load the target {name!r}: the GGUF file {gguf} is damaged, or of a kind that "
+            f"transformers cannot read. {remedy}{'. ' if remedy else ''}Cause: {first_line(error)}"
+        ) from error
+
+
+def _parsed(name: str, gguf: Path) -> tuple[Any, Any]:
     source: dict[str, Any] = {
         "pretrained_model_name_or_path": gguf.parent,
         "gguf_file": gguf.name,
     }
-    require_supported(AutoConfig.from_pretrained(**source), name)
+    config = AutoConfig.from_pretrained(**source)
+    require_supported(config, name)
+    _check_sizes(config, gguf)
     model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The weights are plain float32 now; without this transformers refuses to save them.
     del model.config.quantization_config
     model.hf_quantizer = None
     return model, AutoTokenizer.from_pretrained(**source)
+
+
+def _check_sizes(config: Any, gguf: Path) -> None:
+    """Refuse sizes that the file has no room for: transformers would build such a model first."""
+    with gguf.open("rb") as file:
+        (num_tensors,) = struct.unpack("<8xQ", file.read(16))
+    if config.num_hidden_layers > num_tensors:
+        raise ValueError(f"{config.num_hidden_layers} layers, and {num_tensors} tensors")
+    largest = config.hidden_size * max(config.vocab_size, config.intermediate_size)
+    if largest > 8 * gguf.stat().st_size:  # less than one bit a weight
+        raise ValueError(f"a matrix of {largest} weights in {gguf.stat().st_size} bytes")
 
 
 def _publish(scratch: Path, final: Path) -> None:

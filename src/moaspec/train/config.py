@@ -231,7 +231,7 @@ def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         for item in overrides:
             _override(values, item)
         return pydantic.TypeAdapter(TrainConfig).validate_python(_known(TrainConfig, values))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise InputError(
             f"Cannot read the training config {path}: {error}. moaspec train --init writes one."
         ) from error

@@ -1,0 +1,114 @@
+"""Small files that would become large in memory: one clear error each, in bounded memory."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moaspec.data import files
+from moaspec.data.files import numbered_lines, read_text
+from moaspec.data.sources import read_records
+from moaspec.errors import DataError, InputError
+from moaspec.evaluate.prompts import read_prompts
+from moaspec.train.config import read_train_config
+
+LINE = 1 << 20
+
+
+def _zstd(data: bytes) -> bytes:
+    module = pytest.importorskip("zstandard", reason="the package zstandard is not installed")
+    return bytes(module.ZstdCompressor().compress(data))
+
+
+PACKERS = {
+    "plain": bytes,
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": _zstd,
+}
+
+
+def _raise(error: DataError) -> None:
+    raise error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+@pytest.mark.parametrize("start", [b'{"text": "', b'[{"text": "'], ids=["line", "list"])
+def test_one_line_without_end(
+    pack: Callable[[bytes], bytes], start: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 times the limit; neither the line nor the file is held in memory."""
+    path = tmp_path / "bomb.jsonl"
+    path.write_bytes(pack(start + bytes(64 * LINE)))
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", LINE)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="a line of more than 1 MiB"):
+            list(read_records(path, _raise))
+        # A piece of zstd data is at most 16 MiB.
+        assert tracemalloc.get_traced_memory()[1] < 24 * LINE
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_list_of_many_lines(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.write_bytes(gzip.compress(b"[" + b"\n" * (4 * LINE)))
+    with pytest.raises(DataError, match="more than 1 MiB in one list"):
+        read_text(path, LINE)
+
+
+def test_zstd_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames and lines that end anywhere in a piece; and a file that ends too early."""
+    monkeypatch.setattr(files, "ZSTD_BYTES", 7)
+    lines = [b"%d\n" % number for number in range(1000)]
+    whole = b"".join(_zstd(line) for line in lines[:9]) + _zstd(b"".join(lines[9:]))
+    path = tmp_path / "a.zst"
+    path.write_bytes(whole)
+    assert [line for _, line in numbered_lines(path)] == lines
+    path.write_bytes(whole[:-3])
+    with pytest.raises(DataError, match="ended before"):
+        list(numbered_lines(path))
+
+
+def test_parquet_whose_column_repeats_a_long_text(tmp_path: Path) -> None:
+    """One text of a megabyte, stored once, in 3,000 rows: only a few of them at a time."""
+    arrow = pytest.importorskip("pyarrow", reason="the package pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    column = arrow.DictionaryArray.from_arrays(arrow.array([0] * 3000), ["x" * LINE])
+    out = io.BytesIO()
+    parquet.write_table(arrow.table({"text": column}), out)
+    path = tmp_path / "a.parquet"
+    path.write_bytes(out.getvalue())
+    assert path.stat().st_size < 2 * LINE
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in files.parquet_rows(path)) == 3000
+        assert tracemalloc.get_traced_memory()[1] < 2 * files.PARQUET_ROWS * LINE
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_suite_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moaspec.evaluate.prompts.MAX_SUITE", 10)
+    path = tmp_path / "suite.jsonl"
+    path.write_text('{"prompt": "Hello."}\n')
+    with pytest.raises(DataError, match="more than 10 characters"):
+        read_prompts(str(path))
+
+
+@pytest.mark.slow
+def test_deep_training_config(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("model: " + "[" * 5000)
+    with pytest.raises(InputError, match="Cannot read the training config"):
+        read_train_config(path)
