@@ -84,7 +84,7 @@ def calibrate(
         num_target_layers: N; None measures each that the drafter has an exit for.
         quick: measure fewer times; see `QUICK_TURNS`.
         advance: told how far it is, now and then.
-        stopped: asked between turns whether the turns so far have to do.
+        stopped: asked before each part is timed whether the times so far have to do.
 
     Returns:
         The costs with N, or with the drafter's default; `stored_costs` has those of its other
@@ -205,14 +205,15 @@ def _measured(
     benches = [Bench(target, drafting) for drafting in draftings] or [Bench(target, None)]
     common = _TargetParts(benches[0])
     drafts = [_DraftParts(bench) for bench in benches if bench.drafting is not None]
-    for turn in _numbered(turns):
+    parts = [*common.parts, *chain(*(one.parts for one in drafts))]
+    for turn, part in ((turn, part) for turn in _numbered(turns) for part in parts):
         if stopped():
             if turn <= WARM_UPS:
                 raise KeyboardInterrupt
             break
-        advance(f"all parts, for the {turn + 1}. time")
-        for part in chain(common.parts, *(one.parts for one in drafts)):
-            part.time(counts=turn >= WARM_UPS)
+        if part is parts[0]:
+            advance(f"all parts, for the {turn + 1}. time")
+        part.time(counts=turn >= WARM_UPS)
     costs = common.costs()
     return [one.added_to(costs) for one in drafts] or [costs]
 
