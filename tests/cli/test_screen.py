@@ -91,6 +91,13 @@ def test_messages(say: Callable[[str], None], capfd: pytest.CaptureFixture[str])
     assert "2J" in told.out + told.err
 
 
+def test_no_bar_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not even the empty line that it would leave."""
+    with console.bar("measuring", 2) as advance:
+        advance()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_log_records_that_no_handler_takes() -> None:
     console.quiet_libraries()
     record = logging.LogRecord("moaspec.x", logging.WARNING, "", 1, HOSTILE["escape"], None, None)

@@ -274,7 +274,9 @@ def test_on_a_phone_the_answer_stays_in_view(
 
 def test_an_empty_page_above_a_keyboard(browser: Browser, local: Served) -> None:
     with browsing.visit(browser, local.url, size={"width": 390, "height": 420}) as visited:
-        bottom = visited.page.evaluate("document.querySelector('#ask').getBoundingClientRect().bottom")
+        bottom = visited.page.evaluate(
+            "document.querySelector('#ask').getBoundingClientRect().bottom"
+        )
         assert 400 < bottom <= 420
 
 

@@ -143,6 +143,9 @@ def require_threads(threads: int | None) -> None:
 @contextmanager
 def bar(name: str, total: int) -> Iterator[Callable[[], None]]:
     """A progress bar; what is yielded moves it by one."""
+    if not err.is_interactive:  # there Progress draws no bar, but ends an empty line
+        yield lambda: None
+        return
     columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as shown:
         task = shown.add_task("", total=total)

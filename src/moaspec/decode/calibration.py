@@ -84,7 +84,7 @@ def calibrate(
         num_target_layers: N; None measures each that the drafter has an exit for.
         quick: measure fewer times; see `QUICK_TURNS`.
         advance: told how far it is, now and then.
-        stopped: asked before each part is timed whether the times so far have to do.
+        stopped: asked before each part is timed whether one time of each part has to do.
 
     Returns:
         The costs with N, or with the drafter's default; `stored_costs` has those of its other
@@ -92,7 +92,7 @@ def calibrate(
 
     Raises:
         InputError: N outside the target's layers.
-        KeyboardInterrupt: stopped before every part had been timed once.
+        KeyboardInterrupt: stopped in the first turn, which does not count.
     """
     numbers: Sequence[int | None] = [num_target_layers]
     if drafter is not None and num_target_layers is None:
@@ -208,9 +208,10 @@ def _measured(
     parts = [*common.parts, *chain(*(one.parts for one in drafts))]
     for turn, part in ((turn, part) for turn in _numbered(turns) for part in parts):
         if stopped():
-            if turn <= WARM_UPS:
+            if turn < WARM_UPS:
                 raise KeyboardInterrupt
-            break
+            if turn > WARM_UPS:
+                break
         if part is parts[0]:
             advance(f"all parts, for the {turn + 1}. time")
         part.time(counts=turn >= WARM_UPS)
