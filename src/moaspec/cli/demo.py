@@ -323,7 +323,7 @@ def reason(races: Races) -> str | None:
         return None
     plain, speculative = races.plain, races.speculative
     if speculative.passes == plain.passes:
-        return "Reason: no draft was accepted. Few or none are made where it is not sure that they pay."
+        return "Reason: no draft was accepted. Few or none are made where they do not surely pay."
     longer = (speculative.seconds / speculative.passes) / (plain.seconds / plain.passes)
     return (
         f"Reason: a speculative pass gave {speculative.tokens_per_pass:.2f} tokens but took "
