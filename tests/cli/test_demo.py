@@ -226,6 +226,15 @@ def test_ties_are_told() -> None:
     assert "2.00x as fast, same text up to ties in rounding, 50%" in demo.verdict(races)
 
 
+def test_as_many_passes_are_no_gain() -> None:
+    """The seconds then differ by what else the machine did."""
+    one = a_race(2.0, 1.0)
+    undrafted = replace(one.speculative, passes=60, accepted=0)
+    races = Races([replace(one, speculative=undrafted)])
+    assert demo.verdict(races).startswith("Verdict: no gain (2.00x), same text, as many passes")
+    assert "no draft was accepted" in str(demo.reason(races))
+
+
 def test_no_speed_of_wrong_texts() -> None:
     races = Races([a_race(2.0, 1.0), a_race(2.0, 1.0, Equality("different"))])
     assert demo.verdict(races) == "Verdict: FAULT, 1 of 2 texts is not the model's own."

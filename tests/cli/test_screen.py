@@ -18,7 +18,7 @@ from rich.text import Text
 
 import moaspec.cli
 from commands import Cli
-from moaspec.cli import console
+from moaspec.cli import console, progress
 from moaspec.cli.screen import Screen, harmless
 
 HOSTILE = {
@@ -89,6 +89,13 @@ def test_messages(say: Callable[[str], None], capfd: pytest.CaptureFixture[str])
     told = capfd.readouterr()
     assert is_harmless(told.out + told.err)
     assert "2J" in told.out + told.err
+
+
+def test_no_bar_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not even the empty line that it would leave."""
+    with progress.bar("measuring", 2) as advance:
+        advance()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_log_records_that_no_handler_takes() -> None:

@@ -111,16 +111,38 @@ def test_why_a_machine_is_not_measured(asked: Target, monkeypatch: pytest.Monkey
     reasons = []
     for change in (
         lambda: monkeypatch.setattr(first_use, "LONGEST_S", 0.0),
-        lambda: monkeypatch.setattr(first_use, "why_not_writable", lambda _: "it is read-only"),
         lambda: monkeypatch.setattr(type(asked.threads), "limit", 0),
+        lambda: monkeypatch.setattr(first_use, "why_not_writable", lambda _: "it is read-only"),
         lambda: monkeypatch.setattr(first_use, "FEWEST_WEIGHTS", num_weights(asked) + 1),
         lambda: monkeypatch.setenv(first_use.SWITCH, "off"),
     ):
         change()
         reasons.append(measure_once(asked, module)[1])
         assert stored_costs(asked, module) is None
-    words = ("takes about", "read-only", "other processes", "too small", "is off")
+    words = ("takes about", "other processes", "read-only", "too small", "is off")
     assert all(word in str(reason) for word, reason in zip(words, reasons, strict=True))
+
+
+def test_a_measurement_that_takes_too_long_is_given_up(
+    asked: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tiny.agreeing_drafter("llama")
+    monkeypatch.setattr(first_use, "GIVEN_UP_S", 0.0)
+    assert measure_once(asked, module)[1] == "other processes use the CPU"
+    assert stored_costs(asked, module) is None
+
+
+def test_whether_the_machine_is_busy_is_read_after_passes(
+    asked: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last reading may be as old as the loading of the weights."""
+
+    def timed(_: Target) -> float:
+        monkeypatch.setattr(type(asked.threads), "limit", 0)
+        return 1e-9
+
+    monkeypatch.setattr(first_use, "_token_pass_s", timed)
+    assert "other processes" in str(measure_once(asked, tiny.agreeing_drafter("llama")))
 
 
 def test_a_target_that_takes_too_long_is_timed_once(

@@ -272,6 +272,32 @@ def test_on_a_phone_the_answer_stays_in_view(
         assert not visited.complaints
 
 
+def test_an_empty_page_above_a_keyboard(browser: Browser, local: Served) -> None:
+    with browsing.visit(browser, local.url, size={"width": 390, "height": 420}) as visited:
+        bottom = visited.page.evaluate(
+            "document.querySelector('#ask').getBoundingClientRect().bottom"
+        )
+        assert 400 < bottom <= 420
+
+
+def test_the_introduction_is_read_from_its_beginning(browser: Browser, local: Served) -> None:
+    """Also where the figures leave too little room for it."""
+    with browsing.visit(browser, local.url, size=PHONE) as visited:
+        asked(visited)
+        visited.page.click("summary")
+        visited.page.click("#fresh")
+        assert visited.page.evaluate("document.querySelector('#log').scrollTop") == 0
+
+
+def test_a_wide_table_scrolls_on_a_phone(browser: Browser, local: Served) -> None:
+    """Its columns are not one word wide."""
+    table = "| a | b |\n|---|---|\n| short | " + "a long sentence " * 6 + "|"
+    with browsing.visit(browser, local.url, size=PHONE) as visited, answering(visited, table):
+        asked(visited)
+        assert visited.page.evaluate("document.querySelector('.text td').offsetHeight") < 120
+        assert visited.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_keyboard(browser: Browser, edge: Served) -> None:
     with browsing.visit(browser, edge.url) as visited:
         page = visited.page

@@ -23,8 +23,8 @@ MARKDOWN = """# Title
 
 Some **bold**, *slanted* and [linked](https://example.org/a_b) words.
 
-1. One
-2. Two
+3. One
+4. Two
 
 ```python
 x = 1 < 2
@@ -54,7 +54,9 @@ def test_markdown_is_rendered(browser: Browser, local: Served) -> None:
         assert visited.page.locator(".text li").all_text_contents() == ["One", "Two"]
         assert visited.text(".text pre") == "x = 1 < 2\n"
         assert visited.page.get_attribute(".code .bar", "data-language") == "python"
+        assert visited.page.get_attribute(".text ol", "start") == "3"
         assert visited.text(".text td >> nth=1") == "2"
+        assert visited.page.get_attribute(".text td >> nth=1", "align") == "right"
         link = visited.page.locator(".text a")
         assert link.get_attribute("href") == "https://example.org/a_b"
         assert link.get_attribute("target") == "_blank"
@@ -298,6 +300,18 @@ def test_settings_are_remembered_and_sent(browser: Browser, local: Served) -> No
         assert bodies[1]["temperature"] == 0
         assert "top_p" not in bodies[1]
         assert bodies[1]["messages"][0]["role"] == "user"
+
+
+def test_another_conversation_has_no_figures_yet(browser: Browser, local: Served) -> None:
+    with browsing.visit(browser, local.url) as visited:
+        asked(visited)
+        visited.shows("document.querySelector('#tree').children.length > 0")
+        visited.page.click("#fresh")
+        figures = visited.page.locator("#panel dl.figures:visible dd").all_text_contents()
+        assert set(figures) == {"\u2013"}
+        assert visited.text("#round-said") == "The tree of drafts appears here."
+        assert visited.count("#tree > *") == 0
+        assert not visited.complaints
 
 
 def test_another_conversation_ends_the_answer_of_this_one(browser: Browser, local: Served) -> None:

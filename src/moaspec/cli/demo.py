@@ -300,7 +300,9 @@ def verdict(races: Races) -> str:
 
 
 def _gained(races: Races) -> bool:
-    return races.speedup is not None and round(races.speedup, 2) >= GAIN
+    """With as many passes, any difference is one of the machine."""
+    fewer = races.speculative.passes < races.plain.passes
+    return fewer and races.speedup is not None and round(races.speedup, 2) >= GAIN
 
 
 def _sameness(races: Races) -> str:
@@ -323,10 +325,7 @@ def reason(races: Races) -> str | None:
         return None
     plain, speculative = races.plain, races.speculative
     if speculative.passes == plain.passes:
-        return (
-            "Reason: no draft was accepted. Where drafts do not surely pay by what was measured "
-            "here, few or none are made."
-        )
+        return "Reason: no draft was accepted. Few or none are made where they do not surely pay."
     longer = (speculative.seconds / speculative.passes) / (plain.seconds / plain.passes)
     return (
         f"Reason: a speculative pass gave {speculative.tokens_per_pass:.2f} tokens but took "
@@ -344,7 +343,7 @@ def try_next(name: str, *, gained: bool, details: bool) -> tuple[str, str]:
     """
     first = (f"{name} chat", "talk with this model")
     if not gained:
-        first = (f"{name} calibrate", "measure this machine while it is idle")
+        first = (f"{name} calibrate", "measure this machine when idle")
     second = (f"{name} demo --details", "tables of all methods")
     if details:
         second = (f"{name} serve --open", "a page to chat on, and an API")

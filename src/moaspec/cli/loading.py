@@ -61,7 +61,8 @@ def described(target: Target) -> str:
 
     parts = [f"{target.name} in {target.precision}"]
     if target.device.type == "cpu":
-        parts.append(f"{torch.get_num_threads()} CPU threads")
+        threads = torch.get_num_threads()
+        parts.append(f"{threads} CPU {'thread' if threads == 1 else 'threads'}")
         kernels = instructions() if target.packed and target.dtype == torch.bfloat16 else None
         parts.append(f"{kernels.upper()} kernels" if kernels else "PyTorch's kernels")
     else:

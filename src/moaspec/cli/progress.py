@@ -74,6 +74,10 @@ class LongProgress(Progress):
 
     told = False
 
+    def stop(self) -> None:
+        """End without the empty line that `Progress` leaves where it drew no bar."""
+        self.live.stop()
+
     def tell(self, task_id: TaskID) -> None:
         """To be called after each unit."""
         if self.told or self.console.is_terminal:

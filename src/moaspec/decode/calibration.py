@@ -86,7 +86,7 @@ def calibrate(
         num_target_layers: N; None measures each that the drafter has an exit for.
         quick: measure fewer times; see `QUICK_TURNS`.
         advance: told how far it is, now and then.
-        stopped: asked between turns whether the turns so far have to do.
+        stopped: asked before each part is timed whether one time of each part has to do.
 
     Returns:
         The costs with N, or with the drafter's default; `stored_costs` has those of its other
@@ -94,7 +94,7 @@ def calibrate(
 
     Raises:
         InputError: N outside the target's layers.
-        KeyboardInterrupt: stopped before every part had been timed once.
+        KeyboardInterrupt: stopped in the first turn, which does not count.
     """
     numbers: Sequence[int | None] = [num_target_layers]
     if drafter is not None and num_target_layers is None:
@@ -209,16 +209,19 @@ def _measured(
     benches = [Bench(target, drafting) for drafting in draftings] or [Bench(target, None)]
     common = _TargetParts(benches[0])
     drafts = [_DraftParts(bench) for bench in benches if bench.drafting is not None]
+    parts = [*common.parts, *chain(*(one.parts for one in drafts))]
     crowded: list[bool] = []
-    for turn, left in _numbered(turns):
+    for (turn, left), part in ((turn, part) for turn in _numbered(turns) for part in parts):
         if stopped():
-            if turn <= WARM_UPS:
+            if turn < WARM_UPS:
                 raise KeyboardInterrupt
-            break
-        advance(f"all parts, for the {turn + 1}. time{left}")
-        for part in chain(common.parts, *(one.parts for one in drafts)):
-            part.time(counts=turn >= WARM_UPS)
-        crowded.append(target.threads.crowded)
+            if turn > WARM_UPS:  # every part was timed once
+                break
+        if part is parts[0]:
+            advance(f"all parts, for the {turn + 1}. time{left}")
+        part.time(counts=turn >= WARM_UPS)
+        if part is parts[-1]:
+            crowded.append(target.threads.crowded)
     # Medians stand as long as fewer than half of the turns were disturbed.
     costs = replace(common.costs(), busy=2 * sum(crowded) >= len(crowded))
     return [one.added_to(costs) for one in drafts] or [costs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -20,7 +21,10 @@ from moaspec.target import Target
 SWITCH = "MOASPEC_CALIBRATE"
 """Environment variable: "off" measures nothing but what `calibrate` is asked for."""
 LONGEST_S = 15.0
-"""What takes longer is left to `moaspec calibrate`."""
+"""What is expected to take longer is left to `moaspec calibrate`."""
+GIVEN_UP_S = 30.0
+"""A measurement is given up then: other processes began to use the CPU."""
+BUSY = "other processes use the CPU"
 FEWEST_WEIGHTS = 10_000_000
 """Targets below that are toys, whose speed matters to nobody."""
 SAMPLES = 3
@@ -56,8 +60,29 @@ def measure_once(
     if why_not is not None:
         return exits, why_not
     advance("loading its parts")
-    calibration.calibrate(target, drafter, num_target_layers=layers, quick=True, advance=advance)
+    due_s = time.monotonic() + GIVEN_UP_S
+
+    def stopped() -> bool:
+        if time.monotonic() > due_s:
+            raise _GivenUpError
+        return False
+
+    try:
+        calibration.calibrate(
+            target,
+            drafter,
+            num_target_layers=layers,
+            quick=True,
+            advance=advance,
+            stopped=stopped,
+        )
+    except _GivenUpError:
+        return exits, BUSY
     return known_exits(target, drafter, num_target_layers=layers), None
+
+
+class _GivenUpError(Exception):
+    """A measurement took too long."""
 
 
 def _why_not(target: Target) -> str | None:
@@ -65,12 +90,13 @@ def _why_not(target: Target) -> str | None:
         return f"{SWITCH} is off"
     if num_weights(target) < FEWEST_WEIGHTS:
         return f"{target.name} is too small to gain by it"
-    if target.threads.crowded:
-        return "other processes use the CPU"
     reason = why_not_writable(cache_dir())
     if reason is not None:
         return reason
     seconds = expected_s(target)
+    # Asked after the passes that this took: the reading of before may be as old as the program.
+    if target.threads.crowded:
+        return BUSY
     return f"that takes about {seconds:.0f} s" if seconds > LONGEST_S else None
 
 

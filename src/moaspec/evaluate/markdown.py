@@ -64,9 +64,9 @@ def _text_of(path: Path) -> str:
 def _summary(facts: Facts) -> str:
     """What was measured on what, and a row per method."""
     prompts = max(len(one["prompts"]) for one in facts["methods"].values())
-    machine = facts["machine"]
+    machine, threads = facts["machine"], facts["threads"]
     setting = (
-        f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads of "
+        f"{facts['target']}, {facts['dtype']}, {threads} thread{'s' * (threads != 1)} of "
         f"{machine['gpu'] or machine['processor']}, {facts.get('choice', GREEDILY)}, "
         f"{prompts} prompts, all methods in turn in one process. "
         f"{facts.get('rule', EARLIER_RULE)} A speed-up is only given where all texts are the "

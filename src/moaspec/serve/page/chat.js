@@ -36,6 +36,7 @@ export class Chat {
   open(chat) {
     this.stop();
     this.chat = chat;
+    this.parts.panel.clear();
     this.#show();
     this.log.toEnd();
   }

@@ -13,6 +13,7 @@ const ALLOWED = {
   ALLOW_ARIA_ATTR: false,
   ALLOW_DATA_ATTR: false,
   ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i,
+  ADD_URI_SAFE_ATTR: ["align", "start"], // their values are no addresses, and are not tested as such
   RETURN_DOM_FRAGMENT: true,
 };
 const LANGUAGE = /(?:^|\s)language-([\w+#.-]{1,20})/;

@@ -145,9 +145,10 @@ export class Log {
     return this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 60;
   }
 
+  /** An introduction is read from its beginning. */
   toEnd() {
     this.#follows = true;
-    this.box.scrollTop = this.box.scrollHeight;
+    this.box.scrollTop = this.#views.size ? this.box.scrollHeight : 0;
   }
 
   /** Show a conversation; messages that are shown already stay as they are. */

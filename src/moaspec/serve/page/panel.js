@@ -8,6 +8,8 @@ const STATES = {
   syncing: "back: checking what was written alone",
 };
 
+const FIGURES = ["speed", "tau", "accepted", "tokens", "rounds", "copied"];
+
 const $ = (id) => document.getElementById(id);
 
 /** Bytes for people. */
@@ -25,6 +27,7 @@ export class Panel {
   #stats = null;
   #following = true;
   #planned = false;
+  #invitation = $("round-said").textContent;
 
   /** `cut` is called with true or false when the switch is used. */
   constructor(cut) {
@@ -35,11 +38,17 @@ export class Panel {
     $("cut").addEventListener("click", () => cut($("cut").getAttribute("aria-checked") === "true"));
   }
 
-  /** Before an answer. */
+  /** Before an answer, or another conversation: nothing of the last answer stays. */
   clear() {
     this.#rounds = [];
     this.#following = true;
     this.#stats = null;
+    for (const id of FIGURES) $(id).textContent = "–";
+    $("accepted").removeAttribute("title");
+    $("round-said").textContent = this.#invitation;
+    $("round").removeAttribute("aria-valuetext");
+    $("tree").replaceChildren();
+    this.#plan();
   }
 
   /** What a chunk says of its round, speed and link. */
