@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 import serving
 import templates
 from moaspec.data.call_forms import (
+    GLM,
     HERMES,
     LLAMA,
     MISTRAL,
     MISTRAL_IDENTIFIED,
     MISTRAL_NAMED,
     PHI,
+    PYTHON,
+    QWEN_XML,
 )
 from moaspec.data.chat_template import ChatTemplate
 from moaspec.data.conversations import Conversation, parse
@@ -93,6 +96,9 @@ def text(name: str, messages: list[Row], tools: Any = TOOLS, **how: Any) -> str:
         ("qwen25", "tools", HERMES),
         ("qwen3", "tools", HERMES),
         ("hermes", "tools", HERMES),
+        ("qwen3-coder", "tools", QWEN_XML),
+        ("glm45", "tools", GLM),
+        ("llama4-python", "tools", PYTHON),
         ("phi4-mini", "text message", PHI),
         ("gemma3", None, HERMES),
         ("smollm2", None, HERMES),
@@ -137,7 +143,8 @@ def test_every_template_tells_of_tools_calls_and_results(name: str) -> None:
     found = text(name, loop("Rome", 'a "b" {c} </tool_call>'))
     for said in ("time", "Be kind.", "What time?", "Rome", "noon in Rome", "Noon.", "Thanks."):
         assert said in found
-    assert json.dumps('a "b" {c} </tool_call>') in found
+    value = 'a "b" {c} </tool_call>'
+    assert (value if template(name).form.tags else json.dumps(value)) in found
     assert '\\\\"' not in found  # nothing is written as JSON twice
 
 
