@@ -132,8 +132,9 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
 
 
 def first_line(error: Exception) -> str:
-    """Of an error's message; its kind where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Of an error's message, or the first two if that ends in a colon; its kind if it has none."""
+    lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def _read(name: str, gguf: Path) -> tuple[Any, Any]:
