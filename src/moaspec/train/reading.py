@@ -61,7 +61,8 @@ def read_examples(
     report.forget_columns_of(template.source)
     if not kept:
         raise DataError(
-            "No usable training examples: every source was empty or its prompts too long."
+            f"No usable training examples in {', '.join(sources)}: every source was empty or its "
+            "prompts too long."
         )
     return kept
 
