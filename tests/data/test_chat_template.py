@@ -293,3 +293,13 @@ def test_training_regenerating_and_serving_give_the_same_ids(
 
 def row(messages: list[Row], tools: list[Row]) -> Conversation:
     return parse(Record("f:1", {"messages": messages, "tools": tools}))
+
+
+def test_results_have_the_name_of_the_function() -> None:
+    """Clients of OpenAI do not send it, and some templates read it."""
+    call = {"id": "a", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    asked = [*loop("Rome")[:1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "a", "content": "noon"}
+    assert normal_messages([*asked, result])[-1]["name"] == "time"
+    assert normal_messages([*asked, {**result, "name": "own"}])[-1]["name"] == "own"
+    assert "name" not in normal_messages([result])[-1]

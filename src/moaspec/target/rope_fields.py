@@ -66,9 +66,8 @@ def _fault(config: Mapping[str, Any], family: str) -> str | None:
     given = config.get(key) or {}
     if not isinstance(given, Mapping):
         return f"{key!r} must be an object, and it is {given!r}"
-    found = {layer: given[layer] for layer in LAYER_TYPES if layer in given} or {None: given}
-    for layer, parameters in found.items():
-        path = key if layer is None else f"{key}.{layer}"
+    found = {f"{key}.{layer}": given[layer] for layer in LAYER_TYPES if layer in given}
+    for path, parameters in (found or {key: given}).items():
         if not isinstance(parameters, Mapping | None):
             return f"{path!r} must be an object, and it is {parameters!r}"
         theta = {key: config[key] for key in ("rope_theta",) if key in config}

@@ -46,7 +46,8 @@ def read_examples(
     report = ReadReport() if report is None else report
     template = ChatTemplate(tokenizer)
     previous = Conversation(where="")
-    for conversation in read_conversations(map(str, sources), on_malformed, report):
+    names = list(map(str, sources))
+    for conversation in read_conversations(names, on_malformed, report):
         try:
             example = _example(conversation, template, stop_token_ids, report)
             _check_ids(example, vocab_size, conversation.where)
@@ -61,7 +62,7 @@ def read_examples(
     report.forget_columns_of(template.source)
     if not kept:
         raise DataError(
-            f"No usable training examples in {', '.join(sources)}: every source was empty or its "
+            f"No usable training examples in {', '.join(names)}: every source was empty or its "
             "prompts too long."
         )
     return kept
