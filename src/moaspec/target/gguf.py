@@ -63,7 +63,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def parts_of(gguf: Path) -> list[Path]:
-    """All parts of a split file, of which one is given; the file itself where it is whole."""
+    """All parts of a split file, by any part; the file itself where it is whole."""
     part = _PART.search(gguf.name)
     if part is None or int(part[2]) < 2:
         return [gguf]
