@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,3 +41,18 @@ def load_targets_by(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -
     """Let every command load its target by this function."""
     for place in ("moaspec.cli.sources", "moaspec.remote.bundle", "moaspec.target"):
         monkeypatch.setattr(f"{place}.load_target", load)
+
+
+def interrupt_after(calls: int, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Ctrl-C be pressed when a function, named with its module, is called once more."""
+    module, _, name = function.rpartition(".")
+    work, done = getattr(importlib.import_module(module), name), itertools.count()
+    work = getattr(work, "uninterrupted", work)
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        if next(done) == calls:
+            signal.raise_signal(signal.SIGINT)
+        return work(*given, **named)
+
+    interrupted.uninterrupted = work  # type: ignore[attr-defined]
+    monkeypatch.setattr(function, interrupted)

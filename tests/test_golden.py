@@ -118,6 +118,7 @@ def draft_chain(
     return [verdict.next_token, *tree.tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["random", "trained"])
 def test_the_papers_tree_accepts_as_the_reference_does(
     target: moaspec.Target, tmp_path: Path, weights: str

@@ -124,6 +124,7 @@ TOO_MUCH: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 def test_too_much_in_a_body() -> None:
     with serving.serving(serving.source(drafter=False)) as served, served.http() as http:
         for name, (path, body) in TOO_MUCH.items():

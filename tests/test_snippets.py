@@ -63,6 +63,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_snippets_run(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     ran = 0
     for page, code in snippets():

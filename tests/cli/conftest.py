@@ -14,6 +14,7 @@ import tiny
 from caches import new_cache
 from commands import Cli, Output, load_targets_by, text_target
 from moaspec.cli import console
+from moaspec.cli.loading import tell_unmeasured
 from moaspec.cli.main import run
 from moaspec.model import MoADrafter
 from moaspec.target import Target
@@ -23,6 +24,7 @@ from moaspec.target import Target
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """Runs the installed command's entry point."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    tell_unmeasured.cache_clear()
 
     def call(*arguments: str) -> Output:
         monkeypatch.setattr("sys.argv", ["moaspec", *arguments])

@@ -55,6 +55,7 @@ def test_refusals_are_said(
     assert "The server answered 400" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ServerError, match="No moaspec server answers"):
         ServedTalk("http://127.0.0.1:1", {**SETTINGS})

@@ -24,7 +24,9 @@ from typer.testing import CliRunner
 import moaspec
 import tiny
 from commands import Cli, load_targets_by, text_target
+from costs import know, table
 from moaspec.cli import console
+from moaspec.cli.loading import measure_once, tell_unmeasured
 from moaspec.cli.main import app, run
 from moaspec.decode import CostTable, Engine, Event, calibrate, stored_costs
 from moaspec.decode.exits import chosen_exit, known_exits
@@ -32,6 +34,7 @@ from moaspec.errors import ShapeError, TrainingError
 from moaspec.evaluate import Check, Finding
 from moaspec.model import LayerConfig, save_drafter
 from moaspec.model.baselines import save_baseline
+from moaspec.model.checkpoint import SECTION
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.stack import StackConfig
 from moaspec.places import cache_dir
@@ -59,6 +62,7 @@ COMMANDS = (
 # Measuring
 
 
+@pytest.mark.slow
 def test_calibrate_measures_once_for_all(cli: Cli, loaded: Target) -> None:
     output = cli("calibrate")
     assert output.code == 0
@@ -67,6 +71,7 @@ def test_calibrate_measures_once_for_all(cli: Cli, loaded: Target) -> None:
     assert stored_costs(loaded, tiny.agreeing_drafter("llama")) is not None
 
 
+@pytest.mark.slow
 def test_calibrate_as_json(cli: Cli, loaded: Target) -> None:
     assert loaded.tokenizer is not None
     facts = json.loads(cli("calibrate", "--json").out)
@@ -96,10 +101,11 @@ def test_calibrate_tells_what_each_exit_promises(
     for n in (0, 2):
         assert f"N = {n}: drafting" in output.words
     chosen = chosen_exit(known_exits(loaded, module)).num_target_layers
-    assert f"auto will draft with N = {chosen} as far as it pays" in output.words
+    assert f" with N = {chosen} " in output.words.partition("auto will")[2]
     assert ("records no rates" in output.words) == (not rates)
 
 
+@pytest.mark.slow
 def test_calibrate_without_a_drafter_promises_nothing(
     cli: Cli, loaded: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +115,52 @@ def test_calibrate_without_a_drafter_promises_nothing(
     assert output.code == 0
     assert "auto will" not in output.words
     assert "speedups" not in json.loads(cli("calibrate", "--json").out)
+
+
+@pytest.mark.parametrize(("pass_s", "decision"), [(1e-9, "plainly"), (1.0, "as far as it pays")])
+def test_calibrate_tells_whether_drafts_pay(
+    pass_s: float, decision: str, cli: Cli, loaded: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tiny.agreeing_drafter("llama")
+
+    def measured(*_: Any, **__: Any) -> CostTable:
+        widths = table(pass_s=((pass_s,) * 4, (pass_s,) * 4))
+        know(monkeypatch, {module.config.num_target_layers[0]: widths})
+        return widths
+
+    monkeypatch.setattr("moaspec.decode.calibrate", measured)
+    words = cli("calibrate").words
+    assert f"auto will {'decode' if decision == 'plainly' else 'draft'}" in words
+    assert decision in words
+    (exit_,) = known_exits(loaded, module)
+    assert exit_.best_chain is not None
+    assert f"{exit_.best_chain[1]:.2f}x" in words.partition("auto will")[2]
+
+
+def test_calibrate_on_a_busy_machine_says_what_becomes_of_it(
+    cli: Cli, loaded: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowded = type(loaded.threads)
+    monkeypatch.setattr(crowded, "crowded", True)
+    output = cli("calibrate")
+    assert "too high. They hold until" in output.err
+    output = cli("generate", PROMPT, "--raw", "--max-new-tokens", "4")
+    assert "was measured while other processes used its CPU" in output.err
+    monkeypatch.setattr(crowded, "crowded", False)
+    assert "too high" not in cli("calibrate").err
+    monkeypatch.setattr(crowded, "crowded", True)
+    output = cli("calibrate", "--json")
+    assert "still hold" in output.err
+    assert not json.loads(output.out)["busy"]
+
+
+def test_why_a_machine_is_not_measured_is_told_once(
+    loaded: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell_unmeasured.cache_clear()
+    for _ in range(2):
+        measure_once(loaded, tiny.agreeing_drafter("llama"))
+    assert capsys.readouterr().err.count("not measured") == 1
 
 
 def test_nothing_measures_the_machine_unasked(cli: Cli, loaded: Target) -> None:
@@ -174,6 +226,29 @@ def test_info(checkpoint: Path, cli: Cli) -> None:
     output = cli("info", str(checkpoint))
     assert output.code == 0
     assert "bfloat16" in output.out
+
+
+def test_info_takes_a_line_per_fact(
+    checkpoint: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    config["training"] = {"config": {"data": [f"answers-{i}.jsonl" for i in range(9)]}}
+    config[SECTION]["target"]["tokenizer_hash"] = digest = "0123456789abcdef" * 4
+    path.write_text(json.dumps(config))
+    output = cli("info", str(checkpoint))
+    facts = json.loads(cli("info", str(checkpoint), "--json").out)
+    lines = output.out.splitlines()
+    assert facts["target"]["tokenizer_hash"] == digest
+    (shown,) = (line for line in lines if line.startswith("target.tokenizer_hash "))
+    assert digest.startswith(shown.split()[1].removesuffix("…"))
+    (shown,) = (line for line in lines if line.startswith("training.config.data "))
+    assert "answers-0.jsonl" in shown
+    assert max(map(len, lines[1:])) <= 80
+    num_facts = len(facts) - 2 + len(facts["target"]) + 1  # the parts of two, one of them a list
+    assert len(lines) - 2 == num_facts
+    assert "--json" in lines[-1]
 
 
 def test_info_as_json(checkpoint: Path, cli: Cli) -> None:
@@ -481,6 +556,7 @@ def test_what_is_printed_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "[bold]:fire:[/bold] [/]\n"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_has_no_traceback(
     cli: Cli, loaded: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -666,6 +742,7 @@ def test_check_passes_and_says_so(one_prompt: Path, cli: Cli) -> None:
     assert "Right: every token" in output.out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 def test_check_fails_where_there_is_a_fault(
     one_prompt: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import chats
+from commands import interrupt_after
 from moaspec.cli.main import run
 from moaspec.decode import Engine
 from moaspec.train.writing import Scribe
@@ -278,6 +279,31 @@ def test_stats_as_a_table(cli: Cli, model: str, tmp_path: Path) -> None:
     assert "3 examples with 3 responses: 9 tokens" in out
     assert "bytes a token" in out
     assert "32768" in out
+
+
+def test_stats_of_the_rows_before_ctrl_c(
+    cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = jsonl(tmp_path / "d.jsonl", [{"prompt_ids": [20], "response_ids": [21, 22]}] * 3)
+    interrupt_after(2, "moaspec.train.reading._check_ids", monkeypatch)
+    code, out, err = cli("data", "stats", data, "--model", model, "--json")
+    assert code == 130
+    facts = json.loads(out)
+    assert facts["examples"] == 3  # the one that was being read is finished
+    assert not facts["complete"]
+    assert "Stopped" in err
+
+
+def test_overlaps_before_ctrl_c(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    against = jsonl(tmp_path / "eval.jsonl", [{"prompt": "a b c"}])
+    data = jsonl(tmp_path / "data.jsonl", [{"prompt": "a b c"}] * 3)
+    interrupt_after(1, "moaspec.train.overlap._texts", monkeypatch)
+    options = ("--against", against, "--size", "3", "--out", str(tmp_path / "out.jsonl"))
+    code, out, err = cli("data", "overlap", data, *options)
+    assert code == 130
+    assert "1 rows share 3 words" in out
+    assert "Nothing is written" in err
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_overlap(cli: Cli, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_demo_in_a_pipe(cli: Cli) -> None:
     assert "hf" not in output.out
     steps = [line.partition(" ... ")[0] for line in output.err.splitlines()]
     assert steps[-1] == "Timing the first tokens of both"
-    assert "Measuring what passes and drafts cost here (once, about 5 s)" in steps
+    assert any("passes and drafts cost here (once, about " in step for step in steps)
 
 
 @pytest.mark.usefixtures("loaded")
@@ -182,7 +182,7 @@ def test_ctrl_c_while_the_machine_is_measured(cli: Cli, monkeypatch: pytest.Monk
     output = cli("demo")
     assert output.code == 130
     assert "Traceback" not in output.err
-    assert output.err.endswith("(once, about 5 s) ... \n")
+    assert output.err.endswith(" s by its first passes) ... \n")
 
 
 @pytest.mark.usefixtures("loaded")

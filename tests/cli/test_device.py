@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import tiny
 from bundles import save_target
 from commands import Cli
 from moaspec.model import save_drafter
 
 
+@pytest.mark.slow
 def test_export_and_info(tmp_path: Path, cli: Cli) -> None:
     target, drafter, out = tmp_path / "target", tmp_path / "drafter", tmp_path / "device"
     save_drafter(tiny.random_drafter(save_target(target)), drafter)

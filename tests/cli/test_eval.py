@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tiny
-from commands import Cli
+from commands import Cli, interrupt_after
 from moaspec.decode.tree import DraftTree, walk
 from moaspec.evaluate import Method, Run
 from moaspec.target import Target
@@ -205,6 +205,61 @@ def test_cut(cli: Cli, tmp_path: Path) -> None:
     assert set(facts["methods"]) == {"target", "moa"}
     assert cli("eval", "--cut", "8", *options).code == 2
     assert cli("eval", "--cut", "3", "--methods", "plain").code == 2
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(
+    ("options", "function", "name"),
+    [
+        (("--cost",), "moaspec.evaluate.cost._round_cost", "costs.json"),
+        (("--cut", "3", "--max-new-tokens", "8"), "moaspec.evaluate.cut._texts", "cut.json"),
+    ],
+)
+def test_what_was_measured_before_ctrl_c_is_shown_and_kept(
+    options: tuple[str, ...],
+    function: str,
+    name: str,
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for length, value in (("CONTEXTS", (32, 64)), ("BATCHES", (1,)), ("WIDTHS", (1, 2))):
+        monkeypatch.setattr(f"moaspec.evaluate.cost.{length}", value)
+    interrupt_after(1, function, monkeypatch)
+    command = ("eval", *options, "--methods", "moa@chain:2", "--out", str(tmp_path))
+    output = cli(*command)
+    assert output.code == 130
+    assert "moa" in output.out
+    assert "Stopped" in output.err
+    facts = json.loads((tmp_path / name).read_text())
+    assert facts["interrupted"]
+    assert (
+        len(facts["rounds"] if "rounds" in facts else facts["methods"]["moa@chain:2"]["prompts"])
+        == 1
+    )
+    (tmp_path / name).write_text("of before")
+    interrupt_after(1, function, monkeypatch)
+    output = cli(*command)
+    assert output.code == 130
+    assert "stays as it was" in output.err
+    assert (tmp_path / name).read_text() == "of before"
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(
+    ("option", "function"),
+    [
+        (("--cost",), "moaspec.evaluate.cost.pass_s"),
+        (("--cut", "3"), "moaspec.evaluate.cut._texts"),
+    ],
+)
+def test_ctrl_c_before_anything_was_measured(
+    option: tuple[str, ...], function: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(0, function, monkeypatch)
+    output = cli("eval", *option, "--methods", "moa@chain:2")
+    assert (output.code, output.out) == (130, "")
+    assert "Traceback" not in output.err
 
 
 @pytest.mark.usefixtures("loaded")

@@ -91,6 +91,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
     return {command: tuple(one) for command, one in zip(commands, results, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", NEEDING)
 def test_a_command_names_its_extra(command: str, found: dict[str, tuple[int, str]]) -> None:
     code, error = found[command]

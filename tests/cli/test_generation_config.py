@@ -36,6 +36,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["check", "eval"])
 def test_commands_are_right_and_say_what_holds(command: str, directory: Path, cli: Cli) -> None:
     options = ["--model", str(directory / "model"), "--suite", str(directory / "suite.jsonl")]

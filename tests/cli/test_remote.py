@@ -87,6 +87,7 @@ def test_the_text_is_the_targets_and_private_words_stay(
     assert facts["bytes_up"] > 0
 
 
+@pytest.mark.slow
 def test_a_cut_is_shown_and_changes_nothing(cli: Cli, bundle: Path, address: str) -> None:
     arguments = ("remote", "w1 w2", "--server", address, "--bundle", str(bundle))
     cut = ("--max-new-tokens", "16", "--cut-after", "5", "--cut-s", "3")

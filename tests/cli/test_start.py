@@ -64,6 +64,7 @@ def _commands(group: TyperGroup, above: tuple[str, ...] = ()) -> Iterator[tuple[
             yield from _commands(command, (*above, name))
 
 
+@pytest.mark.slow
 def test_what_only_lists_and_explains_imports_no_library() -> None:
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
@@ -76,6 +77,7 @@ def test_what_only_lists_and_explains_imports_no_library() -> None:
         assert not modules.intersection(SLOW), arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shell", "words", "expected"),
     [
@@ -110,6 +112,7 @@ def test_completion_can_be_shown(shell: str) -> None:
     assert "_MOASPEC_COMPLETE" in _after(code, _MOASPEC_COMPLETE=f"source_{shell}")
 
 
+@pytest.mark.slow
 def test_bad_input_is_told_before_libraries_are_imported() -> None:
     nowhere = str(Path("no", "such", "file.jsonl"))
     cases = [
@@ -167,6 +170,7 @@ def test_all_that_packages_export_can_be_had() -> None:
     assert "decode" not in moaspec.__all__
 
 
+@pytest.mark.slow
 def test_what_libraries_say_is_not_shown() -> None:
     code = """
 from moaspec.cli import console
@@ -203,6 +207,7 @@ run()
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_libraries_load() -> None:
     """They would catch an exception, or leave half a module; the process just ends."""
     code = AT_TORCH.format(what="os.kill(os.getpid(), signal.SIGINT)")
@@ -237,12 +242,14 @@ def _in_terminal(code: str) -> tuple[int, str]:
     return process.returncode, shown.decode()
 
 
+@pytest.mark.slow
 def test_a_terminal_says_what_loads_before_the_libraries_are_imported() -> None:
     code, shown = _in_terminal(AT_TORCH.format(what="os._exit(7)"))
     assert code == 7
     assert "Loading smollm2-135m" in shown
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_the_terminal_as_it_was() -> None:
     code, shown = _in_terminal(AT_TORCH.format(what="os.kill(os.getpid(), signal.SIGINT)"))
     assert code == 130

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -35,6 +36,7 @@ def tables(draw: st.DrawFn) -> Table:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(table=tables(), width=WIDTHS)
 def test_no_word_is_broken_or_lost_and_no_line_is_too_long(table: Table, width: int) -> None:

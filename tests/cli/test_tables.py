@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 import tiny
+from moaspec.cli.edge_bench import _cuts_table
+from moaspec.cli.screen import Screen
+from moaspec.cli.table import rendered
 from moaspec.cli.tables import methods_costs_table, methods_table, parts_table
 from moaspec.evaluate import Parts, Prompt, Report, Settings, measure, parse_methods
 
@@ -34,6 +39,18 @@ def test_numbers_of_a_column_are_of_the_kind_that_its_heading_says(report: Repor
 
 def test_costs_have_a_row_per_timed_method(report: Report) -> None:
     assert [row[0] for row in methods_costs_table(report).rows] == ["plain", "moa@tree:2x2x4"]
+
+
+def test_cuts_of_links_are_one_table_at_80_columns() -> None:
+    found = dict.fromkeys(("noticed_s", "next_s", "back_s", "back_limit_s"), 12.346)
+    found |= dict.fromkeys(("before_per_s", "after_per_s"), 123.4) | {"agreement": 0.75}
+    cut = {**found, "alone": [1] * 24, "kept": 24, "same_text": False}
+    shown = Screen(file=io.StringIO(), width=80, soft_wrap=True)
+    shown.print(rendered(_cuts_table({"links": {"lan": [cut], "none": [cut]}}), 80))
+    assert isinstance(shown.file, io.StringIO)
+    lines = shown.file.getvalue().splitlines()
+    assert sum("differs" in line and "12.35" in line for line in lines) == 2
+    assert max(map(len, lines)) <= 80
 
 
 def test_tau_is_told_by_suite(report: Report) -> None:

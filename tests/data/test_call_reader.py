@@ -200,6 +200,7 @@ inner = leaves | st.lists(leaves, max_size=3)
 values = inner | st.dictionaries(st.text(max_size=4), inner, max_size=3)
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=SLOW)
 @given(
     form=st.sampled_from(JSON_FORMS),

@@ -47,6 +47,7 @@ def new(kind: Any, family: str = "llama", seed: int = 1) -> Baseline:
     return module.eval().requires_grad_(requires_grad=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3"])
 @pytest.mark.parametrize("shape", [moaspec.Chain(3), moaspec.Tree(4, 3, 9)], ids=str)
@@ -206,6 +207,7 @@ def test_the_training_pass_is_the_references(noisy: bool, tmp_path: Path) -> Non
         assert_close(logits_BTV[:, 1:][real_BT], expected["logits"][real_BT], **TOLERANCE)
 
 
+@pytest.mark.slow
 @needs_golden
 def test_the_papers_tree_accepts_as_the_reference_does(tmp_path: Path) -> None:
     target, expected = golden.target(), golden.arrays("eagle.npz")
@@ -229,6 +231,7 @@ def test_config_of_the_golden_head(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["moaspec_baseline"]["kind"] == "eagle"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rolled_back_baselines_draft_as_fresh_ones_do(kind: str) -> None:
     """What is drafted and accepted shows that states and caches hold the right tokens."""

@@ -94,6 +94,7 @@ def test_a_planted_table_is_not_read(
     assert stored_costs(tiny.target()) is None
 
 
+@pytest.mark.slow
 def test_the_target_alone(cache: Path) -> None:
     costs = calibrate(tiny.target())
     assert costs.widths == ()
@@ -102,6 +103,7 @@ def test_the_target_alone(cache: Path) -> None:
     assert cache.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "{}", '{"format_version": 1, "costs": {"tokens": [1]}}'])
 def test_a_damaged_file_is_as_good_as_none(cache: Path, content: str) -> None:
     calibrate(tiny.target())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import moaspec
 import tiny
-from moaspec.decode import first_use, shaping_for, stored_costs
+from moaspec.decode import CostTable, calibrate, first_use, shaping_for, stored_costs
 from moaspec.decode.assumed import SURE, assumed_costs, num_weights, sure_costs
 from moaspec.decode.bench import Part
 from moaspec.decode.cost import best_chain
@@ -28,14 +29,60 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     return target
 
 
+@pytest.mark.slow
 def test_the_first_use_measures_and_later_ones_do_not(asked: Target) -> None:
     module, parts = tiny.agreeing_drafter("llama"), list[str]()
-    assert measure_once(asked, module, advance=parts.append) is None
+    assert measure_once(asked, module, advance=parts.append)[1] is None
     assert len(parts) > 1
     assert stored_costs(asked, module) is not None
-    assert measure_once(asked, module, advance=lambda _: pytest.fail("measured again")) is None
+    assert measure_once(asked, module, advance=lambda _: pytest.fail("measured again"))[1] is None
 
 
+def test_a_measurement_on_a_busy_machine_is_made_again_when_it_is_free(
+    asked: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decides until then, and replaces none that was made on a free machine."""
+    module, threads = tiny.agreeing_drafter("llama"), type(asked.threads)
+    monkeypatch.setattr(threads, "crowded", True)
+    assert calibrate(asked, module, quick=True).busy
+    exits, why_not = measure_once(asked, module)
+    assert exits[0].costs is not None
+    assert exits[0].costs.busy
+    assert "other processes" in str(why_not)
+    monkeypatch.setattr(threads, "crowded", False)
+    exits, why_not = measure_once(asked, module)
+    free = exits[0].costs
+    assert free is not None
+    assert not free.busy
+    assert why_not is None
+    monkeypatch.setattr(threads, "crowded", True)
+    assert calibrate(asked, module, quick=True).busy
+    assert stored_costs(asked, module) == free
+
+
+def test_a_moment_of_other_work_does_not_make_a_measurement_doubtful(
+    asked: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowded = iter([True, *[False] * 100])
+    monkeypatch.setattr(type(asked.threads), "crowded", property(lambda _: next(crowded)))
+    assert not calibrate(asked, quick=True).busy
+
+
+def test_stored_costs_are_read_once(asked: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, reads = tiny.agreeing_drafter("llama"), list[object]()
+    calibrate(asked, module, quick=True)
+
+    def counted(*given: Any, **named: Any) -> CostTable | None:
+        reads.append(given)
+        return stored_costs(*given, **named)
+
+    for place in ("exits", "calibration"):
+        monkeypatch.setattr(f"moaspec.decode.{place}.stored_costs", counted)
+    shaping_for(asked, module)
+    assert len(reads) == 1
+
+
+@pytest.mark.slow
 def test_python_measures_as_commands_do(asked: Target) -> None:
     module = tiny.agreeing_drafter("llama")
     text = moaspec.generate(asked, tiny.PROMPTS[0], drafter=module, max_new_tokens=4)
@@ -43,6 +90,7 @@ def test_python_measures_as_commands_do(asked: Target) -> None:
     assert stored_costs(asked, module) is not None
 
 
+@pytest.mark.slow
 def test_a_disturbed_pass_does_not_keep_a_machine_from_being_measured(
     asked: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +103,7 @@ def test_a_disturbed_pass_does_not_keep_a_machine_from_being_measured(
             counted.append(part)
 
     monkeypatch.setattr(Part, "time", disturbed)
-    assert measure_once(asked, tiny.agreeing_drafter("llama")) is None
+    assert measure_once(asked, tiny.agreeing_drafter("llama"))[1] is None
 
 
 def test_why_a_machine_is_not_measured(asked: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +117,7 @@ def test_why_a_machine_is_not_measured(asked: Target, monkeypatch: pytest.Monkey
         lambda: monkeypatch.setenv(first_use.SWITCH, "off"),
     ):
         change()
-        reasons.append(measure_once(asked, module))
+        reasons.append(measure_once(asked, module)[1])
         assert stored_costs(asked, module) is None
     words = ("takes about", "read-only", "other processes", "too small", "is off")
     assert all(word in str(reason) for word, reason in zip(words, reasons, strict=True))
@@ -87,7 +135,7 @@ def test_a_target_that_takes_too_long_is_timed_once(
     monkeypatch.setattr(first_use, "LONGEST_S", 15.0)
     monkeypatch.setattr(first_use, "_token_pass_s", slow)
     for _ in range(2):
-        assert "takes about" in str(measure_once(asked, module))
+        assert "takes about" in str(measure_once(asked, module)[1])
     assert timed == [asked]
 
 

@@ -74,6 +74,7 @@ def results(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{}, LOOP, {"temperature": 0.7, "seed": 4, **LOOP}], ids=str)
 @pytest.mark.parametrize("who", ["moa", "lookup", "nobody"])
 def test_free_branches_never_change_the_text(who: str, sampling: dict[str, Any]) -> None:

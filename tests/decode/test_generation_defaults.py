@@ -62,6 +62,7 @@ def _expected(target: Target, prompt: tuple[int, ...]) -> list[int]:
     return tiny.own_text(target, prompt, NEW_TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SURPRISES)
 def test_greedy_text_is_transformers(name: str) -> None:
     target = _surprising(**SURPRISES[name])

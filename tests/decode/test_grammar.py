@@ -74,6 +74,7 @@ def test_deep_schemas_do_not_end_the_process() -> None:
         assert "schema" in str(error)  # noqa: PT017 - refusing is as good as compiling
 
 
+@pytest.mark.slow
 def test_hostile_grammars_are_refused_and_end_nothing() -> None:
     """In a process of their own, so that a crash is a failed test and not the end of all tests."""
     code = f"import sys; sys.path[:] = {sys.path!r}; import hostile_grammars as h; h.refused_all()"

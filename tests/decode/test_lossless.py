@@ -57,6 +57,7 @@ def test_disagreeing_drafter_alone(
     assert result.token_ids == own_texts(family)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_agreeing_drafter(family: str, num_target_layers: int, shape: moaspec.Tree) -> None:
     drafter = tiny.agreeing_drafter(family, num_target_layers)

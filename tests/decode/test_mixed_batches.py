@@ -129,6 +129,7 @@ def runs(draw: st.DrawFn, machine: Machine) -> None:
     machine.check()
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.data())
 def test_every_row_gets_its_own_text_and_memory_returns_to_zero(data: st.DataObject) -> None:

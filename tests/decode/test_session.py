@@ -35,6 +35,7 @@ def turns(answers: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     yield [*[40, 41, 42, 43], *answers[-1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_target_layers", [0, 2])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -54,6 +55,7 @@ def test_every_turn_equals_a_fresh_generate(
         answers.append(got.token_ids)
 
 
+@pytest.mark.slow
 def test_rolled_back_drafters_draft_as_fresh_ones_do() -> None:
     """What is accepted shows that memory and SA's cache hold the right tokens."""
     target, drafter = tiny.target(), tiny.agreeing_drafter("llama")

@@ -235,6 +235,7 @@ def test_settings_that_do_not_exist() -> None:
         Shaping("bush:3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("layers", "lags"), [(0, False), (0, True), (1, False)])
 def test_policies_never_change_the_text(temperature: float, layers: int, lags: bool) -> None:

@@ -44,6 +44,7 @@ def right_and_wrong(draw: st.DrawFn, right: Sequence[int]) -> DraftTree:
     return DraftTree(tuple(tokens), tuple(parents))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.data())
 def test_cache_compaction_is_recomputation(data: st.DataObject) -> None:

@@ -107,6 +107,7 @@ def test_what_finishes() -> None:
     assert finishes("import math\nopen('small', 'w').write('x')\nassert math.gcd(4, 6) == 2")
 
 
+@pytest.mark.slow
 def test_endless_loops_end() -> None:
     started = time.monotonic()
     assert not finishes("import time\ntime.sleep(600)", timeout_s=1)

@@ -66,6 +66,7 @@ def test_what_is_right_passes(family: str) -> None:
     assert len({finding.setting for finding in findings}) == 3
 
 
+@pytest.mark.slow
 def test_rows_beyond_one_batch_and_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every prompt is decoded with every setting, however rows are put together."""
     monkeypatch.setattr("moaspec.evaluate.check.ROWS_TOGETHER", 4)
@@ -164,6 +165,7 @@ PLANTS: dict[Plant, set[str]] = {
 """Each fault, and methods that must find it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_planted_faults_are_reported(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
@@ -176,6 +178,7 @@ def test_planted_faults_are_reported(plant: Plant, monkeypatch: pytest.MonkeyPat
         assert finding.gap is None or finding.gap > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [[0], [7], [0, 7]])
 def test_drafts_of_stop_tokens_are_verified_too(
     stops: list[int], monkeypatch: pytest.MonkeyPatch
@@ -198,6 +201,7 @@ def test_a_faulty_target_cannot_excuse_itself(monkeypatch: pytest.MonkeyPatch) -
     assert "hf" not in {finding.method for finding in found}
 
 
+@pytest.mark.slow
 def test_a_text_that_goes_on_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny.fresh_target(eos_token_id=tiny.own_texts("llama")[0][4])
     assert not faults(checked(target=target, drafter=None))

@@ -25,6 +25,7 @@ def costs() -> Costs:
     return measure_costs(methods(tiny.target()), **LENGTHS)
 
 
+@pytest.mark.slow
 def test_every_place_is_measured(costs: Costs) -> None:
     """At 250 tokens of context there is no room for five more and the next."""
     assert [one.tokens for one in costs.widths] == [1, 2, 4]
@@ -36,6 +37,7 @@ def test_every_place_is_measured(costs: Costs) -> None:
     json.dumps(costs.as_json())
 
 
+@pytest.mark.slow
 def test_the_longest_possible_context_stands_for_longer_ones() -> None:
     costs = measure_costs(
         methods(tiny.target()), contexts=(32, 252, 512), batches=(1,), widths=(1,)
@@ -70,6 +72,7 @@ def test_break_even() -> None:
     assert one.break_even == 2.0
 
 
+@pytest.mark.slow
 def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LENGTHS.items():
         monkeypatch.setattr(f"moaspec.evaluate.cost.{name.upper()}", value)

@@ -87,6 +87,7 @@ def test_a_text_ends_with_its_turn() -> None:
         measure_cut([moa], PROMPTS[:1], encode, after=10, max_new_tokens=12)
 
 
+@pytest.mark.slow
 def test_alone_for_longer_than_one_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it goes on with does not depend on how long its drafts are."""
     seen = [*tiny.PROMPTS[0], *tiny.own_texts("llama")[0][:3]]

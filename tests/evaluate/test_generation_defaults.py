@@ -31,6 +31,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_every_text_is_right(name: str) -> None:
     model = tiny.model("llama")

@@ -70,6 +70,7 @@ class Checker(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_and_needs_no_network(results: Any) -> None:
     facts, costs, cut = results
     text = page(facts, {"A plot": "<svg viewBox='0 0 1 1'></svg>"}, costs, cut)
@@ -105,6 +106,7 @@ def test_without_matplotlib_the_error_says_what_to_do(
         draw_plots(results[0])
 
 
+@pytest.mark.slow
 def test_every_plot_is_drawn(results: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     facts, costs, cut = results
@@ -120,6 +122,7 @@ def test_every_plot_is_drawn(results: Any, tmp_path: Path) -> None:
     assert write_page(written(results, tmp_path)).read_text().count("<figure>") == 9
 
 
+@pytest.mark.slow
 def test_what_was_measured_with_other_settings_is_not_on_the_page(
     results: Any, tmp_path: Path
 ) -> None:
@@ -163,6 +166,7 @@ def test_markdown_in_no_directory(results: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.slow
 def test_markdown(results: Any, tmp_path: Path) -> None:
     """A page of its own has everything; a README keeps what is around its markers."""
     pytest.importorskip("matplotlib")

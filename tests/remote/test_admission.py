@@ -79,6 +79,7 @@ def test_reflection_still_answers() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_one_token_cannot_take_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even with calls that never send their request; those end, too."""
     monkeypatch.setattr(limits, "MAX_REQUEST_S", 5)

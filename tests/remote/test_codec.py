@@ -63,6 +63,7 @@ def test_hostile_lengths_are_an_error(name: str, data: bytes, count: int) -> Non
             codec.decode(data, count)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_hostile_bytes_are_numbers_within_fp16(data: st.DataObject) -> None:
     """Scales may be infinite, or no numbers."""

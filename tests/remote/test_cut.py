@@ -84,6 +84,7 @@ class Cut:
         await self.server.service.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("agrees", [False, True])
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -126,6 +127,7 @@ def test_a_drafter_that_agrees_has_nothing_taken_back() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_keep_leaves_what_was_shown() -> None:
     """The text goes on from the kept tokens as the target would go on from them."""
 
@@ -146,6 +148,7 @@ def test_keep_leaves_what_was_shown() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_keep_ends_without_a_server_and_goes_on_with_one() -> None:
     async def run() -> None:
         drafter = tiny.random_drafter(tiny.target())
@@ -208,6 +211,7 @@ def test_an_end_that_the_target_does_not_see_is_none() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_link_that_does_not_come_back_is_given_up() -> None:
     async def run() -> None:
         drafter = tiny.random_drafter(tiny.target())

@@ -241,6 +241,7 @@ def test_clocks_may_jump(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_device_that_stood_still_does_not_blame_the_link() -> None:
     async def run() -> None:
         at = service()

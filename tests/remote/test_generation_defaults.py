@@ -53,6 +53,7 @@ def _target() -> Target:
     return Target(model, tiny.tokenizer(), name="surprising")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation_config", ["auto", None])
 def test_the_text_is_the_local_one(generation_config: Any) -> None:
     """The session is opened anew within the text, so that the rules travel again."""

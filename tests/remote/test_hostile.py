@@ -151,6 +151,7 @@ class Stubborn:
             await connection.send(answer.SerializeToString())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_no_turn", [False, True])
 @pytest.mark.parametrize("kind", [None, pb.Problem.BUSY, pb.Problem.LOST, pb.Problem.DRAINING])
 def test_a_server_that_verifies_nothing_is_given_up_and_not_flooded(

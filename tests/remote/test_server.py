@@ -168,6 +168,7 @@ def test_the_server_alone_drafts_nothing_for_reused_layers() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_tls_and_tokens(service: TargetService, authority: Authority, tmp_path: Path) -> None:
     other = Authority(tmp_path, "other")
     names = {"alice": "secret-a", "bob": "secret-b"}
@@ -211,6 +212,7 @@ def test_tls_and_tokens(service: TargetService, authority: Authority, tmp_path: 
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_draining_ends_work_and_refuses_more(service: TargetService) -> None:
     async def run() -> None:
         async with GrpcServer(service, ServerOptions(port=0)) as server:
@@ -285,6 +287,7 @@ def test_idle_sessions_make_room_and_come_back() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_idle_devices_make_room_though_they_stay_connected() -> None:
     """More devices than sessions, none of which ever hangs up: each has its turn."""
     limits = StoreOptions(max_sessions=1, connected_busy_s=0.1)

@@ -25,6 +25,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", FORMS.values(), ids=FORMS)
 def test_forced_calls_in_the_templates_form(template: str) -> None:
     parameters = {"enum": [{"city": "Rome"}, {"city": "a; b"}]}

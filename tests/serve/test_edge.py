@@ -26,6 +26,7 @@ def ask(served: Served, text: str = "hello", *, key: str = "none", **options: An
     return client.chat.completions.create(model=MODEL, messages=messages, **options)
 
 
+@pytest.mark.slow
 def test_turns_go_on_in_the_session_that_holds_them(served_edge: Served) -> None:
     ask(served_edge, "one and two")
     assert ask(served_edge, "one and two").usage.prompt_tokens_details.cached_tokens > 10
@@ -66,6 +67,7 @@ def content(chunks: list[dict[str, Any]]) -> str:
     return "".join(deltas)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_unmodified_client_gets_plain_text_through_a_cut(
     edge: Edge, served_edge: Served, *, stream: bool
@@ -81,6 +83,7 @@ def test_an_unmodified_client_gets_plain_text_through_a_cut(
     )
 
 
+@pytest.mark.slow
 def test_who_asks_sees_what_is_provisional_and_what_is_taken_back(
     edge: Edge, served_edge: Served
 ) -> None:
@@ -97,6 +100,7 @@ def test_who_asks_sees_what_is_provisional_and_what_is_taken_back(
     assert any(piece.get("was") == "corrected" for one in said for piece in one.get("pieces", ()))
 
 
+@pytest.mark.slow
 def test_kept_text_says_so() -> None:
     edge = Edge(on_cut="keep")
     with serving.serving(edge.source) as served:
@@ -110,6 +114,7 @@ def test_kept_text_says_so() -> None:
     )
 
 
+@pytest.mark.slow
 def test_plain_decoding_is_the_servers_own() -> None:
     plain: dict[str, Any] = {"extra_body": {"moaspec": {"speculation": False}}}
     sampled: dict[str, Any] = {"temperature": 0.9, "seed": 5}
@@ -137,6 +142,7 @@ def test_a_refusal_ends_one_request_only() -> None:
         assert ask(served).choices[0].message.content == own_text("hello")
 
 
+@pytest.mark.slow
 def test_nothing_is_shared_between_keys() -> None:
     edge = Edge(active=1)
     settings = ServeSettings(guarded=Guarded(api_keys=("one", "two")))
@@ -149,6 +155,7 @@ def test_nothing_is_shared_between_keys() -> None:
     assert cached[2] > 0
 
 
+@pytest.mark.slow
 def test_stored_prompts_are_not_shared_between_keys_either(tmp_path: Path) -> None:
     edge = Edge(prefix_dir=tmp_path)
     settings = ServeSettings(guarded=Guarded(api_keys=("one", "two")))

@@ -67,6 +67,7 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
     return body["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "header", ["", "Bearer wrong", "Basic x", "Bearer \u00e9", f"Bearer {KEY}x"]
 )
@@ -360,6 +361,7 @@ def test_requests_that_never_fit(http: httpx.Client) -> None:
     assert "retry-after" not in answer.headers
 
 
+@pytest.mark.slow
 def test_slow_readers_hold_nobody_up() -> None:
     everything = dict.fromkeys(("sources", "tree", "stats"), True)
     body = json.dumps(

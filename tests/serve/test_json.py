@@ -80,6 +80,7 @@ def content(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
+@pytest.mark.slow
 def test_every_answer_is_valid(found: list[dict[str, Any]]) -> None:
     for number, answer in enumerate(found):
         assert answer["choices"][0]["finish_reason"] == "stop"

@@ -99,6 +99,7 @@ def test_each_text_is_what_it_is_alone(batch: Batch) -> None:
         assert ids == alone.token_ids, number
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_others_to_finish(batch: Batch) -> None:
     """All are decoded in one batch, so that they begin, and end, within the others' time."""
     places: dict[int, list[int]] = {}
@@ -111,6 +112,7 @@ def test_nobody_waits_for_others_to_finish(batch: Batch) -> None:
     assert max(full) <= 2 * min(full)
 
 
+@pytest.mark.slow
 def test_cancelled_ones_free_their_rows() -> None:
     source = serving.source(parked=0)
     with serving.serving(source) as served:
@@ -134,6 +136,7 @@ def test_cancelled_ones_free_their_rows() -> None:
         assert source.cache.num_bytes == held
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_waits() -> None:
     """With room for two rows at a time all are served, in the order they came."""
     one_row = serving.source().cache.slot_bytes * 64

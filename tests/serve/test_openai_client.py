@@ -38,6 +38,7 @@ def test_models(client: OpenAI) -> None:
     assert client.models.retrieve(MODEL).owned_by == "moaspec"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, SAMPLED, {**SAMPLED, "top_p": 0.7}])
 def test_answers_are_the_targets_own(client: OpenAI, options: dict[str, Any]) -> None:
     answer = chat(client, **options)
@@ -46,6 +47,7 @@ def test_answers_are_the_targets_own(client: OpenAI, options: dict[str, Any]) ->
     assert streamed(client, **options) == [own_text("hello", **options)]
 
 
+@pytest.mark.slow
 def test_usage_counts_tokens_and_speculation(client: OpenAI) -> None:
     usage = chat(client, "usage").usage
     assert usage.completion_tokens == LONGEST
@@ -65,6 +67,7 @@ def test_nothing_of_the_extension_without_asking(client: OpenAI) -> None:
     assert not hasattr(chat(client), "moaspec")
 
 
+@pytest.mark.slow
 def test_choices_have_noise_of_their_own(client: OpenAI) -> None:
     answer = chat(client, n=2, **SAMPLED)
     texts = [choice.message.content for choice in answer.choices]
@@ -215,6 +218,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_json_schema(client: OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}
     answer = chat(client, response_format=form, max_completion_tokens=100, **SAMPLED)
@@ -245,6 +249,7 @@ TOOLS: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "names"),
     [

@@ -34,6 +34,7 @@ def expected(text: str = "hello") -> str:
     return own_text(text, temperature=0.9, seed=5)
 
 
+@pytest.mark.slow
 def test_answer_and_stream_are_the_targets_own(client: OpenAI) -> None:
     answer = ask(client)
     assert answer.output_text == expected()
@@ -60,6 +61,7 @@ def test_answer_and_stream_are_the_targets_own(client: OpenAI) -> None:
     assert events[-1].response.output_text == expected()
 
 
+@pytest.mark.slow
 def test_conversations_go_on_from_what_was_kept(client: OpenAI) -> None:
     first = ask(client)
     second = ask(client, "and then?", previous_response_id=first.id)
@@ -80,6 +82,7 @@ def test_conversations_go_on_from_what_was_kept(client: OpenAI) -> None:
             client.responses.retrieve(name)
 
 
+@pytest.mark.slow
 def test_instructions_are_the_system_message(client: OpenAI) -> None:
     told = ask(client, instructions="Be brief.")
     as_message = ask(
@@ -97,6 +100,7 @@ def test_json_schema(client: OpenAI) -> None:
     assert answer.text.format.schema_ == schema
 
 
+@pytest.mark.slow
 def test_calls_and_their_results(client: OpenAI) -> None:
     asked: dict[str, Any] = {
         "tools": [TOOL],

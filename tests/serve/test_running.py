@@ -67,6 +67,7 @@ def test_who_still_listens_hears_why(ask: Ask, make: Callable[[], TextSource]) -
     assert ended == ["The server is shutting down."]
 
 
+@pytest.mark.slow
 def test_answers_that_are_under_way_may_end(ask: Ask) -> None:
     with serving.serving(serving.source(), grace_s=60) as served:
         stream = ask(served, LONGEST)

@@ -58,6 +58,7 @@ def chat(client: OpenAI, messages: Any, **options: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_chat(client: OpenAI) -> None:
     messages: Any = [{"role": "system", "content": "Be kind."}, *say("What time is it?")]
     answer = chat(client, messages, **ONE).choices[0]
@@ -96,6 +97,7 @@ def respond(client: OpenAI, asked: Any, **options: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_responses(client: OpenAI) -> None:
     first = respond(client, "What time is it?", **ONE, instructions="Be kind.")
     calls = [item for item in first.output if item.type == "function_call"]

@@ -40,6 +40,7 @@ def _model(kind: str) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_texts_beyond_the_trained_length_are_transformers(kind: str, prompt: list[int]) -> None:
@@ -54,6 +55,7 @@ def test_texts_beyond_the_trained_length_are_transformers(kind: str, prompt: lis
         assert result.stop_reason == "context"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ROPES)
 def test_such_texts_are_judged_right(kind: str) -> None:
     target = Target(_model(kind), None, name=kind)
@@ -62,6 +64,7 @@ def test_such_texts_are_judged_right(kind: str) -> None:
         assert judge(target, prompt, got, got, max_new_tokens=60).kind == "identical"
 
 
+@pytest.mark.slow
 def test_sessions_and_batches_do_not_mix_keys_of_prompts_of_different_lengths() -> None:
     target = Target(_model("dynamic"), None, name="dynamic")
     first, second = PROMPTS["below"], PROMPTS["beyond"]

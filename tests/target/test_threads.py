@@ -54,6 +54,7 @@ def test_threads_follow_the_cores_that_others_leave(monkeypatch: pytest.MonkeyPa
             machine.others, machine.own = others, own
             machine.wait(PERIOD_S)
             seen.append(inside(limiter))
+            assert limiter.crowded == (seen[-1] < 4)
             assert torch.get_num_threads() == 4
         assert seen == [4, 3, 4, 2, 1, 4]
 

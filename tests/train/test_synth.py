@@ -34,6 +34,7 @@ def imagine(
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_prompts_are_different_and_whole(tmp_path: Path) -> None:
     rows = imagine(chats.target(), tmp_path / "a.jsonl", 12)
     texts = [row["messages"][-1]["content"] for row in rows]
@@ -49,6 +50,7 @@ def test_system_prompts_take_turns(tmp_path: Path) -> None:
     assert len(systems) < 12
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_prompts(tmp_path: Path) -> None:
     target = chats.target()
     first, again, other = (
@@ -80,6 +82,7 @@ def test_interrupted_and_continued(
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_nothing_new(tmp_path: Path) -> None:
     """Greedy decoding imagines one prompt only."""
     with pytest.raises(TrainingError, match=r"of 5 are in.*temperature"):

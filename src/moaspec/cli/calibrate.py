@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from moaspec.decode import CostTable
     from moaspec.decode.exits import Exit
 
+BUSY = (
+    "Other processes used the CPU meanwhile, so these costs are too high. They hold until a "
+    "command that drafts by them finds the CPU free and measures again."
+)
+KEPT = (
+    "Other processes used the CPU meanwhile, so what was measured is dropped. Shown are the costs "
+    "of before, which were measured while the CPU was free, and still hold."
+)
+
 
 def calibrate(
     model: Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")] = MODEL,
@@ -38,17 +47,18 @@ def calibrate(
     """Measure what each part of a round costs here, so that --tree auto knows what pays.
 
     The result is kept for this machine, target, drafter, dtype, --quantize, device and number of
-    threads, and replaces an earlier one. Let nothing else run meanwhile. A drafter with several
-    exits is measured with each, and --tree auto takes the one that promises most.
+    threads, and replaces an earlier one. Let nothing else run meanwhile: costs that were measured
+    while other processes used the CPU do not replace others, and are measured again by the first
+    command that drafts by them while the CPU is free. A drafter with several exits is measured with
+    each, and --tree auto takes the one that promises most.
 
     Example: moaspec calibrate --threads 2
     """
     target, module = load(
         model, drafter, dtype=dtype, quantize=quantize, device=device, threads=threads
     )
-    import torch
-
     from moaspec.decode import calibrate as measure
+    from moaspec.decode import stored_costs
     from moaspec.decode.exits import known_exits
     from moaspec.model import MoADrafter
 
@@ -57,19 +67,18 @@ def calibrate(
             f"{drafter} is a baseline: only Mixture-of-Attentions drafters are measured, because "
             "only they draft by cost. Name one, or leave --drafter out."
         )
-    if target.threads.limit < torch.get_num_threads():
-        console.err.print(
-            "Other processes use the CPU: the costs will be too high. Measure again without them.",
-            style="yellow",
-        )
+    if target.threads.crowded:
+        said = "Other processes use the CPU: the costs will be too high. Better stop them first."
+        console.err.print(said, style="yellow")
     with console.measuring() as advance, console.noted_interrupts() as stopped:
-        costs = measure(
+        measured = measure(
             target,
             module,
             num_target_layers=num_target_layers,
             advance=advance,
             stopped=lambda: bool(stopped),
         )
+    costs = stored_costs(target, module, num_target_layers=num_target_layers) or measured
     exits = []
     if module is not None:
         exits = known_exits(target, module, num_target_layers=num_target_layers)
@@ -77,6 +86,8 @@ def calibrate(
         console.out.print(json.dumps(_facts(costs, exits)))
     else:
         _show(costs, exits)
+    if measured.busy:
+        console.err.print(BUSY if costs.busy else KEPT, style="yellow")
     if stopped:
         said = "Stopped: the turns before are kept; they are fewer, so the costs are rougher."
         console.err.print(said, style="yellow")
@@ -141,8 +152,20 @@ def _show_promises(exits: Sequence[Exit]) -> None:
 
     for one in exits:
         console.note(f"{_named(one, exits)}{_promise(one)}", "dim")
-    with_n = f" with N = {chosen_exit(exits).num_target_layers}" if len(exits) > 1 else ""
-    console.note(f"auto will draft{with_n} as far as it pays.", "dim")
+    chosen = chosen_exit(exits)
+    with_n = f" with N = {chosen.num_target_layers}" if len(exits) > 1 else ""
+    console.note(_decision(chosen, with_n), "dim")
+
+
+def _decision(chosen: Exit, with_n: str) -> str:
+    """What --tree auto will do by these costs."""
+    _, speedup = chosen.best_chain or (0, 0.0)
+    if speedup > 1:
+        return f"auto will draft{with_n} as far as it pays: about {speedup:.2f}x is expected."
+    return (
+        f"auto will decode plainly: drafts{with_n} do not pay here ({speedup:.2f}x), unless a text "
+        "accepts more of them than expected."
+    )
 
 
 def _named(one: Exit, exits: Sequence[Exit]) -> str:

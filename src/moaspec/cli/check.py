@@ -12,6 +12,7 @@ import typer
 
 from moaspec.cli import console, options, table
 from moaspec.cli.loading import choose_drafter
+from moaspec.cli.progress import bar
 from moaspec.cli.table import Table
 from moaspec.errors import InputError
 
@@ -108,7 +109,7 @@ def _run(plan: Check) -> list[Finding]:
     findings: list[Finding] = []
     with (
         contextlib.suppress(KeyboardInterrupt),
-        console.bar("checking", plan.num_texts) as advance,
+        bar("checking", plan.num_texts) as advance,
     ):
         for finding in plan.run():
             findings.append(finding)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.text import Text
 
@@ -138,15 +137,6 @@ def require_threads(threads: int | None) -> None:
     """Refuse a number of threads that torch cannot start; see `set_threads`."""
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise InputError(f"--threads must be within 1..{MOST_THREADS}, got {threads}.")
-
-
-@contextmanager
-def bar(name: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar; what is yielded moves it by one."""
-    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as shown:
-        task = shown.add_task("", total=total)
-        yield lambda: shown.advance(task)
 
 
 @contextmanager

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moaspec.cli import console, table
 from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, GenerationConfigOption
 from moaspec.cli.table import Table
+from moaspec.cli.writing import progress, stoppable
 from moaspec.data.conversations import read_conversations
 from moaspec.data.report import ReadReport
 from moaspec.data.sources import read_records, refuse
 from moaspec.errors import DataError, InputError
 from moaspec.places import require_writable_file
 from moaspec.train.journal import Journal
-from moaspec.train.stopping import MORE_TO_DO, Ending, Stop, parse_duration
+from moaspec.train.stopping import Stop, parse_duration
 
 if TYPE_CHECKING:
     from moaspec.target import Target
+    from moaspec.train.overlap import Overlap
     from moaspec.train.statistics import Statistics
     from moaspec.train.writing import Writing
 
@@ -101,7 +101,7 @@ def synth_command(
     imagination = Imagination(target, systems)
     module = load_any_drafter(drafter, target=target) if drafter else None
     stop = Stop(seconds)
-    with _progress("prompts", num, stop) as bar:
+    with progress("prompts", num, stop) as bar:
         scribe = Scribe(
             target,
             module,
@@ -110,7 +110,7 @@ def synth_command(
             advance=lambda tokens, _: bar.advance(tokens, 0),
         )
         settings = scribe.settings(num=num, system_prompts=systems, drafter=drafter)
-        with Journal(out, settings) as journal, _stoppable(journal):
+        with Journal(out, settings) as journal, stoppable(journal):
             bar.start(journal.rows)
             synth(scribe, imagination, journal, num, bar.completed)
     _report(journal, None)
@@ -164,13 +164,15 @@ def regenerate_command(
     with console.err.status("Checking prompts"):
         conversations = check_prompts(target, found, on_malformed)
     if not conversations:
-        raise DataError("No usable prompts: every source was empty or its rows malformed.")
+        raise DataError(
+            "No usable prompts: every source was empty or its rows malformed. Name other sources."
+        )
     module = load_any_drafter(drafter, target=target) if drafter else None
     stop = Stop(seconds)
-    with _progress("conversations", len(conversations), stop) as bar:
+    with progress("conversations", len(conversations), stop) as bar:
         scribe = Scribe(target, module, writing, advance=bar.advance)
         settings = scribe.settings(prompts=fingerprint(conversations), drafter=drafter)
-        with Journal(out, settings) as journal, _stoppable(journal):
+        with Journal(out, settings) as journal, stoppable(journal):
             bar.start(min(journal.groups * group_size, len(conversations)))
             regenerate(scribe, conversations, journal)
     _report(journal, skipped)
@@ -201,24 +203,27 @@ def stats_command(
     from moaspec.train.reading import read_examples
     from moaspec.train.statistics import statistics
 
-    examples = read_examples(
-        sources,
-        vocab_size=target.vocab_size,
-        max_length=max_length,
-        tokenizer=target.tokenizer,
-        stop_token_ids=target.stop_token_ids,
-        on_malformed=skipped or refuse,
-        report=report,
-    )
+    with console.noted_interrupts() as stopped:
+        examples = read_examples(
+            sources,
+            vocab_size=target.vocab_size,
+            max_length=max_length,
+            tokenizer=target.tokenizer,
+            stop_token_ids=target.stop_token_ids,
+            on_malformed=skipped or refuse,
+            report=report,
+            stopped=lambda: bool(stopped),
+        )
     facts = statistics(examples, target.identity, always=target.stop_token_ids)
     if as_json:
         row = {**dataclasses.asdict(facts), "cache_bytes": facts.cache_bytes}
-        row["unused"] = report.as_json()
+        row |= {"unused": report.as_json(), "complete": not stopped}
         console.out.print(json.dumps(row))
     else:
         _show(facts)
         _tell_unused(report)
     _tell(skipped)
+    _leave_if(bool(stopped))
 
 
 @app.command("overlap")
@@ -254,26 +259,38 @@ def overlap_command(
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
     target = _load(model, "float32", "cpu", None) if model else None
-    found = list(
-        overlaps(
+    found: list[Overlap] = []
+    stopped = True
+    with suppress(KeyboardInterrupt):
+        for finding in overlaps(
             read_conversations(sources, on_malformed),
             read_conversations(against, on_malformed),
             size=size,
             decode=lambda ids: _decoded(target, ids),
-        )
-    )
+        ):
+            found.append(finding)
+        stopped = False
     if as_json:
         rows = [dataclasses.asdict(finding) for finding in found]
-        console.out.print(json.dumps({"size": size, "overlaps": rows}))
+        facts = {"size": size, "overlaps": rows, "complete": not stopped}
+        console.out.print(json.dumps(facts))
     else:
         for finding in found[:SHOWN_FINDINGS]:
             console.out.print(f"{finding.where} and {finding.against}: {finding.words}")
         console.out.print(f"{len(found)} rows share {size} words in a row with a prompt.")
     _tell(skipped)
+    _leave_if(stopped)
     if out is not None:
         _write_others(out, sources, {finding.where for finding in found})
     elif found:
         raise typer.Exit(1)
+
+
+def _leave_if(stopped: bool) -> None:
+    if stopped:
+        said = "Stopped: this is what the rows before hold. Nothing is written."
+        console.err.print(said, style="yellow")
+        raise typer.Exit(130)
 
 
 def _write_others(out: Path, sources: list[str], left_out: set[str]) -> None:
@@ -291,10 +308,6 @@ def _write_others(out: Path, sources: list[str], left_out: set[str]) -> None:
     replace_file(out, write)
 
 
-class _TimeUpError(Exception):
-    """The time that `--for` gave is over."""
-
-
 class _Skipped:
     """Counts malformed rows and shows the first few."""
 
@@ -305,66 +318,6 @@ class _Skipped:
         self.count += 1
         if self.count <= 3:
             console.err.print(f"Skipped: {error}", style="yellow")
-
-
-class _Bar:
-    """A progress bar with tokens per second of this run."""
-
-    def __init__(self, bar: Progress, total: int, stop: Stop) -> None:
-        self._stop = stop
-        self._bar, self._total = bar, total
-        self._task = bar.add_task("", total=total, speed="")
-        self._tokens, self._started = 0, time.perf_counter()
-
-    def start(self, done: int) -> None:
-        """Begin where an earlier run ended."""
-        self.completed(done)
-        self._started = time.perf_counter()
-
-    def completed(self, done: int) -> None:
-        """Show how many are done."""
-        self._bar.update(self._task, completed=done)
-
-    def advance(self, tokens: int, finished: int) -> None:
-        """Count what a step of the engine brought."""
-        self._tokens += tokens
-        elapsed = time.perf_counter() - self._started
-        speed = f"{self._tokens} tokens, {self._tokens / max(elapsed, 1e-9):.1f} tokens/s"
-        self._bar.update(self._task, advance=finished, speed=speed)
-        if self._stop.due is Ending.TIME:
-            raise _TimeUpError
-
-
-@contextmanager
-def _progress(what: str, total: int, stop: Stop) -> Iterator[_Bar]:
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console.err) as bar:
-        yield _Bar(bar, total, stop)
-
-
-@contextmanager
-def _stoppable(journal: Journal) -> Iterator[None]:
-    """Say what is safe when the user stops, the time is up, or the device is gone."""
-    from moaspec.train.failures import explained
-
-    try:
-        with explained("while decoding", lambda: f"{journal.rows} rows before are intact."):
-            yield
-    except (KeyboardInterrupt, _TimeUpError) as reason:
-        console.err.print(
-            f"Stopped. {journal.rows} rows are in {journal.path}; run the same command again to "
-            "continue.",
-            style="yellow",
-        )
-        if isinstance(reason, KeyboardInterrupt):
-            raise
-        raise typer.Exit(MORE_TO_DO) from reason
 
 
 def _load(

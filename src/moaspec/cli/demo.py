@@ -19,6 +19,7 @@ from rich.text import Text
 from moaspec.cli import console, panes
 from moaspec.cli.entry import leaving
 from moaspec.cli.options import MODEL, Dtype
+from moaspec.cli.progress import bar
 from moaspec.cli.screen import Screen
 from moaspec.cli.steps import Steps
 from moaspec.errors import InputError
@@ -146,7 +147,7 @@ def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
     """Compile, dequantise, load and measure, each only where it was not done before."""
     from moaspec.cli.sources import Sources, load_methods, load_trusted
     from moaspec.decode.exits import known_exits
-    from moaspec.decode.first_use import measure_once
+    from moaspec.decode.first_use import expected_s, measure_once
     from moaspec.evaluate import read_prompts
     from moaspec.kernels import must_compile, why_not
     from moaspec.model import MoADrafter
@@ -156,10 +157,10 @@ def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
     if dtype != AUTO:
         require_dtype(dtype, AUTO)
     if must_compile():
-        with steps("Compiling kernels for this CPU", "once, about 20 s"):
+        with steps("Compiling kernels for this CPU", "once; timed elsewhere: 10 to 30 s"):
             why_not()
     if must_dequantise(MODEL):
-        with steps("Dequantising the model's weights", "once, about 25 s"):
+        with steps("Dequantising the model's weights", "once; timed elsewhere: 20 to 60 s"):
             find_weights(MODEL)
     with steps(f"Loading {MODEL} and its drafter"):
         sources = Sources(MODEL, dtype=chosen_dtype(dtype))
@@ -167,8 +168,9 @@ def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
     target, drafter = methods[-1].target, methods[-1].drafter
     assert isinstance(drafter, MoADrafter), "one is bundled"
     if any(one.costs is None for one in known_exits(target, drafter)):
-        with steps("Measuring what passes and drafts cost here", "once, about 5 s"):
-            why_not_measured = measure_once(target, drafter)
+        expected = f"once, about {max(1.0, expected_s(target)):.0f} s by its first passes"
+        with steps("Measuring what passes and drafts cost here", expected):
+            _, why_not_measured = measure_once(target, drafter)
         if why_not_measured is not None:
             console.err.print(f"Not measured, because {why_not_measured}.")
     prompts = read_prompts("bundled")
@@ -366,7 +368,7 @@ def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report
     from moaspec.cli.sources import chat_encoder
     from moaspec.evaluate import Settings, measure
 
-    with console.bar("measuring", len(setting.methods) * len(prompts)) as advance:
+    with bar("measuring", len(setting.methods) * len(prompts)) as advance:
         return measure(
             setting.methods,
             prompts,

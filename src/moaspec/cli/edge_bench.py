@@ -15,6 +15,7 @@ import typer
 
 from moaspec.cli import console, table
 from moaspec.cli.options import MODEL, DrafterName, Dtype
+from moaspec.cli.progress import named_units
 from moaspec.cli.table import Table
 from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import InputError
@@ -28,10 +29,10 @@ COLUMNS = (
     *("passes/token", "bytes up/token", "bytes down/token", "first token, ms (mean)", "text"),
 )
 CUT_TIMES = {
-    "noticed_s": "noticed, s",
-    "next_s": "next token, s",
-    "back_s": "back, s",
-    "back_limit_s": "at most, s",
+    "noticed_s": "noticed",
+    "next_s": "next token",
+    "back_s": "back",
+    "back_limit_s": "at most",
 }
 TERMINATED = 128 + signal.SIGTERM
 T = TypeVar("T")
@@ -122,11 +123,11 @@ def edge_bench(
             max_new_tokens=max_new_tokens,
             threads=threads,
         )
-        with console.err.status("Exporting the device bundle") as status:
+        with console.err.status("Exporting the device bundle"):
             most = max(layers, default=None)
             export_bundle(model, name, bundles["moa"], int8=int8, num_target_layers=most)
             settings = replace(settings, num_target_layers=_known(bundles["moa"], layers))
-            advance = status.update
+        with named_units() as advance:
             if cut is None:
                 report = run_edge_bench(settings, advance)
             else:
@@ -140,6 +141,9 @@ def edge_bench(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if report["interrupted"]:
+        console.err.print("Stopped: these are the cases before.", style="yellow")
+        raise typer.Exit(130)
 
 
 def _known(bundle: str, layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -209,12 +213,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _cuts_table(report: dict[str, Any]) -> Table:
     """A row per cut of a link."""
-    speeds = ("tokens/s before", "tokens/s after")
-    headings = ("link", *CUT_TIMES.values(), *speeds, "alone", "kept", "agreement", "text")
+    title = "times in seconds; before and after the cut in tokens/s"
+    last = ("before", "after", "alone", "kept", "agrees", "text")
+    headings = ("link", *CUT_TIMES.values(), *last)
     rows = [
         (
             name,
-            *(_number(one[key], "{:.3f}") for key in CUT_TIMES),
+            *(_number(one[key], "{:.2f}") for key in CUT_TIMES),
             *(_number(one[key], "{:.1f}") for key in ("before_per_s", "after_per_s")),
             str(len(one["alone"])),
             str(one["kept"]),
@@ -224,7 +229,7 @@ def _cuts_table(report: dict[str, Any]) -> Table:
         for name, cuts in report["links"].items()
         for one in cuts
     ]
-    return Table(headings, rows, grouped=True)
+    return Table(headings, rows, title, grouped=True)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -11,6 +11,7 @@ import typer
 
 from moaspec.cli import console
 from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, Quantize
+from moaspec.cli.progress import bar
 from moaspec.errors import InputError
 from moaspec.evaluate.names import BEGIN, COSTS, CUT, END, PAGE, REPORT
 from moaspec.evaluate.prompts import read_prompts
@@ -257,6 +258,19 @@ def _put_out(
         (console.err if as_json else console.out).print(f"Report: {written}")
 
 
+def _put_out_apart(
+    facts: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
+) -> None:
+    """`_put_out` of costs or a cut; what Ctrl-C has ended early replaces no file."""
+    interrupted = facts["interrupted"]
+    held = interrupted and path is not None and path.exists()
+    _put_out(facts, show_it, None if held else path, as_json=as_json)
+    if interrupted:
+        kept = f" {path} stays as it was." if held else ""
+        console.err.print(f"Stopped: this was measured before.{kept}", style="yellow")
+        raise typer.Exit(130)
+
+
 def _write_page(directory: Path) -> Path | None:
     """The page, where there is a report to show; without matplotlib the rest still works."""
     from moaspec.evaluate.html import write_page
@@ -276,10 +290,10 @@ def _report_costs(
     from moaspec.cli.tables import show_costs
     from moaspec.evaluate.cost import measure_costs, num_measurements
 
-    with console.bar("measuring costs", num_measurements(methods[0].target, methods)) as advance:
+    with bar("measuring costs", num_measurements(methods[0].target, methods)) as advance:
         costs = measure_costs(methods, advance=advance)
     facts = {**costs.as_json(), "settings": settings}
-    _put_out(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
+    _put_out_apart(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
 
 
 def _measured_cut(
@@ -301,7 +315,7 @@ def _measured_cut(
     def right(prompt: Prompt, answer: Sequence[int]) -> bool | None:
         return is_right(prompt, tokenizer.decode(answer, skip_special_tokens=True))
 
-    with console.bar("measuring", len(prompts)) as advance:
+    with bar("measuring", len(prompts)) as advance:
         return measure_cut(
             methods,
             prompts,
@@ -317,7 +331,7 @@ def _report_cut(found: Cut, settings: dict[str, Any], out: Path | None, *, as_js
     from moaspec.cli.tables import show_cut
 
     facts = {**found.as_json(), "settings": settings}
-    _put_out(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
+    _put_out_apart(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
 
 
 def _names(text: str) -> list[str]:
@@ -338,7 +352,7 @@ def _measured(
     from moaspec.evaluate import measure
 
     total = (len(methods) + len(tau_only)) * sum(len(prompt.turns) for prompt in prompts)
-    with console.bar("measuring", total) as advance:
+    with bar("measuring", total) as advance:
         return measure(
             methods,
             prompts,

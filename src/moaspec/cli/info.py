@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from moaspec.cli import console, table
 from moaspec.cli.table import Table
 from moaspec.decode.bundled import bundled_drafters
 from moaspec.errors import UnknownModelError
 from moaspec.model.files import is_directory, read_config
+
+DIGEST = 16
+"""Characters of a hash on the terminal; enough to tell two apart."""
+LEAST_VALUE = 24
+"""Columns for values on the narrowest terminals."""
+_HASH = re.compile(r"[0-9a-f]{32,}")
 
 
 def info(
@@ -36,7 +44,30 @@ def info(
     if as_json:
         console.out.print(json.dumps(facts))
         return
-    table.show(Table(("", ""), list(_lines(facts)), str(directory)))
+    lines = list(_lines(facts))
+    shown = shortened(lines, console.out.width)
+    table.show(Table(("", ""), shown, str(directory)))
+    if shown != lines:
+        console.note("--json prints what was cut off here (…).", "dim")
+
+
+def shortened(lines: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
+    """Cut hashes to their start, and other values to the rest of a terminal's line.
+
+    Args:
+        lines: names and values.
+        width: columns of the terminal.
+    """
+    room = max(LEAST_VALUE, width - table.GAP - max(len(name) for name, _ in lines))
+    return [
+        (name, _cut(value, DIGEST if _HASH.fullmatch(value) else room)) for name, value in lines
+    ]
+
+
+def _cut(value: str, room: int) -> str:
+    text = Text(value)
+    text.truncate(room, overflow="ellipsis")
+    return text.plain
 
 
 def _lines(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

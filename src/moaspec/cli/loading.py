@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from moaspec.cli import console
@@ -76,10 +77,23 @@ def measure_once(target: Target, module: MoADrafter | Drafter | None) -> None:
     if not isinstance(module, MoADrafter):
         return
     with console.measuring() as advance:
-        why_not = first_use.measure_once(target, module, advance=advance)
+        exits, why_not = first_use.measure_once(target, module, advance=advance)
     if why_not is not None:
-        console.err.print(
-            f"This machine is not measured, because {why_not}. Only what is sure to pay is "
-            "drafted; `moaspec calibrate` measures the machine.",
-            style="dim",
+        tell_unmeasured(why_not, busy=exits[0].costs is not None)
+
+
+@cache
+def tell_unmeasured(why_not: str, *, busy: bool) -> None:
+    """One line, once per process.
+
+    Args:
+        why_not: why the machine is not measured now.
+        busy: whether it was measured before while other processes used the CPU.
+    """
+    said = f"This machine is not measured, because {why_not}. Only what is sure to pay is drafted"
+    if busy:
+        said = (
+            "This machine was measured while other processes used its CPU, and is not measured "
+            f"again, because {why_not}. What is drafted may pay less than it could"
         )
+    console.err.print(f"{said}; `moaspec calibrate` measures the machine.", style="dim")

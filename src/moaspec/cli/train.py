@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 
 from moaspec.cli import console
+from moaspec.cli.progress import bar_of
 from moaspec.data.report import ReadReport
 from moaspec.errors import InputError
 from moaspec.places import require_writable
@@ -80,18 +81,13 @@ def train(
         f"{len(examples)} examples, drafter of {size / 1e6:.1f}M parameters, "
         f"from step {trainer.step}"
     )
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=out) as bar:
-        task = bar.add_task("train", total=settings.steps, completed=trainer.step, state="")
+    with bar_of("step", TextColumn("{task.fields[state]}"), screen=out) as bar:
+        begun = trainer.step
+        task = bar.add_task("", total=settings.steps, completed=begun, before=begun, state="")
 
         def report(step: StepProgress) -> None:
             bar.update(task, completed=step.step, state=_line(step))
+            bar.tell(task)
             if step.held_out_accuracy:
                 bar.console.print(_measured(step))
 
@@ -119,7 +115,7 @@ def _write_recipe(name: Path | None) -> None:
 
 def _line(step: StepProgress) -> str:
     return (
-        f"loss {step.loss:.3f}  kl {step.kl:.3f}  accuracy {step.accuracy:.0%}  "
+        f"loss {step.loss:.2f} kl {step.kl:.2f} accuracy {step.accuracy:.0%} "
         f"{step.tokens_per_s:.0f} tokens/s"
     )
 

@@ -157,7 +157,10 @@ class ChatTemplate:
     ) -> Prepared:
         """The conversation as this template takes it; for arguments and errors see `ids`."""
         if not self.exists:
-            raise InputError(f"{self.name} has no chat template, so it cannot read messages.")
+            raise InputError(
+                f"{self.name} has no chat template, so it cannot read messages. Give it token "
+                "ids or plain prompts."
+            )
         self.check_variables(variables or {})
         with_tools = bool(tools) or any(
             one.get("tool_calls") or one["role"] == "tool" for one in messages

@@ -74,7 +74,9 @@ def short(value: Any) -> str:
 def _part_text(part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str):
-        raise MalformedError(f"parts other than text cannot be read, got {short(part)}.")
+        raise MalformedError(
+            f"parts other than text cannot be read, got {short(part)}. Leave such rows out."
+        )
     return text
 
 

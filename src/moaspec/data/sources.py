@@ -50,7 +50,10 @@ def require_sources(sources: Sequence[str]) -> None:
         if source.startswith(HUB):
             require_datasets()
         elif not Path(source).exists():
-            raise DataError(f"Cannot read the data {source}: there is no such file.")
+            raise DataError(
+                f"Cannot read the data {source}: there is no such file. "
+                "Check the path; a data set of the hub is hub:OWNER/NAME."
+            )
 
 
 def read_records(
@@ -208,6 +211,6 @@ def _checked(where: str, value: Any) -> dict[str, Any]:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: it holds half of a surrogate pair, which is no character."
+            f"{where}: it holds half of a surrogate pair, which is no character. Remove it."
         ) from error
     return value

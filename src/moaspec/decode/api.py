@@ -12,7 +12,7 @@ from moaspec.decode.assumed import sure_costs
 from moaspec.decode.baselines import baseline_drafting
 from moaspec.decode.bundled import bundled_drafters
 from moaspec.decode.engine import Engine
-from moaspec.decode.exits import chosen_exit, known_exits
+from moaspec.decode.exits import chosen_exit
 from moaspec.decode.first_use import measure_once
 from moaspec.decode.integers import as_token_ids
 from moaspec.decode.moa import MoADrafting, drafts_behind
@@ -180,8 +180,8 @@ def shaping_for(
     """
     if tree != "auto" or not isinstance(drafter, MoADrafter):
         return Shaping(tree, free_branches, num_target_layers=num_target_layers)
-    measure_once(target, drafter, num_target_layers=num_target_layers)
-    chosen = chosen_exit(known_exits(target, drafter, num_target_layers=num_target_layers))
+    exits, _ = measure_once(target, drafter, num_target_layers=num_target_layers)
+    chosen = chosen_exit(exits)
     layers = chosen.num_target_layers
     costs = chosen.costs or sure_costs(target, drafter, layers, chosen.prior)
     if costs is None:

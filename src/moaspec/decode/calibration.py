@@ -76,7 +76,9 @@ def calibrate(
 ) -> CostTable:
     """Measure target and drafter, and store the result for `tree="auto"`.
 
-    It takes some ten seconds for SmolLM2-135M on two cores. Nothing else should run meanwhile.
+    It takes some ten seconds for SmolLM2-135M on two cores. Nothing else should run meanwhile:
+    costs measured while other processes used the CPU are marked as `busy`, `tree="auto"` measures
+    them again when it finds the CPU free, and they replace no costs that are not.
 
     Args:
         target: in the dtype and on the device that it will be used with.
@@ -102,7 +104,9 @@ def calibrate(
     ]
     tables = _measured(target, draftings, QUICK_TURNS if quick else TURNS, advance, stopped)
     for n, costs in zip(numbers, tables, strict=True):
-        _store(costs, fingerprint(target, drafter, n))
+        before = stored_costs(target, drafter, num_target_layers=n)
+        if before is None or before.busy or not costs.busy:
+            _store(costs, fingerprint(target, drafter, n))
     return tables[0]
 
 
@@ -205,15 +209,18 @@ def _measured(
     benches = [Bench(target, drafting) for drafting in draftings] or [Bench(target, None)]
     common = _TargetParts(benches[0])
     drafts = [_DraftParts(bench) for bench in benches if bench.drafting is not None]
-    for turn in _numbered(turns):
+    crowded: list[bool] = []
+    for turn, left in _numbered(turns):
         if stopped():
             if turn <= WARM_UPS:
                 raise KeyboardInterrupt
             break
-        advance(f"all parts, for the {turn + 1}. time")
+        advance(f"all parts, for the {turn + 1}. time{left}")
         for part in chain(common.parts, *(one.parts for one in drafts)):
             part.time(counts=turn >= WARM_UPS)
-    costs = common.costs()
+        crowded.append(target.threads.crowded)
+    # Medians stand as long as fewer than half of the turns were disturbed.
+    costs = replace(common.costs(), busy=2 * sum(crowded) >= len(crowded))
     return [one.added_to(costs) for one in drafts] or [costs]
 
 
@@ -292,11 +299,17 @@ class _DraftParts:
         return replace(costs, draft_rest_s=self._rounds.rest_s(costs))
 
 
-def _numbered(turns: Turns) -> Iterator[int]:
+def _numbered(turns: Turns) -> Iterator[tuple[int, str]]:
+    """Each turn's number, and in words how long the rest takes by those before."""
     started = time.perf_counter()
-    for turn in range(WARM_UPS + turns.most):
-        if turn < WARM_UPS + turns.least or time.perf_counter() - started < turns.enough_s:
-            yield turn
+    yield 0, ""
+    for turn in range(1, WARM_UPS + turns.most):
+        elapsed = time.perf_counter() - started
+        if turn < WARM_UPS + turns.least or elapsed < turns.enough_s:
+            turn_s = elapsed / turn
+            whole_s = max((WARM_UPS + turns.least) * turn_s, turns.enough_s)
+            left_s = min(whole_s, (WARM_UPS + turns.most) * turn_s) - elapsed
+            yield turn, f", about {left_s:.0f} s left"
 
 
 def _one_level(width: int) -> Tree:

@@ -59,6 +59,7 @@ class CostTable:
         plain_rest_s: of a round without drafts, beyond its pass and head.
         draft_rest_s: of a round with drafts, beyond all of these parts.
         logits_s: of the LM head where a choice asks for all logits, by width; empty: as `head_s`.
+        busy: whether other processes used the CPU meanwhile, so that all of this is too long.
 
     Raises:
         InputError: lists that do not fit one another, or a number that is not a positive time.
@@ -75,6 +76,7 @@ class CostTable:
     plain_rest_s: float = 0.0
     draft_rest_s: float = 0.0
     logits_s: tuple[float, ...] = ()
+    busy: bool = False
 
     def __post_init__(self) -> None:
         fits = len(self.pass_s) == len(self.contexts) > 0 and len(self.step_s) == len(self.widths)

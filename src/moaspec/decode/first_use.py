@@ -12,6 +12,7 @@ from moaspec.decode import calibration
 from moaspec.decode.assumed import PASSES, num_weights
 from moaspec.decode.assumed import TOKENS as ASSUMED_TOKENS
 from moaspec.decode.bench import Bench
+from moaspec.decode.exits import Exit, known_exits
 from moaspec.model import MoADrafter
 from moaspec.places import cache_dir, why_not_writable
 from moaspec.target import Target
@@ -34,8 +35,8 @@ def measure_once(
     *,
     num_target_layers: int | None = None,
     advance: Callable[[str], None] = lambda _: None,
-) -> str | None:
-    """Measure and store what a round costs here, unless that was done before.
+) -> tuple[list[Exit], str | None]:
+    """Measure and store the costs of a round, unless that was done while the CPU was free.
 
     Args:
         target: see `calibrate`.
@@ -44,18 +45,19 @@ def measure_once(
         advance: see `calibrate`; called before the first measurement, too.
 
     Returns:
-        Why nothing was measured; None where costs are stored now.
+        See `known_exits`; and why nothing was measured, None where nothing is left to measure.
     """
     layers = num_target_layers
-    if calibration.stored_costs(target, drafter, num_target_layers=layers) is not None:
-        return None
+    exits = known_exits(target, drafter, num_target_layers=layers)
+    busy = any(one.costs is not None and one.costs.busy for one in exits)
+    if exits[0].costs is not None and not busy:
+        return exits, None
     why_not = _why_not(target)
-    if why_not is None:
-        advance("loading its parts")
-        calibration.calibrate(
-            target, drafter, num_target_layers=layers, quick=True, advance=advance
-        )
-    return why_not
+    if why_not is not None:
+        return exits, why_not
+    advance("loading its parts")
+    calibration.calibrate(target, drafter, num_target_layers=layers, quick=True, advance=advance)
+    return known_exits(target, drafter, num_target_layers=layers), None
 
 
 def _why_not(target: Target) -> str | None:
@@ -63,16 +65,16 @@ def _why_not(target: Target) -> str | None:
         return f"{SWITCH} is off"
     if num_weights(target) < FEWEST_WEIGHTS:
         return f"{target.name} is too small to gain by it"
-    if target.threads.limit < torch.get_num_threads():
+    if target.threads.crowded:
         return "other processes use the CPU"
     reason = why_not_writable(cache_dir())
     if reason is not None:
         return reason
-    seconds = _expected_s(target)
+    seconds = expected_s(target)
     return f"that takes about {seconds:.0f} s" if seconds > LONGEST_S else None
 
 
-def _expected_s(target: Target) -> float:
+def expected_s(target: Target) -> float:
     """Seconds that a quick calibration will take here, from the fastest of some passes."""
     if target.token_pass_s is None:
         target.token_pass_s = _token_pass_s(target)

@@ -107,17 +107,23 @@ class MemoryBound:
 
 @dataclass(frozen=True)
 class Costs:
-    """All that `measure_costs` found."""
+    """All that `measure_costs` found.
+
+    Attributes:
+        interrupted: whether Ctrl-C ended it before all was measured.
+    """
 
     widths: list[PassCost]
     rounds: list[RoundCost]
     bound: MemoryBound
+    interrupted: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         rounds = [{**asdict(one), "break_even": one.break_even} for one in self.rounds]
         widths = [asdict(one) for one in self.widths]
-        return {"widths": widths, "rounds": rounds, "bound": asdict(self.bound)}
+        facts = {"widths": widths, "rounds": rounds, "bound": asdict(self.bound)}
+        return {**facts, "interrupted": self.interrupted}
 
 
 def measure_costs(
@@ -137,23 +143,32 @@ def measure_costs(
         batches: rows, at the shortest context; None takes `BATCHES`.
         widths: tokens of a pass, one row, at the shortest context; None takes `WIDTHS`.
         advance: called after each measurement, for a progress display.
+
+    Raises:
+        KeyboardInterrupt: it came before anything was measured; later, the costs say so.
     """
     contexts, batches, widths = contexts or CONTEXTS, batches or BATCHES, widths or WIDTHS
     target = methods[0].target
     drafted = [method for method in methods if method.drafter is not None]
     short = min(contexts)
-    passes = []
-    for tokens in widths:
-        passes.append(PassCost(tokens, short, 1, pass_s(target, tokens, short, 1)))
-        advance()
     places = [(context, 1) for context in _fitting(target, contexts, drafted)]
     places += [(short, batch) for batch in batches if batch > 1]
+    passes: list[PassCost] = []
     rounds: list[RoundCost] = []
-    for context, batch in places:
-        plain_s = pass_s(target, 1, context, batch)
-        rounds += [_round_cost(method, context, batch, plain_s) for method in drafted]
-        advance()
-    return Costs(passes, rounds, _memory_bound(target, passes))
+    interrupted = False
+    try:
+        for tokens in widths:
+            passes.append(PassCost(tokens, short, 1, pass_s(target, tokens, short, 1)))
+            advance()
+        for context, batch in places:
+            plain_s = pass_s(target, 1, context, batch)
+            rounds += [_round_cost(method, context, batch, plain_s) for method in drafted]
+            advance()
+    except KeyboardInterrupt:
+        if not passes:
+            raise
+        interrupted = True
+    return Costs(passes, rounds, _memory_bound(target, passes), interrupted)
 
 
 def num_measurements(target: Target, methods: Sequence[Method]) -> int:

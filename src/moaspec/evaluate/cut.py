@@ -65,11 +65,13 @@ class Cut:
         after: tokens that the target generated before it was taken away.
         left_out: prompts that do not fit into the target's context, or whose answer ended before
             the cut.
+        interrupted: whether Ctrl-C came before all prompts were measured.
     """
 
     after: int
     texts: dict[str, list[CutText]]
     left_out: int = 0
+    interrupted: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, summed up by method."""
@@ -86,7 +88,8 @@ class Cut:
             }
             for name, texts in self.texts.items()
         }
-        return {"after": self.after, "left_out": self.left_out, "methods": methods}
+        counts = {"left_out": self.left_out, "interrupted": self.interrupted}
+        return {"after": self.after, **counts, "methods": methods}
 
 
 def check_cut(after: int, max_new_tokens: int) -> None:
@@ -126,35 +129,61 @@ def measure_cut(
 
     Raises:
         InputError: no method with a drafter, or nothing left after the cut of any prompt.
+        KeyboardInterrupt: it came before a prompt was measured; later, the result says so.
     """
     drafted = [method for method in methods if method.drafter is not None]
     if not drafted:
         raise InputError("--cut needs a method with a drafter, for example moa.")
     check_cut(after, max_new_tokens)
-    target, left_out = drafted[0].target, 0
+    left_out, interrupted = 0, False
     texts: dict[str, list[CutText]] = {name: [] for name in (OWN, *(m.name for m in drafted))}
-    for prompt in prompts:
-        prompt_ids = encode(prompt.turns[0])
-        own: list[int] = []
-        if len(prompt_ids) + max_new_tokens <= target.max_positions:
-            own = Method(OWN, target).decode([prompt_ids], max_new_tokens)[0].token_ids
-        begun, expected = own[:after], own[after:]
-        if expected:
-            seen, left = [*prompt_ids, *begun], max_new_tokens - after
-            alone = {one.name: continue_alone(one, seen, left) for one in drafted}
-            for name, text in {OWN: expected, **alone}.items():
-                judged = _judged(target, prompt, seen, text, expected)
-                right = is_right(prompt, [*begun, *text])
-                texts[name].append(replace(judged, right=right))
-        else:
-            left_out += 1
-        advance()
+    try:
+        for prompt in prompts:
+            found = _texts(
+                drafted, prompt, encode(prompt.turns[0]), (after, max_new_tokens), is_right
+            )
+            left_out += not found
+            for name, text in found.items():
+                texts[name].append(text)
+            advance()
+    except KeyboardInterrupt:
+        if not texts[OWN]:
+            raise
+        interrupted = True
     if left_out == len(prompts):
         raise InputError(
             f"No prompt fits, or no answer is longer than the {after} tokens before the cut; use "
             "other prompts or an earlier --cut."
         )
-    return Cut(after, texts, left_out)
+    return Cut(after, texts, left_out, interrupted)
+
+
+def _texts(
+    drafted: Sequence[Method],
+    prompt: Prompt,
+    prompt_ids: list[int],
+    lengths: tuple[int, int],
+    is_right: IsRight,
+) -> dict[str, CutText]:
+    """The continuations of one prompt, by method; none where it is left out.
+
+    `lengths`: tokens before the cut, and of the whole text.
+    """
+    target, (after, max_new_tokens) = drafted[0].target, lengths
+    if len(prompt_ids) + max_new_tokens > target.max_positions:
+        return {}
+    own = Method(OWN, target).decode([prompt_ids], max_new_tokens)[0].token_ids
+    begun, expected = own[:after], own[after:]
+    if not expected:
+        return {}
+    seen, left = [*prompt_ids, *begun], max_new_tokens - after
+    alone = {one.name: continue_alone(one, seen, left) for one in drafted}
+    return {
+        name: replace(
+            _judged(target, prompt, seen, text, expected), right=is_right(prompt, [*begun, *text])
+        )
+        for name, text in {OWN: expected, **alone}.items()
+    }
 
 
 def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:

@@ -153,7 +153,7 @@ def _compiled_for(name: str) -> Path:
     final = _library_file(flags, compiler)
     if final.exists():
         return final
-    log.info("Compiling kernels with %s, once: a quarter of a minute, more if busy.", compiler)
+    log.info("Compiling kernels with %s, once; it took 10 to 30 s on other machines.", compiler)
     make_private(final.parent)
     # Written beside and renamed, so that a process killed meanwhile, or a second one, does no harm.
     with NamedTemporaryFile(dir=final.parent, suffix=".so", delete=False) as made:

@@ -89,6 +89,11 @@ class ThreadLimiter:
             torch.set_num_threads(most)
 
     @property
+    def crowded(self) -> bool:
+        """Whether other processes use cores that PyTorch's threads need."""
+        return self.limit < torch.get_num_threads()
+
+    @property
     def limit(self) -> int:
         """The most threads that now have a core each."""
         if time.monotonic() >= self._due_s:

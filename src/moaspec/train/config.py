@@ -173,7 +173,7 @@ class TrainConfig:
         if self.longest_block < self.shortest_block:
             raise InputError(
                 f"longest_block ({self.longest_block}) is below shortest_block "
-                f"({self.shortest_block})."
+                f"({self.shortest_block}). Raise it, or lower the other."
             )
         layers = self.num_target_layers
         if not layers or min(layers) < 0 or len(set(layers)) < len(layers):
@@ -232,7 +232,9 @@ def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
             _override(values, item)
         return pydantic.TypeAdapter(TrainConfig).validate_python(_known(TrainConfig, values))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"Cannot read the training config {path}: {error}") from error
+        raise InputError(
+            f"Cannot read the training config {path}: {error}. moaspec train --init writes one."
+        ) from error
     except pydantic.ValidationError as error:
         problems = "; ".join(map(_problem, error.errors()))
         raise InputError(f"Training config {path}: {problems}.") from error
@@ -269,7 +271,7 @@ def _override(values: dict[str, Any], item: str) -> None:
     for name in path:
         values = values.setdefault(name, {})
         if not isinstance(values, dict):
-            raise InputError(f"{key}: {name} is a single value, nothing is inside it.")
+            raise InputError(f"{key}: {name} is a single value, nothing is inside it. Set {name}.")
     values[last] = yaml.safe_load(text)
 
 
@@ -299,10 +301,13 @@ def drafter_config(
     head_dim = target.head_dim
     lsa_heads = sizes.lsa_heads or identity.kv_size // head_dim
     if identity.kv_size % lsa_heads:
-        raise InputError(f"lsa_heads={lsa_heads} does not divide K={identity.kv_size}.")
+        raise InputError(
+            f"lsa_heads={lsa_heads} does not divide K={identity.kv_size}. Choose a divisor."
+        )
     if max(num_target_layers) > target.num_layers:
         raise InputError(
-            f"num_target_layers={num_target_layers}: the target has {target.num_layers} layers."
+            f"num_target_layers={num_target_layers}: the target has {target.num_layers} layers. "
+            "Ask for as many at most."
         )
 
     first_layer = target.layer_state(0)

@@ -58,7 +58,9 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise TrainingError(f"Cannot write {path}: {error.strerror}.") from error
+            raise TrainingError(
+                f"Cannot write {path}: {error.strerror}. Name another file."
+            ) from error
         try:
             self._begin()
         except BaseException:

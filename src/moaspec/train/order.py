@@ -57,7 +57,8 @@ class DataOrder:
     def __init__(self, examples: Sequence[Example], config: TrainConfig) -> None:
         if len(examples) <= config.held_out:
             raise InputError(
-                f"{len(examples)} examples are too few for held_out={config.held_out}."
+                f"{len(examples)} examples are too few for held_out={config.held_out}, which sets "
+                f"as many aside: give more data, or set held_out below {len(examples)}."
             )
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(config.seed))
         self.examples = [examples[i] for i in order.tolist()]

@@ -37,7 +37,7 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
             known = ", ".join(sorted(str(one) for one in LOGGER_TYPE_TO_CLASS))
             raise InputError(
                 f"The tracker {name!r} is not installed (pip install {name}) or not known to "
-                f"accelerate ({known})."
+                f"accelerate ({known}). Install it, or leave it out of trackers."
             )
     # Another run in this process may have had another precision, which accelerate remembers.
     AcceleratorState._reset_state()

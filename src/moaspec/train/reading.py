@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ def read_examples(
     stop_token_ids: Collection[int] = (),
     on_malformed: OnMalformed = refuse,
     report: ReadReport | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> list[Example]:
     """Read every source, cutting examples to `max_length` tokens.
 
@@ -38,6 +39,7 @@ def read_examples(
         stop_token_ids: ids that end a turn.
         on_malformed: called for each malformed row.
         report: counts columns, files and examples that are not used.
+        stopped: asked before each row whether those before have to do.
 
     Raises:
         DataError: a source is missing, or a row is malformed; the message names file and line.
@@ -48,6 +50,8 @@ def read_examples(
     previous = Conversation(where="")
     names = list(map(str, sources))
     for conversation in read_conversations(names, on_malformed, report):
+        if stopped():
+            break
         try:
             example = _example(conversation, template, stop_token_ids, report)
             _check_ids(example, vocab_size, conversation.where)
@@ -63,7 +67,7 @@ def read_examples(
     if not kept:
         raise DataError(
             f"No usable training examples in {', '.join(names)}: every source was empty or its "
-            "prompts too long."
+            "prompts too long. Give other data, or a larger max_length."
         )
     return kept
 
@@ -89,7 +93,10 @@ def _example(
 def _check_ids(example: Example, vocab_size: int, where: str) -> None:
     for token in example.token_ids:
         if not 0 <= token < vocab_size:
-            raise DataError(f"{where}: token id {token} is outside 0..{vocab_size - 1}.")
+            raise DataError(
+                f"{where}: token id {token} is outside 0..{vocab_size - 1}. "
+                "The row is another target's: name that one, or give text."
+            )
 
 
 def _follows(previous: Conversation, conversation: Conversation) -> bool:

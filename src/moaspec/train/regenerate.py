@@ -19,6 +19,8 @@ from moaspec.target import Target
 from moaspec.train.journal import Journal
 from moaspec.train.writing import Ask, Author, Row, Scribe
 
+REMEDY = "Mend or remove the row, or leave such rows out with --skip-malformed."
+
 
 def regenerate(scribe: Scribe, conversations: Sequence[Conversation], journal: Journal) -> None:
     """Write the responses of all conversations that the journal does not have yet.
@@ -72,7 +74,9 @@ def _asked(conversation: Conversation) -> Conversation:
         return conversation
     stop, _ = next(_turns(conversation.messages), (0, 0))
     if not stop:
-        raise DataError(f"{conversation.where}: there is nothing in it that the target can answer.")
+        raise DataError(
+            f"{conversation.where}: there is nothing in it that the target can answer. {REMEDY}"
+        )
     return dataclasses.replace(conversation, messages=conversation.messages[:stop])
 
 
@@ -80,13 +84,13 @@ def _require_room(target: Target, conversation: Conversation, ids: Sequence[int]
     if len(ids) >= target.max_positions:
         raise DataError(
             f"{conversation.where}: the prompt has {len(ids)} tokens, the target's context is "
-            f"{target.max_positions}."
+            f"{target.max_positions}. {REMEDY}"
         )
     outside = [token for token in ids if not 0 <= token < target.vocab_size]
     if outside or not ids:
         raise DataError(
             f"{conversation.where}: the prompt is empty or has ids outside "
-            f"0..{target.vocab_size - 1}: {outside[:3]}."
+            f"0..{target.vocab_size - 1}: {outside[:3]}. {REMEDY}"
         )
 
 

@@ -143,7 +143,9 @@ def _prefer_last(encoder: Encoder, num_layers: int) -> list[int]:
     layer = encoder.layer_self_attention
     query, key_value = layer.self_attn, layer.key_value
     if query.q_proj.bias is None or key_value.k_proj.bias is None:
-        raise InputError("warm_start needs biases in LSA's query and key projections.")
+        raise InputError(
+            "warm_start needs biases in LSA's query and key projections; set warm_start=false."
+        )
     num_heads = query.q_proj.out_features // query.head_dim
     num_kv_heads = key_value.k_proj.out_features // key_value.head_dim
     group = num_heads // num_kv_heads

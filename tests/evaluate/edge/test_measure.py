@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from bundles import save_bundle
 from moaspec.decode import load_drafter
 from moaspec.decode.result import Source
 from moaspec.errors import InputError
-from moaspec.evaluate.edge import MODES, Case, EdgeSettings
+from moaspec.evaluate.edge import MODES, Case, EdgeSettings, run_edge_bench
 from moaspec.evaluate.edge.bench import measured_row
 from moaspec.evaluate.edge.cutting import _Log, cut_and_return
 from moaspec.evaluate.edge.measure import measure_case, round_trip_s
@@ -63,6 +64,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_all_cases_write_the_same_text(bundle: Path) -> None:
     async def work(address: str, target: Target) -> None:
         device, transport = load_device(bundle, dtype="float32"), GrpcTransport(address)
@@ -93,6 +95,32 @@ def test_all_cases_write_the_same_text(bundle: Path) -> None:
     served(bundle, work)
 
 
+@pytest.mark.slow  # two processes of their own
+def test_cases_before_ctrl_c(bundle: Path) -> None:
+    given = EdgeSettings(
+        model=str(bundle.parent / "target"),
+        drafter=str(bundle.parent / "drafter"),
+        bundles={"moa": str(bundle)},
+        prompts=("w1 w2 w3",),
+        dtype="float32",
+        links=("none",),
+        max_new_tokens=4,
+        threads=1,
+    )
+
+    def advance(_: str, total: int) -> None:
+        begun.append(total)
+        if len(begun) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    begun: list[int] = []
+    found = run_edge_bench(given, advance)
+    assert found["interrupted"]
+    assert [row["name"] for row in found["links"]["none"]["rows"]] == ["plain"]
+    assert begun[0] == len(list(given.cases({"moa@0": 0.1})))
+
+
+@pytest.mark.slow
 def test_the_workers_answer(bundle: Path) -> None:
     async def work(address: str, target: Target) -> None:
         device = DeviceSide({"moa": load_device(bundle)}, address, ["w1 w2 w3"])
@@ -115,6 +143,7 @@ def test_the_workers_answer(bundle: Path) -> None:
     served(bundle, work)
 
 
+@pytest.mark.slow
 def test_a_cut_over_the_real_protocol(bundle: Path) -> None:
     async def work(address: str, target: Target) -> dict[str, Any]:
         faults = Faults()

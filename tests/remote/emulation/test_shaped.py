@@ -187,6 +187,7 @@ def test_faults_that_cannot_be() -> None:
 # Namespaces
 
 
+@pytest.mark.slow
 def test_a_link_between_namespaces(tmp_path: Path) -> None:
     import subprocess
     import sys

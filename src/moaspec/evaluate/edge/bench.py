@@ -132,7 +132,11 @@ class Worker:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - this Python, with settings of ours
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,  # a Ctrl-C is for the process that asks
         )
 
     def __enter__(self) -> Worker:
@@ -252,38 +256,68 @@ class Setup:
 
 
 def run_edge_bench(
-    settings: EdgeSettings, advance: Callable[[str], None] = lambda _: None
+    settings: EdgeSettings, advance: Callable[[str, int], None] = lambda *_: None
 ) -> dict[str, Any]:
     """Measure every case over every link.
 
     Args:
         settings: what.
-        advance: told of what comes next, for a progress display.
+        advance: told of what comes next, and of how many cases, for a progress display.
 
     Returns:
-        Plain values: settings, natural draft steps, and for each link its round trip and rows.
+        Plain values: settings, natural draft steps, for each link its round trip and rows, and
+        whether Ctrl-C ended it before all was measured.
 
     Raises:
         InputError: links cannot be emulated here.
         MoaSpecError: one of the processes ended.
+        KeyboardInterrupt: it came before the first case was measured.
     """
+    links: dict[str, Any] = {}
     with Setup(settings) as setup:
-        links = {name: _measure_link(setup, name, advance) for name in settings.links}
-        return {"settings": asdict(settings), "steps": setup.steps, "links": links}
+        interrupted = _measure_links(setup, links, advance)
+        facts = {"settings": asdict(settings), "steps": setup.steps, "links": links}
+        return {**facts, "interrupted": interrupted}
 
 
-def _measure_link(setup: Setup, name: str, advance: Callable[[str], None]) -> dict[str, Any]:
-    link = setup.shape(name)
-    rtt_s = setup.device.ask({"do": "ping"})["answer"]["rtt_s"]
-    pass_s = setup.server.ask({"do": "pass", "context": CONTEXT})["pass_s"]
-    rows: list[dict[str, Any]] = []
+def _measure_links(
+    setup: Setup, links: dict[str, Any], advance: Callable[[str, int], None]
+) -> bool:
+    """Fill `links`, case by case; True when Ctrl-C ended it."""
+    try:
+        for name in setup.settings.links:
+            links[name] = _begun(setup, name)
+            _measure_link(setup, name, links[name], advance)
+    except KeyboardInterrupt:
+        for name in [one for one, found in links.items() if not found["rows"]]:
+            del links[name]
+        if not links:
+            raise
+        return True
+    return False
+
+
+def _begun(setup: Setup, name: str) -> dict[str, Any]:
+    """A link without rows: its round trip, and a pass of the server."""
+    return {
+        "link": asdict(setup.shape(name)),
+        "rtt_s": setup.device.ask({"do": "ping"})["answer"]["rtt_s"],
+        "pass_s": setup.server.ask({"do": "pass", "context": CONTEXT})["pass_s"],
+        "rows": [],
+    }
+
+
+def _measure_link(
+    setup: Setup, name: str, found: dict[str, Any], advance: Callable[[str, int], None]
+) -> None:
     plain: dict[str, Any] | None = None
     cases = list(setup.settings.cases(setup.steps))
     if cases[0][1].mode != "plain":
         # Replay needs its text, and every prediction its pass.
         cases.insert(0, (1.0, replace(cases[0][1], mode="plain")))
+    of = {"link": link_named(name), "rtt_s": found["rtt_s"], "pass_s": found["pass_s"]}
     for speed, case in cases:
-        advance(f"{name}: {case.name}")
+        advance(f"{name}: {case.name}", len(cases) * len(setup.settings.links))
         before = setup.packets()
         job = {"do": "case", "case": asdict(case), "max_new_tokens": setup.settings.max_new_tokens}
         measured = setup.device.ask(job)["answer"]
@@ -294,10 +328,7 @@ def _measure_link(setup: Setup, name: str, advance: Callable[[str], None]) -> di
                 "bytes_down_per_token": down / max(1, measured["tokens"]),
             }
         plain = plain or measured
-        rows.append(
-            measured_row(case, speed, measured, plain, link=link, rtt_s=rtt_s, pass_s=pass_s)
-        )
-    return {"link": asdict(link), "rtt_s": rtt_s, "pass_s": pass_s, "rows": rows}
+        found["rows"].append(measured_row(case, speed, measured, plain, **of))
 
 
 def measured_row(

@@ -17,7 +17,7 @@ def run_cut_bench(
     *,
     after: int,
     alone: int,
-    advance: Callable[[str], None] = lambda _: None,
+    advance: Callable[[str, int], None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Cut every link in the middle of every prompt's text, and mend it.
 
@@ -25,11 +25,12 @@ def run_cut_bench(
         settings: links, prompts, and what is drafted with; N is the first of its list.
         after: verified tokens before the cut.
         alone: tokens that the device writes before the link is mended.
-        advance: told of what comes next, for a progress display.
+        advance: told of what comes next, and of how many links, for a progress display.
 
     Returns:
         Plain values: per link and prompt see `cut_and_return`, with the target's opinion of what
-        was written alone and whether the final text is that of plain decoding.
+        was written alone and whether the final text is that of plain decoding. And whether Ctrl-C
+        ended it early.
 
     Raises:
         InputError: a link that is not emulated, or a cut that the text does not reach.
@@ -43,18 +44,24 @@ def run_cut_bench(
         )
     with Setup(settings) as setup:
         plain = _plain(setup)
-        links = {}
-        for name in settings.links:
-            advance(f"{name}: cut")
-            setup.shape(name)
-            job = {"do": "cut", "case": _case(setup), "cut": _cut(settings, after, alone)}
-            links[name] = [
-                _judged(setup, prompt, one, text)
-                for one, prompt, text in zip(
-                    setup.cut(job), plain["prompts"], plain["texts"], strict=True
-                )
-            ]
-        return {"settings": asdict(settings), "links": links}
+        links: dict[str, Any] = {}
+        interrupted = False
+        try:
+            for name in settings.links:
+                advance(f"{name}: cut", len(settings.links))
+                setup.shape(name)
+                job = {"do": "cut", "case": _case(setup), "cut": _cut(settings, after, alone)}
+                links[name] = [
+                    _judged(setup, prompt, one, text)
+                    for one, prompt, text in zip(
+                        setup.cut(job), plain["prompts"], plain["texts"], strict=True
+                    )
+                ]
+        except KeyboardInterrupt:
+            if not links:
+                raise
+            interrupted = True
+        return {"settings": asdict(settings), "links": links, "interrupted": interrupted}
 
 
 def _case(setup: Setup) -> dict[str, Any]:

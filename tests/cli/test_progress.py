@@ -1,0 +1,89 @@
+"""How long long work still takes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.progress import Progress, TextColumn
+
+from moaspec.cli.progress import LongProgress, TimeLeft, bar, bar_of, duration, named_units
+from moaspec.cli.screen import Screen
+
+
+class Clock:
+    """A clock that tests set."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_the_first_unit_tells_how_long_the_rest_takes(clock: Clock) -> None:
+    left, shown = TimeLeft(), Progress(get_time=clock, console=Screen(file=io.StringIO()))
+    shown.add_task("", total=10, completed=4, before=4)
+    (task,) = shown.tasks
+    assert left.render(task).plain == "time unknown"
+    clock.now_s = 60.0
+    shown.advance(task.id)
+    assert left.render(task).plain == "5 min left"
+    clock.now_s = 90.0  # half of the next one; the pace is still that of the first
+    assert left.left_s(task) == pytest.approx(5 * 60 - 30)
+    clock.now_s = 1e6
+    assert left.left_s(task) == 0
+    shown.update(task.id, completed=10)
+    assert left.render(task).plain == ""
+
+
+@pytest.mark.parametrize(("unit_s", "lines"), [(4.0, ["1 of 5 done, about 16 s left."]), (2.0, [])])
+def test_without_a_terminal_a_line_tells_it(unit_s: float, lines: list[str], clock: Clock) -> None:
+    file = io.StringIO()
+    screen = Screen(file=file, force_terminal=False, soft_wrap=True)
+    shown = LongProgress(TimeLeft(), console=screen, get_time=clock)
+    task = shown.add_task("", total=5)
+    for unit in range(1, 6):
+        clock.now_s = unit * unit_s
+        shown.advance(task)
+        shown.tell(task)
+    assert file.getvalue().splitlines() == lines
+
+
+def test_units_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[float, float | None, str]] = []
+
+    def tell(shown: LongProgress, _: int) -> None:
+        (task,) = shown.tasks
+        told.append((task.completed, task.total, task.description))
+
+    monkeypatch.setattr(LongProgress, "tell", tell)
+    with bar("checking", 2) as advance:
+        advance()
+        advance()
+    with named_units() as begin:
+        begin("lan: plain", 3)
+        begin("lan: ahead", 3)
+    assert told == [(1, 2, ""), (2, 2, ""), (0, 3, "lan: plain"), (1, 3, "lan: ahead")]
+
+
+def test_durations_are_rough() -> None:
+    assert list(map(duration, (7.4, 99.0, 600.0, 7200.0))) == ["7 s", "99 s", "10 min", "2.0 h"]
+
+
+def test_a_bar_with_long_words_fits_80_columns() -> None:
+    file = io.StringIO()
+    screen = Screen(file=file, width=80)
+    state = TextColumn("{task.fields[state]}")
+    shown = bar_of("step", state, screen=screen)
+    words = "loss 1.23 kl 0.12 accuracy 55% 1234 tokens/s"
+    shown.add_task("", total=500, completed=100, before=100, state=words)
+    screen.print(shown.get_renderable())
+    (line,) = file.getvalue().splitlines()
+    assert words in line
+    assert "100/500" in line
+    assert line.rstrip().endswith("time unknown")
