@@ -30,10 +30,16 @@ def model() -> Any:
     return tiny.model("llama", vocab_size=len(TOKENS) + 7, eos_token_id=0)
 
 
-def write(path: Path, architecture: str = "llama") -> Path:
+def write_parts(path: Path) -> list[Path]:
+    """The same in two parts, as llama.cpp splits files."""
+    write(path, split_max_tensors=20)
+    return sorted(path.parent.glob(f"{path.stem}-*-of-00002.gguf"))
+
+
+def write(path: Path, architecture: str = "llama", **options: Any) -> Path:
     """A GGUF of `model()`, in float32."""
     made = model()
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, **options)
     _facts(writer, made.config)
     _tokens(writer)
     state = {name: tensor.numpy() for name, tensor in made.state_dict().items()}

@@ -143,6 +143,81 @@ HERMES = (
 """
     + ASK
 )
+QWEN3_CODER = (
+    """\
+{%- if tools %}{{ '<|im_start|>system\nTools:' }}
+{%- for t in tools %}{{ '\n<function>\n<name>' ~ t.function.name ~ '</name>' }}
+{%- for name, of in t.function.parameters.properties | items %}
+{{- '<parameter><name>' ~ name ~ '</name><type>' ~ (of.type | string) ~ '</type></parameter>' }}
+{%- endfor %}{{ '</function>' }}{% endfor %}
+{{- '\nWrite\n<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>' }}
+{{- '\n</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+{%- else %}
+{{- '<|im_start|>' + m.role + '\n' + m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '\n<tool_call>\n<function=' + c.function.name + '>\n' }}
+{%- for key, value in c.function.arguments | items %}
+{{- '<parameter=' + key + '>\n' + (value if value is string else value | tojson) }}
+{{- '\n</parameter>\n' }}
+{%- endfor %}
+{{- '</function>\n</tool_call>' }}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+"""
+    + ASK
+)
+GLM45 = """\
+{{- '[gMASK]<sop>' }}
+{%- if tools %}{{ '<|system|>\n<tools>' }}
+{%- for t in tools %}{{ '\n' ~ (t | tojson(ensure_ascii=False)) }}{% endfor %}
+{{- '\n</tools>\n<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n' }}
+{{- '</tool_call>' }}
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|observation|>\n<tool_response>\n' ~ m.content ~ '\n</tool_response>' }}
+{%- else %}
+{{- '<|' ~ m.role ~ '|>\n' ~ m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '\n<tool_call>' ~ c.function.name ~ '\n' }}
+{%- for key, value in c.function.arguments.items() %}
+{{- '<arg_key>' ~ key ~ '</arg_key>\n<arg_value>' }}
+{{- (value if value is string else value | tojson) ~ '</arg_value>\n' }}
+{%- endfor %}
+{{- '</tool_call>' }}
+{%- endfor %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+LLAMA4_PYTHON = """\
+{%- for m in messages %}
+{{- '<|header_start|>' ~ ('ipython' if m.role == 'tool' else m.role) ~ '<|header_end|>\n\n' }}
+{%- if tools and loop.first %}
+{{- 'Call functions as [func_name1(params_name1=params_value1), func_name2(params)].\n' }}
+{%- for t in tools %}{{ (t | tojson) ~ '\n' }}{% endfor %}
+{%- endif %}
+{%- if m.tool_calls %}
+{{- '[' }}
+{%- for c in m.tool_calls %}
+{{- c.function.name ~ '(' }}
+{%- for key, value in c.function.arguments | items %}
+{{- key ~ '=' ~ (value | tojson) ~ ('' if loop.last else ', ') }}
+{%- endfor %}
+{{- ')' ~ ('' if loop.last else ', ') }}
+{%- endfor %}
+{{- ']' }}
+{%- else %}{{ m.content | trim }}{% endif %}
+{{- '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|header_start|>assistant<|header_end|>\n\n' }}{% endif %}
+"""
 PHI4_MINI = """\
 {%- for m in messages %}
 {{- '<|' + m.role + '|>' + m.content }}
@@ -226,6 +301,9 @@ TOOL_TEMPLATES = {
     "qwen25": QWEN25,
     "qwen3": QWEN3,
     "hermes": HERMES,
+    "qwen3-coder": QWEN3_CODER,
+    "glm45": GLM45,
+    "llama4-python": LLAMA4_PYTHON,
     "phi4-mini": PHI4_MINI,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,

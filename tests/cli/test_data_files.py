@@ -111,10 +111,13 @@ USED: dict[str, tuple[str, bytes, int]] = {
     ),
     "openai weights": ("a.jsonl", lines({"messages": [Q, {**A, "weight": 0}, Q, A]}), 1),
     "token ids": ("a.jsonl", lines({"prompt_ids": [20], "response_ids": [30, 31]}), 1),
+    "a desired answer": ("a.jsonl", lines({**ROW, "label": True}), 1),
     "questions and answers": ("a.jsonl", lines({"question": "w20", "answer": "w30 w31"}), 1),
 }
 REFUSED: dict[str, tuple[str, bytes, str]] = {
-    "empty": ("a.jsonl", b"", "No usable training examples"),
+    "empty": ("a.jsonl", b"", r"No usable training examples in \S*a.jsonl"),
+    "an undesired answer": ("a.jsonl", lines({**ROW, "label": False}), "a.jsonl:1: 'label' is"),
+    "an Arrow file": ("a.arrow", b"ARROW1\0\0\xff\xff\n", "a.arrow:1: .*a binary file.*Parquet"),
     "an empty list": ("a.json", b"[]", "No usable training examples"),
     "cut off": ("a.jsonl", TWO.encode()[:-9], "a.jsonl:2: not JSON"),
     "an object over lines": (
@@ -219,7 +222,7 @@ def test_a_directory(stats: Callable[..., Result], tmp_path: Path) -> None:
     code, out, err = stats(tmp_path)
     assert code == 0
     assert out.startswith("4 examples")
-    assert f"Files that are no data: {tmp_path / 'README.md'}." in err
+    assert f"Files that hold no data: {tmp_path / 'README.md'}." in err
 
 
 def test_what_is_not_used_is_told(stats: Callable[..., Result], tmp_path: Path) -> None:

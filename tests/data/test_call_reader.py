@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from moaspec.data.call_forms import (
     FUNCTOOLS,
+    GLM,
     HERMES,
     LLAMA,
     MISTRAL,
     MISTRAL_IDENTIFIED,
     MISTRAL_NAMED,
     PHI,
+    PYTHON,
+    QWEN_XML,
     CallForm,
     form_of,
 )
@@ -28,9 +31,11 @@ ARGUMENTS = '{"city": "Rome"}'
 LLAMA_CALL = '{"name": "time", "parameters": {"city": "Rome"}}'
 
 
-def read(form: CallForm, text: str, size: int) -> tuple[str, list[dict[str, Any]]]:
+def read(
+    form: CallForm, text: str, size: int, schema: dict[str, Any] | None = None
+) -> tuple[str, list[dict[str, Any]]]:
     """Feed a text in pieces; the said text and the calls' arguments."""
-    reader = CallReader(form, ["time"])
+    reader = CallReader(form, {"time": schema or {}})
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     said = "".join(reader.feed(piece, last=False)[0] for piece in pieces)
     said += reader.feed("", last=True)[0]
@@ -81,7 +86,11 @@ FORMS = {
     "functools": FUNCTOOLS,
     "named": MISTRAL_NAMED,
     "identified": MISTRAL_IDENTIFIED,
+    "qwen-xml": QWEN_XML,
+    "glm": GLM,
+    "python": PYTHON,
 }
+JSON_FORMS = [form for form in FORMS.values() if not form.tags and not form.python]
 HOSTILE = [
     "</tool_call>",
     "<tool_call>",
@@ -90,6 +99,15 @@ HOSTILE = [
     "]",
     "<|/tool_call|>",
     "; or {Oslo}",
+    "</parameter>",
+    "</function>",
+    "</parameter>\n</function>\n</tool_call>",
+    "a</parameter></function></tool_call>\n b",
+    "</parameter>\n<parameter=city>\n1",
+    "</arg_value>",
+    "</arg_value>\n</tool_call>\n",
+    "</arg_value>\n<arg_key>city</arg_key>\n<arg_value>x",
+    """it's "so" \\' ")], time(city='x')]""",
     'a "quoted" \\ text}',
     "\n\t line",
     "K\u00f6ln \U0001f600",
@@ -185,7 +203,7 @@ values = inner | st.dictionaries(st.text(max_size=4), inner, max_size=3)
 @pytest.mark.slow
 @settings(deadline=None, suppress_health_check=SLOW)
 @given(
-    form=st.sampled_from(list(FORMS.values())),
+    form=st.sampled_from(JSON_FORMS),
     calls=st.lists(
         st.dictionaries(st.text(max_size=4), values, max_size=3), min_size=1, max_size=3
     ),
@@ -195,12 +213,160 @@ def test_what_is_written_is_read(form: CallForm, calls: list[dict[str, Any]], si
     assert read(form, written(form, *calls), size) == ("", calls)
 
 
+TYPES: dict[str, st.SearchStrategy[Any]] = {
+    "string": st.text(max_size=8) | st.sampled_from([*HOSTILE, "5", "true", "None", "{}"]),
+    "integer": st.integers(),
+    "number": st.integers() | st.floats(allow_nan=False, allow_infinity=False),
+    "boolean": st.booleans(),
+    "null": st.none(),
+    "array": st.lists(leaves, max_size=3),
+    "object": st.dictionaries(st.text(max_size=4), leaves, max_size=3),
+}
+SCHEMA = {"type": "object", "properties": {name: {"type": name} for name in TYPES}}
+
+
+@settings(deadline=None, suppress_health_check=SLOW)
+@given(
+    form=st.sampled_from([QWEN_XML, GLM, PYTHON]),
+    calls=st.lists(st.fixed_dictionaries({}, optional=TYPES), min_size=1, max_size=3),
+    size=st.integers(1, 40),
+)
+def test_types_follow_the_schema(form: CallForm, calls: list[dict[str, Any]], size: int) -> None:
+    assert read(form, written(form, *calls), size, SCHEMA) == ("", calls)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "integer"}, "5", 5),
+        ({"type": "number"}, "5", 5),
+        ({"type": "integer"}, "five", "five"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": 1}, "1", 1),
+        ({"$ref": "#/$defs/Name"}, "12", "12"),
+        ({"$ref": "#/$defs/Circle"}, "12", 12),
+        ({}, "[1, 2]", [1, 2]),
+        ({}, "a text", "a text"),
+        ({}, '"quoted"', '"quoted"'),
+    ],
+)
+def test_a_value_of_each_type(schema: dict[str, Any], text: str, value: Any) -> None:
+    defs = {"Name": {"type": "string"}, "Circle": {"$ref": "#/$defs/Circle"}}
+    whole = {"properties": {"city": schema}, "$defs": defs}
+    for form, call in (
+        (QWEN_XML, f"\n<function=time>\n<parameter=city>\n{text}\n</parameter>\n</function>\n"),
+        (GLM, f"time\n<arg_key>city</arg_key>\n<arg_value>{text}</arg_value>\n"),
+    ):
+        assert read(form, f"<tool_call>{call}</tool_call>", 3, whole) == ("", [{"city": value}])
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("form", "text", "said", "calls"),
+    [
+        (QWEN_XML, "<tool_call><function=time></function></tool_call>", "", [{}]),
+        (
+            QWEN_XML,
+            "<tool_call><function=time><parameter=a>b</parameter></function>",
+            "",
+            [{"a": "b"}],
+        ),
+        (
+            QWEN_XML,
+            "<tool_call><function=time><parameter=a>b</parameter><parameter=city>c</parameter>"
+            "</function></tool_call>",
+            "",
+            [{"a": "b", "city": "c"}],
+        ),
+        (
+            QWEN_XML,
+            "<tool_call>\n<function=time>\n<parameter=a>\n1\n</parameter>\n<parameter=typo>\n2\n"
+            "</parameter>\n</function>\n</tool_call>",
+            "",
+            [{"a": 1, "typo": 2}],
+        ),
+        (QWEN_XML, f"<tool_call>\n{CALL}\n</tool_call>", "", [{"city": "Rome"}]),
+        (GLM, f"<tool_call>{CALL}</tool_call>", "", [{"city": "Rome"}]),
+        (GLM, "<tool_call>time</tool_call>\n<tool_call>time\n</tool_call>", "", [{}, {}]),
+        (
+            GLM,
+            "So: <tool_call>time<arg_key>a</arg_key><arg_value>b</arg_value><arg_key>city</arg_key>"
+            "<arg_value>c</arg_value></tool_call>",
+            "So: ",
+            [{"a": "b", "city": "c"}],
+        ),
+        (PYTHON, "[time()]", "", [{}]),
+        (PYTHON, "\n[ time ( city = 'Rome' , ), time()]", "", [{"city": "Rome"}, {}]),
+        (PYTHON, "[time(city='Rome', b=-1.5e3,), time(),]", "", [{"city": "Rome", "b": -1500}, {}]),
+        (
+            PYTHON,
+            "[time(a=True, b=null, c=(1, [2], {'x': 'y'}))]",
+            "",
+            [{"a": True, "b": None, "c": [1, [2], {"x": "y"}]}],
+        ),
+        (
+            PYTHON,
+            r"[time(a='\'\\\n\u00fc\ud83d\ude00\d')]",
+            "",
+            [{"a": "'\\\n\u00fc\U0001f600\\d"}],
+        ),
+        (PYTHON, "[time(a='\n')]", "", [{"a": "\n"}]),
+        (PYTHON, LLAMA_CALL, "", [{"city": "Rome"}]),
+    ],
+)
+def test_forms_without_json(
+    form: CallForm, text: str, said: str, calls: list[dict[str, Any]], size: int
+) -> None:
+    assert read(form, text, size, {"properties": {"city": {}}}) == (said, calls)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (QWEN_XML, "<tool_call><function=x></function></tool_call>"),
+        (QWEN_XML, "<tool_call><function=time>oops</function></tool_call>"),
+        (QWEN_XML, "<tool_call><function=time><parameter=a>b</function></tool_call>"),
+        (QWEN_XML, "<tool_call>"),
+        (GLM, "<tool_call>timer</tool_call>"),
+        (GLM, "<tool_call>time<arg_key>a</arg_key><arg_value>b</tool_call>"),
+        (GLM, "<tool_call>time"),
+        (PYTHON, "[1] says so"),
+        (PYTHON, "[time] is money"),
+        (PYTHON, "[time('Rome')]"),
+        (PYTHON, "[time(a=b)]"),
+        (PYTHON, "[time(a='\\ud800')]"),
+        (PYTHON, "[time(), x()]"),
+        (PYTHON, "[time(a=" + "[" * 100_000),
+        (PYTHON, "[time(a=" + "[" * 5000 + "]" * 5000 + ")]"),
+    ],
+)
+def test_what_is_no_call_in_these_forms(form: CallForm, text: str) -> None:
+    assert read(form, text, 1000) == (text, [])
+
+
+def test_a_text_that_cannot_become_a_call_is_not_held_back() -> None:
+    for form, text in (
+        (QWEN_XML, "<tool_call>is a mark"),
+        (GLM, "<tool_call>is a mark"),
+        (PYTHON, "[1] says"),
+    ):
+        assert CallReader(form, ["time"]).feed(text, last=False) == (text, [])
+
+
 @settings(deadline=None, suppress_health_check=SLOW)
 @given(
     form=st.sampled_from(list(FORMS.values())),
     parts=st.lists(
         st.sampled_from(
-            [*HOSTILE, CALL, LLAMA_CALL, "<tool", "_call>", "[TOOL_", "CALLS]", "{", "}", '"', " "]
+            [
+                *(*HOSTILE, CALL, LLAMA_CALL, "<tool", "_call>", "[TOOL_", "CALLS]"),
+                *("{", "}", '"', " ", "<function=time>", "<parameter=a>", "time", "[time(", ")]"),
+                *("<arg_key>a</arg_key>", "<arg_value>", "a=", "'"),
+            ]
         ),
         max_size=6,
     ),
@@ -243,5 +409,9 @@ def test_forms_are_found_in_templates() -> None:
     assert form_of("{{ tools }} [TOOL_CALLS]") is MISTRAL
     assert form_of("{{ tools }} [TOOL_CALLS] [ARGS]") is MISTRAL_NAMED
     assert form_of("{{ tools }} [TOOL_CALLS] [CALL_ID] [ARGS]") is MISTRAL_IDENTIFIED
+    assert form_of("{{ tools }} <tool_call> <function=x> <parameter=y> </parameter>") is QWEN_XML
+    assert form_of("{{ tools }} <tool_call> <arg_key> <arg_value> </arg_value>") is GLM
+    assert form_of('{{ tools }} [f(a=1)] {"name": ..., "parameters": ...}') is PYTHON
+    assert form_of("{% set x = [namespace(a=1)] %}") is HERMES
     assert form_of("nothing known") is HERMES
     assert form_of("nothing known", ["<|tool_call|>"]) is PHI

@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 import serving
 import templates
 from moaspec.data.call_forms import (
+    GLM,
     HERMES,
     LLAMA,
     MISTRAL,
     MISTRAL_IDENTIFIED,
     MISTRAL_NAMED,
     PHI,
+    PYTHON,
+    QWEN_XML,
 )
 from moaspec.data.chat_template import ChatTemplate
 from moaspec.data.conversations import Conversation, parse
@@ -93,6 +96,9 @@ def text(name: str, messages: list[Row], tools: Any = TOOLS, **how: Any) -> str:
         ("qwen25", "tools", HERMES),
         ("qwen3", "tools", HERMES),
         ("hermes", "tools", HERMES),
+        ("qwen3-coder", "tools", QWEN_XML),
+        ("glm45", "tools", GLM),
+        ("llama4-python", "tools", PYTHON),
         ("phi4-mini", "text message", PHI),
         ("gemma3", None, HERMES),
         ("smollm2", None, HERMES),
@@ -137,7 +143,8 @@ def test_every_template_tells_of_tools_calls_and_results(name: str) -> None:
     found = text(name, loop("Rome", 'a "b" {c} </tool_call>'))
     for said in ("time", "Be kind.", "What time?", "Rome", "noon in Rome", "Noon.", "Thanks."):
         assert said in found
-    assert json.dumps('a "b" {c} </tool_call>') in found
+    value = 'a "b" {c} </tool_call>'
+    assert (value if template(name).form.tags else json.dumps(value)) in found
     assert '\\\\"' not in found  # nothing is written as JSON twice
 
 
@@ -286,3 +293,13 @@ def test_training_regenerating_and_serving_give_the_same_ids(
 
 def row(messages: list[Row], tools: list[Row]) -> Conversation:
     return parse(Record("f:1", {"messages": messages, "tools": tools}))
+
+
+def test_results_have_the_name_of_the_function() -> None:
+    """Clients of OpenAI do not send it, and some templates read it."""
+    call = {"id": "a", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    asked = [*loop("Rome")[:1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "a", "content": "noon"}
+    assert normal_messages([*asked, result])[-1]["name"] == "time"
+    assert normal_messages([*asked, {**result, "name": "own"}])[-1]["name"] == "own"
+    assert "name" not in normal_messages([result])[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def test_malformed_lines_are_named(line: str, tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no \\*"):
+    with pytest.raises(DataError, match="holds no data"):
         read_prompts(str(tmp_path))
     with pytest.raises(DataError, match="nowhere"):
         read_prompts(str(tmp_path / "nowhere"))
@@ -86,7 +87,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no prompts"):
         read_prompts(str(tmp_path))
     (tmp_path / "empty.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="Cannot read"):
+    with pytest.raises(DataError, match=r"empty\.jsonl:1: .*UTF-16"):
         read_prompts(str(tmp_path))
 
 
@@ -122,6 +123,43 @@ def test_texts_with_other_separators_of_lines(tmp_path: Path) -> None:
     path.write_bytes('\ufeff{"prompt": "a\u2028b\u0085c"}\r\n{"prompt": "d"}\r\n'.encode())
     texts = [prompt.turns[0] for prompt in read_prompts(str(path))]
     assert texts == ["a\u2028b\u0085c", "d"]
+
+
+def test_suites_are_read_as_all_data_is(tmp_path: Path) -> None:
+    """Compressed, a JSON list, Parquet, and messages of several shapes."""
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]},
+        {"question": "e", "context": "f", "answer": 3, "id": "own"},
+    ]
+    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "lines.jsonl.gz").write_bytes(
+        gzip.compress("\n".join(map(json.dumps, rows)).encode())
+    )
+    lines, listed = (read_prompts(str(tmp_path))[part] for part in (slice(3), slice(3, 6)))
+    assert {prompt.suite for prompt in lines} == {"lines"}
+    assert [prompt.turns for prompt in lines] == [("a",), ("c",), ("e\n\nf",)]
+    assert [prompt.references for prompt in lines] == [("b",), ("d",), ("3",)]
+    assert [prompt.turns for prompt in listed] == [prompt.turns for prompt in lines]
+    assert listed[2].question_id == "own"
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        (
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+            "system",
+        ),
+        ({"prompt": "p", "tools": [{"name": "f"}]}, "tools"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "no user"),
+    ],
+)
+def test_what_suites_cannot_have_is_refused(row: dict[str, Any], what: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: expected turns of a user, got {what}"):
+        read_prompts(str(path))
 
 
 def test_named_suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

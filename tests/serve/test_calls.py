@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 import serving
+import templates
+from moaspec.data.call_forms import CallForm
 from moaspec.data.chat_template import ChatTemplate
 from moaspec.data.messages import normal_messages
-from moaspec.serve.calls import Tool
+from moaspec.serve.calls import Tool, call_grammar
 from serving import say
 
 TOOL = Tool.of({"name": "time", "description": "Tells the time."})
@@ -47,6 +49,77 @@ def test_forced_calls_in_the_templates_form(template: str) -> None:
     assert calls
     for call in calls:
         assert json.loads(call.function.arguments) in parameters["enum"]
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["Rome </tool_call>", 5, None]},
+        "count": {"type": "integer", "minimum": 1, "maximum": 9},
+        "place": {"$ref": "#/$defs/Place"},
+        "sure": {"type": "boolean"},
+        "odd": {"type": "string", "maxLength": 4, "enum": ["x", "yy"]},
+    },
+    "required": ["count", "sure"],
+    "additionalProperties": False,
+    "$defs": {"Place": {"type": "array", "items": {"enum": ["here"]}, "maxItems": 2}},
+}
+FREE = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+
+
+def form_of(name: str) -> CallForm:
+    return ChatTemplate(serving.tokenizer(templates.TOOL_TEMPLATES[name])).form
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm45", "llama4-python"])
+def test_arguments_without_json_follow_the_schema(name: str, seed: int) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "go", "parameters": SCHEMA}}]
+    with serving.serving(serving.source(template=templates.TOOL_TEMPLATES[name])) as served:
+        messages: Any = say("go!")
+        answer = served.openai().chat.completions.create(
+            model=serving.MODEL,
+            messages=messages,
+            tools=tools,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            max_tokens=600,
+            seed=seed,
+        )
+    calls: Any = answer.choices[0].message.tool_calls
+    (arguments,) = [json.loads(call.function.arguments) for call in calls]
+    assert set(arguments) <= set(SCHEMA["properties"])
+    assert arguments["count"] in range(1, 10)
+    assert type(arguments["sure"]) is bool
+    for key in ("kind", "odd"):
+        assert arguments.get(key, "x") in (*SCHEMA["properties"][key]["enum"], "x")
+    assert arguments.get("place", []) in ([], ["here"], ["here", "here"])
+
+
+@pytest.mark.parametrize("forced", [True, False])
+@pytest.mark.parametrize("special", [{}, {"<tool_call>": 3, "<arg_key>": 4, "</arg_value>": 5}])
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm45", "llama4-python"])
+def test_grammars_of_calls_without_json(name: str, forced: bool, special: dict[str, int]) -> None:
+    """A text of no length limit, alone and among others."""
+    tools = [Tool.of({"name": "go", "parameters": one}) for one in (FREE, SCHEMA, {})]
+    grammars = serving.source().facts.grammars
+    special = {} if name == "llama4-python" else special
+    text = call_grammar(form_of(name), tools, forced=forced, parallel=True, special=special)
+    assert grammars.lark(text)
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "llama4-python"])
+def test_a_schema_that_does_not_name_the_arguments(name: str) -> None:
+    tools: Any = [
+        {"type": "function", "function": {"name": "go", "parameters": {"enum": [{"a": 1}]}}}
+    ]
+    asked = {"model": serving.MODEL, "messages": say("go!"), "tools": tools, "max_tokens": 5}
+    template = templates.TOOL_TEMPLATES[name]
+    with serving.serving(serving.source(template=template)) as served, served.http() as client:
+        forced = client.post("/v1/chat/completions", json=asked | {"tool_choice": "required"})
+        free = client.post("/v1/chat/completions", json=asked)
+    assert (forced.status_code, free.status_code) == (400, 200)
+    assert "'go' must be an object with `properties`" in forced.json()["error"]["message"]
 
 
 TOOLS_TEMPLATE = (

@@ -127,14 +127,28 @@ def test_a_family_that_is_not_supported(file: Path) -> None:
         moaspec.load_target(other)
 
 
-def test_several_files_and_parts(file: Path) -> None:
+def test_several_files(file: Path) -> None:
     shutil.copy(file, file.with_name("second.gguf"))
     with pytest.raises(UnknownModelError, match=r"tiny.gguf\); name one of them"):
         moaspec.load_target(file.parent)
-    for one in file.parent.iterdir():
-        one.rename(one.with_name(f"big-{one.stem == 'tiny':05}-of-00002.gguf"))
-    with pytest.raises(UnknownModelError, match="llama-gguf-split --merge"):
-        moaspec.load_target(file.parent)
+
+
+@pytest.mark.parametrize("named", ["first", "second", "directory"])
+def test_parts_of_a_split_file_are_joined(file: Path, cache: Path, named: str) -> None:
+    whole = moaspec.load_target(file, dtype="float32").model.state_dict()
+    file.unlink()
+    first, second = ggufs.write_parts(file.parent / "big.gguf")
+    path = {"first": first, "second": second, "directory": file.parent}[named]
+    target = moaspec.load_target(path, dtype="float32")
+    assert target.tokenizer is not None
+    assert target.tokenizer.chat_template
+    state = target.model.state_dict()
+    for name, value in whole.items():
+        assert_close(state[name], value, rtol=0, atol=0)
+    assert not list(cache.rglob("*.gguf"))
+    second.unlink()
+    with pytest.raises(UnknownModelError, match=r"1 of its parts .*big-00002-of-00002\.gguf"):
+        moaspec.load_target(first)
 
 
 def test_the_alias_takes_the_packaged_file(

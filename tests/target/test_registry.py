@@ -148,7 +148,6 @@ def test_weights_too_large_for_the_dtype(directory: Path) -> None:
         {"num_attention_heads": 0},
         {"num_attention_heads": "x"},
         {"hidden_size": 10**12},
-        {"rope_parameters": {"rope_type": "no such", "rope_theta": 1.0}},
         {"hidden_act": "no such"},
     ],
     ids=str,

@@ -31,7 +31,8 @@ def read_answer(
     said = [token for token in token_ids if token not in stop_token_ids]
     # Marks that are special tokens must be seen.
     text = tokenizer.decode(said, skip_special_tokens=not template.special_marks)
-    reader = CallReader(template.form, [tool["function"]["name"] for tool in tools])
+    functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    reader = CallReader(template.form, functions)
     content, calls = reader.feed(text, last=True)
     message: Message = {"role": "assistant", "content": content}
     if calls:

@@ -1,16 +1,20 @@
 """Parses tool calls in a model's text as the text grows.
 
-A call ends where its JSON ends. Marks that stand within its strings are part of them.
+A call ends where its JSON or Python ends. Marks that stand within its strings are part of them.
+Where a call ends between tags, see `tagged_calls`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moaspec.data.argument_types import Schema
 from moaspec.data.call_forms import CALL_ID, CallForm, new_call_id, short_call_id
+from moaspec.data.python_calls import PythonScanner
+from moaspec.data.tagged_calls import TaggedScanner
 
 BETWEEN = " \t\r\n;,"
 """What may stand between calls that follow one another."""
@@ -50,11 +54,20 @@ class JsonScanner:
         self._place = self._depth = 0
         self._in_string = self._escaped = False
 
-    def scan(self, text: str) -> None:
+    def scan(self, text: str, *, last: bool) -> None:  # noqa: ARG002
         """Go on where the last scan ended; `text` begins as it did then."""
+        self.broken = self.broken or text[:1] not in OPENINGS
         while self._place < len(text) and self.end is None and not self.broken:
             self._step(text[self._place])
             self._place += 1
+
+    def value(self, text: str) -> Any:
+        """The JSON up to the end.
+
+        Raises:
+            ValueError: it is none.
+        """
+        return json.loads(text, strict=False)
 
     def _step(self, character: str) -> None:
         if self._in_string:
@@ -71,21 +84,34 @@ class JsonScanner:
             self.end = self._place + 1 if self._depth == 0 else None
 
 
+Scanner = JsonScanner | TaggedScanner | PythonScanner
+
+
 class CallReader:
     """Splits a growing text into content and tool calls.
 
     Args:
         form: how calls are written.
-        names: of the functions that exist; calls of others are taken for text.
+        functions: that exist, by name, with the schemas of their arguments; or their names alone.
+            Calls of others are taken for text.
         parallel: whether there may be several calls; else those after the first are left out.
     """
 
-    def __init__(self, form: CallForm, names: Sequence[str], *, parallel: bool = True) -> None:
-        self._form, self._names, self._parallel = form, frozenset(names), parallel
+    def __init__(
+        self,
+        form: CallForm,
+        functions: Mapping[str, Schema] | Iterable[str],
+        *,
+        parallel: bool = True,
+    ) -> None:
+        self._form, self._parallel = form, parallel
+        self._functions: Mapping[str, Schema] = (
+            functions if isinstance(functions, Mapping) else {name: {} for name in functions}
+        )
         self._buffer = ""
         # Bare calls begin with the text, all others behind their trigger.
         self._read: Callable[[bool], str | None] = self._talk if form.trigger else self._begin_bare
-        self._scanner = JsonScanner()
+        self._scanner: Scanner = JsonScanner()
         self._mark = ""  # text before the JSON; it is content if there is no call
         self._block_open = False  # the mark that ends a call has not been read
         self._name, self._given_id = "", ""  # read before the arguments of a call
@@ -134,7 +160,19 @@ class CallReader:
     def _begin_call(self, mark: int) -> str:
         """Take a mark of `mark` characters, then expect a call."""
         self._mark, self._name = self._take(mark), ""
-        self._scanner, self._read = JsonScanner(), self._head if self._form.named else self._call
+        self._read = self._head if self._form.named else self._begin_scan
+        return ""
+
+    def _begin_scan(self, last: bool) -> str | None:
+        """Choose how to read a call by its first character: JSON stands for itself in any form."""
+        opening = self._buffer.lstrip()[:1]
+        if not opening and not last:
+            return None
+        self._scanner, self._read = JsonScanner(), self._call
+        if self._form.tags and opening not in OPENINGS:
+            self._scanner = TaggedScanner(self._form, self._functions)
+        elif self._form.python and opening == "[":
+            self._scanner = PythonScanner(self._functions)
         return ""
 
     def _head(self, last: bool) -> str | None:
@@ -143,10 +181,10 @@ class CallReader:
         if not mark and not last and self._may_name(head.lstrip()):
             return None
         name, _, given_id = head.lstrip().partition(CALL_ID)
-        if mark and name in self._names:
+        if mark and name in self._functions:
             self._name, self._given_id = name, given_id
             self._mark += self._take(len(head) + len(mark))
-        self._read = self._call
+        self._read = self._begin_scan
         return ""
 
     def _may_name(self, head: str) -> bool:
@@ -154,18 +192,14 @@ class CallReader:
         ends = (CALL_ID, self._form.named)
         return any(
             f"{name}{end}".startswith(head) or head.startswith(f"{name}{CALL_ID}")
-            for name in self._names
+            for name in self._functions
             for end in ends
         )
 
     def _call(self, last: bool) -> str | None:
-        """Read a call's JSON; text that proves to be no call is content."""
+        """Read a call; text that proves to be none is content."""
         start = len(self._buffer) - len(self._buffer.lstrip())
-        opening = self._buffer[start : start + 1]
-        if opening in OPENINGS:
-            self._scanner.scan(self._buffer[start:])
-        elif opening or last:
-            return self._no_call(0)
+        self._scanner.scan(self._buffer[start:], last=last)
         if self._scanner.end is None:
             if self._scanner.broken:
                 return self._no_call(0)
@@ -207,9 +241,9 @@ class CallReader:
         return ""
 
     def _parsed(self, text: str) -> list[Call]:
-        """The calls of a JSON text; none where something in it is no call."""
+        """The calls in a text; none where something in it is no call."""
         try:
-            value = json.loads(text, strict=False)
+            value = self._scanner.value(text)
         except (ValueError, RecursionError):
             return []
         if self._name:
@@ -222,7 +256,7 @@ class CallReader:
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = {"id": value.get("id"), **value["function"]}  # as in OpenAI's messages
         name = value.get("name") if isinstance(value, dict) else None
-        if not isinstance(name, str) or name not in self._names:
+        if not isinstance(name, str) or name not in self._functions:
             return None
         arguments = value.get("arguments", value.get("parameters"))
         arguments = {} if arguments is None else arguments

@@ -140,7 +140,7 @@ def decoded(where: str, line: bytes) -> str:
 
 
 def _refuse_other_encodings(path: Path, line: bytes) -> None:
-    if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line[:4]:
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line:
         raise DataError(
             f"{path}:1: not UTF-8 text: it looks like UTF-16 or a binary file. {ADVICE} "
             "UTF-16 is converted by iconv -f utf-16 -t utf-8."
@@ -153,10 +153,18 @@ def _hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
+def stem(path: Path) -> str:
+    """A file's name without suffixes of its content and its compression."""
+    return _unpacked(path).stem
+
+
 def _suffix(path: Path) -> str:
-    """The suffix of a file's content, without the suffix of its compression."""
-    packed = path.suffix.lower() in PACKED_SUFFIXES
-    return (Path(path.stem) if packed else path).suffix.lower()
+    return _unpacked(path).suffix.lower()
+
+
+def _unpacked(path: Path) -> Path:
+    """The path without the suffix of its compression."""
+    return path.with_suffix("") if path.suffix.lower() in PACKED_SUFFIXES else path
 
 
 def _start(path: Path) -> bytes:

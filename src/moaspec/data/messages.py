@@ -24,8 +24,8 @@ def normal_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
     """Messages in the normal form.
 
     Calls without an id get one, and a result without `tool_call_id` belongs to the first call that
-    has no result yet. The deprecated `function_call` and role `function` become `tool_calls` and
-    role `tool`.
+    has no result yet. Results get the `name` of the called function, which some templates read.
+    The deprecated `function_call` and role `function` become `tool_calls` and role `tool`.
 
     Raises:
         MalformedError: a message without role or text, or a call without name.
@@ -145,6 +145,7 @@ def parsed_arguments(arguments: Any) -> Any:
 
 def _with_ids(messages: Iterable[Message]) -> Iterable[Message]:
     waiting: list[str] = []
+    names: dict[str, str] = {}
     count = 0
     for message in messages:
         calls = []
@@ -152,10 +153,12 @@ def _with_ids(messages: Iterable[Message]) -> Iterable[Message]:
             calls.append({**call, "id": call["id"] or f"call{count:05d}"})
             count += 1
         waiting += [call["id"] for call in calls]
+        names |= {call["id"]: call["function"]["name"] for call in calls}
         if message["role"] == "tool":
             answered = message.get("tool_call_id") or (waiting[0] if waiting else None)
             if answered in waiting:
                 waiting.remove(answered)
-            yield message if answered is None else {**message, "tool_call_id": answered}
+            name = {"name": names[answered]} if answered in names else {}
+            yield message if answered is None else {**name, **message, "tool_call_id": answered}
         else:
             yield {**message, "tool_calls": calls} if calls else message

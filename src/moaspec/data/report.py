@@ -17,7 +17,7 @@ class ReadReport:
 
     Attributes:
         unused_columns: rows with text in a column that no shape reads, by its name.
-        skipped_files: files of a directory that are no data.
+        skipped_files: files of a directory that are no data, and files without rows.
         without_response: examples left out because no response is within the length.
         cut: examples that were cut to the length.
         turns_without_loss: assistant turns that the chat template rewrites, or of weight 0.
@@ -50,7 +50,7 @@ class ReadReport:
         columns = ", ".join(f"{name} ({n} rows)" for name, n in self.unused_columns.most_common())
         told = {
             f"Columns with text that are not used: {columns}.": bool(columns),
-            f"Files that are no data: {', '.join(self.skipped_files)}.": bool(self.skipped_files),
+            f"Files that hold no data: {', '.join(self.skipped_files)}.": bool(self.skipped_files),
             f"{self.without_response} examples left out: no response within the length.": (
                 self.without_response
             ),

@@ -94,6 +94,11 @@ def read_row(row: Row) -> Fields:
     media = row.first(MEDIA)
     if media is not None:
         raise MalformedError(f"{media!r} cannot be read, only text. Leave such rows out.")
+    if row.get("label") is False:
+        raise MalformedError(
+            "'label' is false: its answer is one that a model shall not give (KTO). Leave such "
+            "rows out."
+        )
     if row.get("prompt_ids") is not None:
         return _token_rows(row)
     fields = _conversation(row)

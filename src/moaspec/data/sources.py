@@ -65,7 +65,7 @@ def read_records(
         source: a file of JSON lines, a JSON list of objects, or Parquet; a directory of such files;
             or a data set of the hub, see `HUB`. Files may be compressed.
         on_malformed: called for each line or element other than a JSON object.
-        skipped: gets the names of other files in a directory.
+        skipped: gets the names of other files in a directory, and of files without rows.
 
     Raises:
         DataError: the source cannot be read; or an error of `on_malformed`.
@@ -75,7 +75,12 @@ def read_records(
             yield Record(f"{source}:{number}", _without_absent(row))
         return
     for path in data_files(Path(source), skipped):
-        yield from _file_records(path, on_malformed)
+        is_empty = True
+        for record in _file_records(path, on_malformed):
+            is_empty = False
+            yield record
+        if is_empty and skipped is not None:
+            skipped.append(str(path))
 
 
 def _file_records(path: Path, on_malformed: OnMalformed) -> Iterator[Record]:

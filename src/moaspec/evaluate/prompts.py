@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from moaspec.data.conversations import parse
+from moaspec.data.files import data_files, stem
+from moaspec.data.messages import Message
+from moaspec.data.sources import Record, read_records
 from moaspec.errors import DataError
 from moaspec.hub import HUB, hub_rows
 
 BUNDLED = "bundled"
 SUITES_VARIABLE = "MOASPEC_SUITES"
-MAX_SUITE = 1 << 28
-"""Characters of a suite."""
 HUB_ROWS = 10_000
 """At most so many rows of a data set of the hub are read; larger ones are training data."""
 
-QUESTIONS = ("turns", "prompt", "question", "instruction")
 ANSWERS = ("reference", "answer", "canonical_solution", "output")
+_WITHOUT_ANSWERS = dict.fromkeys(("answer", "output"))
+"""Right answers of any type, which are no messages of a conversation."""
 NUMBER = "(number of the line)"
 IDS = ("question_id", "task_id", "id", NUMBER)
 """Names of columns, those first that win."""
@@ -80,12 +82,12 @@ def read_prompts(
     """Read prompts.
 
     Args:
-        suite: "bundled", "paper" or "spec-bench" (looked for below `$MOASPEC_SUITES`), a JSONL
-            file, a directory whose `*.jsonl` files are suites, or `hub:owner/name`, see
-            `moaspec.hub.HUB`, by default its split "test". Each line or row is an object with
-            `turns`, a list of texts, or with `prompt` (or `question`, or `instruction` and
-            `input`), one text; `question_id`, `category` and `reference` (or `answer`) may stand
-            beside them.
+        suite: "bundled", "paper" or "spec-bench" (looked for below `$MOASPEC_SUITES`), a file of
+            any form that `moaspec.data` reads, a directory whose files are suites, or
+            `hub:owner/name`, see `moaspec.hub.HUB`, by default its split "test". Each row has
+            `turns`, a list of texts, or another shape of docs/data.md, of which the user's
+            messages are the turns; `question_id`, `category` and `reference` (or `answer`) may
+            stand beside them.
         limit: at most so many of each file, spread over its categories.
         max_turns: at most so many turns of each conversation.
 
@@ -108,15 +110,13 @@ def _files(suite: str) -> list[tuple[Path, str]]:
         return [(root / "bundled" / "prompts.jsonl", BUNDLED)]
     path = _named(suite) if suite in NAMED else Path(suite)
     if not path.is_dir():
-        return [(path, suite if suite in NAMED else path.stem)]
-    files = sorted(path.glob("*.jsonl"))
-    if not files:
-        raise DataError(f"The directory {path} holds no *.jsonl file.")
+        return [(path, suite if suite in NAMED else stem(path))]
+    files = data_files(path)
     wanted = NAMED[suite].files if suite in NAMED else ()
-    missing = sorted(set(wanted) - {file.stem for file in files})
+    missing = sorted(set(wanted) - set(map(stem, files)))
     if missing:
         raise DataError(f"The suite {suite!r} at {path} lacks {', '.join(missing)}.")
-    return [(file, file.stem) for file in files if not wanted or file.stem in wanted]
+    return [(file, stem(file)) for file in files if not wanted or stem(file) in wanted]
 
 
 def _named(suite: str) -> Path:
@@ -135,23 +135,15 @@ def _from_hub(source: str) -> list[Prompt]:
     """Prompts of a data set; the suite has its name, without owner, configuration and split."""
     suite = source.removeprefix(HUB).partition("@")[0].partition(":")[0].rpartition("/")[2]
     rows = islice(hub_rows(source, split="test"), HUB_ROWS)
-    prompts = [
-        _prompt(row, f"{source}:{number}", suite, number) for number, row in enumerate(rows, 1)
-    ]
+    records = (Record(f"{source}:{number}", row) for number, row in enumerate(rows, 1))
+    prompts = [_prompt(record, suite) for record in records]
     if not prompts:
         raise DataError(f"The data set {source} has no rows.")
     return prompts
 
 
 def _read_file(path: Path, suite: str, limit: int | None) -> list[Prompt]:
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read(MAX_SUITE + 1)
-        if len(text) > MAX_SUITE:
-            raise ValueError(f"more than {MAX_SUITE:,} characters")
-    except (OSError, ValueError) as error:
-        raise DataError(f"Cannot read the suite {path}: {error}") from error
-    prompts = list(_parsed(text, path, suite))
+    prompts = _unique(read_records(path), suite)
     if not prompts:
         raise DataError(f"The suite {path} has no prompts.")
     return _spread(prompts, limit)
@@ -169,61 +161,58 @@ def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[place] for place in sorted(place for _, place in sorted(rank)[:limit])]
 
 
-def _parsed(text: str, path: Path, suite: str) -> Iterator[Prompt]:
-    seen: set[str] = set()
-    # Not splitlines(): JSON texts may hold other separators of lines.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        prompt = _prompt(_row(line, where), where, suite, number)
-        if prompt.question_id in seen:
-            raise DataError(f"{where}: question_id {prompt.question_id} occurs twice.")
-        seen.add(prompt.question_id)
-        yield prompt
+def _unique(records: Iterable[Record], suite: str) -> list[Prompt]:
+    found: dict[str, Prompt] = {}
+    for record in records:
+        prompt = _prompt(record, suite)
+        if prompt.question_id in found:
+            raise DataError(f"{record.where}: question_id {prompt.question_id} occurs twice.")
+        found[prompt.question_id] = prompt
+    return list(found.values())
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is no character
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}).") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected an object with 'turns', got {type(row).__name__}.")
-    return row
-
-
-def _prompt(row: dict[str, Any], where: str, suite: str, number: int) -> Prompt:
-    turns = _first(row, QUESTIONS)
-    turns = turns if isinstance(turns, list) else [turns]
-    if "turns" in row and not isinstance(row["turns"], list):
-        turns = []
-    if not turns or not all(map(_is_text, turns)):
-        raise DataError(
-            f"{where}: expected 'turns', a list of texts that are not empty, or 'prompt', a text."
-        )
-    if "instruction" in row and row.get("input"):
-        turns = [f"{turns[0]}\n\n{row['input']}"]
+def _prompt(record: Record, suite: str) -> Prompt:
+    row, number = record.value, record.where.rpartition(":")[2]
+    messages = _messages(record)
+    turns = tuple(one["content"] for one in messages if one["role"] == "user")
     references = _first(row, ANSWERS)
     if references is None:
-        references = []
+        references = [one["content"] for one in messages if one["role"] == "assistant"]
     return Prompt(
         suite,
         str(_first({**row, NUMBER: number}, IDS)),
-        tuple(turns),
+        turns,
         str(row.get("category") or ""),
         tuple(map(str, references if isinstance(references, list) else [references])),
     )
 
 
+def _messages(record: Record) -> tuple[Message, ...]:
+    """A conversation of a user and an assistant."""
+    row = record.value
+    if isinstance(row.get("prompt"), list) and all(isinstance(one, str) for one in row["prompt"]):
+        record = Record(record.where, {"turns": row["prompt"]})
+    try:
+        conversation = parse(Record(record.where, {**record.value, **_WITHOUT_ANSWERS}))
+    except DataError as error:
+        cause = str(error).removeprefix(f"{record.where}: ")
+        raise DataError(
+            f"{record.where}: expected 'turns', a list of texts that are not empty, or 'prompt', a "
+            f"text: {cause}"
+        ) from error
+    roles = [one["role"] for one in conversation.messages]
+    other = sorted(set(roles) - {"user", "assistant"})
+    if other or conversation.tools or "user" not in roles:
+        what = ", ".join([*other, *(["tools"] if conversation.tools else [])]) or "no user"
+        raise DataError(
+            f"{record.where}: expected turns of a user, got {what}. Suites have nothing else."
+        )
+    return conversation.messages
+
+
 def _first(row: dict[str, Any], names: tuple[str, ...]) -> Any:
     """The first of these columns that a row has."""
     return next((row[name] for name in names if name in row), None)
-
-
-def _is_text(turn: object) -> bool:
-    return isinstance(turn, str) and bool(turn.strip())
 
 
 def _shortened(prompt: Prompt, max_turns: int | None) -> Prompt:

@@ -16,6 +16,7 @@ from moaspec.serve.chat_schema import (
     ChatCompletion,
     ChatRequest,
     FunctionCall,
+    FunctionName,
     NamedChoice,
     ToolCall,
 )
@@ -24,9 +25,10 @@ from moaspec.serve.desk import Desk, Order, created_now, fresh_id
 from moaspec.serve.failures import RequestError
 from moaspec.serve.forms import ANY_OBJECT, Form
 from moaspec.serve.runs import EventStream, Run, unless_left
-from moaspec.serve.schema import JSONSchemaFormat, ObjectFormat
+from moaspec.serve.schema import FinishReason, JSONSchemaFormat, ObjectFormat
 from moaspec.serve.source import Job, SourceFacts
 from moaspec.serve.text import Piece
+from moaspec.serve.unsupported import refuse_unsupported
 
 
 def router(desk: Desk) -> APIRouter:
@@ -37,6 +39,7 @@ def router(desk: Desk) -> APIRouter:
     async def create_chat_completion(asked: ChatRequest, request: Request) -> Any:
         """Answer a conversation."""
         desk.check_model(asked.model)
+        refuse_unsupported(asked)
         form = _form(asked)
         jobs = await desk.preparation.run(request, lambda: _jobs(desk, asked, request, form))
         run = desk.run(jobs, "chat")
@@ -55,11 +58,30 @@ def _form(asked: ChatRequest) -> Form:
         schema = ANY_OBJECT
     if isinstance(wanted, JSONSchemaFormat):
         schema = wanted.json_schema.schema_
+    if asked.older:
+        return _older_form(asked, schema)
     choice = asked.tool_choice
     return Form(
         tools=[one.tool() for one in asked.tools or ()],
         choice=choice.function.name if isinstance(choice, NamedChoice) else choice,
         parallel=asked.parallel_tool_calls,
+        schema=schema,
+    )
+
+
+def _older_form(asked: ChatRequest, schema: dict[str, Any] | None) -> Form:
+    """`functions` and `function_call`: one call an answer."""
+    if asked.tools is not None or asked.tool_choice is not None:
+        raise RequestError(
+            "functions and function_call are the older names of tools and tool_choice. Set those "
+            "of one kind.",
+            param="functions" if asked.functions is not None else "function_call",
+        )
+    choice = asked.function_call
+    return Form(
+        tools=[one.tool() for one in asked.functions or ()],
+        choice=choice.name if isinstance(choice, FunctionName) else choice,
+        parallel=False,
         schema=schema,
     )
 
@@ -77,7 +99,7 @@ def _jobs(desk: Desk, asked: ChatRequest, request: Request, form: Form) -> list[
     prompt = desk.prompt(
         asked.conversation(),
         tools,
-        asked.chat_template_kwargs,
+        desk.variables(asked.chat_template_kwargs, asked.reasoning_effort),
         add_generation_prompt=asked.add_generation_prompt is not False,
         continue_final_message=bool(asked.continue_final_message),
     )
@@ -135,13 +157,15 @@ class _Answer:
             if delta.matters(logprobs=bool(self._asked.logprobs)):
                 yield self._delta_chunk(index, delta)
             if delta.finish_reason is not None:
-                yield self._chunk(index, {}, delta.finish_reason)
+                yield self._chunk(index, {}, self._finish(delta.finish_reason))
         if self._asked.stream_options and self._asked.stream_options.include_usage:
             yield {**self._base(), "choices": [], "usage": self._usage().model_dump()}
 
     def _delta_chunk(self, index: int, delta: Delta) -> dict[str, Any]:
         said: dict[str, Any] = {"content": delta.text} if delta.text else {}
-        if delta.calls:
+        if delta.calls and self._asked.older:
+            said["function_call"] = _tool_call(delta.calls[0][1]).function.model_dump()
+        elif delta.calls:
             said["tool_calls"] = [
                 {"index": i, **_tool_call(call).model_dump()} for i, call in delta.calls
             ]
@@ -152,20 +176,28 @@ class _Answer:
             chunk["moaspec"] = delta.moaspec
         return chunk
 
-    def _chunk(self, index: int, said: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    def _chunk(
+        self, index: int, said: dict[str, Any], finish: FinishReason | None = None
+    ) -> dict[str, Any]:
         choice = {"index": index, "delta": said, "logprobs": None, "finish_reason": finish}
         return {**self._base(), "choices": [choice]}
 
     def _choice(self, choice: Choice) -> ChatChoice:
         calls = [_tool_call(call) for call in choice.calls]
+        older = calls[0].function if calls and self._asked.older else None
         return ChatChoice(
             index=choice.index,
             message=AnswerMessage(
-                content=choice.text if choice.text or not calls else None, tool_calls=calls or None
+                content=choice.text if choice.text or not calls else None,
+                tool_calls=None if older else calls or None,
+                function_call=older,
             ),
             logprobs=logprobs_of(self._facts, choice.pieces) if self._asked.logprobs else None,
-            finish_reason=choice.finish_reason,
+            finish_reason=self._finish(choice.finish_reason),
         )
+
+    def _finish(self, reason: FinishReason | None) -> FinishReason | None:
+        return "function_call" if reason == "tool_calls" and self._asked.older else reason
 
     def _base(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"}

@@ -16,8 +16,10 @@ from pydantic import (
 from moaspec import limits
 from moaspec.serve.calls import Tool
 from moaspec.serve.schema import (
+    FinishReason,
     Given,
     JsonObject,
+    ReasoningEffort,
     ResponseFormat,
     Sampling,
     StreamOptions,
@@ -76,6 +78,10 @@ class AssistantMessage(Given):
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: FunctionCall | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_CALLS)] | None = None
 
 
@@ -87,8 +93,17 @@ class ToolMessage(Given):
     tool_call_id: str
 
 
+class FunctionMessage(Given):
+    """The same in OpenAI's older form."""
+
+    role: Literal["function"]
+    content: Content | None = None
+    name: ToolName
+
+
 ChatMessage = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
+    Field(discriminator="role"),
 ]
 
 
@@ -102,6 +117,10 @@ class Function(Given):
     parameters: JsonObject | None = None
     strict: bool | None = None
 
+    def tool(self) -> Tool:
+        """As the rest of the server knows it."""
+        return Tool.of(self.model_dump(exclude_none=True))
+
 
 class FunctionTool(Given):
     """A tool; only functions are known."""
@@ -111,7 +130,7 @@ class FunctionTool(Given):
 
     def tool(self) -> Tool:
         """As the rest of the server knows it."""
-        return Tool.of(self.function.model_dump(exclude_none=True))
+        return self.function.tool()
 
 
 class FunctionName(Given):
@@ -140,6 +159,9 @@ class ChatRequest(Sampling):
     tools: Annotated[list[FunctionTool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], Field(max_length=limits.MAX_TOOLS)] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+    reasoning_effort: ReasoningEffort | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: Variables | None = None
     add_generation_prompt: bool | None = None
@@ -150,9 +172,23 @@ class ChatRequest(Sampling):
         """Whether the answer is a new turn, not the rest of the prompt's text."""
         return self.add_generation_prompt is not False and not self.continue_final_message
 
+    @property
+    def older(self) -> bool:
+        """Whether functions are described and called in OpenAI's older form."""
+        return self.functions is not None or self.function_call is not None
+
     def conversation(self) -> list[dict[str, Any]]:
         """Messages in OpenAI's form."""
-        return [{"content": "", **one.model_dump(exclude_none=True)} for one in self.messages]
+        return [_message(one) for one in self.messages]
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    """A message, with other servers' names of its fields replaced."""
+    said = {"content": "", **message.model_dump(exclude_none=True)}
+    refusal, reasoning = said.pop("refusal", None), said.pop("reasoning", None)
+    if refusal and not said["content"]:
+        said["content"] = refusal
+    return said if reasoning is None else {"reasoning_content": reasoning, **said}
 
 
 class AnswerMessage(BaseModel):
@@ -162,6 +198,7 @@ class AnswerMessage(BaseModel):
     content: str | None = None
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None
 
     @model_serializer(mode="wrap")
     def _with_content(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -175,7 +212,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: dict[str, Any] | None = None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    finish_reason: FinishReason | None = None
 
 
 class ChatCompletion(BaseModel):

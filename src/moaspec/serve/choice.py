@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from moaspec.data.call_reader import Call, CallReader
 from moaspec.serve.desk import Desk
@@ -12,6 +12,7 @@ from moaspec.serve.extension import Reporter
 from moaspec.serve.schema import (
     CompletionDetails,
     Extension,
+    FinishReason,
     PromptDetails,
     Speculation,
     Usage,
@@ -19,8 +20,6 @@ from moaspec.serve.schema import (
 from moaspec.serve.source import Job, SourceFacts, Update
 from moaspec.serve.tally import Tally
 from moaspec.serve.text import Piece, TextWriter
-
-FinishReason = Literal["stop", "length", "tool_calls"]
 
 LEAST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON does not have; the same as OpenAI's."""
@@ -34,7 +33,7 @@ class Delta:
         pieces: tokens, with their text.
         text: what is said, without calls.
         calls: number and call of those that are complete.
-        finish_reason: "stop", "length" or "tool_calls", at the end.
+        finish_reason: at the end; never "function_call", which is the older word for "tool_calls".
         moaspec: the extension's object.
     """
 

@@ -23,6 +23,7 @@ from moaspec.serve.runs import EventStream, Run, unless_left
 from moaspec.serve.schema import Completion, CompletionChoice, CompletionRequest
 from moaspec.serve.source import SourceFacts
 from moaspec.serve.text import Piece
+from moaspec.serve.unsupported import refuse_unsupported
 
 DEFAULT_TOKENS = 16
 """As OpenAI's."""
@@ -36,6 +37,7 @@ def router(desk: Desk) -> APIRouter:
     async def create_completion(asked: CompletionRequest, request: Request) -> Any:
         """Continue texts."""
         desk.check_model(asked.model)
+        refuse_unsupported(asked)
         _check(asked)
         prompts = await desk.preparation.run(request, lambda: _prompts(desk, asked))
         order = Order(
@@ -133,7 +135,7 @@ class _Answer:
         logprobs = None
         if self._asked.logprobs is not None:
             logprobs = logprobs_of(self._facts, choice.pieces, 0)
-        assert choice.finish_reason != "tool_calls", "there are no tools here"
+        assert choice.finish_reason in (None, "stop", "length"), "there are no tools here"
         return CompletionChoice(
             index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish_reason
         )

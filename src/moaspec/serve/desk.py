@@ -97,6 +97,28 @@ class Desk:
                 status=404,
             )
 
+    def variables(
+        self, given: Mapping[str, Any] | None, reasoning_effort: str | None
+    ) -> dict[str, Any]:
+        """Variables of the chat template.
+
+        Args:
+            given: from the client.
+            reasoning_effort: OpenAI's, which some templates read.
+
+        Raises:
+            RequestError: this template does not.
+        """
+        if reasoning_effort is None:
+            return dict(given or {})
+        if "reasoning_effort" not in self.template.source:
+            raise RequestError(
+                f"The chat template of {self.facts.name} knows no reasoning_effort. Leave it out, "
+                "or set the template's own variables in chat_template_kwargs.",
+                param="reasoning_effort",
+            )
+        return {"reasoning_effort": reasoning_effort, **(given or {})}
+
     def prompt(
         self,
         messages: Sequence[Message],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moaspec.data.call_reader import CallReader
-from moaspec.serve.calls import Tool, call_grammar
+from moaspec.serve.calls import Tool, call_grammar, lists_arguments
 from moaspec.serve.desk import Desk
 from moaspec.serve.failures import RequestError
 
@@ -56,9 +56,13 @@ class Form:
         if forced and not tools:
             raise RequestError("tool_choice needs tools.", param="tool_choice")
         grammars = desk.facts.grammars
-        if tools and (forced or (desk.template.form.trigger and self.schema is None)):
+        form = desk.template.form
+        guided = form.trigger and self.schema is None
+        if form.tags:
+            guided = guided and all(map(lists_arguments, tools))
+        if tools and (forced or guided):
             text = call_grammar(
-                desk.template.form,
+                form,
                 tools,
                 forced=forced,
                 parallel=self.allows_parallel(desk),
@@ -69,10 +73,10 @@ class Form:
 
     def reader(self, desk: Desk) -> CallReader | None:
         """Reads calls out of one text."""
-        names = [tool.name for tool in self.callable_tools]
-        if not names:
+        functions = {tool.name: tool.parameters for tool in self.callable_tools}
+        if not functions:
             return None
-        return CallReader(desk.template.form, names, parallel=self.allows_parallel(desk))
+        return CallReader(desk.template.form, functions, parallel=self.allows_parallel(desk))
 
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}

@@ -32,6 +32,7 @@ from moaspec.serve.responses_schema import (
 from moaspec.serve.runs import EventStream, Run, unless_left
 from moaspec.serve.schema import ObjectFormat
 from moaspec.serve.source import Job
+from moaspec.serve.unsupported import refuse_unsupported
 
 Messages = list[dict[str, Any]]
 
@@ -87,6 +88,7 @@ def router(desk: Desk) -> APIRouter:
     async def create_response(asked: ResponseRequest, request: Request) -> Any:
         """Answer a conversation."""
         desk.check_model(asked.model)
+        refuse_unsupported(asked)
         form, tenant = _form(asked), request.state.tenant
         messages = _conversation(asked, archive, tenant)
         jobs = await desk.preparation.run(
@@ -149,7 +151,8 @@ def _jobs(
         messages = [{"role": "system", "content": asked.instructions}, *messages]
     tools = () if form.choice == "none" else form.tools
     limit = asked.max_output_tokens
-    prompt = desk.prompt(messages, tools, asked.chat_template_kwargs)
+    effort = asked.reasoning.effort if asked.reasoning else None
+    prompt = desk.prompt(messages, tools, desk.variables(asked.chat_template_kwargs, effort))
     order = Order(
         max_tokens=desk.settings.default_max_tokens if limit is None else limit,
         grammar=form.grammar(desk),

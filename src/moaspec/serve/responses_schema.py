@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from moaspec import limits
 from moaspec.serve.calls import Tool
@@ -14,6 +14,7 @@ from moaspec.serve.schema import (
     JsonObject,
     Name,
     ObjectFormat,
+    ReasoningEffort,
     Sampling,
     TextFormat,
     Variables,
@@ -88,13 +89,31 @@ class ResponseSchemaFormat(Given):
     strict: bool | None = None
 
 
+class Reasoning(Given):
+    """How much the model thinks, where its chat template can be told."""
+
+    effort: ReasoningEffort | None = None
+
+
 class ResponseText(Given):
     """The form of the text."""
+
+    verbosity: Literal["medium"] | None = None
 
     format: (
         Annotated[TextFormat | ObjectFormat | ResponseSchemaFormat, Field(discriminator="type")]
         | None
     ) = None
+
+
+def _can_be_included(name: str) -> str:
+    if name == "message.output_text.logprobs":
+        raise ValueError("responses have no logprobs here")
+    return name
+
+
+Included = Annotated[str, AfterValidator(_can_be_included)]
+"""Whatever else a response may include comes from tools of OpenAI's own, which are not here."""
 
 
 class ResponseRequest(Sampling):
@@ -106,6 +125,8 @@ class ResponseRequest(Sampling):
     previous_response_id: str | None = None
     store: bool | None = None
     text: ResponseText | None = None
+    include: list[Included] | None = None
+    reasoning: Reasoning | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None

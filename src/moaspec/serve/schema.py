@@ -1,7 +1,7 @@
 """What all endpoints take and give, as pydantic models.
 
 Fields of OpenAI's API that change nothing here (`user`, `metadata`, `service_tier`, ...) are
-accepted and ignored, as unknown ones are.
+accepted and ignored, as unknown ones are. See `unsupported` for those that are refused.
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ class Extension(Given):
     speculation: bool = True
 
 
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+ReasoningEffort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
+
+
 class StreamOptions(Given):
     """OpenAI's `stream_options`."""
 
@@ -63,6 +67,8 @@ class StreamOptions(Given):
 
 class Sampling(Given):
     """Settings that all endpoints share."""
+
+    model_config = ConfigDict(extra="allow")  # for `refuse_unsupported`
 
     model: Name
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

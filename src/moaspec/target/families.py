@@ -21,6 +21,7 @@ from moaspec.errors import UnsupportedTargetError
 from moaspec.model.masks import text_mask, window_mask
 from moaspec.model.rope import AngleTable, CosSin
 from moaspec.target.names import FAMILIES, SUPPORTED_FAMILIES
+from moaspec.target.rope_fields import require_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _ONE_CALLER = Lock()
@@ -67,6 +68,7 @@ def require_supported(config: Any, name: str) -> None:
 
     Raises:
         UnsupportedTargetError: says why, and what is supported.
+        UnknownModelError: wrong rotary embeddings.
     """
     reason = _refusal(config)
     if reason is not None:
@@ -75,6 +77,7 @@ def require_supported(config: Any, name: str) -> None:
             f"drafter reads the keys and values of every token in every layer. Supported families: "
             f"{', '.join(SUPPORTED_FAMILIES)}."
         )
+    require_rope({**vars(config), "model_type": config.model_type}, name)
 
 
 def _refusal(config: Any) -> str | None:

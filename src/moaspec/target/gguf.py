@@ -8,6 +8,8 @@ import re
 import shutil
 import struct
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ from moaspec.places import (
 from moaspec.target.families import require_supported
 
 log = logging.getLogger(__name__)
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+_PART = re.compile(r"-\d{5}(-of-(\d{5})\.gguf)$", re.IGNORECASE)
+_WRITTEN_ANEW = ("GGUF.", "split.", "general.architecture")
+"""Fields of a part that the joined file has not, or that its writer writes itself."""
 EXPANSION = 6
 """Bytes of float32 weights for each byte of a GGUF of about five bits a weight."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -37,22 +41,37 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 def find_gguf(path: Path) -> Path | None:
     """The GGUF file at a path, or in a directory without other weights.
 
+    Returns:
+        The first part, where the file is split.
+
     Raises:
-        UnknownModelError: several files, or a part of a split file.
+        UnknownModelError: several files, or a split file that lacks parts.
     """
     found = [path] if is_gguf_name(path) and is_file(path) else _inside(path)
-    if len(found) > 1:
-        names = ", ".join(one.name for one in found[:4])
+    firsts = sorted({parts_of(one)[0] for one in found})
+    if len(firsts) > 1:
+        names = ", ".join(one.name for one in firsts[:4])
         raise UnknownModelError(
             f"The directory {path} holds several GGUF files ({names}); name one of them."
         )
-    parts = [one for one in found if _PART.search(one.name)]
-    if parts:
+    if not firsts:
+        return None
+    missing = [one.name for one in parts_of(firsts[0]) if not is_file(one)]
+    if missing:
         raise UnknownModelError(
-            f"{parts[0]} is one part of a split GGUF, and transformers reads whole ones only. Join "
-            f"the parts first: llama-gguf-split --merge {parts[0].name} whole.gguf"
+            f"{firsts[0]} is split, and {len(missing)} of its parts are not beside it "
+            f"({', '.join(missing[:3])}). Put all parts in one directory."
         )
-    return found[0] if found else None
+    return firsts[0]
+
+
+def parts_of(gguf: Path) -> list[Path]:
+    """All parts of a split file, by any part; the file itself where it is whole."""
+    part = _PART.search(gguf.name)
+    if part is None or int(part[2]) < 2:
+        return [gguf]
+    begun = gguf.name[: part.start()]
+    return [gguf.with_name(f"{begun}-{i:05}{part[1]}") for i in range(1, int(part[2]) + 1)]
 
 
 def is_gguf_name(path: Path) -> bool:
@@ -71,15 +90,14 @@ def is_file(path: Path) -> bool:
 def _inside(path: Path) -> list[Path]:
     if not is_directory(path) or any(any(path.glob(pattern)) for pattern in _WEIGHTS):
         return []
-    found = sorted(filter(is_gguf_name, path.iterdir()))
-    # Parts of one file count once.
-    return found[:1] if found and all(_PART.search(one.name) for one in found) else found
+    return sorted(filter(is_gguf_name, path.iterdir()))
 
 
 def key_of(gguf: Path) -> str:
     """Cache key of the converted file: its name with a hash of path, size and time."""
-    facts = gguf.stat()
-    text = f"{gguf.resolve()} {facts.st_size} {facts.st_mtime_ns}"
+    facts = [one.stat() for one in parts_of(gguf)]
+    text = " ".join(f"{one.st_size} {one.st_mtime_ns}" for one in facts)
+    text = f"{gguf.resolve()} {text}"
     return f"{gguf.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -93,7 +111,7 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
 
     Args:
         name: how messages call the target.
-        gguf: the file.
+        gguf: the file, or its first part.
         key: name of the directory.
         remedy: what to do where the file is damaged.
 
@@ -107,12 +125,21 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
         return final
     require_writable(f"${VARIABLE}", final.parent)
     make_private(final.parent)
-    require_room(final.parent, EXPANSION * gguf.stat().st_size)
+    parts = parts_of(gguf)
+    size = sum(one.stat().st_size for one in parts)
+    require_room(final.parent, (EXPANSION + (len(parts) > 1)) * size)
     said = "Dequantising the weights of %s, once; those of 135M took 20 to 60 s on other machines."
     log.info(said, name)
     scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{key}-"))
     try:
-        model, tokenizer = _read(name, gguf, remedy)
+        whole = gguf
+        if len(parts) > 1:
+            with _damage_named(name, gguf, remedy, but=OSError):
+                whole = _joined(parts, scratch / "whole.gguf")
+        with _damage_named(name, gguf, remedy):
+            model, tokenizer = _read(name, whole)
+        if whole != gguf:
+            whole.unlink()
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         close_to_others(scratch)
@@ -125,17 +152,21 @@ def dequantised(name: str, gguf: Path, key: str, *, remedy: str = "") -> Path:
 
 
 def first_line(error: Exception) -> str:
-    """Of an error's message; its kind where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Of an error's message, or the first two if that ends in a colon; its kind if it has none."""
+    lines = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-def _read(name: str, gguf: Path, remedy: str) -> tuple[Any, Any]:
-    """The model in float32, and its tokenizer."""
+@contextmanager
+def _damage_named(
+    name: str, gguf: Path, remedy: str, *, but: type[Exception] = MoaSpecError
+) -> Iterator[None]:
+    """Name the file in whatever the libraries raise about it, except for errors of type `but`."""
     try:
-        return _parsed(name, gguf)
-    except MoaSpecError:
+        yield
+    except (MoaSpecError, but):
         raise
-    # The libraries below raise almost anything where files are damaged.
+    # The libraries raise almost anything where files are damaged.
     except Exception as error:
         raise UnknownModelError(
             f"Cannot load the target {name!r}: the GGUF file {gguf} is damaged, or of a kind that "
@@ -143,7 +174,8 @@ def _read(name: str, gguf: Path, remedy: str) -> tuple[Any, Any]:
         ) from error
 
 
-def _parsed(name: str, gguf: Path) -> tuple[Any, Any]:
+def _read(name: str, gguf: Path) -> tuple[Any, Any]:
+    """The model in float32, and its tokenizer."""
     source: dict[str, Any] = {
         "pretrained_model_name_or_path": gguf.parent,
         "gguf_file": gguf.name,
@@ -167,6 +199,33 @@ def _check_sizes(config: Any, gguf: Path) -> None:
     largest = config.hidden_size * max(config.vocab_size, config.intermediate_size)
     if largest > 8 * gguf.stat().st_size:  # less than one bit a weight
         raise ValueError(f"a matrix of {largest} weights in {gguf.stat().st_size} bytes")
+
+
+def _joined(parts: list[Path], whole: Path) -> Path:
+    """Join the parts of a split file; transformers reads whole ones only."""
+    # Imported here: few files are split.
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+    readers = [GGUFReader(one) for one in parts]
+    fields = readers[0].fields
+    writer = GGUFWriter(whole, fields["general.architecture"].contents())
+    for name, field in fields.items():
+        if not name.startswith(_WRITTEN_ANEW):
+            kind = field.types[0]
+            inner = field.types[-1] if kind == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), kind, sub_type=inner)
+    tensors = [tensor for reader in readers for tensor in reader.tensors]
+    for one in tensors:
+        writer.add_tensor_info(
+            one.name, one.data.shape, one.data.dtype, one.data.nbytes, one.tensor_type
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for one in tensors:
+        writer.write_tensor_data(one.data)
+    writer.close()
+    return whole
 
 
 def _publish(scratch: Path, final: Path) -> None:

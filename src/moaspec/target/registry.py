@@ -11,7 +11,13 @@ from typing import Any, Literal
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.hub import cached_if_offline
@@ -32,6 +38,7 @@ from moaspec.target.gguf import (
 )
 from moaspec.target.model import Target
 from moaspec.target.names import ALIASES, Alias, packaged_gguf
+from moaspec.target.rope_fields import require_rope
 from moaspec.target.weight_only import quantise, require_quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,8 +116,7 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
     name = str(name)
     source = _at_hand(name, find_weights(name))
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        require_supported(config, name)
+        config = _read_config(source, name)
         return TargetFacts(
             config,
             load_tokenizer(source),
@@ -175,10 +181,28 @@ def _require_device(device: str) -> None:
         ) from error
 
 
+def _read_config(source: str, name: str) -> Any:
+    """The config of a supported model."""
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except OSError:
+        raise
+    except Exception:
+        _require_raw_rope(source, name)  # names the field, as transformers does not
+        raise
+    _require_raw_rope(source, name)
+    require_supported(config, name)
+    return config
+
+
+def _require_raw_rope(source: str, name: str) -> None:
+    raw, _ = PreTrainedConfig.get_config_dict(source)
+    require_rope(raw, name)
+
+
 def _load_model(source: str, name: str, dtype: torch.dtype) -> Any:
     """The model, if its files hold all of its weights and nothing else."""
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    require_supported(config, name)
+    config = _read_config(source, name)
     with _in_this_thread():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,

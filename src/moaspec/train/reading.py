@@ -48,7 +48,8 @@ def read_examples(
     report = ReadReport() if report is None else report
     template = ChatTemplate(tokenizer)
     previous = Conversation(where="")
-    for conversation in read_conversations(map(str, sources), on_malformed, report):
+    names = list(map(str, sources))
+    for conversation in read_conversations(names, on_malformed, report):
         if stopped():
             break
         try:
@@ -65,8 +66,8 @@ def read_examples(
     report.forget_columns_of(template.source)
     if not kept:
         raise DataError(
-            "No usable training examples: every source was empty or its prompts too long. Give "
-            "other data, or a larger max_length."
+            f"No usable training examples in {', '.join(names)}: every source was empty or its "
+            "prompts too long. Give other data, or a larger max_length."
         )
     return kept
 

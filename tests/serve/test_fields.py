@@ -1,0 +1,180 @@
+"""Every field of a request is used, refused, or harmless."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chat
+from openai.types.responses import response_create_params as responses
+
+import serving
+import templates
+from moaspec.serve.chat_schema import ChatRequest
+from moaspec.serve.responses_schema import ResponseRequest
+from moaspec.serve.schema import CompletionRequest
+from moaspec.serve.unsupported import NEUTRAL
+from serving import MODEL, Served, say
+
+HARMLESS = {
+    *("background", "background_options", "metadata", "prediction", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier"),
+    *("max_tool_calls", "store", "stream_options", "truncation", "user", "access_programs"),
+}
+"""Documented as ignored."""
+ENDPOINTS: dict[str, tuple[Any, type, dict[str, Any]]] = {
+    "/v1/chat/completions": (
+        chat.CompletionCreateParamsBase,
+        ChatRequest,
+        {"messages": say("Hi."), "max_tokens": 2},
+    ),
+    "/v1/completions": (
+        completions.CompletionCreateParamsBase,
+        CompletionRequest,
+        {"prompt": "Hi.", "max_tokens": 2},
+    ),
+    "/v1/responses": (
+        responses.ResponseCreateParamsBase,
+        ResponseRequest,
+        {"input": "Hi.", "max_output_tokens": 2},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving.serving(serving.source(template=templates.QWEN25)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(served: Served) -> Iterator[httpx.Client]:
+    with served.http() as client:
+        yield client
+
+
+def post(http: httpx.Client, path: str, **fields: Any) -> httpx.Response:
+    return http.post(path, json={"model": MODEL, **ENDPOINTS[path][2], **fields})
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_every_field_of_openai_is_known(path: str) -> None:
+    given, ours, _ = ENDPOINTS[path]
+    assert set(given.__annotations__) - set(ours.model_fields) - set(NEUTRAL) <= HARMLESS  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_harmless_fields_are_ignored(http: httpx.Client, path: str) -> None:
+    given = dict.fromkeys(HARMLESS - {"store", "stream_options"}, "x")
+    assert post(http, path, **given, store=False, unheard_of=1).status_code == 200
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_fields_that_would_change_the_answer_are_refused(http: httpx.Client, path: str) -> None:
+    for name in NEUTRAL.keys() - ENDPOINTS[path][1].model_fields.keys():  # type: ignore[attr-defined]
+        answer = post(http, path, **{name: "?"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        for value in (None, *NEUTRAL[name]):
+            assert post(http, path, **{name: value}).status_code == 200, (name, value)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning_effort"),
+        ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
+        ("/v1/responses", {"include": ["message.output_text.logprobs"]}, "include.0"),
+        ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ("/v1/chat/completions", {"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type"),
+        ("/v1/chat/completions", {"functions": [], "tools": []}, "functions"),
+        ("/v1/chat/completions", {"function_call": {"name": "x"}}, "tool_choice"),
+    ],
+)
+def test_values_that_are_refused(
+    http: httpx.Client, path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = post(http, path, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_reasoning_effort_is_a_variable_of_templates_that_read_it() -> None:
+    template = "{{ reasoning_effort | default('medium') }}" + serving.CHATML
+    with serving.serving(serving.source(template=template)) as running, running.http() as http:
+        for value in ("low", "the highest"):
+            fields: dict[str, Any]
+            for path, fields in (
+                ("/v1/chat/completions", {"reasoning_effort": value}),
+                ("/v1/responses", {"reasoning": {"effort": value, "summary": "auto"}}),
+            ):
+                usage = post(http, path, **fields).json()["usage"]
+                plain = post(http, path).json()["usage"]
+                count = usage.get("prompt_tokens", usage.get("input_tokens"))
+                less = plain.get("prompt_tokens", plain.get("input_tokens"))
+                assert count - less == len(value) - len("medium")
+
+
+FUNCTION = {
+    "name": "time",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_functions_in_the_older_form(http: httpx.Client) -> None:
+    path = "/v1/chat/completions"
+    older = {"functions": [FUNCTION], "function_call": {"name": "time"}, "max_tokens": 200}
+    answer = post(http, path, **older).json()["choices"][0]
+    call = {"name": "time", "arguments": '{"city": "Rome"}'}
+    assert answer["finish_reason"] == "function_call"
+    assert answer["message"] == {"role": "assistant", "content": None, "function_call": call}
+    lines = post(http, path, **older, stream=True).text.splitlines()
+    chunks = [json.loads(one[6:])["choices"][0] for one in lines if one.startswith("data: {")]
+    assert [c["delta"]["function_call"] for c in chunks if "function_call" in c["delta"]] == [call]
+    assert chunks[-1]["finish_reason"] == "function_call"
+
+
+def test_conversations_in_the_older_form_are_those_of_the_newer_one(http: httpx.Client) -> None:
+    path = "/v1/chat/completions"
+    call = {"name": "time", "arguments": '{"city": "Rome"}'}
+    older = [
+        *say("time?"),
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "time", "content": "noon"},
+    ]
+    newer = [
+        *say("time?"),
+        {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "a", "content": "noon"},
+    ]
+    tools = [{"type": "function", "function": FUNCTION}]
+    first = post(http, path, messages=older, functions=[FUNCTION], function_call="none", seed=1)
+    second = post(http, path, messages=newer, tools=tools, tool_choice="none", seed=1)
+    answers = [one.json() for one in (first, second)]
+    contents = [one["choices"][0]["message"]["content"] for one in answers]
+    assert contents[0] == contents[1]
+    counts = [one["usage"]["prompt_tokens"] for one in answers]
+    assert counts[0] == counts[1]
+
+
+def test_what_an_assistant_refused_or_thought_is_kept(http: httpx.Client) -> None:
+    path = "/v1/chat/completions"
+
+    def tokens(**message: Any) -> int:
+        messages = [*say("a"), {"role": "assistant", **message}, *say("b")]
+        count: int = post(http, path, messages=messages).json()["usage"]["prompt_tokens"]
+        return count
+
+    assert tokens(refusal="I will not.", content=None) == tokens(content="I will not.")
+    told = {"role": "assistant", "content": "b", "reasoning": "Hm."}
+    asked = ChatRequest.model_validate({"model": MODEL, "messages": [told]})
+    (message,) = asked.conversation()
+    assert message == {"role": "assistant", "content": "b", "reasoning_content": "Hm."}
