@@ -12,7 +12,7 @@ from moaspec.remote.private.known import Finder
 from moaspec.remote.private.recognisers import Recogniser, default
 from moaspec.remote.private.spans import Span, marked, united
 
-_PLACEHOLDER = re.compile(r"\[[A-Z]{2,16}_\d{1,6}\]")
+PLACEHOLDER = re.compile(r"\[[A-Z]{2,16}_\d{1,6}\]")
 _BEGINNING = re.compile(r"\[(?:[A-Z]{0,16}|[A-Z]{2,16}_\d{0,6})\Z")
 """What may still become a placeholder when more text arrives."""
 
@@ -89,7 +89,7 @@ class Vault:
 
     def restore(self, text: str) -> str:
         """The text with every placeholder of this vault replaced by what it stands for."""
-        return _PLACEHOLDER.sub(lambda found: self._values.get(found[0], found[0]), text)
+        return PLACEHOLDER.sub(lambda found: self._values.get(found[0], found[0]), text)
 
     def restorer(self) -> Restorer:
         """`restore` for text that arrives in pieces."""
@@ -119,7 +119,7 @@ class Vault:
     def _known(self, text: str) -> list[Span]:
         """Where text stands that is known to be private, and text that looks like a placeholder."""
         assert self._finder is not None, "_hidden() has made it"
-        found = [Span(*one.span(), LITERAL) for one in _PLACEHOLDER.finditer(text)]
+        found = [Span(*one.span(), LITERAL) for one in PLACEHOLDER.finditer(text)]
         return [*found, *(span for copy in copies(text) for span in self._finder.find(copy))]
 
     def _replaced(self, text: str, spans: list[Span]) -> str:
