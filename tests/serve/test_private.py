@@ -61,14 +61,17 @@ class Parrot:
 class _Said:
     def __init__(self, job: Job) -> None:
         self._ids = iter([one for one in job.prompt_ids if one < serving.START])
+        self._ended = False
 
     def __aiter__(self) -> _Said:
         return self
 
     async def __anext__(self) -> Update:
+        if self._ended:
+            raise StopAsyncIteration
         token = next(self._ids, None)
         if token is None:
-            self._ids = iter(())
+            self._ended = True
             return Update(stop_reason="stop_token")
         return Update(token_ids=(token,), sources=("target",))
 
