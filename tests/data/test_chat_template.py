@@ -260,9 +260,9 @@ def served_ids(name: str, messages: list[Row], tools: list[Row]) -> list[int]:
     """What `/v1/chat/completions` gives the target."""
     body = {"model": "x", "messages": messages, "tools": tools}
     asked = ChatRequest.model_validate_json(json.dumps(body))
-    messages = desk(name).normal(asked.conversation())
-    tools = [one.tool().given for one in asked.tools or ()]
-    return desk(name).prompt(Asked(messages=messages, tools=tools))
+    given = desk(name).normal(asked.conversation())
+    functions = [one.tool().given for one in asked.tools or ()]
+    return desk(name).prompt(Asked(messages=given, tools=functions))
 
 
 @pytest.mark.parametrize("name", templates.TOOL_TEMPLATES)

@@ -21,11 +21,17 @@ from moaspec.serve.desk import ServeSettings
 from moaspec.serve.private import Asked, Hiding, Restorer
 from moaspec.serve.source import Job, LinkState, Load, Update, Updates
 from moaspec.serve.text import Piece
-from serving import LONGEST, MODEL, Served, say
+from serving import LONGEST, MODEL, Served
 
 SECRETS = ('Ada "Countess" Lovelace', "ada@example.org", "4111 1111 1111 1111")
 TEXT = f"I am <private>{SECRETS[0]}</private>, mail {SECRETS[1]}, card {SECRETS[2]}."
 PLAIN = f"I am {SECRETS[0]}, mail {SECRETS[1]}, card {SECRETS[2]}."
+
+
+def say(text: str) -> Any:
+    return serving.say(text)
+
+
 SETTINGS = ServeSettings(make_vault=Vault)
 
 

@@ -1,10 +1,10 @@
-"""Control tokens in text that somebody else wrote are text, not control tokens.
+"""Encodes control tokens in the text of users and tools as text.
 
 A chat template writes a conversation as one text, in which the tokenizer would find the control
 tokens of a user's text as it finds the template's own. So they are guarded before the template
-sees them: a character that no text holds stands between theirs. What stands between two of the
-template's control tokens and holds guarded ones is encoded without control tokens. Everything else
-is encoded as ever, so texts without control tokens have the tokens that transformers gives them.
+sees them: a noncharacter is put between their characters. The text between two control tokens of
+the template is encoded without control tokens if it holds guarded ones. All other text is encoded
+as before, so a conversation without guarded tokens has the same ids as in transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GUARD = "\ufdd0"
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: those that it calls special.
+    """The special tokens of a tokenizer.
 
     Args:
         tokenizer: of transformers. One without the `tokenizers` library guards nothing.
@@ -89,7 +89,7 @@ class ControlTokens:
 
     @cached_property
     def _theirs(self) -> re.Pattern[str]:
-        """Guarded control tokens."""
+        """Matches guarded control tokens."""
         tokens = sorted(self._tokens, key=len, reverse=True)
         return re.compile("|".join(GUARD.join(map(re.escape, token)) for token in tokens))
 

@@ -42,7 +42,7 @@ class Form:
         return found
 
     def hidden(self, asked: Asked) -> Form:
-        """The same with the tools and the schema that the server may see."""
+        """A form with the tools and the schema that the server may see."""
         schema = None if asked.schema is None else dict(asked.schema)
         return replace(self, tools=[Tool(tool) for tool in asked.tools], schema=schema)
 

@@ -24,11 +24,11 @@ MakeVault = Callable[[], Vault]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What of a request goes to the server.
+    """The parts of a request that go to the server.
 
     Attributes:
         messages: of the normal form.
-        tools, schema, variables: JSON, of which only the texts that a person reads may change.
+        tools, schema, variables: JSON, and only their texts for readers may change.
         stop: strings that end the answer.
     """
 
@@ -40,7 +40,7 @@ class Asked:
 
 
 class Hiding:
-    """What is private in one request.
+    """Hides the private text of one request.
 
     Args:
         make_vault: makes the request's vault; None where nothing leaves this machine.
@@ -128,7 +128,7 @@ class Hiding:
         """Puts private text back into an answer; None where there is none.
 
         Args:
-            as_json: the answer is JSON, in whose strings placeholders stand.
+            as_json: the answer is JSON, and placeholders stand in its strings.
         """
         if self._vault is None or not self.hides:
             return None
@@ -179,7 +179,7 @@ class Restorer:
         return done
 
     def _restored(self, pieces: list[Piece]) -> list[Piece]:
-        """A placeholder's text stands in the piece in which the placeholder began."""
+        """Pieces with private text, each in the piece where its placeholder began."""
         text, found = "".join(piece.text for piece in pieces), list[Piece]()
         start = 0
         for piece in pieces:
@@ -205,7 +205,7 @@ def _within_json(value: str) -> str:
 
 
 def _each(asked: Asked, new: Callable[[str], str]) -> Asked:
-    """What is asked with other texts."""
+    """A request with other texts."""
     return Asked(
         messages=[_message(one, new) for one in asked.messages],
         tools=_replaced(asked.tools, new),

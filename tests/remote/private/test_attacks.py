@@ -1,4 +1,4 @@
-"""Forms in which somebody may type, paste or send private text; each is hidden, or refused."""
+"""Odd forms of marks, numbers and known private text: each is hidden or refused."""
 
 from __future__ import annotations
 

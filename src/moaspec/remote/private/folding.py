@@ -1,4 +1,4 @@
-"""Copies of a text in which what reads the same is the same, and the way back to the text.
+"""Copies of a text with one spelling for equal text, and the way back to the text.
 
 Compatibility forms, capitals, digits of other scripts, white space, dashes, quotation marks and
 angle brackets become the usual ones; accents and characters that nobody sees go. A second copy has
@@ -74,7 +74,7 @@ def copies(text: str) -> Iterator[Folded]:
 
 
 def fold(text: str) -> Folded:
-    """Fold a text."""
+    """The first of the `copies` of a text."""
     return _folded(same(text))
 
 

@@ -137,7 +137,7 @@ _ABROAD = re.compile(rf"(?:\+|(?<![\d:.,])00)((?:{_FAR}\d){{7,15}})")
 
 
 def _abroad(text: str) -> Iterator[tuple[int, int]]:
-    """Numbers with the prefix of a country, whatever stands around them and between digits."""
+    """Numbers with the prefix of a country; any signs may stand between their digits."""
     phonenumbers = _library("phonenumbers")
     for found in _ABROAD.finditer(text):
         ends = [one.end() for one in re.finditer(r"\d+", found[1])]

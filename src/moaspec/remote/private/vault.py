@@ -64,7 +64,7 @@ class Vault:
         return self.hide_texts([text])[0]
 
     def hide_messages(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-        """A conversation to send, whoever wrote its messages; see `hide_texts`."""
+        """A conversation to send, with the messages of all roles hidden; see `hide_texts`."""
         hidden = self.hide_texts([message["content"] for message in messages])
         pairs = zip(messages, hidden, strict=True)
         return [{**message, "content": content} for message, content in pairs]
