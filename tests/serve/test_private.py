@@ -300,6 +300,7 @@ ODD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("marks", ODD)
 def test_no_private_byte_is_in_any_frame(marks: tuple[str, str]) -> None:
     text = TEXT.replace("<private>", marks[0]).replace("</private>", marks[1])
@@ -309,6 +310,7 @@ def test_no_private_byte_is_in_any_frame(marks: tuple[str, str]) -> None:
         assert not [form for form in numbers(secret) if form in sent]
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_is_not_hidden() -> None:
     sent = recorded(PLAIN, ServeSettings())
     for secret in SECRETS:
