@@ -32,6 +32,7 @@ from moaspec.data.sources import Record
 from moaspec.errors import InputError
 from moaspec.serve.chat_schema import ChatRequest
 from moaspec.serve.desk import Desk, ServeSettings
+from moaspec.serve.private import Asked
 
 Row = dict[str, Any]
 TIME = {"name": "time", "description": "Tells it.", "parameters": {"type": "object"}}
@@ -266,7 +267,9 @@ def served_ids(name: str, messages: list[Row], tools: list[Row]) -> list[int]:
     """What `/v1/chat/completions` gives the target."""
     body = {"model": "x", "messages": messages, "tools": tools}
     asked = ChatRequest.model_validate_json(json.dumps(body))
-    return desk(name).prompt(asked.conversation(), [one.tool() for one in asked.tools or ()], None)
+    given = desk(name).normal(asked.conversation())
+    functions = [one.tool().given for one in asked.tools or ()]
+    return desk(name).prompt(Asked(messages=given, tools=functions))
 
 
 @pytest.mark.parametrize("name", templates.TOOL_TEMPLATES)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import pytest
 
+import serving
 from moaspec.serve.app import page_directory
+from moaspec.serve.desk import ServeSettings
+from moaspec.serve.guard import Guarded
 from serving import Served
 
 VENDOR = page_directory() / "vendor"
@@ -50,3 +54,49 @@ def test_headers_of_the_page(endpoint: Served, path: str) -> None:
         assert policy[name] == "'none'"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"),
+        ("GET", "/app.js"),
+        ("GET", "/missing"),
+        ("GET", "/openapi.json"),
+        ("GET", "/health"),
+        ("GET", "/metrics"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/missing"),
+        ("GET", "/v1/chat/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("GET", "/v1/responses/none"),
+        ("PUT", "/"),
+    ],
+)
+def test_headers_of_all_responses(served: Served, method: str, path: str) -> None:
+    """Answers, errors and files: none may be framed, sniffed, or named to other pages."""
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "stream": True}
+    with served.http() as client:
+        answer = client.request(method, path, json=body if method == "POST" else None)
+    check_headers(answer.headers)
+
+
+def test_headers_of_what_the_guard_refuses() -> None:
+    settings = ServeSettings(guarded=Guarded(api_keys=("key",)))
+    with serving.serving(serving.source(), settings) as served, served.http() as client:
+        answer = client.get("/v1/models", headers={"Authorization": "Bearer wrong"})
+    assert answer.status_code == 401
+    check_headers(answer.headers)
+
+
+def check_headers(headers: Any) -> None:
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert headers["content-security-policy"].startswith("default-src 'none'")
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cross-origin-opener-policy"] == "same-origin"
+    assert "camera=()" in headers["permissions-policy"]
+    assert headers["cache-control"] in ("no-store", "no-cache")
+    assert len(headers.get_list("content-security-policy")) == 1
+    assert len(headers.get_list("cache-control")) == 1

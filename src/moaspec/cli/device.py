@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from moaspec.places import close_to_others, make_private, require_writable, trus
 if TYPE_CHECKING:
     from moaspec.remote import Credentials, RemoteOptions
     from moaspec.remote.bundle import DeviceBundle
+    from moaspec.remote.private import Vault
 
 SERVER = "127.0.0.1:50051"
 
@@ -52,6 +54,13 @@ CA = Annotated[str | None, typer.Option(help='CA of the server, or "system"; swi
 Certificate = Annotated[Path | None, typer.Option(help="The device's own, PEM.")]
 Key = Annotated[Path | None, typer.Option(help="Its private key, PEM.")]
 
+Recognise = Annotated[
+    bool, typer.Option(help="Hide e-mail addresses, phone, card and account numbers.")
+]
+PhoneRegion = Annotated[
+    list[str] | None, typer.Option(help="Countries whose phone numbers have no prefix; US.")
+]
+
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
 
@@ -80,6 +89,14 @@ def remote_options(**given: Any) -> RemoteOptions:
     if given.get("prefix_dir") is not None:
         require_writable("--prefix-dir", given["prefix_dir"])
     return RemoteOptions(**given)
+
+
+def vault(phone_region: Sequence[str] | None, *, recognise: bool) -> Vault:
+    """What hides private text, by the options of both commands."""
+    from moaspec.remote.private import Vault
+    from moaspec.remote.private.recognisers import default
+
+    return Vault(default(phone_region or ("US",)) if recognise else ())
 
 
 def credentials(

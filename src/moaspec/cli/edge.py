@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -44,6 +45,8 @@ def edge(
         str | None,
         typer.Option(help="Emulate a link (none, lan, 4g, 5g) that the page can cut."),
     ] = None,
+    recognise: device.Recognise = True,
+    phone_region: device.PhoneRegion = None,
     token_file: device.TokenFile = None,
     ca: device.CA = None,
     certificate: device.Certificate = None,
@@ -61,12 +64,12 @@ def edge(
     """Serve OpenAI's API on the device while the target is on a server, link or no link.
 
     A client that does not ask for provisional text gets verified text only (with --on-cut keep:
-    also what was written without a link). Unlike moaspec remote it hides no private spans: the
-    server sees what clients send.
+    also what was written without a link). What stands between `<private>` and `</private>`, and
+    what recognisers find, never leaves this machine: the server sees placeholders.
 
     Example: moaspec edge --server 127.0.0.1:50051 --emulate 4g --open
     """
-    require("`moaspec edge`", "serve", "remote")
+    require("`moaspec edge`", "serve", "remote", *(["private"] if recognise else []))
     device.check_address(server)
     with console.loading(model, threads):
         settings = serve_settings(
@@ -95,6 +98,9 @@ def edge(
         auto = generation_config is options.AUTO
         defaults = loaded.generation_defaults if auto else NO_DEFAULTS
         check_defaults(loaded.target, defaults)
+        make_vault = partial(device.vault, phone_region, recognise=recognise)
+        make_vault().hide("")  # unknown regions are told now, not to every client
+        settings = replace(settings, make_vault=make_vault)
         source = EdgeSource(
             loaded,
             transport if link is None else ShapedTransport(transport, link, faults),

@@ -43,12 +43,8 @@ def remote(
     ] = None,
     cut_s: Annotated[float, typer.Option(help="For so many seconds.")] = 3.0,
     link: Annotated[str, typer.Option(help="Emulate a link: none, lan, 4g, 5g.")] = "none",
-    recognise: Annotated[
-        bool, typer.Option(help="Hide e-mail addresses, phone, card and account numbers.")
-    ] = True,
-    phone_region: Annotated[
-        list[str] | None, typer.Option(help="Countries whose phone numbers have no prefix; US.")
-    ] = None,
+    recognise: device.Recognise = True,
+    phone_region: device.PhoneRegion = None,
     max_new_tokens: options.MaxNewTokens = 64,
     temperature: options.Temperature = None,
     seed: options.Seed = None,
@@ -69,8 +65,6 @@ def remote(
     with console.loading(model, threads):
         from moaspec.remote import GrpcTransport, RemoteSession
         from moaspec.remote.emulation import Faults, ShapedTransport, link_named
-        from moaspec.remote.private import Vault
-        from moaspec.remote.private.recognisers import default
 
     chosen = device.remote_options(
         codec=codec,
@@ -84,7 +78,7 @@ def remote(
     faults, emulated = Faults(), link_named(link)
     shaped = link != "none" or cut_after is not None
     transport = ShapedTransport(wire, emulated, faults) if shaped else wire
-    vault = Vault(default(phone_region or ("US",)) if recognise else ())
+    vault = device.vault(phone_region, recognise=recognise)
     hidden = vault.hide(question)
     loaded = device.load_bundle(bundle, model)
     ids = console.chat_ids(loaded.target, hidden)

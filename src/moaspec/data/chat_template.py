@@ -16,9 +16,13 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from moaspec.data.call_forms import HERMES, CallForm, short_call_id
+from moaspec.data.control_tokens import ControlTokens
 from moaspec.data.messages import Message
 from moaspec.data.template_traits import TemplateTraits, message_tools
 from moaspec.errors import InputError
+
+GUARDED_ROLES = ("user", "tool")
+"""Whose messages hold no control tokens, whatever they say."""
 
 INTRODUCTION = """\
 You can call functions. These exist, each described as JSON:
@@ -84,6 +88,11 @@ class ChatTemplate:
                 return None
 
         return TemplateTraits(render, source, tuple(self.tokenizer.get_added_vocab()))
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """Of the tokenizer."""
+        return ControlTokens(self.tokenizer)
 
     @property
     def form(self) -> CallForm:
@@ -165,7 +174,7 @@ class ChatTemplate:
         with_tools = bool(tools) or any(
             one.get("tool_calls") or one["role"] == "tool" for one in messages
         )
-        found = list(_standard_roles(messages, self.traits))
+        found = list(_standard_roles(map(self._guarded, messages), self.traits))
         if with_tools:
             found = self._with_calls(found)
         found, given = self._with_tools(found, tools)
@@ -211,7 +220,7 @@ class ChatTemplate:
         """Tokens of rendered text; the template has written all special tokens itself."""
         require_characters(text)
         try:
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return self.control_tokens.ids(text)
         except (ValueError, TypeError) as error:
             raise InputError(f"The tokenizer of {self.name} refuses the text: {error}") from error
 
@@ -223,6 +232,12 @@ class ChatTemplate:
         for name in variables:
             if name in taken or name in RENDER_VARIABLES:
                 raise InputError(f"{name!r} is not a variable of a chat template that may be set.")
+
+    def _guarded(self, message: Message) -> Message:
+        """A message of others, in which control tokens are text."""
+        if message["role"] not in GUARDED_ROLES:
+            return message
+        return {**message, "content": self.control_tokens.guard(message["content"])}
 
     def _source(self, *, tools: bool) -> str:
         return str(self.tokenizer.get_chat_template(tools=[] if tools else None))

@@ -72,8 +72,10 @@ def masked_tokens(
             "moaspec data regenerate."
         )
     prepared = _prepared(template, conversation)
-    marked = GENERATION_MARK.search(prepared.source)
+    marked = GENERATION_MARK.search(prepared.source) is not None
     try:
+        # Transformers, which reads the marks, would take a user's control tokens for real ones.
+        marked = marked and not template.control_tokens.guarded(template.text(prepared))
         found = (_marked if marked else _derived)(template, prepared, stop_token_ids)
     except InputError as error:
         raise DataError(f"{conversation.where}: {error}") from error

@@ -45,15 +45,22 @@ PAGE_POLICY = "; ".join(
 )
 PAGE_HEADERS = (
     (b"content-security-policy", PAGE_POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
     (b"cache-control", b"no-cache"),
 )
 """The page needs nothing from elsewhere, so nothing from elsewhere may be loaded into it. Browsers
 ask whether a file has changed, so that an update never mixes old scripts with new ones."""
+
+HEADERS = (
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
+    (b"cache-control", b"no-store"),
+)
+"""Of every response that says nothing else; refusals and errors are among them."""
 
 
 def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASGIApp:
@@ -96,7 +103,24 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    return guarded
+    return with_headers(guarded, HEADERS)
+
+
+def with_headers(app: ASGIApp, headers: Sequence[tuple[bytes, bytes]]) -> ASGIApp:
+    """An application whose responses have these headers, where they have none of that name."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_more(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = list(message.get("headers", ()))
+                names = {name.lower() for name, _ in given}
+                more = [one for one in headers if one[0] not in names]
+                message = {**message, "headers": [*given, *more]}
+            await send(message)
+
+        await app(scope, receive, send_more)
+
+    return answer
 
 
 def page_directory() -> Path:
@@ -113,18 +137,12 @@ class _Page:
     """
 
     def __init__(self, directory: Path, endpoints: Sequence[BaseRoute]) -> None:
-        self._files = StaticFiles(directory=directory, html=True)
+        self._files = with_headers(StaticFiles(directory=directory, html=True), PAGE_HEADERS)
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._refuse_other_methods(scope)
-
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *PAGE_HEADERS]}
-            await send(message)
-
-        await self._files(scope, receive, with_headers)
+        await self._files(scope, receive, send)
 
     def _refuse_other_methods(self, scope: Scope) -> None:
         """Endpoints exist for other methods than theirs too; paths below /v1 are no files."""

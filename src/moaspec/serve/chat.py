@@ -24,6 +24,7 @@ from moaspec.serve.choice import Choice, Delta, extension_of, token_logprob, usa
 from moaspec.serve.desk import Desk, Order, created_now, fresh_id
 from moaspec.serve.failures import RequestError
 from moaspec.serve.forms import ANY_OBJECT, Form
+from moaspec.serve.private import Asked, Hiding
 from moaspec.serve.runs import EventStream, Run, unless_left
 from moaspec.serve.schema import FinishReason, JSONSchemaFormat, ObjectFormat
 from moaspec.serve.source import Job, SourceFacts
@@ -40,10 +41,12 @@ def router(desk: Desk) -> APIRouter:
         """Answer a conversation."""
         desk.check_model(asked.model)
         refuse_unsupported(asked)
-        form = _form(asked)
-        jobs = await desk.preparation.run(request, lambda: _jobs(desk, asked, request, form))
+        form, hiding = _form(asked), desk.hiding()
+        jobs = await desk.preparation.run(
+            request, lambda: _jobs(desk, asked, request, form, hiding)
+        )
         run = desk.run(jobs, "chat")
-        answer = _Answer(desk, asked, run, form)
+        answer = _Answer(desk, asked, run, form, hiding)
         if asked.stream:
             timeout_s = desk.settings.send_timeout_s
             return EventStream(run, answer.events(), send_timeout_s=timeout_s)
@@ -86,20 +89,30 @@ def _older_form(asked: ChatRequest, schema: dict[str, Any] | None) -> Form:
     )
 
 
-def _jobs(desk: Desk, asked: ChatRequest, request: Request, form: Form) -> list[Job]:
+def _jobs(
+    desk: Desk, asked: ChatRequest, request: Request, form: Form, hiding: Hiding
+) -> list[Job]:
     if asked.top_logprobs and not asked.logprobs:
         raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
-    tools = () if form.choice == "none" else form.tools
     if asked.continue_final_message and asked.add_generation_prompt:
         raise RequestError(
             "continue_final_message goes on with the last message, add_generation_prompt begins a "
             "new one. Set one of them.",
             param="continue_final_message",
         )
+    hidden = hiding.hide(
+        Asked(
+            messages=desk.normal(asked.conversation()),
+            tools=[tool.given for tool in form.tools],
+            schema=form.schema,
+            variables=desk.variables(asked.chat_template_kwargs, asked.reasoning_effort),
+            stop=asked.stop_strings,
+        )
+    )
+    hiding.check_answer(logprobs=bool(asked.logprobs), stop=hidden.stop)
     prompt = desk.prompt(
-        asked.conversation(),
-        tools,
-        desk.variables(asked.chat_template_kwargs, asked.reasoning_effort),
+        hidden,
+        with_tools=form.choice != "none",
         add_generation_prompt=asked.add_generation_prompt is not False,
         continue_final_message=bool(asked.continue_final_message),
     )
@@ -108,7 +121,8 @@ def _jobs(desk: Desk, asked: ChatRequest, request: Request, form: Form) -> list[
         max_tokens=next(limit for limit in limits if limit is not None),
         n=asked.n or 1,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
-        grammar=form.grammar(desk),
+        grammar=form.hidden(hidden).grammar(desk),
+        stop=hidden.stop,
     )
     return desk.jobs(request, asked, [prompt], order)
 
@@ -116,7 +130,9 @@ def _jobs(desk: Desk, asked: ChatRequest, request: Request, form: Form) -> list[
 class _Answer:
     """What is said of a run."""
 
-    def __init__(self, desk: Desk, asked: ChatRequest, run: Run, form: Form) -> None:
+    def __init__(
+        self, desk: Desk, asked: ChatRequest, run: Run, form: Form, hiding: Hiding
+    ) -> None:
         self._facts, self._asked, self._run = desk.facts, asked, run
         self._choices = [
             Choice(
@@ -127,6 +143,8 @@ class _Answer:
                 asked=asked.extension,
                 reader=form.reader(desk),
                 begins_turn=asked.begins_turn,
+                hiding=hiding,
+                as_json=form.schema is not None,
             )
             for i, (job, tally) in enumerate(zip(run.jobs, run.tallies, strict=True))
         ]

@@ -9,6 +9,7 @@ from typing import Any
 from moaspec.data.call_reader import Call, CallReader
 from moaspec.serve.desk import Desk
 from moaspec.serve.extension import Reporter
+from moaspec.serve.private import Hiding, Restorer
 from moaspec.serve.schema import (
     CompletionDetails,
     Extension,
@@ -60,6 +61,8 @@ class Choice:
         asked: of the extension.
         reader: finds calls; None where there are no tools.
         begins_turn: whether the text is a turn of its own, not the continuation of a text.
+        hiding: what is private in the request; None where nothing is.
+        as_json: whether the text is JSON.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class Choice:
         asked: Extension,
         reader: CallReader | None = None,
         begins_turn: bool = False,
+        hiding: Hiding | None = None,
+        as_json: bool = False,
     ) -> None:
         facts = desk.facts
         specials = reader is not None and bool(desk.template.special_marks)
@@ -85,6 +90,8 @@ class Choice:
             hidden=facts.stop_token_ids | special_ids,
         )
         self._token_bytes, self._begins_turn = facts.token_bytes, begins_turn
+        made = [hiding.restorer(as_json=as_json) if hiding else None for _ in range(2)]
+        self._restorer, self._talk = made
         self._reporter = Reporter(index, asked, facts)
         self.pieces: list[Piece] = []
         self.text = ""
@@ -93,12 +100,15 @@ class Choice:
 
     def take(self, update: Update) -> Delta:
         """Take in an update; what it adds."""
-        pieces = self._begun(self._writer.take(update))
-        text = "".join(piece.text for piece in pieces)
-        calls: list[Call] = []
         ended = update.stop_reason is not None
+        written = self._begun(self._writer.take(update))
+        pieces = _restored(self._restorer, written, last=ended)
+        text, calls = _text_of(pieces), list[Call]()
         if self._reader is not None:
-            text, calls = self._reader.feed(text, last=ended)
+            # Calls are read before private text is back, which may hold quotation marks.
+            text, calls = self._reader.feed(_text_of(written), last=ended)
+            text = _text_of(_restored(self._talk, [Piece(text, 0, "target")], last=ended))
+            calls = calls if self._restorer is None else list(map(self._restorer.call, calls))
         numbered = list(enumerate(calls, start=len(self.calls)))
         self.pieces += pieces
         self.text += text
@@ -131,6 +141,14 @@ class Choice:
         if stop_reason in ("max_new_tokens", "context"):
             return "length"
         return "tool_calls" if self.calls else "stop"
+
+
+def _text_of(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def _restored(restorer: Restorer | None, pieces: list[Piece], *, last: bool) -> list[Piece]:
+    return pieces if restorer is None else restorer.take(pieces, last=last)
 
 
 def usage(jobs: Sequence[Job], tallies: Sequence[Tally], n: int) -> Usage:

@@ -19,6 +19,7 @@ from moaspec.serve.choice import (
 )
 from moaspec.serve.desk import Desk, Order, created_now, fresh_id
 from moaspec.serve.failures import RequestError
+from moaspec.serve.private import Hiding
 from moaspec.serve.runs import EventStream, Run, unless_left
 from moaspec.serve.schema import Completion, CompletionChoice, CompletionRequest
 from moaspec.serve.source import SourceFacts
@@ -39,14 +40,16 @@ def router(desk: Desk) -> APIRouter:
         desk.check_model(asked.model)
         refuse_unsupported(asked)
         _check(asked)
-        prompts = await desk.preparation.run(request, lambda: _prompts(desk, asked))
+        hiding = desk.hiding()
+        prompts, stop = await desk.preparation.run(request, lambda: _prompts(desk, asked, hiding))
         order = Order(
             max_tokens=DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens,
             n=asked.n or 1,
             logprobs=asked.logprobs,
+            stop=stop,
         )
         run = desk.run(desk.jobs(request, asked, prompts, order), "completions")
-        answer = _Answer(desk, asked, run)
+        answer = _Answer(desk, asked, run, hiding)
         if asked.stream:
             timeout_s = desk.settings.send_timeout_s
             return EventStream(run, answer.events(), send_timeout_s=timeout_s)
@@ -64,8 +67,10 @@ def _check(asked: CompletionRequest) -> None:
         raise RequestError("echo and logprobs do not go together here.", param="echo")
 
 
-def _prompts(desk: Desk, asked: CompletionRequest) -> list[list[int]]:
-    """One prompt, or several; text or token ids."""
+def _prompts(
+    desk: Desk, asked: CompletionRequest, hiding: Hiding
+) -> tuple[list[list[int]], tuple[str, ...]]:
+    """One prompt, or several, of text or token ids; and strings that end the texts."""
     prompt: Any = asked.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = [prompt]
@@ -76,16 +81,26 @@ def _prompts(desk: Desk, asked: CompletionRequest) -> list[list[int]]:
     def tokenize(text: str) -> list[int]:
         return list(tokenizer(text)["input_ids"])
 
-    return [desk.tokens(one, tokenize) if isinstance(one, str) else one for one in prompt]
+    stop = asked.stop_strings
+    if isinstance(prompt[0], str):
+        hidden = hiding.hide_texts([*prompt, *stop])
+        prompt, stop = hidden[: len(prompt)], tuple(hidden[len(prompt) :])
+    else:
+        for specials in (False, True) if hiding.active else ():
+            texts = [tokenizer.decode(one, skip_special_tokens=specials) for one in prompt]
+            hiding.check_unchanged([*texts, *stop])
+    hiding.check_answer(logprobs=asked.logprobs is not None, stop=stop)
+    found = [desk.tokens(one, tokenize) if isinstance(one, str) else one for one in prompt]
+    return found, stop
 
 
 class _Answer:
     """What is said of a run."""
 
-    def __init__(self, desk: Desk, asked: CompletionRequest, run: Run) -> None:
+    def __init__(self, desk: Desk, asked: CompletionRequest, run: Run, hiding: Hiding) -> None:
         self._facts, self._asked, self._run = desk.facts, asked, run
         self._choices = [
-            Choice(i, desk, job, tally, asked=asked.extension)
+            Choice(i, desk, job, tally, asked=asked.extension, hiding=hiding)
             for i, (job, tally) in enumerate(zip(run.jobs, run.tallies, strict=True))
         ]
         self._head: dict[str, Any] = {

@@ -14,11 +14,11 @@ from moaspec.data.chat_template import ChatTemplate
 from moaspec.data.messages import MalformedError, Message, normal_messages
 from moaspec.decode import RowOptions, SamplingParams, sampling_params
 from moaspec.errors import ContextError, InputError
-from moaspec.serve.calls import Tool
 from moaspec.serve.failures import RequestError
 from moaspec.serve.guard import Guarded
 from moaspec.serve.metrics import Metrics
 from moaspec.serve.preparing import Preparation
+from moaspec.serve.private import Asked, Hiding, MakeVault
 from moaspec.serve.runs import Run
 from moaspec.serve.schema import Sampling
 from moaspec.serve.source import Job, SourceFacts, TextSource
@@ -34,6 +34,7 @@ class ServeSettings:
         cors_origins: web pages of these origins may call the endpoints; "*": all.
         guarded: see `Guarded`.
         send_timeout_s: how long a client may leave its connection full before it is let go.
+        make_vault: makes what hides private text of a request; None: nothing leaves this machine.
         stored_responses: of /v1/responses that are kept for `previous_response_id`.
     """
 
@@ -42,6 +43,7 @@ class ServeSettings:
     cors_origins: tuple[str, ...] = ()
     guarded: Guarded = field(default_factory=Guarded)
     send_timeout_s: float = 60.0
+    make_vault: MakeVault | None = None
     stored_responses: int = 256
 
 
@@ -54,12 +56,14 @@ class Order:
         n: choices per prompt.
         logprobs: alternatives to report with log-probabilities; None: no log-probabilities.
         grammar: that the text follows.
+        stop: strings that end the text.
     """
 
     max_tokens: int
     n: int = 1
     logprobs: int | None = None
     grammar: str | None = None
+    stop: tuple[str, ...] = ()
 
 
 class Desk:
@@ -119,22 +123,27 @@ class Desk:
             )
         return {"reasoning_effort": reasoning_effort, **(given or {})}
 
-    def prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        variables: Mapping[str, Any] | None,
-        **how: bool,
-    ) -> list[int]:
+    def hiding(self) -> Hiding:
+        """What hides the private text of one request."""
+        longest = self.facts.max_positions * self.facts.longest_token
+        return Hiding(self.settings.make_vault, longest)
+
+    def normal(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Messages of OpenAI's form in the normal one."""
+        try:
+            return normal_messages(messages)
+        except MalformedError as error:
+            raise RequestError(f"The conversation cannot be read: {error}") from error
+
+    def prompt(self, asked: Asked, *, with_tools: bool = True, **how: bool) -> list[int]:
         """Token ids of a conversation.
 
         Args:
-            messages: in OpenAI's form.
-            tools: what the model may call.
-            variables: of the template, from the client.
+            asked: the conversation, tools and variables of the template.
+            with_tools: whether the model is told of the tools.
             **how: see `ChatTemplate.ids`.
         """
-        template, variables = self.template, variables or {}
+        template, variables = self.template, asked.variables or {}
         if not template.exists:
             raise InputError(
                 f"{self.facts.name} has no chat template, so it holds no conversation; use "
@@ -144,11 +153,8 @@ class Desk:
             template.check_variables(variables)
         except InputError as error:
             raise RequestError(str(error), param="chat_template_kwargs") from error
-        try:
-            normal = normal_messages(messages)
-        except MalformedError as error:
-            raise RequestError(f"The conversation cannot be read: {error}") from error
-        text = template.rendered(normal, [tool.given for tool in tools], variables, **how)
+        tools = asked.tools if with_tools else ()
+        text = template.rendered(asked.messages, tools, variables, **how)
         return self.tokens(text, template.tokenize)
 
     def tokens(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
@@ -174,7 +180,7 @@ class Desk:
             Job(
                 prompt_ids=tuple(prompt),
                 max_new_tokens=self._room(len(prompt), order.max_tokens),
-                stop=asked.stop_strings,
+                stop=order.stop,
                 sampling=replace(sampling, choice=choice),
                 grammar=order.grammar,
                 speculation=asked.extension.speculation,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moaspec.data.call_reader import CallReader
 from moaspec.serve.calls import Tool, call_grammar, lists_arguments
 from moaspec.serve.desk import Desk
 from moaspec.serve.failures import RequestError
+from moaspec.serve.private import Asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,11 @@ class Form:
         if not found:
             raise RequestError(f"There is no tool {self.choice!r}.", param="tool_choice")
         return found
+
+    def hidden(self, asked: Asked) -> Form:
+        """A form with the tools and the schema that the server may see."""
+        schema = None if asked.schema is None else dict(asked.schema)
+        return replace(self, tools=[Tool(tool) for tool in asked.tools], schema=schema)
 
     def allows_parallel(self, desk: Desk) -> bool:
         """Whether there may be several calls."""

@@ -15,6 +15,7 @@ from moaspec.serve.choice import Choice, Delta, extension_of, usage
 from moaspec.serve.desk import Desk, Order, created_now, fresh_id
 from moaspec.serve.failures import RequestError
 from moaspec.serve.forms import ANY_OBJECT, Form
+from moaspec.serve.private import Asked, Hiding
 from moaspec.serve.responses_schema import (
     Deleted,
     IncompleteDetails,
@@ -90,12 +91,12 @@ def router(desk: Desk) -> APIRouter:
         desk.check_model(asked.model)
         refuse_unsupported(asked)
         form, tenant = _form(asked), request.state.tenant
-        messages = _conversation(asked, archive, tenant)
+        messages, hiding = _conversation(asked, archive, tenant), desk.hiding()
         jobs = await desk.preparation.run(
-            request, lambda: _jobs(desk, asked, request, messages, form)
+            request, lambda: _jobs(desk, asked, request, messages, form=form, hiding=hiding)
         )
         run = desk.run(jobs, "responses")
-        answer = _Answer(desk, asked, run, form)
+        answer = _Answer(desk, asked, run, form, hiding)
 
         def keep(response: ResponseObject) -> None:
             if asked.store is not False:
@@ -145,17 +146,33 @@ def _form(asked: ResponseRequest) -> Form:
 
 
 def _jobs(
-    desk: Desk, asked: ResponseRequest, request: Request, messages: Messages, form: Form
+    desk: Desk,
+    asked: ResponseRequest,
+    request: Request,
+    messages: Messages,
+    *,
+    form: Form,
+    hiding: Hiding,
 ) -> list[Job]:
     if asked.instructions:
         messages = [{"role": "system", "content": asked.instructions}, *messages]
-    tools = () if form.choice == "none" else form.tools
-    limit = asked.max_output_tokens
     effort = asked.reasoning.effort if asked.reasoning else None
-    prompt = desk.prompt(messages, tools, desk.variables(asked.chat_template_kwargs, effort))
+    hidden = hiding.hide(
+        Asked(
+            messages=desk.normal(messages),
+            tools=[tool.given for tool in form.tools],
+            schema=form.schema,
+            variables=desk.variables(asked.chat_template_kwargs, effort),
+            stop=asked.stop_strings,
+        )
+    )
+    hiding.check_answer(logprobs=False, stop=hidden.stop)
+    limit = asked.max_output_tokens
+    prompt = desk.prompt(hidden, with_tools=form.choice != "none")
     order = Order(
         max_tokens=desk.settings.default_max_tokens if limit is None else limit,
-        grammar=form.grammar(desk),
+        grammar=form.hidden(hidden).grammar(desk),
+        stop=hidden.stop,
     )
     return desk.jobs(request, asked, [prompt], order)
 
@@ -163,7 +180,9 @@ def _jobs(
 class _Answer:
     """What is said of a run: one message, then calls."""
 
-    def __init__(self, desk: Desk, asked: ResponseRequest, run: Run, form: Form) -> None:
+    def __init__(
+        self, desk: Desk, asked: ResponseRequest, run: Run, form: Form, hiding: Hiding
+    ) -> None:
         self._asked, self._run = asked, run
         self._parallel = form.allows_parallel(desk)
         self._choice = Choice(
@@ -174,6 +193,8 @@ class _Answer:
             asked=asked.extension,
             reader=form.reader(desk),
             begins_turn=True,
+            hiding=hiding,
+            as_json=form.schema is not None,
         )
         self._id, self._created = fresh_id("resp"), created_now()
         self._message_id = fresh_id("msg")

@@ -113,7 +113,7 @@ class EventStream(StreamingResponse):
         named: bool = False,
         send_timeout_s: float,
     ) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = {"X-Accel-Buffering": "no"}
         super().__init__(_lines(events, named), headers=headers, media_type="text/event-stream")
         self._run, self._send_timeout_s = run, send_timeout_s
 

@@ -35,16 +35,16 @@ def test_folding_twice_is_folding_once(text: str) -> None:
     assert fold(once).text == once
 
 
-@given(TEXTS, st.booleans(), st.data())
-def test_spans_hold_what_was_folded(text: str, accents: bool, data: st.DataObject) -> None:
-    folded = fold(text, accents=accents)
+@given(TEXTS, st.data())
+def test_spans_hold_what_was_folded(text: str, data: st.DataObject) -> None:
+    folded = fold(text)
     if not folded.text:
         return
     start = data.draw(st.integers(0, len(folded.text) - 1))
     stop = data.draw(st.integers(start + 1, len(folded.text)))
     first, end = folded.span(start, stop)
     assert 0 <= first < end <= len(text)
-    assert set(folded.text[start:stop]) <= set(fold(text[first:end], accents=accents).text)
+    assert set(folded.text[start:stop]) <= set(fold(text[first:end]).text)
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_what_becomes_the_same(text: str, expected: str) -> None:
 
 def test_spans_take_accents_along() -> None:
     text = "e\u0301te\u0301"
-    assert fold(text, accents=False).span(0, 3) == (0, len(text))
+    assert fold(text).span(0, 3) == (0, len(text))

@@ -7,21 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from moaspec.errors import InputError
-from moaspec.remote.private.folding import fold
+from moaspec.remote.private.folding import copies
+from moaspec.remote.private.known import Finder
 from moaspec.remote.private.recognisers import Recogniser, default
 from moaspec.remote.private.spans import Span, marked, united
 
-_PLACEHOLDER = re.compile(r"\[[A-Z]{2,16}_\d{1,6}\]")
+PLACEHOLDER = re.compile(r"\[[A-Z]{2,16}_\d{1,6}\]")
 _BEGINNING = re.compile(r"\[(?:[A-Z]{0,16}|[A-Z]{2,16}_\d{0,6})\Z")
 """What may still become a placeholder when more text arrives."""
 
 LITERAL = "TEXT"
 """Kind of text that looks like a placeholder without being one."""
-
-_BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\ )?(?=\d)")
-
-_PART_OF_WORD = 3
-"""Shorter private text is looked for as a whole word only: two letters are in every third word."""
 
 
 class Vault:
@@ -41,7 +37,8 @@ class Vault:
         self._recognisers = default() if recognisers is None else tuple(recognisers)
         self._placeholders: dict[str, str] = {}
         self._values: dict[str, str] = {}
-        self._kinds: dict[re.Pattern[str], str] = {}
+        self._kinds: dict[str, str] = {}
+        self._finder: Finder | None = None
         self._counts: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -53,25 +50,34 @@ class Vault:
     def __reduce__(self) -> NoReturn:
         raise TypeError("A Vault stays in memory: it cannot be pickled or copied.")
 
+    @property
+    def placeholders(self) -> tuple[str, ...]:
+        """All that stand for something."""
+        return tuple(self._values)
+
     def hide(self, text: str) -> str:
         """A text to send: marked, recognised and known private text replaced, marks removed.
 
         Raises:
-            InputError: marks that are not closed.
+            InputError: marks that are not closed, or what only looks like a mark.
         """
-        return self.hide_spans(*marked(text))
+        return self.hide_texts([text])[0]
 
     def hide_messages(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-        """A conversation to send, whoever wrote its messages.
+        """A conversation to send, with the messages of all roles hidden; see `hide_texts`."""
+        hidden = self.hide_texts([message["content"] for message in messages])
+        pairs = zip(messages, hidden, strict=True)
+        return [{**message, "content": content} for message, content in pairs]
 
-        What one message marks is hidden in all of them, earlier ones too.
+    def hide_texts(self, texts: Sequence[str]) -> list[str]:
+        """`hide` for texts that belong together.
+
+        What one of them marks is hidden in all of them, earlier ones too.
 
         Raises:
-            InputError: marks that are not closed.
+            InputError: see `hide`.
         """
-        for message in messages:
-            self._learn(*marked(message["content"]))
-        return [{**one, "content": self.hide(one["content"])} for one in messages]
+        return self._hidden([marked(text) for text in texts])
 
     def hide_spans(self, text: str, spans: Iterable[Span]) -> str:
         """`hide` for a text without marks, whose private spans the caller names.
@@ -79,67 +85,63 @@ class Vault:
         Raises:
             InputError: a span past the text's end.
         """
-        self._learn(text, spans := list(spans))
-        kept, place = [], 0
-        for span in united([*spans, *self._recognised(text), *self._known(text)]):
-            kept += [
-                text[place : span.start],
-                self._placeholder(text[span.start : span.stop], span),
-            ]
-            place = span.stop
-        return "".join([*kept, text[place:]])
+        return self._hidden([(text, list(spans))])[0]
 
     def restore(self, text: str) -> str:
         """The text with every placeholder of this vault replaced by what it stands for."""
-        return _PLACEHOLDER.sub(lambda found: self._values.get(found[0], found[0]), text)
+        return PLACEHOLDER.sub(lambda found: self._values.get(found[0], found[0]), text)
 
     def restorer(self) -> Restorer:
         """`restore` for text that arrives in pieces."""
         return Restorer(self)
 
-    def _learn(self, text: str, spans: Iterable[Span]) -> None:
-        """Give placeholders to what the user named and what recognisers find."""
-        for span in [*spans, *self._recognised(text)]:
+    def _hidden(self, texts: Sequence[tuple[str, list[Span]]]) -> list[str]:
+        """Texts without marks and their marked spans, with all that is private replaced."""
+        found = [(text, self._learned(text, spans)) for text, spans in texts]
+        if self._finder is None:
+            self._finder = Finder(self._kinds)
+        return [self._replaced(text, [*spans, *self._known(text)]) for text, spans in found]
+
+    def _learned(self, text: str, spans: list[Span]) -> list[Span]:
+        """What the user named and what recognisers find; both are known from now on."""
+        found = [*spans, *(span for recognise in self._recognisers for span in recognise(text))]
+        for span in found:
             if span.stop > len(text):
                 raise InputError(
                     f"A span ends at {span.stop}, in a text of {len(text)} characters."
                 )
-            self._placeholder(text[span.start : span.stop], span)
-
-    def _recognised(self, text: str) -> list[Span]:
-        return [span for recognise in self._recognisers for span in recognise(text)]
+            value = text[span.start : span.stop]
+            self._placeholder(value, span.kind)
+            if value not in self._kinds:
+                self._kinds[value], self._finder = span.kind, None
+        return found
 
     def _known(self, text: str) -> list[Span]:
         """Where text stands that is known to be private, and text that looks like a placeholder."""
-        found = [Span(*one.span(), LITERAL) for one in _PLACEHOLDER.finditer(text)]
-        folded = fold(text)
-        for pattern, kind in self._kinds.items():
-            places = (folded.span(*one.span()) for one in pattern.finditer(folded.text))
-            found += [Span(*place, kind) for place in places]
-        return found
+        assert self._finder is not None, "_hidden() has made it"
+        found = [Span(*one.span(), LITERAL) for one in PLACEHOLDER.finditer(text)]
+        return [*found, *(span for copy in copies(text) for span in self._finder.find(copy))]
 
-    def _placeholder(self, value: str, span: Span) -> str:
+    def _replaced(self, text: str, spans: list[Span]) -> str:
+        kept, place = list[str](), 0
+        for span in united(spans):
+            value = text[span.start : span.stop]
+            kept += [text[place : span.start], self._placeholder(value, span.kind)]
+            place = span.stop
+        return "".join([*kept, text[place:]])
+
+    def _placeholder(self, value: str, kind: str) -> str:
         if value not in self._placeholders:
-            self._counts[span.kind] = number = self._counts.get(span.kind, 0) + 1
-            placeholder = f"[{span.kind}_{number}]"
+            self._counts[kind] = number = self._counts.get(kind, 0) + 1
+            placeholder = f"[{kind}_{number}]"
             self._placeholders[value], self._values[placeholder] = placeholder, value
-            pattern = _pattern(value)
-            if span.kind != LITERAL and pattern is not None:
-                self._kinds.setdefault(pattern, span.kind)
         return self._placeholders[value]
 
 
-def _pattern(value: str) -> re.Pattern[str] | None:
-    """Finds a private text in folded texts, whatever its spacing; None for one of spaces only."""
-    folded = fold(value).text.strip()
-    if not folded:
-        return None
-    # Digits may be grouped in another way; words may be run together, as a word of their own.
-    spaced = _BETWEEN_DIGITS.sub(" ?", re.escape(folded))
-    joined = rf"(?<!\w){re.escape(folded.replace(' ', ''))}(?!\w)"
-    if len(folded) <= _PART_OF_WORD:
-        spaced = rf"(?<!\w){spaced}(?!\w)"
-    return re.compile(f"{spaced}|{joined}")
+def beginning(text: str) -> int:
+    """Where a placeholder begins that more text may complete; the text's length where none does."""
+    found = _BEGINNING.search(text)
+    return len(text) if found is None else found.start()
 
 
 class Restorer:
@@ -155,8 +157,7 @@ class Restorer:
     def push(self, piece: str) -> str:
         """What can be shown now; the beginning of a placeholder waits for its end."""
         text = self._pending + piece
-        beginning = _BEGINNING.search(text)
-        place = len(text) if beginning is None else beginning.start()
+        place = beginning(text)
         self._pending = text[place:]
         return self._vault.restore(text[:place])
 
