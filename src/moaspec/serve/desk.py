@@ -34,7 +34,6 @@ class ServeSettings:
         cors_origins: web pages of these origins may call the endpoints; "*": all.
         guarded: see `Guarded`.
         send_timeout_s: how long a client may leave its connection full before it is let go.
-        stored_responses: of /v1/responses that are kept for `previous_response_id`.
     """
 
     names: tuple[str, ...] = ()
@@ -42,7 +41,6 @@ class ServeSettings:
     cors_origins: tuple[str, ...] = ()
     guarded: Guarded = field(default_factory=Guarded)
     send_timeout_s: float = 60.0
-    stored_responses: int = 256
 
 
 @dataclass(frozen=True, kw_only=True)
