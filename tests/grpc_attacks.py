@@ -138,7 +138,7 @@ HOSTILE = Hostile(serving.target(), "")
 
 
 async def frames(channel: grpc.aio.Channel) -> str:
-    """Noise and lies."""
+    """Send noise and lies about a session."""
     call = channel.stream_stream(f"/{SERVICE}/Converse")(metadata=token(), timeout=CALL_S)
     for _ in range(30):
         await call.write(HOSTILE.frame())

@@ -169,7 +169,7 @@ def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Caller:
-    """A call's context."""
+    """The context of a call from an address."""
 
     def __init__(self, address: str) -> None:
         self.address = address

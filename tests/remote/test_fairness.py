@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -175,3 +177,34 @@ def test_an_owner_has_a_share_of_the_sessions(owner: str, share: int) -> None:
         await service.stop()
 
     asyncio.run(run())
+
+
+def test_grammars_of_one_owner_wait_for_one_another() -> None:
+    """So that those of others are compiled meanwhile."""
+    service = TargetService(tiny.target())
+    running: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+
+    class Slow:
+        def processor(self, owner: str, _: int) -> Any:
+            running[owner] += 1
+            most[owner] = max(most[owner], running[owner])
+            if owner == "mallory":
+                time.sleep(0.02)
+            running[owner] -= 1
+            return lambda _, logits_V: logits_V
+
+    async def run() -> None:
+        grammars: Any = Slow()
+        service.terms._grammars = grammars
+        ruled = service.terms.ruled
+        hostile = [asyncio.create_task(ruled(GREEDY, "mallory", 1, "mallory")) for _ in range(50)]
+        await asyncio.sleep(0)
+        await ruled(GREEDY, "alice", 1, "alice")
+        assert not all(one.done() for one in hostile)
+        await asyncio.gather(*hostile)
+        await service.stop()
+        assert not service.terms._turns
+
+    asyncio.run(run())
+    assert most == {"mallory": 1, "alice": 1}

@@ -74,7 +74,7 @@ class Files:
     texts: dict[str, str] = field(default_factory=dict)
 
     def make(self) -> None:
-        """Write them."""
+        """Write the files into the directory."""
         target = serving.target()
         target.model.save_pretrained(self.directory / "target")
         assert target.tokenizer is not None
@@ -115,7 +115,7 @@ class Process:
 
     @property
     def mib(self) -> int:
-        """Resident memory."""
+        """Resident memory of the process."""
         assert self.popen.poll() is None, "the server has ended"
         return psutil.Process(self.popen.pid).memory_info().rss >> 20
 
@@ -137,7 +137,7 @@ class Process:
             watching.join()
 
     def end(self) -> None:
-        """As an operator does."""
+        """Terminate the process, and wait for its end."""
         self.popen.terminate()
         try:
             assert self.popen.wait(60) == 0
@@ -202,7 +202,7 @@ class OverHttp:
         self._texts, self._address = files.texts, address
 
     async def once(self, client: int, number: int) -> bool:
-        """A streamed chat; whoever is told to come back does."""
+        """A streamed chat, tried again while the server is busy."""
         question = QUESTIONS[number % len(QUESTIONS)]
         body = {
             "model": MODEL,
@@ -227,7 +227,7 @@ class OverHttp:
         return "".join(said) == self._texts[question]
 
     async def close(self) -> None:
-        """Nothing is kept."""
+        """See `OverGrpc`: HTTP keeps no session."""
 
 
 class OverGrpc:
@@ -289,7 +289,7 @@ def attacked(kind: str, address: str, seconds: float) -> dict[str, int]:
 
 
 def percentiles(seconds: list[float]) -> tuple[float, float]:
-    """50th and 99th."""
+    """The 50th and the 99th percentile."""
     cuts = quantiles(seconds, n=100, method="inclusive")
     return round(cuts[49], 3), round(cuts[98], 3)
 

@@ -48,12 +48,12 @@ class _Kept:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of both texts."""
         return len(self.response) + len(self.conversation)
 
     @property
     def messages(self) -> Messages:
-        """The conversation."""
+        """The conversation as chat messages."""
         messages: Messages = json.loads(self.conversation)
         return messages
 

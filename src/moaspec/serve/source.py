@@ -210,12 +210,12 @@ class TextSource(Protocol):
 def first_to_go(
     held: Sequence[T], tenant: Callable[[T], str], size: Callable[[T], int] = lambda _: 1
 ) -> T:
-    """What is let go where all is too much: the oldest of the tenant who holds most.
+    """The entry to evict: the oldest of the tenant that holds most.
 
     Args:
-        held: the oldest first.
-        tenant: whose each is.
-        size: what is too much, of each.
+        held: entries, the oldest first.
+        tenant: the owner of an entry.
+        size: how much an entry takes.
     """
     sizes: Counter[str] = Counter()
     for one in held:
