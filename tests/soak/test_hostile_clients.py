@@ -37,7 +37,11 @@ from moaspec.ports import bind
 from moaspec.remote import Credentials, GrpcTransport, LinkOptions, RemoteOptions, RemoteSession
 from moaspec.remote.bundle import export_bundle, load_device
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(0),  # it takes as long as it is told to
+    pytest.mark.filterwarnings("ignore"),
+]
 
 MINUTES = os.environ.get("MOASPEC_SOAK_MINUTES")
 MIXED_S = 60 * float(MINUTES or 0.4)
