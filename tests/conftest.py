@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from caches import new_cache
 
-KEPT = ("KERNELS", "LLM", "NODE", "SCREENSHOTS", "SHARED", "THREADS", "VLLM_VENV")
+KEPT = ("KERNELS", "LLM", "NODE", "SCREENSHOTS", "SHARED", "SOAK_MINUTES", "THREADS", "VLLM_VENV")
 """The MOASPEC_ variables with which a user chooses what the tests run on."""
 CLEARED = (
     *("COLUMNS", "LINES", "TERMINAL_WIDTH", "COLORTERM", "NO_COLOR", "FORCE_COLOR", "PY_COLORS"),

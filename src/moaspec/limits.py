@@ -93,6 +93,9 @@ MAX_PREPARING_WAITING = 64
 MAX_OPEN_CALLS = 16
 """Calls at the same time that need no token (gRPC health and reflection)."""
 
+MAX_OPEN_CALLS_PER_ADDRESS = 8
+"""Of these, calls of one address."""
+
 MAX_OPEN_CALL_S = 60
 """Seconds that such a call may last."""
 
@@ -110,6 +113,24 @@ MAX_HTTP_CONNECTIONS = 1024
 
 MAX_HTTP_CONNECTIONS_PER_ADDRESS = 512
 """HTTP connections of one address."""
+
+MAX_GRPC_CONNECTIONS = 1024
+"""gRPC connections of all clients; gRPC cannot count those of one address."""
+
+MAX_GRPC_CALLS_PER_CONNECTION = 100
+"""gRPC calls at the same time on one connection; the client's library queues further ones."""
+
+MAX_GRPC_HANDSHAKE_S = 10
+"""Seconds in which a new gRPC connection must have completed TLS and HTTP/2's preface."""
+
+MAX_GRPC_IDLE_S = 60
+"""Seconds after which a gRPC connection without a call is closed."""
+
+MAX_STORED_RESPONSES = 256
+"""Responses that are kept for `previous_response_id`; above, whoever has most loses the oldest."""
+
+MAX_STORED_BYTES = 64 << 20
+"""Bytes of these as JSON; above, whoever has most bytes loses the oldest."""
 
 
 def too_deep(value: Any) -> bool:

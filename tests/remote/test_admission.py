@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -15,9 +18,13 @@ import tiny
 from moaspec import limits, slow
 from moaspec.remote import GrpcServer, Guard, ServerOptions, TargetService
 from moaspec.remote import target_pb2 as pb
+from moaspec.remote.admission import Admission
+from moaspec.remote.auth import ANONYMOUS
 from moaspec.remote.grpc_transport import SERVICE
 
 TOKEN = "good"
+APART = [("grpc.use_local_subchannel_pool", 1)]
+"""Channels with these options share no connection."""
 GUARD = Guard(
     {hashlib.sha256(one.encode()).hexdigest(): name for one, name in ((TOKEN, "a"), ("b", "b"))}
 )
@@ -45,8 +52,12 @@ def test_open_calls_keep_nobody_out() -> None:
                 *(call.read() for call in watching), return_exceptions=True
             )
             refused = [one for one in firsts if isinstance(one, grpc.aio.AioRpcError)]
-            assert len(firsts) - len(refused) == limits.MAX_OPEN_CALLS
-            assert {one.code() for one in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert len(firsts) - len(refused) == limits.MAX_OPEN_CALLS_PER_ADDRESS
+            # More than a connection may have at a time are refused by gRPC itself.
+            assert {one.code() for one in refused} <= {
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                grpc.StatusCode.UNAVAILABLE,
+            }
             assert (await described(at)).protocol
             for call in watching:
                 call.cancel()
@@ -85,15 +96,127 @@ def test_one_token_cannot_take_all_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(limits, "MAX_REQUEST_S", 5)
 
     async def run() -> None:
-        async with server() as at, grpc.aio.insecure_channel(f"127.0.0.1:{at.port}") as channel:
-            describe = channel.stream_unary(f"/{SERVICE}/Describe")
-            silent = [describe(metadata=[("authorization", f"Bearer {TOKEN}")]) for _ in range(300)]
+        async with server() as at, AsyncExitStack() as channels:
+            silent = []
+            for _ in range(3):
+                channel = grpc.aio.insecure_channel(f"127.0.0.1:{at.port}", APART)
+                await channels.enter_async_context(channel)
+                describe = channel.stream_unary(f"/{SERVICE}/Describe")
+                token = [("authorization", f"Bearer {TOKEN}")]
+                silent += [describe(metadata=token) for _ in range(100)]
             codes = asyncio.gather(*(call.code() for call in silent))
             assert (await described(at, "b")).protocol
             assert set(await codes) == {
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 grpc.StatusCode.DEADLINE_EXCEEDED,
             }
+
+    asyncio.run(run())
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""HTTP/2's, and empty settings: all that a connection without a call says."""
+
+
+def test_five_hundred_connections_keep_nobody_out() -> None:
+    async def run() -> None:
+        async with server() as at:
+            held = [await asyncio.open_connection("127.0.0.1", at.port) for _ in range(500)]
+            for _, writer in held[::2]:
+                writer.write(PREFACE)
+            assert (await described(at)).protocol
+            for _, writer in held:
+                writer.transport.abort()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [("MAX_GRPC_HANDSHAKE_S", b""), ("MAX_GRPC_IDLE_S", PREFACE)]
+)
+def test_connections_without_calls_end(
+    monkeypatch: pytest.MonkeyPatch, limit: str, said: bytes
+) -> None:
+    monkeypatch.setattr(limits, limit, 1)
+
+    async def run() -> None:
+        async with server() as at:
+            reader, writer = await asyncio.open_connection("127.0.0.1", at.port)
+            writer.write(said)
+            async with asyncio.timeout(60):
+                while await reader.read(1000):
+                    pass
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_GRPC_CONNECTIONS", 4)
+
+    async def run() -> None:
+        async with server() as at:
+            held = [await asyncio.open_connection("127.0.0.1", at.port) for _ in range(4)]
+            for reader, writer in held:
+                writer.write(PREFACE)
+                assert await reader.read(1)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await described(at)
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+            for _, writer in held:
+                writer.transport.abort()
+
+    asyncio.run(run())
+
+
+class Caller:
+    """The context of a call from an address."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def peer(self) -> str:
+        return f"ipv4:{self.address}:1234"
+
+    async def abort(self, code: grpc.StatusCode, _: str) -> None:
+        raise RuntimeError(code.name)
+
+
+@pytest.mark.parametrize(
+    ("method", "most"),
+    [("/grpc.health.v1.Health/Watch", limits.MAX_OPEN_CALLS_PER_ADDRESS), (f"/{SERVICE}/X", 5)],
+)
+def test_one_address_cannot_take_all_calls(method: str, most: int) -> None:
+    """Where it has shown no token, or where there are none."""
+
+    async def lasting(_: Any, __: Any) -> None:
+        await asyncio.sleep(3600)
+
+    handler = grpc.stream_stream_rpc_method_handler(lasting)
+
+    async def find(_: Any) -> Any:
+        return handler
+
+    async def anybody(_: Any) -> str:
+        return ANONYMOUS
+
+    async def run() -> None:
+        details: Any = SimpleNamespace(method=method)
+        admitted = await Admission(SERVICE, anybody, 10).intercept_service(find, details)
+
+        async def call(address: str) -> asyncio.Task[None]:
+            task = asyncio.create_task(admitted.stream_stream(None, Caller(address)))
+            await asyncio.sleep(0.01)
+            return task
+
+        held = [await call("192.0.2.1") for _ in range(most)]
+        more = await call("192.0.2.1")
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            await more
+        held.append(await call("192.0.2.2"))
+        assert not any(one.done() for one in held)
+        for one in held:
+            one.cancel()
 
     asyncio.run(run())
 

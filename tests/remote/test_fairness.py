@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+import moaspec
 import tiny
 from moaspec.decode.protocols import Request, Verdict
-from moaspec.decode.sampling import GREEDY
+from moaspec.decode.sampling import GREEDY, SamplingParams
 from moaspec.decode.tree import DraftTree
+from moaspec.decode.verifier import LocalVerifier
 from moaspec.remote import PassOptions, StoreOptions, TargetService
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote.shared import SharedVerifier, _Job
 from moaspec.remote.store import NoRoomError
 from moaspec.remote.wire import chain
+from moaspec.target import Target
 
 
 class Unused:
@@ -77,28 +82,79 @@ def test_owners_take_turns_where_a_pass_has_few_rows() -> None:
     assert sum(map(len, made)) == 9
 
 
-def test_a_cut_draft_changes_no_text() -> None:
-    """The first nodes of a tree are a tree; the target decides the same after them."""
+class Recording(LocalVerifier):
+    """Remembers how many drafted tokens each row has in each pass."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.passes: list[list[int]] = []
+
+    async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
+        self.passes.append([len(one.tree.tokens) for one in requests])
+        return await super().verify(requests)
+
+
+LENGTH = 200
+
+
+def drafted_tree(text: Sequence[int], at: int) -> DraftTree:
+    """Right drafts of a text, with a wrong branch at every fourth token, and wrong ones in the end.
+
+    Of its first 64 nodes some are right; more are right than those.
+    """
+    tokens, parents, right = [], [], -1
+    for depth, token in enumerate([*text[at : at + 100], *[0] * 60]):
+        if depth % 4 == 0:
+            tokens.append((token + 1) % tiny.VOCAB)
+            parents.append(right)
+        tokens.append(token)
+        parents.append(right)
+        right = len(tokens) - 1
+    return DraftTree(tuple(tokens), tuple(parents))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_cut_drafts_of_several_owners_change_no_text(temperature: float) -> None:
+    """Each is cut to its owner's share, in passes with those of others, and decided as without."""
     target = tiny.target()
+    sampling = SamplingParams(temperature=temperature, seed=3 if temperature else None)
+    plain = [
+        moaspec.generate(
+            target, prompt, max_new_tokens=LENGTH, temperature=temperature, seed=sampling.seed
+        ).token_ids
+        for prompt in tiny.PROMPTS
+    ]
 
-    async def run() -> list[list[int]]:
-        texts = []
-        for others in ((), ("bob",)):
-            service = TargetService(target)
-            for other in others:  # has asked lately
-                service.shared._asked_s[other] = float("inf")
-            request = pb.GenerateRequest(
-                token_ids=tiny.PROMPTS[0],
-                max_new_tokens=12,
-                sampling=pb.Sampling(top_p=1.0, repetition_penalty=1.0),
-            )
-            chunks = [one.token_ids async for one in service.generate("alice", request)]
-            texts.append([token for chunk in chunks for token in chunk])
-            await service.stop()
-        return texts
+    async def write(shared: SharedVerifier, number: int) -> list[int]:
+        prompt = tiny.PROMPTS[number]
+        row = shared.lease(f"owner {number % 3}")
+        known: Sequence[int] = prompt
+        text, base, tree = list(prompt), 0, DraftTree()
+        while len(text) < len(prompt) + LENGTH:
+            request = Request(row, base, tuple(known), tree, sampling, len(prompt), False)
+            verdict, _ = await shared.decide(request)
+            cut = tree.tokens[: shared.options.owner_drafted]
+            accepted = [cut[node] for node in verdict.accepted]
+            base += len(known) + len(accepted)
+            known = [verdict.next_token]
+            text += [*accepted, verdict.next_token]
+            tree = drafted_tree(plain[number], len(text) - len(prompt))
+        shared.close(row)
+        return text[len(prompt) :][:LENGTH]
 
-    plain, cut = asyncio.run(run())
-    assert plain == cut
+    async def run() -> tuple[list[list[int]], Recording]:
+        recording = Recording(target)
+        shared = SharedVerifier(recording, PassOptions(lately_s=600.0))
+        texts = await asyncio.gather(*(write(shared, i) for i in range(len(tiny.PROMPTS))))
+        await shared.stop()
+        return texts, recording
+
+    texts, recording = asyncio.run(run())
+    assert texts == plain
+    most = PassOptions().owner_drafted
+    assert max(drafted for one in recording.passes for drafted in one) == most
+    assert any(one.count(most) > 1 for one in recording.passes), "no pass had several cut drafts"
+    assert len(recording.passes) < LENGTH, "nothing was accepted"
 
 
 @pytest.mark.parametrize(("owner", "share"), [("mallory", 4), ("anonymous", 8)])
@@ -121,3 +177,34 @@ def test_an_owner_has_a_share_of_the_sessions(owner: str, share: int) -> None:
         await service.stop()
 
     asyncio.run(run())
+
+
+def test_grammars_of_one_owner_wait_for_one_another() -> None:
+    """So that those of others are compiled meanwhile."""
+    service = TargetService(tiny.target())
+    running: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+
+    class Slow:
+        def processor(self, owner: str, _: int) -> Any:
+            running[owner] += 1
+            most[owner] = max(most[owner], running[owner])
+            if owner == "mallory":
+                time.sleep(0.02)
+            running[owner] -= 1
+            return lambda _, logits_V: logits_V
+
+    async def run() -> None:
+        grammars: Any = Slow()
+        service.terms._grammars = grammars
+        ruled = service.terms.ruled
+        hostile = [asyncio.create_task(ruled(GREEDY, "mallory", 1, "mallory")) for _ in range(50)]
+        await asyncio.sleep(0)
+        await ruled(GREEDY, "alice", 1, "alice")
+        assert not all(one.done() for one in hostile)
+        await asyncio.gather(*hostile)
+        await service.stop()
+        assert not service.terms._turns
+
+    asyncio.run(run())
+    assert most == {"mallory": 1, "alice": 1}

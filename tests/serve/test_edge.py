@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -12,8 +16,10 @@ import pytest
 import edges
 import serving
 from edges import Edge
+from moaspec.decode import SamplingParams
 from moaspec.serve.desk import ServeSettings
 from moaspec.serve.guard import Guarded
+from moaspec.serve.source import Job
 from serving import LONGEST, MODEL, Served, own_text, say
 
 LONG = 60
@@ -174,3 +180,37 @@ def test_link_can_be_cut_over_http(edge: Edge, served_edge: Served) -> None:
         assert link["can_cut"]
         assert "moaspec_link_bytes_sent" in http.get("/metrics").text
         assert not edge.link.cut
+
+
+def test_a_tenants_sessions_do_not_push_out_anothers() -> None:
+    """Whoever has no session takes one of the tenant who has most."""
+
+    async def run() -> None:
+        source = Edge(active=3).source
+        for tenant in ("alice", "mallory", "mallory"):
+            source._new_seat(tenant).tenant = tenant
+        job = Job(prompt_ids=(1,), max_new_tokens=1, sampling=SamplingParams(), tenant="bob")
+        _, ends = source._take_seat(job)
+        assert ends is source._seats[1]
+        await source.close()
+
+    asyncio.run(run())
+
+
+def test_a_forgotten_grammar_is_compiled_beside_the_loop() -> None:
+    """A text that has waited may find that its grammar is no longer kept."""
+
+    async def run() -> None:
+        source = Edge().source
+        compiled_in: list[threading.Thread] = []
+        grammars: Any = SimpleNamespace(
+            processor=lambda *_: compiled_in.append(threading.current_thread())
+        )
+        source.facts = replace(source.facts, grammars=grammars)
+        job = Job(
+            prompt_ids=(1,), max_new_tokens=1, sampling=SamplingParams(), grammar="any", tenant=""
+        )
+        await source._ruled(job)
+        assert compiled_in[0] is not threading.current_thread()
+
+    asyncio.run(run())

@@ -150,4 +150,46 @@ def test_the_oldest_responses_go(served: Served) -> None:
         archive.keep("me", ResponseObject.model_validate(one), [])
     with pytest.raises(RequestError):
         archive.find("me", made[0]["id"])
-    assert archive.find("me", made[2]["id"]).response.id == made[2]["id"]
+    assert json.loads(archive.find("me", made[2]["id"]).response)["id"] == made[2]["id"]
+
+
+def stored(name: str, text: str = "") -> Any:
+    """A response that holds some text."""
+    from moaspec.serve.responses_schema import ResponseObject
+
+    return ResponseObject.model_validate(
+        {
+            "id": name,
+            "created_at": 0,
+            "status": "completed",
+            "model": MODEL,
+            "instructions": text,
+            "output": [],
+            "parallel_tool_calls": False,
+            "store": True,
+            "temperature": 1.0,
+            "text": {},
+            "top_p": 1.0,
+            "tool_choice": "auto",
+            "tools": [],
+        }
+    )
+
+
+@pytest.mark.parametrize(("number", "num_bytes"), [(8, 1 << 30), (256, 8 * 1400)])
+def test_a_tenant_who_stores_much_loses_nothing_of_others(number: int, num_bytes: int) -> None:
+    from moaspec.serve.failures import RequestError
+    from moaspec.serve.responses import Archive
+
+    archive = Archive(number, num_bytes)
+    archive.keep("alice", stored("a"), serving.say("hello"))
+    for i in range(50):
+        archive.keep("mallory", stored(f"m{i}", "x" * 1000), [])
+        assert len(archive._kept) <= number
+        assert sum(one.size for one in archive._kept.values()) <= num_bytes
+    assert archive.find("alice", "a").messages == serving.say("hello")
+    assert archive.find("mallory", "m49").messages == []
+    with pytest.raises(RequestError):
+        archive.find("mallory", "m0")
+    archive.keep("mallory", stored("all", "x" * num_bytes if number > 8 else ""), [])
+    assert archive.find("alice", "a")

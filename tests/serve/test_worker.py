@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,3 +119,35 @@ def test_keys_take_turns() -> None:
         assert isinstance(last(news), Update)
     assert worker.load.active == worker.load.waiting == 0
     worker.stop()
+
+
+def ended(worker: EngineWorker, tenant: str, first: int) -> None:
+    """A row that is kept after its end."""
+    made, told = ticket()
+    made.job = replace(made.job, tenant=tenant, prompt_ids=(first, 2, 3))
+    worker.submit([made])
+    last(told)
+
+
+def test_a_tenants_rows_do_not_push_out_anothers(worker: EngineWorker) -> None:
+    ended(worker, "alice", 1)
+    for number in range(8):
+        ended(worker, "mallory", 10 + number)
+    assert [one.tenant for one in worker._parked] == ["alice", *["mallory"] * 3]
+    assert worker._parked[-1].token_ids[0] == 17
+
+
+def test_memory_goes_back_where_nobody_asks_for_long() -> None:
+    source = serving.source(parked_s=0.05)
+    worker = source._worker
+    worker.start()
+    try:
+        ended(worker, "alice", 1)
+        deadline = time.monotonic() + 60
+        while (source.cache.num_bytes or worker._parked) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert source.cache.num_bytes == 0
+        assert worker._parked == []
+        ended(worker, "alice", 1)
+    finally:
+        worker.stop()

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from moaspec import limits
+from moaspec.remote.auth import ANONYMOUS
 from moaspec.remote.limits import Quota
 from moaspec.remote.store import NoRoomError
 
@@ -34,6 +35,8 @@ class Admission(grpc.aio.ServerInterceptor):
         self._all = Quota(lambda _: max_calls, "calls, all clients together")
         self._own = Quota(lambda _: max(1, max_calls // 2), "calls")
         self._open = Quota(lambda _: limits.MAX_OPEN_CALLS, "calls without a token")
+        most = limits.MAX_OPEN_CALLS_PER_ADDRESS
+        self._open_here = Quota(lambda _: most, "calls without a token from this address")
 
     async def intercept_service(
         self, continuation: Continue, handler_call_details: grpc.HandlerCallDetails
@@ -54,15 +57,16 @@ class Admission(grpc.aio.ServerInterceptor):
 
     async def _known(self, handler: Any, requests: Any, context: Context) -> None:
         owner = await self._find_owner(context)
+        client = _address(context) if owner == ANONYMOUS else owner
         try:
-            with self._own.one(owner), self._all.one(""):
+            with self._own.one(client), self._all.one(""):
                 await _answer(handler, requests, context)
         except NoRoomError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
 
     async def _unknown(self, handler: Any, requests: Any, context: Context) -> None:
         try:
-            with self._open.one(""):
+            with self._open_here.one(_address(context)), self._open.one(""):
                 async with asyncio.timeout(limits.MAX_OPEN_CALL_S):
                     await _answer(handler, requests, context)
         except NoRoomError as error:
@@ -70,6 +74,11 @@ class Admission(grpc.aio.ServerInterceptor):
         except TimeoutError:
             message = f"Such a call lasts at most {limits.MAX_OPEN_CALL_S} s; make another."
             await context.abort(grpc.StatusCode.UNAVAILABLE, message)
+
+
+def _address(context: Context) -> str:
+    """Where a call comes from, without the port: "ipv4:192.0.2.1"."""
+    return str(context.peer()).rpartition(":")[0]
 
 
 async def _answer(handler: Any, requests: Any, context: Context) -> None:

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
+from moaspec import limits
 from moaspec.errors import InputError, LinkError, MoaSpecError, RefusedError, WireError
 from moaspec.remote import target_pb2 as pb
 from moaspec.remote import wire
@@ -45,7 +46,8 @@ class ServerOptions:
         port: 0 takes a free one.
         credentials: for TLS; None listens without.
         guard: whose connections are accepted.
-        max_connections: at the same time, of one client half of them; more are told to come back.
+        max_connections: calls at the same time, of one client half of them; more are told to come
+            back. Clients without credentials are told apart by their addresses.
         connection_s: a connection lasts so long at most, whatever its device wants; so credentials
             are looked at again.
         sweep_s: between two looks for idle sessions.
@@ -76,6 +78,10 @@ class GrpcServer:
         self._server = grpc.aio.server(
             options=[
                 *OPTIONS,
+                ("grpc.max_allowed_incoming_connections", limits.MAX_GRPC_CONNECTIONS),
+                ("grpc.max_concurrent_streams", limits.MAX_GRPC_CALLS_PER_CONNECTION),
+                ("grpc.server_handshake_timeout_ms", limits.MAX_GRPC_HANDSHAKE_S * 1000),
+                ("grpc.max_connection_idle_ms", limits.MAX_GRPC_IDLE_S * 1000),
                 # Devices that send HTTP/2 pings besides our heartbeats are welcome.
                 ("grpc.http2.min_ping_interval_without_data_ms", 200),
                 ("grpc.http2.max_ping_strikes", 0),

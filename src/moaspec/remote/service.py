@@ -354,7 +354,7 @@ class TargetService:
                 f"These credentials have {self.rows_of(owner)} texts; try again later."
             )
         with self._counted():
-            sampling = await self.terms.ruled(sampling, request.sampling.grammar, len(ids))
+            sampling = await self.terms.ruled(sampling, request.sampling.grammar, len(ids), owner)
             work = decode_alone(
                 self.shared,
                 self.target,

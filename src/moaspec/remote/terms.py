@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from moaspec import limits
 from moaspec.decode.sampling import SamplingParams
@@ -63,6 +64,7 @@ class Terms:
         self.layers = (0,) if drafter is None else layers_offered(drafter, target.num_layers)
         self.max_tokens = max_tokens
         self.limits = wire.Limits(target.vocab_size, self.max_tokens)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._grammars: Grammars | None = None  # made when a device first asks for one
 
     def describe(self) -> pb.Description:
@@ -117,12 +119,12 @@ class Terms:
         return wire.tokens_of(token_ids, self.limits, least=1, most=self.max_tokens - 1)
 
     async def ruled(
-        self, sampling: SamplingParams, grammar: str, prompt_length: int
+        self, sampling: SamplingParams, grammar: str, prompt_length: int, owner: str
     ) -> SamplingParams:
         """Settings with their grammar as a logits processor.
 
         Compiling may take seconds, in which heartbeats of all devices are to be answered: so it
-        happens in another thread.
+        happens in another thread, for each owner one grammar after the other.
 
         Raises:
             RefusedError: a grammar that cannot be compiled here.
@@ -130,8 +132,10 @@ class Terms:
         if not grammar:
             return sampling
         grammars = self._known_grammars()
+        turn = self._turns.setdefault(owner, asyncio.Lock())
         try:
-            processor = await asyncio.to_thread(grammars.processor, grammar, prompt_length)
+            async with turn:
+                processor = await asyncio.to_thread(grammars.processor, grammar, prompt_length)
         except InputError as error:
             raise RefusedError(str(error)) from error
         return replace(sampling, processors=(processor,))

@@ -86,7 +86,7 @@ class Work:
             return
         if not session.knows(opening):
             ruled = await self._terms.ruled(
-                opening.sampling, opening.grammar, opening.prompt_length
+                opening.sampling, opening.grammar, opening.prompt_length, session.owner
             )
             session.begin(opening, ruled)
         elif opening.asked is not None:

@@ -35,7 +35,6 @@ class ServeSettings:
         guarded: see `Guarded`.
         send_timeout_s: how long a client may leave its connection full before it is let go.
         make_vault: makes what hides private text of a request; None: nothing leaves this machine.
-        stored_responses: of /v1/responses that are kept for `previous_response_id`.
     """
 
     names: tuple[str, ...] = ()
@@ -44,7 +43,6 @@ class ServeSettings:
     guarded: Guarded = field(default_factory=Guarded)
     send_timeout_s: float = 60.0
     make_vault: MakeVault | None = None
-    stored_responses: int = 256
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from moaspec.serve.source import (
     Update,
     Updates,
     check_number,
+    first_to_go,
     share_of,
 )
 from moaspec.target.generation import GenerationDefaults
@@ -228,7 +229,7 @@ class EdgeSource:
 
     async def _decode_here(self, job: Job) -> AsyncGenerator[Update]:
         """Drafted here, verified there."""
-        options = row_options(job, self._ruled(job))
+        options = row_options(job, await self._ruled(job))
         reader = Reader(job, keep=self._options.on_cut == "keep")
         seat, ends = self._take_seat(job)
         try:
@@ -248,7 +249,7 @@ class EdgeSource:
     async def _decode_alone(self, job: Job) -> AsyncGenerator[Update]:
         """By the server, for comparison; what an emulated link holds back comes when it is back."""
         assert self._alone is not None, "decode() has asked"
-        options = row_options(job, self._ruled(job))
+        options = row_options(job, await self._ruled(job))
         events: Any = self._alone.stream(job.prompt_ids, **options)
         first = True
         async with contextlib.aclosing(events):
@@ -268,17 +269,18 @@ class EdgeSource:
         """A job has ended, however it did."""
         self._jobs.discard(job)
 
-    def _ruled(self, job: Job) -> tuple[GrammarProcessor, ...]:
-        """The grammar, which the server will keep to."""
+    async def _ruled(self, job: Job) -> tuple[GrammarProcessor, ...]:
+        """The grammar, which the server will keep to; what was compiled may be forgotten by now."""
         if job.grammar is None:
             return ()
-        return (self.facts.grammars.processor(job.grammar, len(job.prompt_ids)),)
+        length, compiled = len(job.prompt_ids), self.facts.grammars.processor
+        return (await asyncio.to_thread(compiled, job.grammar, length),)
 
     def _take_seat(self, job: Job) -> tuple[_Seat, _Seat | None]:
         """A session for the job, and another tenant's that must end for it.
 
         It is the tenant's free one that holds most of the prompt, else a new one while there is
-        room, else the tenant's oldest, else a new one in the place of the oldest of all.
+        room, else the tenant's oldest, else a new one in the place of another tenant's.
         """
         free = [seat for seat in self._seats if not seat.busy]
         own = [seat for seat in free if seat.tenant == job.tenant]
@@ -286,7 +288,9 @@ class EdgeSource:
         full, ends = len(self._seats) >= self._limits.active, None
         if best is None or not common_length(best.token_ids, job.prompt_ids):
             best = min(own, key=_last_used) if own and full else self._new_seat(job.tenant)
-            ends = min(free, key=_last_used) if full and not own else None
+            ends = None
+            if full and not own:
+                ends = first_to_go(sorted(free, key=_last_used), lambda seat: seat.tenant)
         self._count += 1
         best.tenant, best.busy, best.used = job.tenant, True, self._count
         return best, ends

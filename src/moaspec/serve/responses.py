@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
+from moaspec import limits
 from moaspec.data.call_reader import Call
 from moaspec.serve import failures
 from moaspec.serve.choice import Choice, Delta, extension_of, usage
@@ -32,7 +33,7 @@ from moaspec.serve.responses_schema import (
 )
 from moaspec.serve.runs import EventStream, Run, unless_left
 from moaspec.serve.schema import ObjectFormat
-from moaspec.serve.source import Job
+from moaspec.serve.source import Job, first_to_go
 from moaspec.serve.unsupported import refuse_unsupported
 
 Messages = list[dict[str, Any]]
@@ -40,28 +41,54 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Kept:
-    """A response, and the conversation up to its end."""
+    """A response, and the conversation up to its end, as JSON: objects take many times as much."""
 
-    response: ResponseObject
-    messages: Messages
+    tenant: str
+    id: str
+    response: bytes
+    conversation: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of both texts."""
+        return len(self.response) + len(self.conversation)
+
+    @property
+    def messages(self) -> Messages:
+        """The conversation as chat messages."""
+        messages: Messages = json.loads(self.conversation)
+        return messages
 
 
 class Archive:
     """The latest responses, so that later ones can go on from them. Tenants see their own only.
 
     Args:
-        size: how many are kept.
+        number: how many are kept.
+        num_bytes: of all of them.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+    def __init__(
+        self,
+        number: int = limits.MAX_STORED_RESPONSES,
+        num_bytes: int = limits.MAX_STORED_BYTES,
+    ) -> None:
+        self._number, self._num_bytes = number, num_bytes
+        self._kept: dict[tuple[str, str], _Kept] = {}
 
     def keep(self, tenant: str, response: ResponseObject, messages: Messages) -> None:
-        """Keep one; the oldest goes."""
-        self._kept[tenant, response.id] = _Kept(response, messages)
-        while len(self._kept) > self._size:
-            self._kept.popitem(last=False)
+        """Keep one; where that is too much, the oldest of the tenant who has most goes."""
+        made = response.model_dump_json(exclude_none=True).encode()
+        kept = _Kept(tenant, response.id, made, json.dumps(messages).encode())
+        self._kept[tenant, response.id] = kept
+        if len(self._kept) > self._number:
+            self._let_go(lambda _: 1)
+        while sum(one.size for one in self._kept.values()) > self._num_bytes:
+            self._let_go(lambda one: one.size)
+
+    def _let_go(self, size: Callable[[_Kept], int]) -> None:
+        gone = first_to_go(list(self._kept.values()), lambda one: one.tenant, size)
+        del self._kept[gone.tenant, gone.id]
 
     def find(self, tenant: str, name: str, *, param: str | None = None) -> _Kept:
         """A response that is still kept."""
@@ -83,7 +110,7 @@ class Archive:
 def router(desk: Desk) -> APIRouter:
     """The endpoints."""
     made = APIRouter(prefix="/v1", responses=failures.responses())
-    archive = Archive(desk.settings.stored_responses)
+    archive = Archive()
 
     @made.post("/responses", response_model=ResponseObject, response_model_exclude_none=True)
     async def create_response(asked: ResponseRequest, request: Request) -> Any:
@@ -107,10 +134,11 @@ def router(desk: Desk) -> APIRouter:
             return EventStream(run, answer.events(keep), named=True, send_timeout_s=timeout_s)
         return await unless_left(request, run, answer.whole(keep))
 
-    @made.get("/responses/{response_id}", response_model_exclude_none=True)
-    async def get_response(response_id: str, request: Request) -> ResponseObject:
+    @made.get("/responses/{response_id}", response_model=ResponseObject)
+    async def get_response(response_id: str, request: Request) -> Response:
         """A response that was kept."""
-        return archive.find(request.state.tenant, response_id).response
+        kept = archive.find(request.state.tenant, response_id)
+        return Response(kept.response, media_type="application/json")
 
     @made.delete("/responses/{response_id}")
     async def delete_response(response_id: str, request: Request) -> Deleted:

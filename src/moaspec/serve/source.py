@@ -6,10 +6,11 @@ Handlers know nothing but this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 from moaspec.decode.grammar import Grammars
 from moaspec.decode.incremental import TokenBytes
@@ -19,6 +20,7 @@ from moaspec.decode.tree import DraftTree
 from moaspec.errors import InputError
 from moaspec.target.generation import GenerationDefaults
 
+T = TypeVar("T")
 TokenSource = Source | Literal["device"]
 """`Source`, or a device that wrote alone and was told to keep it."""
 
@@ -203,6 +205,23 @@ class TextSource(Protocol):
     def cut(self, cut: bool) -> bool:
         """Cut or restore an emulated link; False where there is none."""
         ...
+
+
+def first_to_go(
+    held: Sequence[T], tenant: Callable[[T], str], size: Callable[[T], int] = lambda _: 1
+) -> T:
+    """The entry to evict: the oldest of the tenant that holds most.
+
+    Args:
+        held: entries, the oldest first.
+        tenant: the owner of an entry.
+        size: how much an entry takes.
+    """
+    sizes: Counter[str] = Counter()
+    for one in held:
+        sizes[tenant(one)] += size(one)
+    most = max(sizes.values())
+    return next(one for one in held if sizes[tenant(one)] == most)
 
 
 def check_number(texts: int, most: int) -> None:

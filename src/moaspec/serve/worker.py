@@ -17,7 +17,8 @@ from moaspec.decode import Engine, FixedShape, GenerationResult, Shaping
 from moaspec.decode.engine import common_length
 from moaspec.decode.result import Event
 from moaspec.errors import BusyError, InputError
-from moaspec.serve.source import Job, Load, Round, Update, check_number, share_of
+from moaspec.serve.source import Job, Load, Round, Update, check_number, first_to_go, share_of
+from moaspec.target.packing import return_freed_memory
 
 FRESH_TOKENS = 2048
 """Tokens of prompts that join in one step: while they are read, all others wait."""
@@ -36,6 +37,8 @@ class Limits:
         cache_bytes: of keys and values. The cache grows by half, so it may hold half as much again.
         share: of `active` rows, and of all places, that one key may take.
         parked: ended rows whose keys and values are kept for the next turn of a conversation.
+        parked_s: an engine that has had no request for so long keeps none, and gives the memory
+            of its caches back.
     """
 
     active: int = 64
@@ -43,6 +46,7 @@ class Limits:
     cache_bytes: int = 4 * 2**30
     share: float = 0.5
     parked: int = 4
+    parked_s: float = 120.0
 
 
 @dataclass(eq=False)
@@ -165,9 +169,11 @@ class EngineWorker:
         while True:
             idle = not self._active and not self._waiting
             try:
-                command = self._inbox.get(block=idle)
+                # Without caches there is nothing to give back.
+                most_s = self._limits.parked_s if self._high[0] else None
+                command = self._inbox.get(block=idle, timeout=most_s)
             except queue.Empty:
-                self._advance()
+                self._forget_all() if idle else self._advance()
                 continue
             if command is None:
                 break
@@ -217,12 +223,11 @@ class EngineWorker:
                 self._high = (rows, slots)
                 return True
             if self._parked:
-                self._unpark(1)
+                self._unpark()
             elif self._active:
                 return False
             else:  # nobody is left who needs it: begin anew with an empty cache
-                self._give_back()
-                self._high = (0, 0)
+                self._forget_all()
 
     def _join(self, ticket: Ticket) -> None:
         job, after = ticket.job, self._beginning(ticket.job)
@@ -280,13 +285,22 @@ class EngineWorker:
         assert ticket.handle is not None, "only rows that joined can end"
         text = (*ticket.job.prompt_ids, *ticket.result.token_ids)
         self._parked.append(_Parked(ticket.handle, ticket.job.tenant, text))
-        self._unpark(len(self._parked) - self._limits.parked)
+        if len(self._parked) > self._limits.parked:
+            self._unpark()
 
-    def _unpark(self, number: int) -> None:
-        """Let go of the oldest kept rows."""
-        for old in self._parked[: max(number, 0)]:
-            self._engine.forget(old.handle)
-        del self._parked[: max(number, 0)]
+    def _unpark(self) -> None:
+        """Let go of a kept row."""
+        old = first_to_go(self._parked, lambda one: one.tenant)
+        self._engine.forget(old.handle)
+        self._parked.remove(old)
+
+    def _forget_all(self) -> None:
+        """Keep no row and no cache; no request is active."""
+        while self._parked:
+            self._unpark()
+        self._give_back()
+        return_freed_memory()
+        self._high = (0, 0)
 
     def _drop(self, ticket: Ticket) -> None:
         """A cancelled request leaves at once, and its row is free."""
