@@ -46,7 +46,7 @@ test-fast: install
 
 # `make test` tests the fastest kernels that this CPU runs; this tests the others, and doing without.
 MODES ?= $(shell $(BIN)/python -c \
-	"from moaspec.kernels.build import supported; print(*[*supported(), 'off'][1:])")
+	"from moaspec.backends.cpu.build import supported; print(*[*supported(), 'off'][1:])")
 test-kernels: install
 	for mode in $(MODES); do \
 		echo "MOASPEC_KERNELS=$$mode"; MOASPEC_KERNELS=$$mode $(PYTEST) -m kernels || exit 1; \
@@ -95,7 +95,7 @@ docs: install
 
 # The generated code is part of the repository, so that no build needs a compiler; a test compares.
 proto: install
-	cd src && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. moaspec/remote/target.proto
+	cd src && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. moaspec/remote/protocol/target.proto
 
 # `make vendor` checks the page's JavaScript libraries; `make vendor OF="dompurify 3.4.18"` fetches one.
 vendor:

@@ -22,11 +22,14 @@ from typing import Any
 import torch
 
 import moaspec
-from moaspec.cli.console import chat_ids
-from moaspec.decode import load_any_drafter
-from moaspec.evaluate.prompts import read_prompts
-from moaspec.target import Target
-from moaspec.train import Example, TrainConfig, Trainer, read_examples, read_train_config
+from moaspec.cli.terminal.console import chat_ids
+from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.generation.api import load_any_drafter
+from moaspec.target.target import Target
+from moaspec.train.dataset.examples import Example
+from moaspec.train.dataset.read_examples import read_examples
+from moaspec.train.run_config import TrainConfig, read_train_config
+from moaspec.train.trainer import Trainer
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "ablations"
 

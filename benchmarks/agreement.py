@@ -1,6 +1,6 @@
 """Fit how likely the target agrees with a draft, given its rank and margin.
 
-`moaspec.decode.coupling.AGREEMENT` holds the result. The target writes answers at several
+`moaspec.drafting.path_scores.AGREEMENT` holds the result. The target writes answers at several
 temperatures; the drafter is asked, at every token of them, for its coupled order of drafts; counted
 is at which rank the target's own token was. One logistic curve is fitted per rank.
 
@@ -20,12 +20,11 @@ from common import load, prompts_of, text_parser, text_setting
 from torch import Tensor
 
 import moaspec
-from moaspec.decode.coupling import Ranking, margins
-from moaspec.decode.protocols import RowText
-from moaspec.model import MoADrafter
-from moaspec.train import Example
-from moaspec.train.blocks import fixed_blocks
-from moaspec.train.data import collate
+from moaspec.drafting.path_scores import Ranking, margins
+from moaspec.drafting.protocols import RowText
+from moaspec.model.moa import MoADrafter
+from moaspec.train.dataset.examples import Example, collate
+from moaspec.train.students.blocks import fixed_blocks
 
 RANKS = 8
 BLOCK = 4

@@ -14,10 +14,10 @@ import transformers
 
 import moaspec
 from moaspec import Target
-from moaspec.cli.console import chat_ids
-from moaspec.decode.calibration import machine
-from moaspec.evaluate import read_prompts
-from moaspec.model import MoADrafter
+from moaspec.calibration.measure_costs import machine
+from moaspec.cli.terminal.console import chat_ids
+from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.model.moa import MoADrafter
 
 ALIAS = "smollm2-135m"
 
@@ -65,7 +65,7 @@ def load_target(args: argparse.Namespace) -> Target:
     torch.set_num_threads(args.threads)
     if args.full_bits:
         # Not what is called with a weight: a mock remembers its arguments, so that all would stay.
-        mock.patch("moaspec.kernels.matrix.unpacks", return_value=False).start()
+        mock.patch("moaspec.backends.cpu.matrix.unpacks", return_value=False).start()
     return moaspec.load_target(args.model, dtype=args.dtype, device=args.device)
 
 

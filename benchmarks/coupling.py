@@ -22,20 +22,22 @@ from common import load, prompts_of, text_parser, text_setting
 
 import moaspec
 from moaspec import GenerationResult, SamplingParams
-from moaspec.decode import GREEDY, acceptance_by_depth, local_engine, parse_shape
-from moaspec.decode.moa import MoADrafting
-from moaspec.decode.protocols import RowText
-from moaspec.decode.tree import DraftTree, Tree
+from moaspec.drafting.draft_tree import DraftTree, Tree, parse_shape
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.protocols import RowText
+from moaspec.engine.result import acceptance_by_depth
+from moaspec.generation.api import local_engine
+from moaspec.sampling.params import GREEDY
 
 
-class Likeliest(MoADrafting):
+class Likeliest(MoAProposer):
     """Drafts without noise."""
 
     def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
         return super().propose([replace(row, sampling=GREEDY) for row in rows], shape)
 
 
-class Independent(MoADrafting):
+class Independent(MoAProposer):
     """Drafts with other noise than the target's."""
 
     def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
@@ -46,9 +48,9 @@ def _other(sampling: SamplingParams) -> SamplingParams:
     return replace(sampling, seed=(sampling.seed or 0) + 1)
 
 
-METHODS: dict[str, type[MoADrafting]] = {
-    "greedy": MoADrafting,
-    "coupled": MoADrafting,
+METHODS: dict[str, type[MoAProposer]] = {
+    "greedy": MoAProposer,
+    "coupled": MoAProposer,
     "likeliest": Likeliest,
     "independent": Independent,
 }
@@ -88,7 +90,7 @@ def main() -> None:
 
 def _run(
     target: moaspec.Target,
-    drafting: MoADrafting,
+    drafting: MoAProposer,
     prompts: Sequence[Sequence[int]],
     *,
     shape: str,

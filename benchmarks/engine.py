@@ -23,23 +23,24 @@ from typing import Any
 from common import load, parser, setting, spread, trusted
 from llamacpp import LlamaCpp, gguf_of
 
-from moaspec import GenerationResult, Replay, Target, Tree
-from moaspec.cli.console import chat_ids
-from moaspec.decode import local_engine, parse_shape
-from moaspec.decode.moa import MoADrafting
-from moaspec.decode.protocols import RowText
-from moaspec.decode.tree import DraftTree
-from moaspec.evaluate import judge, read_prompts
-from moaspec.model import MoADrafter
+from moaspec import GenerationResult, OracleProposer, Target, Tree
+from moaspec.cli.terminal.console import chat_ids
+from moaspec.drafting.draft_tree import DraftTree, parse_shape
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.protocols import RowText
+from moaspec.evaluate.correctness.equality import judge
+from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.generation.api import local_engine
+from moaspec.model.moa import MoADrafter
 
 AGREEMENTS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 WARM_UP_TOKENS = 8
 
 
-class PaidReplay(MoADrafting):
+class PaidReplay(MoAProposer):
     """A Mixture-of-Attentions drafter whose work is done and whose words are replaced."""
 
-    def __init__(self, drafter: MoADrafter, target: Target, replay: Replay) -> None:
+    def __init__(self, drafter: MoADrafter, target: Target, replay: OracleProposer) -> None:
         super().__init__(drafter, target)
         self._replay = replay
 
@@ -111,7 +112,7 @@ def _drafters(
 ) -> dict[float | None, PaidReplay | None]:
     made: dict[float | None, PaidReplay | None] = {None: None}
     for agreement in agreements:
-        made[agreement] = PaidReplay(drafter, target, Replay([text], agreement=agreement))
+        made[agreement] = PaidReplay(drafter, target, OracleProposer([text], agreement=agreement))
     return made
 
 

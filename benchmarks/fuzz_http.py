@@ -24,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import serving
 import tiny
 from edges import Edge
-from moaspec.decode import Chain, Shaping
-from moaspec.serve.desk import ServeSettings
-from moaspec.serve.local import LocalSource
-from moaspec.serve.source import TextSource
+from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.serve.server_context import ServeSettings
+from moaspec.serve.sources.local_source import LocalSource
+from moaspec.serve.sources.source import TextSource
 
 NOT_CHECKED = "positive_data_acceptance"
 """Of all that schemathesis knows. A document cannot say all that is refused: an empty prompt, the
@@ -81,7 +82,7 @@ def make_source(*, edge: bool) -> TextSource:
     if edge:
         return Edge(target).source
     drafter = tiny.random_drafter(target)
-    return LocalSource(target, drafter, name=serving.MODEL, shaping=Shaping(Chain(2)))
+    return LocalSource(target, drafter, name=serving.MODEL, shaping=DraftSettings(Chain(2)))
 
 
 if __name__ == "__main__":

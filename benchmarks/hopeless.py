@@ -21,9 +21,9 @@ from common import load, parser, prompts_of, setting, spread
 
 import moaspec
 from moaspec import GenerationResult, Target
-from moaspec.decode.calibration import stored_costs
-from moaspec.model import MoADrafter
-from moaspec.train.warm_start import random_weights
+from moaspec.calibration.measure_costs import stored_costs
+from moaspec.model.moa import MoADrafter
+from moaspec.train.students.warm_start import random_weights
 
 
 def main() -> None:

@@ -26,12 +26,13 @@ from rich.console import Console
 from rich.progress import track
 
 from moaspec import GenerationResult, SamplingParams, Target, generate, load_drafter
-from moaspec.cli.console import chat_ids
-from moaspec.decode import GREEDY, Engine, parse_shape
-from moaspec.decode.api import local_parts
-from moaspec.decode.protocols import Request, Verdict, Verifier
-from moaspec.decode.tree import DraftTree
-from moaspec.evaluate import read_prompts
+from moaspec.cli.terminal.console import chat_ids
+from moaspec.drafting.draft_tree import DraftTree, parse_shape
+from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
+from moaspec.engine.engine import Engine
+from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.generation.api import local_parts
+from moaspec.sampling.params import GREEDY
 
 CONSOLE = Console(stderr=True)
 BATCH = 16
@@ -107,14 +108,14 @@ class KnownText:
         self._texts = [prompt + answer for prompt, answer in texts]
         self._rows: dict[int, list[int]] = {}
 
-    async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
+    async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """Accept what the tree holds of the text."""
         walks = [self._walk(request) for request in requests]
         passed = []
         for request, (accepted, _) in zip(requests, walks, strict=True):
             drafts = tuple(request.tree.tokens[node] for node in accepted)
-            known = request.known + drafts
-            passed.append(replace(request, known=known, tree=DraftTree(), sampling=GREEDY))
+            known = request.new_tokens + drafts
+            passed.append(replace(request, new_tokens=known, tree=DraftTree(), sampling=GREEDY))
         verdicts = await self._inner.verify(passed)
         return [
             replace(verdict, accepted=accepted, next_token=token)
@@ -125,10 +126,10 @@ class KnownText:
         """Forget a row."""
         self._inner.close(row)
 
-    def _walk(self, request: Request) -> tuple[tuple[int, ...], int]:
-        if not request.base:
-            self._rows[request.row] = self._begun(list(request.known))
-        rest = self._rows[request.row][request.base + len(request.known) :]
+    def _walk(self, request: VerifyRequest) -> tuple[tuple[int, ...], int]:
+        if not request.num_verified:
+            self._rows[request.row] = self._begun(list(request.new_tokens))
+        rest = self._rows[request.row][request.num_verified + len(request.new_tokens) :]
         tree, node = request.tree, -1
         accepted: list[int] = []
         children = {edge: i for i, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}

@@ -16,9 +16,9 @@ from itertools import cycle
 from pathlib import Path
 
 from moaspec import load_target
-from moaspec.cli.console import chat_ids
-from moaspec.evaluate import read_prompts
-from moaspec.target import Target
+from moaspec.cli.terminal.console import chat_ids
+from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.target.target import Target
 
 LENGTHS = (512, 1024, 2048, 4096, 7680)
 REQUEST = "Say in a few sentences what the last of these texts is about."

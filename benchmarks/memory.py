@@ -24,14 +24,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import moaspec
 from moaspec import Session
-from moaspec.decode.cache import KVCache
-from moaspec.kernels import Matrix
-from moaspec.model import MoADrafter, save_drafter
-from moaspec.target.packing import return_freed_memory
+from moaspec.backends.cpu.matrix import Matrix
+from moaspec.backends.pack import return_freed_memory
+from moaspec.drafting.kv_cache import KVCache
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.moa import MoADrafter
 from moaspec.target.registry import find_weights, load_tokenizer
-from moaspec.train import DrafterSizes
-from moaspec.train.config import drafter_config
-from moaspec.train.warm_start import random_weights
+from moaspec.train.run_config import DrafterSizes, drafter_config
+from moaspec.train.students.warm_start import random_weights
 
 MB = 1e6
 

@@ -24,15 +24,15 @@ from common import load, parser, setting, spread  # noqa: E402
 
 import moaspec  # noqa: E402
 from moaspec import Chain, Tree  # noqa: E402
-from moaspec.decode import CostShape, CostTable  # noqa: E402
-from moaspec.decode.bench import Bench, Part  # noqa: E402
-from moaspec.decode.cache import tree_mask  # noqa: E402
-from moaspec.decode.calibration import fingerprint  # noqa: E402
-from moaspec.decode.cost import KnownCosts  # noqa: E402
-from moaspec.decode.lookup import NgramIndex  # noqa: E402
-from moaspec.decode.moa import MoADrafting  # noqa: E402
-from moaspec.decode.tree import DraftTree, ancestor_matrix, walk  # noqa: E402
-from moaspec.places import cache_dir  # noqa: E402
+from moaspec.calibration.measure_costs import fingerprint  # noqa: E402
+from moaspec.calibration.round_parts import RoundParts, TimedPart  # noqa: E402
+from moaspec.drafting.draft_tree import DraftTree, ancestor_matrix, walk  # noqa: E402
+from moaspec.drafting.kv_cache import tree_mask  # noqa: E402
+from moaspec.drafting.moa_proposer import MoAProposer  # noqa: E402
+from moaspec.drafting.ngram_proposer import NgramIndex  # noqa: E402
+from moaspec.drafting.policy.cost_model import CostTable, KnownCosts  # noqa: E402
+from moaspec.drafting.policy.policies import AdaptivePolicy  # noqa: E402
+from moaspec.paths import cache_dir  # noqa: E402
 
 SHAPE = Tree(3, 2, 6)
 LEAST_NOISE = 0.05
@@ -51,7 +51,7 @@ def main() -> None:
     target, drafter = load(args)
     moaspec.generate(target, [1, 2, 3], drafter=drafter, max_new_tokens=2, tree=SHAPE)
     cold_start_s = time.perf_counter() - STARTED
-    figures = measured(target, MoADrafting(drafter, target), args.repeats)
+    figures = measured(target, MoAProposer(drafter, target), args.repeats)
     path = baseline_path(fingerprint(target, drafter))
     baseline = json.loads(path.read_text())["milliseconds"] if path.exists() else {}
     slower = slowdowns(figures, baseline)
@@ -72,10 +72,10 @@ def main() -> None:
 
 
 def measured(
-    target: moaspec.Target, drafting: MoADrafting, repeats: int
+    target: moaspec.Target, drafting: MoAProposer, repeats: int
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of each part."""
-    bench = Bench(target, drafting)
+    bench = RoundParts(target, drafting)
     parts = {
         **{f"target pass, {n} tokens": bench.target_pass(n, 64) for n in (1, 8, 16)},
         "target pass after 1024": bench.target_pass(1, 1024),
@@ -84,7 +84,7 @@ def measured(
         f"draft, {SHAPE}": bench.draft(SHAPE),
         "encode, 1 token": bench.encode(1),
         "encode, 64 tokens": bench.encode(64),
-        **{name: Part(run, CPU) for name, run in _host().items()},
+        **{name: TimedPart(run, CPU) for name, run in _host().items()},
     }
     for part in parts.values():
         for turn in range(WARM_UPS + repeats):
@@ -116,7 +116,7 @@ def _host() -> dict[str, Callable[[], Any]]:
         "ancestors, 62 nodes": lambda: ancestor_matrix(tree.parents),
         "walk, 62 nodes": lambda: walk(tree, [0, *range(1, 63)]),
         "free branches": lambda: index.paths(SHAPE),
-        "choice of a shape": lambda: CostShape(known).shape(64, 1),
+        "choice of a shape": lambda: AdaptivePolicy(known).shape(64, 1),
     }
 
 

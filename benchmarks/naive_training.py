@@ -18,16 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moaspec.model import MoADrafter
-from moaspec.target import Target
-from moaspec.train.order import Part
+from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
+from moaspec.train.data_order import BatchPart
 
 
 def naive_step(
     target: Target,
     drafter: MoADrafter,
     optimizer: torch.optim.Optimizer,
-    part: Part,
+    part: BatchPart,
     vocabulary: Tensor | None,
 ) -> tuple[float, float]:
     """One optimiser step (smooth-L1 1.0, forward KL 1.0, clip 1.0).
@@ -80,9 +80,11 @@ def _layer_inputs(cache: Any) -> Tensor:
     return torch.stack(layers, dim=2)
 
 
-def _drafter(drafter: MoADrafter, embeddings_BTE: Tensor, kv_BTLK: Tensor, part: Part) -> Tensor:
+def _drafter(
+    drafter: MoADrafter, embeddings_BTE: Tensor, kv_BTLK: Tensor, part: BatchPart
+) -> Tensor:
     """LSA, SA and CA of the whole batch."""
-    config, encoder, speaker = drafter.config, drafter.encoder, drafter.speaker
+    config, encoder, decoder = drafter.config, drafter.encoder, drafter.decoder
     mask_BT, start_BT = part.batch.attention_mask_BT.bool(), part.blocks.block_start_BT
     index_T = torch.arange(mask_BT.shape[1])
     theta, eps = config.rope_theta, config.rms_norm_eps
@@ -95,14 +97,14 @@ def _drafter(drafter: MoADrafter, embeddings_BTE: Tensor, kv_BTLK: Tensor, part:
     x_NLK = _finish(lsa, x_NLK, _attend(query, key, value, None), eps)
     aggregated_BTE = encoder.projection(x_NLK.mean(1).view(*kv_BTLK.shape[:2], -1))
 
-    sa, eye = speaker.self_attention, index_T[:, None] == index_T
+    sa, eye = decoder.self_attention, index_T[:, None] == index_T
     causal = ((index_T[:, None] >= index_T) & mask_BT[:, None] | eye)[:, None]
     normed = _norm(embeddings_BTE, sa.input_layernorm.weight, eps)
     query = _query(sa, normed, index_T, theta)
     key, value = _key_value(sa.key_value, normed, index_T, theta)
     x_BTE = _finish(sa, embeddings_BTE, _attend(query, key, value, causal), eps)
 
-    ca = speaker.cross_attention
+    ca = decoder.cross_attention
     visible = ((index_T <= start_BT[..., None]) & mask_BT[:, None])[:, None]
     query = _query(ca, _norm(x_BTE, ca.input_layernorm.weight, eps), index_T, theta)
     memory = _norm(aggregated_BTE, ca.input_layernorm.weight, eps)

@@ -24,21 +24,16 @@ import psutil
 import torch
 
 import moaspec
-from moaspec.decode import Chain, Replay
-from moaspec.remote import (
-    GrpcServer,
-    GrpcTransport,
-    LinkOptions,
-    LocalDevice,
-    PassOptions,
-    RemoteOptions,
-    RemoteSession,
-    ServerOptions,
-    ServiceOptions,
-    StoreOptions,
-    TargetService,
-)
-from moaspec.remote.shared import PassCounts
+from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.service import ServiceOptions, TargetService
+from moaspec.remote.server.session_store import StoreOptions
+from moaspec.remote.server.shared_verifier import PassCounts, PassOptions
 
 
 @dataclass
@@ -154,7 +149,7 @@ def session(
     # One process plays all clients and the server, so a silent second is no dead link.
     link = LinkOptions(dead_after_s=10.0, connect_s=10.0, retry_s=5.0)
     options = RemoteOptions(draft=Chain(args.draft), draft_ahead=False, link=link)
-    replay = Replay([[*p, *t] for p, t in known], agreement=args.agreement, seed=number)
+    replay = OracleProposer([[*p, *t] for p, t in known], agreement=args.agreement, seed=number)
     return RemoteSession(LocalDevice(target, replay), GrpcTransport(address), options)
 
 

@@ -3,8 +3,8 @@
 Each text crosses a link that loses, doubles, delays and reorders messages, is cut three times, and
 leads to a server that is killed and started anew in the middle of the text. Codec and N change from
 prompt to prompt, and every prompt is decoded greedily and sampled. A text that is not the local
-plain one, token for token, must differ at a near-tie first (`moaspec.evaluate.equality`), or the
-run fails. The last line is JSON.
+plain one, token for token, must differ at a near-tie first
+(`moaspec.evaluate.correctness.equality`), or the run fails. The last line is JSON.
 
     python benchmarks/remote_equality.py --suite mt_bench.jsonl --prompts 20
     python benchmarks/remote_equality.py --prompts 5 --tiny      # random weights
@@ -27,22 +27,17 @@ from typing import Any
 import torch
 
 import moaspec
-from moaspec.decode import SamplingParams
-from moaspec.evaluate import judge, read_prompts
-from moaspec.evaluate.edge.worker import prompt_ids
-from moaspec.model import MoADrafter
-from moaspec.remote import (
-    LinkOptions,
-    LocalDevice,
-    RemoteOptions,
-    RemoteSession,
-    ServiceOptions,
-    TargetService,
-)
-from moaspec.remote.codec import CODECS
-from moaspec.remote.service import wire_encoder
-from moaspec.target import target_facts
-from moaspec.target.registry import find_weights
+from edge_bench.processes import prompt_ids
+from moaspec.evaluate.correctness.equality import judge
+from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.model.moa import MoADrafter
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol.codec import CODECS
+from moaspec.remote.server.service import ServiceOptions, TargetService, wire_encoder
+from moaspec.sampling.params import SamplingParams
+from moaspec.target.registry import find_weights, target_facts
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import tiny
@@ -87,8 +82,8 @@ def services(
     """Makes servers, each of which has forgotten what the one before knew."""
     if args.engine == "torch":
         return lambda: TargetService(target, drafter)
-    from moaspec.vllm_plugin.settings import Verifying
-    from moaspec.vllm_plugin.verifier import vllm_engine
+    from moaspec.vllm_plugin.vllm_settings import Verifying
+    from moaspec.vllm_plugin.vllm_verifier import vllm_engine
 
     options = ServiceOptions(max_tokens=1024)
     facts = target_facts("smollm2-135m", dtype="float32")

@@ -24,22 +24,18 @@ import psutil
 import torch
 
 import moaspec
-from moaspec.decode import Chain
+from moaspec.drafting.draft_tree import Chain
 from moaspec.errors import LinkError, MoaSpecError
-from moaspec.remote import (
-    InProcessTransport,
-    LinkOptions,
-    LocalDevice,
-    RemoteOptions,
-    RemoteSession,
-    TargetService,
-    fingerprint,
-    wire,
-)
-from moaspec.remote import target_pb2 as pb
-from moaspec.remote.codec import CODECS
-from moaspec.remote.layout import Layout
-from moaspec.remote.transport import Connection, pipe
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.activation_layout import Layout
+from moaspec.remote.protocol.codec import CODECS
+from moaspec.remote.protocol.identity import fingerprint
+from moaspec.remote.protocol.transport import Connection, InProcessTransport, pipe
+from moaspec.remote.server.service import TargetService
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import tiny

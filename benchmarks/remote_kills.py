@@ -33,18 +33,13 @@ from typing import Any
 import psutil
 import torch
 
-from moaspec.decode import Chain
-from moaspec.remote import (
-    GrpcServer,
-    GrpcTransport,
-    LocalDevice,
-    RemoteOptions,
-    RemoteSession,
-    ServerOptions,
-    ServiceOptions,
-    StoreOptions,
-    TargetService,
-)
+from moaspec.drafting.draft_tree import Chain
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.service import ServiceOptions, TargetService
+from moaspec.remote.server.session_store import StoreOptions
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import tiny

@@ -21,24 +21,20 @@ from typing import Any
 import torch
 
 import moaspec
-from moaspec.decode import Chain
-from moaspec.evaluate import read_prompts
-from moaspec.evaluate.edge.worker import prompt_ids
-from moaspec.model import MoADrafter
-from moaspec.remote import (
-    Connection,
-    InProcessTransport,
-    LinkOptions,
-    LocalDevice,
-    RemoteOptions,
-    RemoteSession,
-    TargetService,
-    Transport,
-    wire,
-)
-from moaspec.remote.codec import CODECS, Codec
-from moaspec.remote.emulation import ShapedTransport, link_named
-from moaspec.remote.layout import Layout
+from edge_bench.processes import prompt_ids
+from moaspec.drafting.draft_tree import Chain
+from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.model.moa import MoADrafter
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.emulation.emulated_link import link_named
+from moaspec.remote.emulation.shaped_transport import ShapedTransport
+from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.activation_layout import Layout
+from moaspec.remote.protocol.codec import CODECS, Codec
+from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
+from moaspec.remote.server.service import TargetService
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import tiny

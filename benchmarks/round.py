@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from common import load, parser, setting, spread
 
-from moaspec.cli.console import chat_ids
-from moaspec.decode import Engine, parse_shape
-from moaspec.decode.moa import MoADrafting
-from moaspec.decode.verifier import LocalVerifier
-from moaspec.evaluate import read_prompts
+from moaspec.cli.terminal.console import chat_ids
+from moaspec.drafting.draft_tree import parse_shape
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.engine.engine import Engine
+from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.evaluate.prompt_suites import read_prompts
 
 PARTS = ("target", "head", "drafter", "encoder")
 WARM_UP_ROUNDS = 3
@@ -63,7 +64,7 @@ def main() -> None:
     options.add_argument("--batch", type=int, default=1)
     args = options.parse_args()
     target, drafter = load(args)
-    drafting = MoADrafting(drafter, target)
+    drafting = MoAProposer(drafter, target)
     watch = Stopwatch(target.device)
     rounds: list[dict[str, float]] = []
     for prompt in read_prompts(args.suite, limit=args.limit):
@@ -88,12 +89,12 @@ def main() -> None:
     print(json.dumps(facts | {"shares": shares}))
 
 
-def _engine(target: Any, drafting: MoADrafting, watch: Stopwatch) -> Engine:
+def _engine(target: Any, drafting: MoAProposer, watch: Stopwatch) -> Engine:
     """A local engine whose calls go through the stopwatch."""
     timed = _TimedTarget(target, watch)
     verifier = LocalVerifier(timed, drafting)  # type: ignore[arg-type]
     verifier._encode = watch.wrap("encoder", drafting.encode)
-    drafting.borrow(verifier.cache)
+    drafting.share_target_cache(verifier.cache)
     return Engine(
         verifier,
         _TimedDrafting(drafting, watch),
@@ -118,7 +119,7 @@ class _TimedTarget:
 class _TimedDrafting:
     """The drafter as the engine uses it."""
 
-    def __init__(self, drafting: MoADrafting, watch: Stopwatch) -> None:
+    def __init__(self, drafting: MoAProposer, watch: Stopwatch) -> None:
         self.needs, self.encode = drafting.needs, drafting.encode
         self.rollback, self.close = drafting.rollback, drafting.close
         self.propose = watch.wrap("drafter", drafting.propose)

@@ -30,11 +30,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import moaspec
 import serving
 from moaspec import Target
-from moaspec.cli.console import chat_ids
-from moaspec.decode import SamplingParams, shaping_for
-from moaspec.evaluate import judge, read_prompts
-from moaspec.serve.local import LocalSource
-from moaspec.serve.worker import Limits
+from moaspec.cli.terminal.console import chat_ids
+from moaspec.evaluate.correctness.equality import judge
+from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.generation.api import shaping_for
+from moaspec.sampling.params import SamplingParams
+from moaspec.serve.sources.engine_worker import WorkerLimits
+from moaspec.serve.sources.local_source import LocalSource
 from serving import Served
 
 FAIR = 2.0
@@ -109,7 +111,7 @@ def _source(args: argparse.Namespace) -> tuple[Target, LocalSource]:
         return serving.target(), serving.source(active=args.num, parked=0)
     target, drafter = load(args)
     shaping = shaping_for(target, drafter, tree=args.tree, free_branches="auto")
-    limits = Limits(active=args.num, parked=0)
+    limits = WorkerLimits(active=args.num, parked=0)
     return target, LocalSource(target, drafter, shaping=shaping, limits=limits)
 
 

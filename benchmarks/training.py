@@ -29,18 +29,20 @@ from naive_training import naive_step
 
 import moaspec
 import moaspec.train.trainer as loop
-from moaspec.decode.calibration import machine
-from moaspec.model.encoder import Encoder
-from moaspec.model.speaker import Speaker
-from moaspec.target import Target
-from moaspec.train import DrafterSizes, Example, LossWeights, TrainConfig, Trainer, read_examples
-from moaspec.train.blocks import random_blocks
-from moaspec.train.data import collate
-from moaspec.train.losses import exit_loss
-from moaspec.train.order import Part
-from moaspec.train.reader import TargetReader
+from moaspec.calibration.measure_costs import machine
+from moaspec.model.draft_decoder import DraftDecoder
+from moaspec.model.target_encoder import TargetEncoder
+from moaspec.target.target import Target
+from moaspec.train.data_order import BatchPart
+from moaspec.train.dataset.examples import Example, collate
+from moaspec.train.dataset.read_examples import read_examples
+from moaspec.train.run_config import DrafterSizes, TrainConfig
 from moaspec.train.schedule import learning_rate
-from moaspec.train.students import DraftHead, MoAStudent
+from moaspec.train.students.blocks import random_blocks
+from moaspec.train.students.losses import LossWeights, exit_loss
+from moaspec.train.students.students import MoAStudent, TrimmedHead
+from moaspec.train.students.target_reader import TargetReader
+from moaspec.train.trainer import Trainer
 
 TOLERANCE = 1e-4
 NAIVE, OURS, CACHED = "naive", "ours", "ours, cache warm"
@@ -75,10 +77,20 @@ def parts_of_a_step(clock: Clock, trainer: Trainer) -> Iterator[None]:
     sharing, optimizer = trainer.sharing, trainer.sharing.optimizer
     with (
         patch.object(TargetReader, "passes", clock.timed("target", TargetReader.passes)),
-        patch.object(Encoder, "mean_over_layers", clock.timed("LSA", Encoder.mean_over_layers)),
-        patch.object(Speaker, "read_text", clock.timed("SA + CA", Speaker.read_text)),
-        patch.object(Speaker, "read_memory", clock.timed("SA + CA", Speaker.read_memory)),
-        patch.object(DraftHead, "__call__", clock.timed("head", DraftHead.__call__)),
+        patch.object(
+            TargetEncoder, "mean_over_layers", clock.timed("LSA", TargetEncoder.mean_over_layers)
+        ),
+        patch.object(
+            DraftDecoder,
+            "run_self_attention",
+            clock.timed("SA + CA", DraftDecoder.run_self_attention),
+        ),
+        patch.object(
+            DraftDecoder,
+            "run_cross_attention",
+            clock.timed("SA + CA", DraftDecoder.run_cross_attention),
+        ),
+        patch.object(TrimmedHead, "__call__", clock.timed("head", TrimmedHead.__call__)),
         patch.object(loop, "exit_loss", clock.timed("head and loss", exit_loss)),
         patch.object(sharing, "backward", clock.timed("backward", sharing.backward)),
         patch.object(optimizer, "step", clock.timed("optimiser", optimizer.step)),
@@ -106,7 +118,7 @@ def new_trainer(
     return Trainer(target, examples, config)
 
 
-def random_parts(examples: Sequence[Example], arguments: argparse.Namespace) -> list[Part]:
+def random_parts(examples: Sequence[Example], arguments: argparse.Namespace) -> list[BatchPart]:
     """One batch for each step and the warm-up."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(examples), generator=generator).tolist()
@@ -115,12 +127,12 @@ def random_parts(examples: Sequence[Example], arguments: argparse.Namespace) -> 
         for start in range(0, (arguments.steps + 1) * arguments.batch_size, arguments.batch_size)
     ]
     return [
-        Part(one, random_blocks(one, shortest=5, longest=15, generator=generator), None)
+        BatchPart(one, random_blocks(one, shortest=5, longest=15, generator=generator), None)
         for one in batches
     ]
 
 
-def ours(trainer: Trainer, part: Part) -> tuple[float, float]:
+def ours(trainer: Trainer, part: BatchPart) -> tuple[float, float]:
     """One step of our loop on this batch; mean loss and tokens with loss."""
     with patch.object(trainer.data, "next_part", lambda _: part):
         parts = trainer.train_step()

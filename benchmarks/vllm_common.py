@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moaspec.evaluate import read_prompts
+from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.target.registry import find_weights, load_tokenizer
-from moaspec.vllm_plugin.settings import Serving
+from moaspec.vllm_plugin.vllm_settings import Serving
 
 SYSTEM = (
     "You are a careful assistant. Answer the question that is asked, and only that one. Say so "

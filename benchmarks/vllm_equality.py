@@ -23,8 +23,9 @@ from vllm_common import Requests, counters, engine, parser, prompt_ids, serve, s
 
 import moaspec
 from moaspec import Chain, Target
-from moaspec.evaluate import judge
-from moaspec.model import MoADrafter, save_drafter
+from moaspec.evaluate.correctness.equality import judge
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.moa import MoADrafter
 
 LONGEST_PROMPT = 320
 CROWDED: dict[str, Any] = {

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from vllm_common import Requests, counters, engine, parser, prompt_ids, serve, speculative
 
-from moaspec.decode.calibration import machine
+from moaspec.calibration.measure_costs import machine
 
 METHODS = ("plain", "ngram", "moa")
 LONGEST_PROMPT = 320

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moaspec.kernels import unpacks, why_not
-from moaspec.target.forms import can_pack
+from moaspec.backends.cpu.build import unpacks, why_not
+from moaspec.backends.linear_backends import can_pack
 
 PACKS = can_pack(torch.bfloat16, torch.device("cpu"))
 

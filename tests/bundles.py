@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 import tiny
-from moaspec.model import MoADrafter, save_drafter
-from moaspec.remote.bundle import export_bundle
-from moaspec.target import Target, load_target
-from moaspec.train import DrafterSizes
-from moaspec.train.config import drafter_config
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.model.moa import MoADrafter
+from moaspec.remote.device.bundle import export_bundle
+from moaspec.target.registry import load_target
+from moaspec.target.target import Target
+from moaspec.train.run_config import DrafterSizes, drafter_config
 
 DRAFT_IDS = torch.arange(0, tiny.VOCAB, 2)
 

@@ -12,8 +12,9 @@ import pytest
 import serving
 import storyteller
 from browsing import Visit
-from moaspec.decode import Shaping, parse_shape
-from moaspec.serve.local import LocalSource
+from moaspec.drafting.draft_tree import parse_shape
+from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.serve.sources.local_source import LocalSource
 from storyteller import QUESTION
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ PIECE = 7
 
 def local_source() -> LocalSource:
     """A model that knows one answer, and its drafter."""
-    shaping = Shaping(parse_shape("tree:3x3x6"), free_branches=True)
+    shaping = DraftSettings(parse_shape("tree:3x3x6"), free_branches=True)
     return LocalSource(
         storyteller.target(), storyteller.drafter(), name=serving.MODEL, shaping=shaping
     )

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import tiny
 from moaspec.data.conversations import Conversation
-from moaspec.target import Target
+from moaspec.target.target import Target
 
 MARKS = ("<|start|>", "<|end|>", "system", "user", "assistant", "tool")
 TAGS = ("<think>", "</think>", "\n", "<call>")

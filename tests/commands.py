@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.target import Target
+from moaspec.target.target import Target
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def text_target(**changes: Any) -> Target:
 
 def load_targets_by(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
     """Let every command load its target by this function."""
-    for place in ("moaspec.cli.sources", "moaspec.remote.bundle", "moaspec.target"):
+    for place in ("moaspec.cli.source_options", "moaspec.remote.device.bundle", "moaspec.target"):
         monkeypatch.setattr(f"{place}.load_target", load)
 
 

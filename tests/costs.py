@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.decode import CostShape, CostTable
-from moaspec.decode.cost import KnownCosts
-from moaspec.model import MoADrafter
-from moaspec.model.config import Rates
-from moaspec.target import Target
-from moaspec.target.layers import DecoderLayers
+from moaspec.drafting.policy.cost_model import CostTable, KnownCosts
+from moaspec.drafting.policy.policies import AdaptivePolicy
+from moaspec.model.drafter_config import Rates
+from moaspec.model.moa import MoADrafter
+from moaspec.target.decoder_layers import DecoderLayers
+from moaspec.target.target import Target
 
 
 def table(**changes: Any) -> CostTable:
@@ -33,9 +33,9 @@ def table(**changes: Any) -> CostTable:
     return CostTable(**settings | changes)
 
 
-def by_cost(costs: CostTable, rate: float, *, lags: bool = False) -> CostShape:
+def by_cost(costs: CostTable, rate: float, *, lags: bool = False) -> AdaptivePolicy:
     """The policy of a drafter whose favourite is right so often."""
-    return CostShape(KnownCosts(costs, [[rate]]), lags=lags)
+    return AdaptivePolicy(KnownCosts(costs, [[rate]]), lags=lags)
 
 
 def know(monkeypatch: pytest.MonkeyPatch, tables: Mapping[int, CostTable]) -> None:
@@ -44,7 +44,7 @@ def know(monkeypatch: pytest.MonkeyPatch, tables: Mapping[int, CostTable]) -> No
     def stored(_: Target, __: MoADrafter, *, num_target_layers: int) -> CostTable | None:
         return tables.get(num_target_layers)
 
-    monkeypatch.setattr("moaspec.decode.exits.stored_costs", stored)
+    monkeypatch.setattr("moaspec.calibration.choose_exit.stored_costs", stored)
 
 
 def rated(of: Target, *rates: float, exits: tuple[int, ...] = (0, 2)) -> MoADrafter:

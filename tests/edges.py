@@ -12,20 +12,16 @@ from typing import Any
 import serving
 import tiny
 from moaspec.errors import LinkError, RefusedError
-from moaspec.remote import (
-    Connection,
-    GrpcServer,
-    GrpcTransport,
-    InProcessTransport,
-    LinkOptions,
-    LocalDevice,
-    RemoteOptions,
-    RemoteText,
-    ServerOptions,
-    TargetService,
-)
-from moaspec.serve.edge import EdgeLimits, EdgeSource
-from moaspec.target import Target
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions
+from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.protocol.transport import Connection, InProcessTransport
+from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.server_only import RemoteText
+from moaspec.remote.server.service import TargetService
+from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource
+from moaspec.target.target import Target
 
 PATIENT = LinkOptions(heartbeat_s=1.0, dead_after_s=30.0, backoff_s=0.05, max_backoff_s=0.1)
 """A busy machine must not look like a dead link; cuts here are noticed at once."""

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moaspec.model import MoADrafter, load_checkpoint
-from moaspec.target import Target
+from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
+from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
 
 SHARED = Path(os.environ.get("MOASPEC_SHARED", Path(__file__).parents[2] / "shared"))
 ROOT = SHARED / "golden" / "llama"

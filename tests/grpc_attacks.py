@@ -17,10 +17,10 @@ import tiny
 from attacks import HELD_S, KEY, SLOW_EXPRESSION, Attack, Repeated, flood
 from hostile import Hostile
 from hostile_grammars import chained, rules
-from moaspec.decode import GREEDY
-from moaspec.remote import identity, wire
-from moaspec.remote import target_pb2 as pb
-from moaspec.remote.grpc_transport import SERVICE
+from moaspec.remote.protocol import identity, wire
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.grpc_transport import SERVICE
+from moaspec.sampling.params import GREEDY
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """HTTP/2's, and empty settings: a connection without any call."""

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import moaspec.target.registry
-import moaspec.train.regenerate
-import moaspec.train.synth  # noqa: F401 - what commands import when they need it
+import moaspec.train.dataset.regenerate
+import moaspec.train.dataset.synth  # noqa: F401 - what commands import when they need it
 from moaspec.cli.main import run
 
 

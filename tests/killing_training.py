@@ -19,9 +19,11 @@ from pathlib import Path
 
 import torch
 
-from moaspec.target import load_target
-from moaspec.train import Trainer, read_examples, read_train_config
-from moaspec.train.state import StateFiles
+from moaspec.target.registry import load_target
+from moaspec.train.dataset.read_examples import read_examples
+from moaspec.train.run_config import read_train_config
+from moaspec.train.trainer import Trainer
+from moaspec.train.training_state import StateFiles
 
 
 def num_rows(log: Path) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moaspec.errors import LinkError
-from moaspec.remote import Connection, InProcessTransport, TargetService, Transport
+from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
+from moaspec.remote.server.service import TargetService
 
 
 @dataclass(frozen=True, kw_only=True)

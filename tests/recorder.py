@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moaspec.target.graphs import PassGraphs
+from moaspec.backends.cuda_graphs import PassGraphs
 
 aten = torch.ops.aten
 HOST = {aten._local_scalar_dense.default, aten.nonzero.default, aten.lift_fresh.default}
@@ -24,7 +24,7 @@ class _NothingOfTheHost(TorchDispatchMode):
 
 
 class Recorder:
-    """A `moaspec.target.graphs.Graph`."""
+    """A `moaspec.backends.cuda_graphs.Graph`."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log

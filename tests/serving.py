@@ -17,14 +17,15 @@ from transformers import PreTrainedTokenizerFast
 
 import moaspec
 import tiny
-from moaspec.decode import Chain, Shaping
+from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.serve.app import create_app
-from moaspec.serve.desk import ServeSettings
-from moaspec.serve.local import LocalSource
-from moaspec.serve.running import Server, config
-from moaspec.serve.source import TextSource
-from moaspec.serve.worker import Limits
-from moaspec.target import Target
+from moaspec.serve.server_context import ServeSettings
+from moaspec.serve.sources.engine_worker import WorkerLimits
+from moaspec.serve.sources.local_source import LocalSource
+from moaspec.serve.sources.source import TextSource
+from moaspec.serve.uvicorn_server import Server, config
+from moaspec.target.target import Target
 
 MODEL = "tiny"
 START, END = 256, 257
@@ -73,8 +74,8 @@ def source(*, drafter: bool = True, template: str = CHATML, **limits: Any) -> Lo
         of,
         tiny.random_drafter(of) if drafter else None,
         name=MODEL,
-        shaping=Shaping(Chain(2), free_branches=True),
-        limits=Limits(**limits),
+        shaping=DraftSettings(Chain(2), free_branches=True),
+        limits=WorkerLimits(**limits),
     )
 
 

@@ -15,9 +15,9 @@ from tokenizers import AddedToken
 
 import serving
 import tiny
-from moaspec.model import MoADrafter
-from moaspec.target import Target
-from moaspec.train import Example
+from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
+from moaspec.train.dataset.examples import Example
 
 QUESTION = "Why is the sky blue?"
 ANSWER = (

@@ -11,13 +11,12 @@ from torch.testing import assert_close
 import golden
 import moaspec
 from golden import TOLERANCE, needs_golden
-from moaspec.decode.engine import run_now
-from moaspec.decode.moa import MoADrafting
-from moaspec.decode.protocols import Request, RowText
-from moaspec.decode.verifier import LocalVerifier
-from moaspec.model import MoADrafter
-from moaspec.model.drafter import positions
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.protocols import RowText, VerifyRequest
+from moaspec.engine.engine import run_now
+from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.model.masks import last_known
+from moaspec.model.moa import MoADrafter, positions
 
 pytestmark = needs_golden
 PAPER_TREE = moaspec.Tree(depth=6, breadth=8, total_tokens=62)
@@ -108,10 +107,10 @@ def test_chain_logits(target: moaspec.Target, tmp_path: Path, num_target_layers:
 def draft_chain(
     target: moaspec.Target, drafter: MoADrafter, prompt: list[int], num_target_layers: int
 ) -> list[int]:
-    drafting = MoADrafting(drafter, target, num_target_layers=num_target_layers)
+    drafting = MoAProposer(drafter, target, num_target_layers=num_target_layers)
     verifier = LocalVerifier(target, drafting)
-    drafting.borrow(verifier.cache)
-    (verdict,) = run_now(verifier.verify([Request(0, 0, tuple(prompt))]))
+    drafting.share_target_cache(verifier.cache)
+    (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(prompt))]))
     drafting.observe(0, verdict.features)
     text = [*prompt, verdict.next_token]
     (tree,) = drafting.propose([RowText(0, text)], moaspec.Chain(6))

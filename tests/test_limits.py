@@ -15,12 +15,12 @@ import pytest
 import serving
 from moaspec import limits
 from moaspec.errors import WireError
-from moaspec.remote import target_pb2 as pb
-from moaspec.remote import wire
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol import wire
 from serving import MODEL, say
 
 DOCS = Path(__file__).parents[1] / "docs" / "security.md"
-LIMITS = wire.Limits(vocab_size=1 << 20, max_tokens=4096)
+LIMITS = wire.WireLimits(vocab_size=1 << 20, max_tokens=4096)
 
 
 def rows() -> list[str]:

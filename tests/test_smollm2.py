@@ -11,18 +11,23 @@ from torch import Tensor
 
 import moaspec
 from bits import needs_packed_kernels, needs_unpacking
-from moaspec.cli.console import chat_ids
-from moaspec.decode import bundled_drafters, growing
-from moaspec.decode.growing import best_nodes
-from moaspec.decode.moa import MoADrafting, _Speaking
-from moaspec.decode.protocols import RowText
-from moaspec.decode.tree import DraftTree
-from moaspec.evaluate import Check, Parts, judge, parse_methods, read_prompts
-from moaspec.evaluate.cost import measure_costs
+from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
+from moaspec.backends.cpu.fused_drafting import Grown
+from moaspec.cli.terminal.console import chat_ids
+from moaspec.drafting import tree_proposer
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.moa_proposer import MoADraftRound, MoAProposer
+from moaspec.drafting.protocols import RowText
+from moaspec.drafting.tree_proposer import best_nodes
+from moaspec.evaluate.correctness.check_target import Check
+from moaspec.evaluate.correctness.equality import judge
+from moaspec.evaluate.method_names import MethodParts, parse_methods
+from moaspec.evaluate.pass_costs import measure_costs
+from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.evaluate.race import Runner, compared, run_race
-from moaspec.kernels import MOST_QUERIES, Grown
-from moaspec.model import MoADrafter
-from moaspec.model.encoder import Encoder
+from moaspec.generation.bundled import bundled_drafters
+from moaspec.model.moa import MoADrafter
+from moaspec.model.target_encoder import TargetEncoder
 from moaspec.target.names import ALIASES, packaged_gguf
 
 ALIAS = "smollm2-135m"
@@ -68,7 +73,7 @@ def test_plain_and_speculative_text_is_transformers_own(
     target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]
 ) -> None:
     names = ["hf", "plain", "moa", "moa@chain:4", "moa@tree:6x8x62"]
-    hf, *ours = parse_methods(names, Parts(target=target, checkpoints={"moa": drafter}))
+    hf, *ours = parse_methods(names, MethodParts(target=target, checkpoints={"moa": drafter}))
     for ids in prompts[:2]:
         expected = hf.run(ids, NEW_TOKENS).token_ids
         for method in ours:
@@ -113,7 +118,7 @@ def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(name: str) -> Non
 def test_costs_count_the_bits_that_weights_are_kept_in() -> None:
     """All had counted as bf16, and a pass had seemed faster than reading them."""
     target = moaspec.load_target(ALIAS, dtype="bfloat16")
-    plain = parse_methods(["plain"], Parts(target=target))
+    plain = parse_methods(["plain"], MethodParts(target=target))
     bound = measure_costs(plain, contexts=(32,), batches=(1,), widths=(1, 2)).bound
     # 106 million weights in layers of 4.5 to 5 bits each, 28 million of the head in 8.5.
     assert 90e6 < bound.weight_bytes < 100e6
@@ -126,7 +131,7 @@ def test_drafts_through_the_last_layers_are_accepted_more_often() -> None:
     texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
     rounds = []
     for name in (ALIAS, REUSING):
-        drafting = MoADrafting(moaspec.load_drafter(name, target=target), target)
+        drafting = MoAProposer(moaspec.load_drafter(name, target=target), target)
         results = moaspec.generate(
             target, texts, drafter=drafting, tree=moaspec.Tree(6, 4, 24), max_new_tokens=64
         )
@@ -140,14 +145,14 @@ def test_a_tree_over_the_real_vocabulary_in_one_call(monkeypatch: pytest.MonkeyP
     """The same drafts with the same log-probabilities as PyTorch's way gives."""
     target = moaspec.load_target(ALIAS, dtype="bfloat16")
     drafter = moaspec.load_drafter(ALIAS, target=target).to(target.dtype)
-    drafting, shape = MoADrafting(drafter, target), moaspec.Tree(3, 4, 36)
+    drafting, shape = MoAProposer(drafter, target), moaspec.Tree(3, 4, 36)
     grown: list[Grown] = []
 
     def kept(one: Grown, shape: moaspec.Tree) -> DraftTree:
         grown.append(one)
         return best_nodes(one, shape)
 
-    monkeypatch.setattr(growing, "best_nodes", kept)
+    monkeypatch.setattr(tree_proposer, "best_nodes", kept)
     texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=3)]
     for row, ids in enumerate(texts):
         known = torch.tensor([ids[:-1]])
@@ -158,7 +163,7 @@ def test_a_tree_over_the_real_vocabulary_in_one_call(monkeypatch: pytest.MonkeyP
             drafting.rollback(row, len(ids) - 5)
             with monkeypatch.context() as patch:
                 if not one_call:
-                    patch.setattr(_Speaking, "grow", lambda *_: None)
+                    patch.setattr(MoADraftRound, "grow", lambda *_: None)
                 drafting.propose([RowText(row, ids)], shape)
     for ours, theirs in zip(grown[1::3], grown[2::3], strict=True):
         found, expected = by_path(ours), by_path(theirs)
@@ -189,7 +194,7 @@ def tau(target: moaspec.Target, prompts: list[list[int]]) -> Callable[[MoADrafte
     return measure
 
 
-def noise_for_activations(encoder: Encoder, patch: pytest.MonkeyPatch) -> None:
+def noise_for_activations(encoder: TargetEncoder, patch: pytest.MonkeyPatch) -> None:
     aggregate = encoder.aggregate
 
     def of_noise(kv_BTLK: Tensor) -> Tensor:
@@ -199,7 +204,7 @@ def noise_for_activations(encoder: Encoder, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(encoder, "aggregate", of_noise)
 
 
-def permuted_layers(encoder: Encoder, patch: pytest.MonkeyPatch) -> None:
+def permuted_layers(encoder: TargetEncoder, patch: pytest.MonkeyPatch) -> None:
     aggregate = encoder.aggregate
 
     def of_permuted(kv_BTLK: Tensor) -> Tensor:
@@ -209,7 +214,7 @@ def permuted_layers(encoder: Encoder, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(encoder, "aggregate", of_permuted)
 
 
-def zero_keys(encoder: Encoder, patch: pytest.MonkeyPatch) -> None:
+def zero_keys(encoder: TargetEncoder, patch: pytest.MonkeyPatch) -> None:
     project_kv = encoder.project_kv
 
     def without_keys(states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +230,7 @@ def test_the_drafter_lives_on_the_targets_activations(
     drafter: MoADrafter,
     tau: Callable[[MoADrafter], float],
     monkeypatch: pytest.MonkeyPatch,
-    damage: Callable[[Encoder, pytest.MonkeyPatch], None],
+    damage: Callable[[TargetEncoder, pytest.MonkeyPatch], None],
 ) -> None:
     """Take them away, or their order or CA's keys, and fewer drafts are accepted."""
     damaged = moaspec.load_drafter(ALIAS, target=target)

@@ -15,7 +15,7 @@ import chats
 import moaspec
 import tiny
 from commands import load_targets_by, text_target
-from moaspec.model import save_drafter
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))

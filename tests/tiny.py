@@ -29,18 +29,18 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from moaspec.decode import GREEDY, Engine, Replay, SamplingParams, Tree
-from moaspec.decode.engine import run_now
-from moaspec.decode.moa import MoADrafting
-from moaspec.decode.protocols import Request, RowText
-from moaspec.decode.tree import DraftTree
-from moaspec.decode.verifier import LocalVerifier
-from moaspec.model import MoADrafter
-from moaspec.target import Target
-from moaspec.train import DrafterSizes, Example
-from moaspec.train.blocks import random_blocks
-from moaspec.train.config import drafter_config
-from moaspec.train.data import collate
+from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.protocols import RowText, VerifyRequest
+from moaspec.engine.engine import Engine, run_now
+from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.model.moa import MoADrafter
+from moaspec.sampling.params import GREEDY, SamplingParams
+from moaspec.target.target import Target
+from moaspec.train.dataset.examples import Example, collate
+from moaspec.train.run_config import DrafterSizes, drafter_config
+from moaspec.train.students.blocks import random_blocks
 
 VOCAB = 64
 WINDOW = 8
@@ -139,7 +139,7 @@ def fresh_target(family: str = "llama", *, tokenizer: Any = None, **changes: Any
 
 
 def kernel_target(family: str = "llama", *, dtype: torch.dtype = torch.bfloat16) -> Target:
-    """One of sizes that `moaspec.kernels` takes, not packed."""
+    """One of sizes that `moaspec.backends.cpu` takes, not packed."""
     sizes: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -236,8 +236,8 @@ def trained_drafter(
     return drafter.eval().requires_grad_(requires_grad=False)
 
 
-class ReplayDrafting(Replay):
-    """`Replay` that remembers which rows were closed.
+class ReplayDrafting(OracleProposer):
+    """`OracleProposer` that remembers which rows were closed.
 
     Args:
         texts: whole texts, prompts included.
@@ -263,10 +263,10 @@ def draft(
     sampling: SamplingParams = GREEDY,
 ) -> tuple[list[int], DraftTree]:
     """The text up to the root, and the first round's tree."""
-    drafting = MoADrafting(drafter, target, num_target_layers=num_target_layers)
+    drafting = MoAProposer(drafter, target, num_target_layers=num_target_layers)
     verifier = LocalVerifier(target, drafting)
-    drafting.borrow(verifier.cache)
-    (verdict,) = run_now(verifier.verify([Request(0, 0, prompt)]))
+    drafting.share_target_cache(verifier.cache)
+    (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, prompt)]))
     drafting.observe(0, verdict.features)
     text = [*prompt, verdict.next_token]
     (tree,) = drafting.propose([RowText(0, text, sampling)], shape)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import tiny
-from moaspec.model import save_drafter
-from moaspec.target import Target
-from moaspec.vllm_plugin.settings import Serving
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.target.target import Target
+from moaspec.vllm_plugin.vllm_settings import Serving
 
 DRAFT_TOKENS = 3
 NEW_TOKENS = 24

@@ -1,25 +1,18 @@
-from moaspec import decode as decode
 from moaspec import errors as errors
 from moaspec import hub as hub
 from moaspec import model as model
 from moaspec import target as target
-from moaspec.decode import (
-    Chain,
-    Engine,
-    Event,
-    GenerationResult,
-    PromptLookup,
-    Replay,
-    SamplingParams,
-    Session,
-    TokenRules,
-    Tree,
-    custom_generate,
-    generate,
-    load_drafter,
-    stream,
-)
+from moaspec.drafting.draft_tree import Chain, Tree
+from moaspec.drafting.ngram_proposer import NgramProposer
+from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.engine.engine import Engine
+from moaspec.engine.result import Event, GenerationResult
+from moaspec.generation.api import generate, load_drafter, stream
+from moaspec.generation.session import Session
+from moaspec.generation.transformers_hook import custom_generate
+from moaspec.sampling.params import SamplingParams
 from moaspec.target import Target, load_target
+from moaspec.target.token_rules import TokenRules
 
 __version__: str
 
@@ -28,8 +21,8 @@ __all__ = [
     "Engine",
     "Event",
     "GenerationResult",
-    "PromptLookup",
-    "Replay",
+    "NgramProposer",
+    "OracleProposer",
     "SamplingParams",
     "Session",
     "Target",

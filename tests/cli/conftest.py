@@ -13,11 +13,11 @@ from transformers.utils import logging
 import tiny
 from caches import new_cache
 from commands import Cli, Output, load_targets_by, text_target
-from moaspec.cli import console
 from moaspec.cli.loading import tell_unmeasured
 from moaspec.cli.main import run
-from moaspec.model import MoADrafter
-from moaspec.target import Target
+from moaspec.cli.terminal import console
+from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
 
 
 @pytest.fixture
@@ -68,6 +68,6 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Target:
         return tiny.agreeing_drafter("llama")
 
     load_targets_by(monkeypatch, lambda *_, **__: target)
-    monkeypatch.setattr("moaspec.decode.load_any_drafter", drafter)
+    monkeypatch.setattr("moaspec.generation.api.load_any_drafter", drafter)
     monkeypatch.setattr("moaspec.cli.loading.bundled_drafters", lambda: {"smollm2-135m": Path()})
     return target

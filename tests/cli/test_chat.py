@@ -13,12 +13,14 @@ from transformers.utils import logging
 import moaspec
 import tiny
 from commands import load_targets_by
-from moaspec.cli import console
-from moaspec.cli.chat import Conversation
+from moaspec.cli.commands.chat_command import LocalTalk
 from moaspec.cli.main import run
-from moaspec.decode import Engine, RowOptions, Session
+from moaspec.cli.terminal import console
+from moaspec.engine.engine import Engine
 from moaspec.errors import InputError
-from moaspec.target import Target
+from moaspec.generation.api import RowOptions
+from moaspec.generation.session import Session
+from moaspec.target.target import Target
 
 NEW = 6
 ROLES = "{{ {'system': 'w1', 'user': 'w2', 'assistant': 'w3'}[message.role] }} "
@@ -32,13 +34,13 @@ def chat_target(template: str | None = TEMPLATE) -> Target:
 
 
 @pytest.fixture
-def talk() -> Conversation:
+def talk() -> LocalTalk:
     target = chat_target()
     settings: RowOptions = {"max_new_tokens": NEW, "tree": "chain:2"}
-    return Conversation(Session(target, tiny.random_drafter(target)), settings)
+    return LocalTalk(Session(target, tiny.random_drafter(target)), settings)
 
 
-def say(talk: Conversation, patch: pytest.MonkeyPatch, *lines: str) -> int:
+def say(talk: LocalTalk, patch: pytest.MonkeyPatch, *lines: str) -> int:
     """Types lines; how many turns there were before it left or input ended."""
     patch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     turns = 0
@@ -57,7 +59,7 @@ def ids(text: str) -> list[int]:
 
 
 def test_answers_see_the_whole_conversation(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = talk.session.target
     assert say(talk, monkeypatch, "w5 w9", "", "w7") == 3
@@ -69,7 +71,7 @@ def test_answers_see_the_whole_conversation(
 
 
 def test_system_seed_and_reset(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = talk.session.target
     talk.settings["temperature"] = 1.5
@@ -86,7 +88,7 @@ def test_system_seed_and_reset(
 
 
 def test_stats_and_help(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(talk, monkeypatch, "/stats", "/help")
     captured = capsys.readouterr()
@@ -105,7 +107,7 @@ def test_stats_and_help(
 def test_bad_commands_are_said_and_survived(
     line: str,
     message: str,
-    talk: Conversation,
+    talk: LocalTalk,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -113,12 +115,12 @@ def test_bad_commands_are_said_and_survived(
     assert message in capsys.readouterr().err
 
 
-def test_exit_with_words_behind_it(talk: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_with_words_behind_it(talk: LocalTalk, monkeypatch: pytest.MonkeyPatch) -> None:
     assert say(talk, monkeypatch, "/exit now", "w5") == 0
 
 
 def test_a_line_that_is_no_text(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(talk, monkeypatch, "w5 \udcff", "w7")
     assert "UTF-8" in capsys.readouterr().err
@@ -130,7 +132,7 @@ def test_a_line_that_is_no_text(
 
 
 def test_a_conversation_that_is_too_long(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(talk, monkeypatch, "w5", "w6 " * 300, "w7")
     assert "context" in capsys.readouterr().err
@@ -138,7 +140,7 @@ def test_a_conversation_that_is_too_long(
 
 
 def test_ctrl_c_keeps_what_was_said(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step, steps = Engine.step, 0
 
@@ -158,7 +160,7 @@ def test_ctrl_c_keeps_what_was_said(
 
 
 def test_ctrl_c_while_typing_stays(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(_: str) -> str:
         raise KeyboardInterrupt

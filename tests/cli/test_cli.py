@@ -22,23 +22,27 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import moaspec
+import moaspec.generation.api
 import tiny
 from commands import Cli, load_targets_by, text_target
 from costs import know, table
-from moaspec.cli import console
+from moaspec.calibration.choose_exit import chosen_exit, known_exits
+from moaspec.calibration.measure_costs import calibrate, stored_costs
 from moaspec.cli.loading import measure_once, tell_unmeasured
 from moaspec.cli.main import app, run
-from moaspec.decode import CostTable, Engine, Event, calibrate, stored_costs
-from moaspec.decode.exits import chosen_exit, known_exits
+from moaspec.cli.terminal import console
+from moaspec.drafting.policy.cost_model import CostTable
+from moaspec.engine.engine import Engine
+from moaspec.engine.result import Event
 from moaspec.errors import ShapeError, TrainingError
-from moaspec.evaluate import Check, Finding
-from moaspec.model import LayerConfig, save_drafter
-from moaspec.model.baselines import save_baseline
-from moaspec.model.checkpoint import SECTION
+from moaspec.evaluate.correctness.check_target import Check, Finding
+from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
+from moaspec.model.checkpoint.moa_checkpoint import SECTION, save_drafter
+from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.stack import StackConfig
-from moaspec.places import cache_dir
-from moaspec.target import Target
+from moaspec.paths import cache_dir
+from moaspec.target.target import Target
 
 PROMPT = "w5 w9 w2"
 OWN = tiny.own_texts("llama")[0]
@@ -90,7 +94,7 @@ def test_calibrate_tells_what_each_exit_promises(
     module.config = dataclasses.replace(
         module.config, acceptance=rates, further_acceptance=(rates,) if rates else ()
     )
-    monkeypatch.setattr("moaspec.decode.load_any_drafter", lambda *_, **__: module)
+    monkeypatch.setattr("moaspec.generation.api.load_any_drafter", lambda *_, **__: module)
     facts = json.loads(cli("calibrate", "--json").out)
     exits = known_exits(loaded, module)
     assert facts["speedups"] == {str(one.num_target_layers): one.speedup for one in exits}
@@ -128,7 +132,7 @@ def test_calibrate_tells_whether_drafts_pay(
         know(monkeypatch, {module.config.num_target_layers[0]: widths})
         return widths
 
-    monkeypatch.setattr("moaspec.decode.calibrate", measured)
+    monkeypatch.setattr("moaspec.calibration.measure_costs.calibrate", measured)
     words = cli("calibrate").words
     assert f"auto will {'decode' if decision == 'plainly' else 'draft'}" in words
     assert decision in words
@@ -472,7 +476,7 @@ def test_names_of_the_package_load_when_they_are_used() -> None:
     code = """
 import sys, moaspec
 assert "torch" not in sys.modules
-assert moaspec.decode.choices and moaspec.Chain(2) and moaspec.load_target and moaspec.model
+assert moaspec.generation.api.choices and moaspec.Chain(2) and moaspec.load_target and moaspec.model
 assert not hasattr(moaspec, "nothing")
 """
     subprocess.run([sys.executable, "-c", code], timeout=300, check=True)
@@ -584,7 +588,7 @@ def test_an_interrupted_calibration_keeps_the_turns_before(
 
         return calibrate(*arguments, advance=count, **options)
 
-    monkeypatch.setattr("moaspec.decode.calibrate", interrupted)
+    monkeypatch.setattr("moaspec.calibration.measure_costs.calibrate", interrupted)
     output = cli("calibrate", "--json")
     assert output.code == 130
     assert json.loads(output.out)["pass_s"]
@@ -747,7 +751,7 @@ def test_check_passes_and_says_so(one_prompt: Path, cli: Cli) -> None:
 def test_check_fails_where_there_is_a_fault(
     one_prompt: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moaspec.decode.decide.walk", lambda tree, _: [0] if tree.tokens else [])
+    monkeypatch.setattr("moaspec.engine.accept.walk", lambda tree, _: [0] if tree.tokens else [])
     options = ("check", "--suite", str(one_prompt), "--max-new-tokens", "4")
     output = cli(*options)
     assert output.code == 1

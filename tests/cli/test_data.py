@@ -16,8 +16,8 @@ import torch
 import chats
 from commands import interrupt_after
 from moaspec.cli.main import run
-from moaspec.decode import Engine
-from moaspec.train.writing import Scribe
+from moaspec.engine.engine import Engine
+from moaspec.train.dataset.response_writer import ResponseWriter
 
 COMMANDS = ("synth", "regenerate", "stats", "overlap")
 Cli = Callable[..., tuple[int, str, str]]
@@ -223,16 +223,16 @@ def test_a_gpu_that_disappears(
     whole = tmp_path / "whole.jsonl"
     command = ("data", "regenerate", prompts, "--model", model, *SMALL, "--out")
     assert cli(*command, str(whole))[0] == 0
-    real, groups = Scribe.write, []
+    real, groups = ResponseWriter.write, []
 
-    def lose(self: Scribe, authors: Any) -> Any:
+    def lose(self: ResponseWriter, authors: Any) -> Any:
         groups.append(authors)
         if len(groups) == 2:
             raise torch.AcceleratorError("CUDA error: device is lost")
         return real(self, authors)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Scribe, "write", lose)
+        patched.setattr(ResponseWriter, "write", lose)
         code, _, err = cli(*command, str(out))
     assert code == 1
     assert "device is lost" in err
@@ -285,7 +285,7 @@ def test_stats_of_the_rows_before_ctrl_c(
     cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = jsonl(tmp_path / "d.jsonl", [{"prompt_ids": [20], "response_ids": [21, 22]}] * 3)
-    interrupt_after(2, "moaspec.train.reading._check_ids", monkeypatch)
+    interrupt_after(2, "moaspec.train.dataset.read_examples._check_ids", monkeypatch)
     code, out, err = cli("data", "stats", data, "--model", model, "--json")
     assert code == 130
     facts = json.loads(out)
@@ -297,7 +297,7 @@ def test_stats_of_the_rows_before_ctrl_c(
 def test_overlaps_before_ctrl_c(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     against = jsonl(tmp_path / "eval.jsonl", [{"prompt": "a b c"}])
     data = jsonl(tmp_path / "data.jsonl", [{"prompt": "a b c"}] * 3)
-    interrupt_after(1, "moaspec.train.overlap._texts", monkeypatch)
+    interrupt_after(1, "moaspec.train.dataset.overlap._texts", monkeypatch)
     options = ("--against", against, "--size", "3", "--out", str(tmp_path / "out.jsonl"))
     code, out, err = cli("data", "overlap", data, *options)
     assert code == 130

@@ -18,12 +18,14 @@ from rich.console import Console
 
 import tiny
 from commands import Cli, load_targets_by, text_target
-from moaspec.cli import demo, panes
-from moaspec.cli.panes import Pane
-from moaspec.decode import Engine
-from moaspec.evaluate import Equality, race
+from moaspec.cli.commands import demo
+from moaspec.cli.terminal import panes
+from moaspec.cli.terminal.panes import Pane
+from moaspec.engine.engine import Engine
+from moaspec.evaluate import race
+from moaspec.evaluate.correctness.equality import Equality
 from moaspec.evaluate.race import Effort, Race, Races, Runner, run_race
-from moaspec.target import Target
+from moaspec.target.target import Target
 
 ESCAPE = "\x1b"
 SAME = Equality("identical")
@@ -138,7 +140,9 @@ def test_bad_numbers_are_refused_at_once(option: str, number: str, cli: Cli) -> 
 
 
 def test_a_dtype_that_does_not_exist(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.kernels.why_not", lambda: pytest.fail("nothing is compiled first"))
+    monkeypatch.setattr(
+        "moaspec.backends.cpu.build.why_not", lambda: pytest.fail("nothing is compiled first")
+    )
     output = cli("demo", "--dtype", "float8")
     assert output.code == 2
     assert "Error: Unknown dtype 'float8'" in output.err
@@ -178,7 +182,7 @@ def test_ctrl_c_while_the_machine_is_measured(cli: Cli, monkeypatch: pytest.Monk
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moaspec.decode.first_use.measure_once", interrupted)
+    monkeypatch.setattr("moaspec.calibration.first_use.measure_once", interrupted)
     output = cli("demo")
     assert output.code == 130
     assert "Traceback" not in output.err

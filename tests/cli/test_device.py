@@ -10,7 +10,7 @@ import pytest
 import tiny
 from bundles import save_target
 from commands import Cli
-from moaspec.model import save_drafter
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 
 
 @pytest.mark.slow

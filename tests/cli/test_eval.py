@@ -11,9 +11,9 @@ import pytest
 
 import tiny
 from commands import Cli, interrupt_after
-from moaspec.decode.tree import DraftTree, walk
-from moaspec.evaluate import Method, Run
-from moaspec.target import Target
+from moaspec.drafting.draft_tree import DraftTree, walk
+from moaspec.evaluate.methods import Method, MethodRun
+from moaspec.target.target import Target
 
 PROMPT = "w5 w9 w2"
 
@@ -68,7 +68,7 @@ def test_eval_as_json(cli: Cli) -> None:
 def test_a_different_text_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Method.run_many
 
-    def wrong(self: Method, *args: Any) -> list[Run]:
+    def wrong(self: Method, *args: Any) -> list[MethodRun]:
         runs = right(self, *args)
         if self.name == "moa":
             runs[0].token_ids[-1] = (runs[0].token_ids[-1] + 1) % tiny.VOCAB
@@ -120,7 +120,7 @@ def test_a_verifier_that_accepts_too_much_is_called_lossy(
         extra = [node for node, parent in enumerate(tree.parents) if parent == last]
         return path + extra[:1]
 
-    monkeypatch.setattr("moaspec.decode.decide.walk", generous)
+    monkeypatch.setattr("moaspec.engine.accept.walk", generous)
     options = ("--max-new-tokens", "8", "--methods", "plain,moa@chain:3", "--out", str(tmp_path))
     output = cli("eval", *options)
     assert output.code == 1
@@ -183,7 +183,7 @@ def test_system_prompts(system: str, tokens: int, cli: Cli, loaded: Target, tmp_
 @pytest.mark.usefixtures("loaded")
 def test_cost(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("CONTEXTS", (32, 64)), ("BATCHES", (1, 2)), ("WIDTHS", (1, 2))):
-        monkeypatch.setattr(f"moaspec.evaluate.cost.{name}", value)
+        monkeypatch.setattr(f"moaspec.evaluate.pass_costs.{name}", value)
     output = cli("eval", "--cost", "--methods", "plain,moa@chain:2", "--out", str(tmp_path))
     assert output.code == 0
     assert "GB/s" in output.words
@@ -211,8 +211,12 @@ def test_cut(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "function", "name"),
     [
-        (("--cost",), "moaspec.evaluate.cost._round_cost", "costs.json"),
-        (("--cut", "3", "--max-new-tokens", "8"), "moaspec.evaluate.cut._texts", "cut.json"),
+        (("--cost",), "moaspec.evaluate.pass_costs._round_cost", "costs.json"),
+        (
+            ("--cut", "3", "--max-new-tokens", "8"),
+            "moaspec.evaluate.cut_quality._texts",
+            "cut.json",
+        ),
     ],
 )
 def test_what_was_measured_before_ctrl_c_is_shown_and_kept(
@@ -224,7 +228,7 @@ def test_what_was_measured_before_ctrl_c_is_shown_and_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for length, value in (("CONTEXTS", (32, 64)), ("BATCHES", (1,)), ("WIDTHS", (1, 2))):
-        monkeypatch.setattr(f"moaspec.evaluate.cost.{length}", value)
+        monkeypatch.setattr(f"moaspec.evaluate.pass_costs.{length}", value)
     interrupt_after(1, function, monkeypatch)
     command = ("eval", *options, "--methods", "moa@chain:2", "--out", str(tmp_path))
     output = cli(*command)
@@ -249,8 +253,8 @@ def test_what_was_measured_before_ctrl_c_is_shown_and_kept(
 @pytest.mark.parametrize(
     ("option", "function"),
     [
-        (("--cost",), "moaspec.evaluate.cost.pass_s"),
-        (("--cut", "3"), "moaspec.evaluate.cut._texts"),
+        (("--cost",), "moaspec.evaluate.pass_costs.pass_s"),
+        (("--cut", "3"), "moaspec.evaluate.cut_quality._texts"),
     ],
 )
 def test_ctrl_c_before_anything_was_measured(

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.progress import Progress, TextColumn
 
-from moaspec.cli.progress import LongProgress, TimeLeft, bar, bar_of, duration, named_units
-from moaspec.cli.screen import Screen
+from moaspec.cli.terminal.progress import LongProgress, TimeLeft, bar, bar_of, duration, named_units
+from moaspec.cli.terminal.safe_console import Screen
 
 
 class Clock:

@@ -19,19 +19,22 @@ import moaspec
 import tiny
 from bundles import save_bundle
 from commands import Cli
-from moaspec.cli import device
-from moaspec.cli.remote import _Show
-from moaspec.decode import load_drafter
-from moaspec.decode.result import Source
-from moaspec.model import MoADrafter, save_drafter
-from moaspec.model.checkpoint import config_from_json
-from moaspec.places import cache_dir
+from moaspec.cli import device_options
+from moaspec.cli.commands.remote import _Show
+from moaspec.engine.result import Source
+from moaspec.generation.api import load_drafter
+from moaspec.model.checkpoint.moa_checkpoint import config_from_json, save_drafter
+from moaspec.model.moa import MoADrafter
+from moaspec.paths import cache_dir
 from moaspec.ports import bind
-from moaspec.remote import GrpcServer, RemoteEvent, ServerOptions, TargetService, fingerprint
-from moaspec.remote.bundle import DeviceBundle
-from moaspec.remote.emulation import ShapedTransport
-from moaspec.remote.private import Vault
-from moaspec.target import load_target
+from moaspec.privacy.vault import Vault
+from moaspec.remote.device.bundle import DeviceBundle
+from moaspec.remote.device.events import RemoteEvent
+from moaspec.remote.emulation.shaped_transport import ShapedTransport
+from moaspec.remote.protocol.identity import fingerprint
+from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.service import TargetService
+from moaspec.target.registry import load_target
 
 PROMPT = "w1 w2 <private>w3</private> w4"
 
@@ -107,14 +110,14 @@ def bundled(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     directory = tmp_path / "bundled"
     shutil.copytree(bundle.parent / "drafter", directory)
     target = load_target(bundle.parent / "target", dtype="bfloat16", packed=False)
-    monkeypatch.setattr("moaspec.remote.bundle.load_target", lambda *_, **__: target)
-    monkeypatch.setattr("moaspec.cli.device.bundled_drafters", lambda: {"tiny": directory})
+    monkeypatch.setattr("moaspec.remote.device.bundle.load_target", lambda *_, **__: target)
+    monkeypatch.setattr("moaspec.cli.device_options.bundled_drafters", lambda: {"tiny": directory})
     return directory
 
 
 @pytest.fixture(autouse=True)
 def _a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.cli.edge.bind", lambda *_: bind("127.0.0.1", 0))
+    monkeypatch.setattr("moaspec.cli.commands.edge.bind", lambda *_: bind("127.0.0.1", 0))
 
 
 def test_a_planted_bundle_is_not_loaded(
@@ -122,23 +125,23 @@ def test_a_planted_bundle_is_not_loaded(
 ) -> None:
     assert bundled.exists()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    planted = device._made_bundle("tiny")
+    planted = device_options._made_bundle("tiny")
     (planted / "config.json").chmod(0o666)
-    made = device._made_bundle("tiny")
+    made = device_options._made_bundle("tiny")
     assert made != planted
     assert made.is_relative_to(tmp_path / f"moaspec-{os.getuid()}")
 
 
 def test_the_made_bundle_is_of_the_bundled_drafter(bundled: Path) -> None:
     """An upgrade may bring another one, and servers then have that."""
-    first = device.load_bundle(None, "tiny")
+    first = device_options.load_bundle(None, "tiny")
     written = sorted(cache_dir().rglob("*"))
-    assert device.load_bundle(None, "tiny").fingerprint == first.fingerprint
+    assert device_options.load_bundle(None, "tiny").fingerprint == first.fingerprint
     assert sorted(cache_dir().rglob("*")) == written  # made once
     torch.manual_seed(2)
     upgraded = MoADrafter(config_from_json(first.info.drafter))
     save_drafter(upgraded, bundled)
-    found = device.load_bundle(None, "tiny").fingerprint
+    found = device_options.load_bundle(None, "tiny").fingerprint
     assert found == fingerprint(upgraded) != first.fingerprint
 
 
@@ -147,7 +150,7 @@ def test_edge_loads_a_bundle_and_never_the_target(
 ) -> None:
     served: list[Any] = []
     monkeypatch.setattr(
-        "moaspec.serve.running.serve", lambda source, *_, **__: served.append(source)
+        "moaspec.serve.uvicorn_server.serve", lambda source, *_, **__: served.append(source)
     )
     output = cli("edge", "--model", "tiny", "--give-up-s", "5")
     assert output.code == 0, output.err
@@ -189,7 +192,7 @@ def test_links_are_emulated_only_where_one_is_asked_for(
 def test_a_server_that_is_not_there(
     cli: Cli, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moaspec.cli.remote.PATIENCE_S", 0.1)
+    monkeypatch.setattr("moaspec.cli.commands.remote.PATIENCE_S", 0.1)
     arguments = ("--server", "127.0.0.1:1", "--bundle", str(bundle), "--give-up-s", "1")
     output = cli("remote", "w1", *arguments)
     assert output.code == 1
@@ -330,7 +333,7 @@ def test_edge_bench_shows_what_it_cannot_write(
         out.mkdir(parents=True)
         return {"links": {}}
 
-    monkeypatch.setattr("moaspec.evaluate.edge.run_edge_bench", measured)
+    monkeypatch.setattr("edge_bench.bench.run_edge_bench", measured)
     target, drafter = str(bundle.parent / "target"), str(bundle.parent / "drafter")
     output = cli(
         *("edge-bench", "--model", target, "--drafter", drafter, "--json", "--out", str(out))

@@ -18,8 +18,8 @@ from rich.text import Text
 
 import moaspec.cli
 from commands import Cli
-from moaspec.cli import console, progress
-from moaspec.cli.screen import Screen, harmless
+from moaspec.cli.terminal import console, progress
+from moaspec.cli.terminal.safe_console import Screen, harmless
 
 HOSTILE = {
     "escape": "\x1b[2J\x1b]0;title\x07",

@@ -151,7 +151,8 @@ def test_what_is_not_decoding_imports_no_library() -> None:
         """
 import sys
 import moaspec, moaspec.errors
-from moaspec.decode import bundled_drafters, parse_shape
+from moaspec.drafting.draft_tree import parse_shape
+from moaspec.generation.bundled import bundled_drafters
 from moaspec.evaluate import read_prompts
 from moaspec.target import ALIASES, SUPPORTED_FAMILIES
 assert parse_shape("tree:6x8x62") and bundled_drafters() and read_prompts("bundled")
@@ -183,7 +184,7 @@ list(transformers_logging.tqdm(range(3)))
 warnings.warn("noise")
 for name in ("transformers.something", "library", "DeepSpeed"):
     logging.getLogger(name).warning("noise")
-logging.getLogger("moaspec.kernels").warning("no compiler")
+logging.getLogger("moaspec.backends.cpu").warning("no compiler")
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=True

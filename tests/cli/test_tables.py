@@ -7,16 +7,19 @@ import io
 import pytest
 
 import tiny
-from moaspec.cli.edge_bench import _cuts_table
-from moaspec.cli.screen import Screen
-from moaspec.cli.table import rendered
-from moaspec.cli.tables import methods_costs_table, methods_table, parts_table
-from moaspec.evaluate import Parts, Prompt, Report, Settings, measure, parse_methods
+from moaspec.cli.commands.edge_bench import _cuts_table
+from moaspec.cli.terminal.result_tables import methods_costs_table, methods_table, parts_table
+from moaspec.cli.terminal.safe_console import Screen
+from moaspec.cli.terminal.terminal_table import rendered
+from moaspec.evaluate.method_names import MethodParts, parse_methods
+from moaspec.evaluate.prompt_suites import Prompt
+from moaspec.evaluate.report.report import Report
+from moaspec.evaluate.runner import Settings, measure
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    parts = Parts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    parts = MethodParts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
     prompts = [Prompt(f"suite {i}", "0", (str(i),)) for i in range(2)]
     methods = parse_methods(("plain", "moa@tree:2x2x4"), parts)
     return measure(methods, prompts, lambda *_: list(tiny.PROMPTS[0]), Settings(max_new_tokens=5))

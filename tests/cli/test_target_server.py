@@ -15,13 +15,10 @@ import pytest
 import moaspec
 import tiny
 from commands import Cli, text_target
-from moaspec.remote import (
-    GrpcTransport,
-    LinkOptions,
-    LocalDevice,
-    RemoteOptions,
-    RemoteSession,
-)
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol.grpc_transport import GrpcTransport
 
 
 @pytest.mark.parametrize(
@@ -67,7 +64,7 @@ def test_a_server_from_start_to_sigterm(tmp_path: Path) -> None:
 
 async def _read(target: moaspec.Target, address: str) -> None:
     options = RemoteOptions(link=LinkOptions(dead_after_s=60.0, connect_s=60.0))
-    device = LocalDevice(target, moaspec.PromptLookup())
+    device = LocalDevice(target, moaspec.NgramProposer())
     session = RemoteSession(device, GrpcTransport(address), options)
     got = await session.generate(tiny.PROMPTS[0], max_new_tokens=8)
     expected = moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=8)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import tiny
 from commands import Cli
-from moaspec.model import save_drafter
-from moaspec.vllm_plugin.settings import Serving
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.vllm_plugin.vllm_settings import Serving
 
 
 def test_it_prints_a_command_that_a_shell_can_run(cli: Cli, tmp_path: Path) -> None:

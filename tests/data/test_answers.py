@@ -7,8 +7,8 @@ from tokenizers import AddedToken
 import serving
 import templates
 from moaspec.data.answers import read_answer
-from moaspec.data.chat_template import ChatTemplate
 from moaspec.data.messages import normal_tool
+from moaspec.data.templates.chat_template import ChatTemplate
 
 CALL = '{"name": "time", "arguments": {"city": "Rome"}}'
 TOOLS = [normal_tool({"name": "time"})]

@@ -14,10 +14,10 @@ import pytest
 
 from moaspec.data import files
 from moaspec.data.files import numbered_lines, read_text
-from moaspec.data.sources import read_records
+from moaspec.data.row_sources import read_records
 from moaspec.errors import DataError, InputError
-from moaspec.evaluate.prompts import read_prompts
-from moaspec.train.config import read_train_config
+from moaspec.evaluate.prompt_suites import read_prompts
+from moaspec.train.run_config import read_train_config
 
 LINE = 1 << 20
 
@@ -99,7 +99,7 @@ def test_parquet_whose_column_repeats_a_long_text(tmp_path: Path) -> None:
 
 
 def test_a_suite_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.evaluate.prompts.MAX_SUITE", 10)
+    monkeypatch.setattr("moaspec.evaluate.prompt_suites.MAX_SUITE", 10)
     path = tmp_path / "suite.jsonl"
     path.write_text('{"prompt": "Hello."}\n')
     with pytest.raises(DataError, match="more than 10 characters"):

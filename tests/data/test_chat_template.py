@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 
 import serving
 import templates
-from moaspec.data.call_forms import (
+from moaspec.data.conversations import Conversation, parse
+from moaspec.data.loss_mask import masked_tokens, prompt_ids
+from moaspec.data.messages import normal_messages, normal_tool
+from moaspec.data.row_sources import Record
+from moaspec.data.templates.call_forms import (
     GLM,
     HERMES,
     LLAMA,
@@ -24,15 +28,11 @@ from moaspec.data.call_forms import (
     PYTHON,
     QWEN_XML,
 )
-from moaspec.data.chat_template import ChatTemplate
-from moaspec.data.conversations import Conversation, parse
-from moaspec.data.loss_mask import masked_tokens, prompt_ids
-from moaspec.data.messages import normal_messages, normal_tool
-from moaspec.data.sources import Record
+from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import InputError
-from moaspec.serve.chat_schema import ChatRequest
-from moaspec.serve.desk import Desk, ServeSettings
-from moaspec.serve.private import Asked
+from moaspec.serve.openai.chat_schema import ChatRequest
+from moaspec.serve.openai.hiding import Asked
+from moaspec.serve.server_context import ServerContext, ServeSettings
 
 Row = dict[str, Any]
 TIME = {"name": "time", "description": "Tells it.", "parameters": {"type": "object"}}
@@ -46,8 +46,8 @@ def template(name: str) -> ChatTemplate:
 
 
 @functools.cache
-def desk(name: str) -> Desk:
-    return Desk(serving.source(template=templates.TOOL_TEMPLATES[name]), ServeSettings())
+def desk(name: str) -> ServerContext:
+    return ServerContext(serving.source(template=templates.TOOL_TEMPLATES[name]), ServeSettings())
 
 
 def calls(*cities: str) -> list[Row]:

@@ -10,7 +10,7 @@ import pytest
 
 from moaspec.data.conversations import Conversation, parse, read_conversations
 from moaspec.data.messages import normal_tool
-from moaspec.data.sources import Record
+from moaspec.data.row_sources import Record
 from moaspec.errors import DataError
 
 

@@ -8,13 +8,13 @@ import pytest
 
 import chats
 from chats import ASSISTANT, BREAK, CALL, END, START, SYSTEM, THINK, TOOL, UNTHINK, USER
-from moaspec.data.chat_template import ChatTemplate
 from moaspec.data.conversations import Conversation
 from moaspec.data.loss_mask import masked_tokens, prompt_ids
 from moaspec.data.messages import normal_messages, normal_tool
-from moaspec.data.user_turn import user_turn
+from moaspec.data.templates.chat_template import ChatTemplate
+from moaspec.data.templates.user_turn import user_turn
 from moaspec.errors import DataError
-from moaspec.train import Example
+from moaspec.train.dataset.examples import Example
 
 STOPS = {END}
 ASKED = (START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK)

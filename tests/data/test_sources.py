@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moaspec.data.sources import read_records
+from moaspec.data.row_sources import read_records
 from moaspec.errors import DataError, InputError
 
 

@@ -8,8 +8,8 @@ import pytest
 from transformers import GenerationConfig
 
 import tiny
-from moaspec.evaluate import Check
-from moaspec.target import Target
+from moaspec.evaluate.correctness.check_target import Check
+from moaspec.target.target import Target
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "do_sample": True},

@@ -10,10 +10,12 @@ import pytest
 
 import tiny
 from commands import text_target
-from moaspec.decode import Drafter, PromptLookup
-from moaspec.evaluate import Equality, race
+from moaspec.drafting.ngram_proposer import NgramProposer
+from moaspec.drafting.protocols import Drafter
+from moaspec.evaluate import race
+from moaspec.evaluate.correctness.equality import Equality
 from moaspec.evaluate.race import Effort, Race, Races, Runner, compared, run_race
-from moaspec.target import Target
+from moaspec.target.target import Target
 
 PROMPT, OWN = tiny.PROMPTS[0], tiny.own_texts("llama")[0]
 TOKENS = 9
@@ -98,7 +100,7 @@ def test_a_judge_is_asked_where_texts_differ_only(target: Target) -> None:
 
 
 def test_a_prompt_that_is_over_at_once(target: Target) -> None:
-    runner = Runner(target, PromptLookup(), PROMPT, 1)
+    runner = Runner(target, NgramProposer(), PROMPT, 1)
     runner.advance()
     assert runner.done
     assert runner.effort.passes == 1

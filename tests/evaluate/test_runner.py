@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.decode import Chain, Tree
+from moaspec.drafting.draft_tree import Chain, Tree
 from moaspec.errors import InputError
-from moaspec.evaluate import Method, Parts, Prompt, Report, Run, Settings, measure, parse_methods
-from moaspec.evaluate.methods import TransformersMethod
-from moaspec.evaluate.report import costs
-from moaspec.target import Target
+from moaspec.evaluate.method_names import MethodParts, parse_methods
+from moaspec.evaluate.methods import Method, MethodRun, TransformersMethod
+from moaspec.evaluate.prompt_suites import Prompt
+from moaspec.evaluate.report.report import Report, costs
+from moaspec.evaluate.runner import Settings, measure
+from moaspec.target.target import Target
 
 PROMPTS = [
     Prompt("first" if i < 3 else "second", str(i), (" ".join(map(str, prompt)),))
@@ -35,7 +37,7 @@ def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
 
 
 def methods(*names: str) -> list[Method]:
-    parts = Parts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    parts = MethodParts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
     return parse_methods(names, parts)
 
 
@@ -110,10 +112,10 @@ class WrongMethod(Method):
 
     cut: bool = False
 
-    def run_many(self, *args: Any, **options: Any) -> list[Run]:
+    def run_many(self, *args: Any, **options: Any) -> list[MethodRun]:
         return [self._spoilt(run) for run in super().run_many(*args, **options)]
 
-    def _spoilt(self, run: Run) -> Run:
+    def _spoilt(self, run: MethodRun) -> MethodRun:
         *tokens, last = run.token_ids
         return replace(run, token_ids=tokens if self.cut else [*tokens, (last + 1) % tiny.VOCAB])
 
@@ -215,7 +217,7 @@ def test_an_interrupted_run_reports_the_prompts_before(
     asked = methods("plain", "moa@chain:3")
     real, calls = Method.run, []
 
-    def run(self: Method, *arguments: Any) -> Run:
+    def run(self: Method, *arguments: Any) -> MethodRun:
         calls.append(self.name)
         if len(calls) == len(asked) + call:  # after the untimed ones
             raise KeyboardInterrupt
@@ -236,7 +238,7 @@ def test_an_interrupted_run_reports_the_prompts_before(
 def test_stop_tokens_end_every_method() -> None:
     own = tiny.own_texts("llama")[1]
     target = tiny.fresh_target(eos_token_id=own[4])
-    for method in parse_methods(["hf", "plain"], Parts(target=target)):
+    for method in parse_methods(["hf", "plain"], MethodParts(target=target)):
         run = method.run(tiny.PROMPTS[1], 20)
         assert tuple(run.token_ids) == own[: own.index(own[4]) + 1]
         assert run.seconds > 0
@@ -262,7 +264,7 @@ def test_methods_that_are_refused(name: str) -> None:
 
 def test_moa_needs_a_drafter() -> None:
     with pytest.raises(InputError, match="--drafter"):
-        parse_methods(["plain", "moa"], Parts(target=tiny.target()))
+        parse_methods(["plain", "moa"], MethodParts(target=tiny.target()))
 
 
 def test_later_turns_follow_the_baselines_answers() -> None:

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tiny
-from moaspec.model.config import LayerConfig
+from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.layers import (
-    CrossLayer,
+    CrossAttentionLayer,
     DecoderLayer,
-    KeyValue,
+    KeyValueProjection,
     masked_attention,
     normed_products,
 )
@@ -82,7 +82,10 @@ def test_a_cross_layer_that_reads_its_own_input_is_a_decoder_layer(model: Any) -
     state = layer_state(model, 0)
     whole = DecoderLayer(config, eps=EPS, hidden_act="silu")
     whole.load_state_dict(state)
-    cross, key_value = CrossLayer(config, eps=EPS, hidden_act="silu"), KeyValue(config)
+    cross, key_value = (
+        CrossAttentionLayer(config, eps=EPS, hidden_act="silu"),
+        KeyValueProjection(config),
+    )
     cross.load_state_dict({k: v for k, v in state.items() if not k.startswith("key_value.")})
     key_value.load_state_dict(
         {k.removeprefix("key_value."): v for k, v in state.items() if k.startswith("key_value.")}

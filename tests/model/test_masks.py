@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moaspec.model.drafter import positions
 from moaspec.model.masks import (
     last_known,
     memory_mask,
@@ -14,6 +13,7 @@ from moaspec.model.masks import (
     text_mask,
     window_mask,
 )
+from moaspec.model.moa import positions
 
 PADDED = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 BLOCK_START = torch.tensor([[0, 0, 0, 2], [0, 1, 1, 1]])

@@ -12,17 +12,14 @@ import pytest
 import moaspec
 import tiny
 from links import FaultyTransport, Restartable
-from moaspec.decode import Chain
+from moaspec.drafting.draft_tree import Chain
 from moaspec.errors import LinkError, RefusedError
-from moaspec.model import MoADrafter
-from moaspec.remote import (
-    LinkOptions,
-    LocalDevice,
-    RemoteEvent,
-    RemoteOptions,
-    RemoteSession,
-    TargetService,
-)
+from moaspec.model.moa import MoADrafter
+from moaspec.remote.device.events import RemoteEvent
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.server.service import TargetService
 
 QUICK = LinkOptions(
     heartbeat_s=0.1,
@@ -230,7 +227,7 @@ def test_another_drafter_or_target_is_refused() -> None:
         server = Restartable(lambda: TargetService(target, tiny.random_drafter(target)))
         for device, why in (
             (LocalDevice(target, tiny.random_drafter(target, seed=9)), "Export the device bundle"),
-            (LocalDevice(tiny.target("qwen2"), moaspec.PromptLookup()), "model_type 'qwen2'"),
+            (LocalDevice(tiny.target("qwen2"), moaspec.NgramProposer()), "model_type 'qwen2'"),
         ):
             session = RemoteSession(device, server.transport())
             with pytest.raises(RefusedError, match=why):

@@ -12,22 +12,22 @@ import pytest
 
 import moaspec
 import tiny
-from moaspec.decode.protocols import Request, Verdict
-from moaspec.decode.sampling import GREEDY, SamplingParams
-from moaspec.decode.tree import DraftTree
-from moaspec.decode.verifier import LocalVerifier
-from moaspec.remote import PassOptions, StoreOptions, TargetService
-from moaspec.remote import target_pb2 as pb
-from moaspec.remote.shared import SharedVerifier, _Job
-from moaspec.remote.store import NoRoomError
-from moaspec.remote.wire import chain
-from moaspec.target import Target
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.wire import chain
+from moaspec.remote.server.service import TargetService
+from moaspec.remote.server.session_store import NoRoomError, StoreOptions
+from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier, _Job
+from moaspec.sampling.params import GREEDY, SamplingParams
+from moaspec.target.target import Target
 
 
 class Unused:
     """A verifier that is never asked."""
 
-    async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
+    async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         raise NotImplementedError
 
     def close(self, row: int) -> None: ...
@@ -42,7 +42,7 @@ def asked(shared: SharedVerifier, owner: str, drafted: int, number: int = 1) -> 
     shared._asked_s[owner] = time.monotonic()
     for _ in range(number):
         row = shared.lease(owner)
-        request = Request(row, 0, (1,), tree(drafted), GREEDY, 1, False)
+        request = VerifyRequest(row, 0, (1,), tree(drafted), GREEDY, 1, False)
         shared._jobs.append(_Job(request, owner, asyncio.get_running_loop().create_future()))
 
 
@@ -89,7 +89,7 @@ class Recording(LocalVerifier):
         super().__init__(target)
         self.passes: list[list[int]] = []
 
-    async def verify(self, requests: Sequence[Request]) -> list[Verdict]:
+    async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         self.passes.append([len(one.tree.tokens) for one in requests])
         return await super().verify(requests)
 
@@ -131,7 +131,7 @@ def test_cut_drafts_of_several_owners_change_no_text(temperature: float) -> None
         known: Sequence[int] = prompt
         text, base, tree = list(prompt), 0, DraftTree()
         while len(text) < len(prompt) + LENGTH:
-            request = Request(row, base, tuple(known), tree, sampling, len(prompt), False)
+            request = VerifyRequest(row, base, tuple(known), tree, sampling, len(prompt), False)
             verdict, _ = await shared.decide(request)
             cut = tree.tokens[: shared.options.owner_drafted]
             accepted = [cut[node] for node in verdict.accepted]

@@ -18,30 +18,19 @@ import pytest
 import tiny
 from links import FaultyTransport, Restartable
 from moaspec import limits
-from moaspec.decode import Chain
+from moaspec.drafting.draft_tree import Chain
 from moaspec.errors import InputError, LinkError, RefusedError
-from moaspec.remote import (
-    Credentials,
-    GrpcServer,
-    GrpcTransport,
-    Guard,
-    InProcessTransport,
-    LinkOptions,
-    LocalDevice,
-    RemoteOptions,
-    RemoteSession,
-    ServerOptions,
-    ServiceOptions,
-    StoreOptions,
-    TargetService,
-    Transport,
-    identity,
-    wire,
-)
-from moaspec.remote import target_pb2 as pb
-from moaspec.remote.grpc_transport import SERVICE
-from moaspec.remote.store import NoRoomError
-from moaspec.remote.transport import Connection, pipe
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol import identity, wire
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.grpc_transport import SERVICE, GrpcTransport
+from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport, pipe
+from moaspec.remote.server.auth import CallAuth, Credentials
+from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.service import ServiceOptions, TargetService
+from moaspec.remote.server.session_store import NoRoomError, StoreOptions
 
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS
@@ -268,7 +257,7 @@ def test_a_token_that_expires_ends_with_its_connection() -> None:
 
     async def run() -> None:
         until: dict[str, float] = {}
-        guard = Guard({hashlib.sha256(b"secret").hexdigest(): "alice"}, until)
+        guard = CallAuth({hashlib.sha256(b"secret").hexdigest(): "alice"}, until)
         options = ServerOptions(port=0, guard=guard, connection_s=1.0)
         async with GrpcServer(service(), options) as server:
             address = f"127.0.0.1:{server.port}"
@@ -283,11 +272,11 @@ def test_a_token_that_expires_ends_with_its_connection() -> None:
 
 
 def test_a_guard_without_tokens_lets_nobody_in() -> None:
-    assert Guard().owner(None, None) == "anonymous"
+    assert CallAuth().owner(None, None) == "anonymous"
     with pytest.raises(RefusedError, match="does not know"):
-        Guard({}).owner("secret", None)
+        CallAuth({}).owner("secret", None)
     with pytest.raises(RefusedError, match="does not know"):
-        Guard({"Ausweis für Ada": "ada"}).owner("sécret", None)
+        CallAuth({"Ausweis für Ada": "ada"}).owner("sécret", None)
 
 
 @pytest.mark.parametrize(
@@ -301,13 +290,13 @@ def test_a_guard_without_tokens_lets_nobody_in() -> None:
 def test_a_file_of_tokens_that_guards_nothing(tmp_path: Path, entries: Any, why: str) -> None:
     (tmp_path / "tokens.json").write_text(json.dumps(entries))
     with pytest.raises(InputError, match=why):
-        Guard.read(tmp_path / "tokens.json")
+        CallAuth.read(tmp_path / "tokens.json")
 
 
 def test_a_file_of_tokens_that_is_too_deep(tmp_path: Path) -> None:
     (tmp_path / "tokens.json").write_text("[" * 99_999)
     with pytest.raises(InputError, match="must hold"):
-        Guard.read(tmp_path / "tokens.json")
+        CallAuth.read(tmp_path / "tokens.json")
 
 
 def test_an_oversized_message_ends_its_connection() -> None:
@@ -341,7 +330,7 @@ def test_a_grammar_is_compiled_beside_everything_else(monkeypatch: pytest.Monkey
             compile_now.wait(60)
             raise InputError("The grammar cannot be used.")
 
-    monkeypatch.setattr("moaspec.decode.grammar.Grammars", Slow)
+    monkeypatch.setattr("moaspec.sampling.grammar.Grammars", Slow)
 
     async def run() -> None:
         at = service()

@@ -11,16 +11,18 @@ from transformers import GenerationConfig
 import moaspec
 import tiny
 from links import Faults, FaultyTransport, Restartable
-from moaspec.decode import SamplingParams
-from moaspec.decode.sampling import GREEDY
 from moaspec.errors import WireError
-from moaspec.model import save_drafter
-from moaspec.remote import LinkOptions, LocalDevice, RemoteOptions, RemoteSession, TargetService
-from moaspec.remote import target_pb2 as pb
-from moaspec.remote.bundle import export_bundle, load_device
-from moaspec.remote.wire import Limits, sampling_message, sampling_of
-from moaspec.target import Target
-from moaspec.target.rules import TokenRules
+from moaspec.model.checkpoint.moa_checkpoint import save_drafter
+from moaspec.remote.device.bundle import export_bundle, load_device
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.wire import WireLimits, sampling_message, sampling_of
+from moaspec.remote.server.service import TargetService
+from moaspec.sampling.params import GREEDY, SamplingParams
+from moaspec.target.target import Target
+from moaspec.target.token_rules import TokenRules
 
 RULES = TokenRules(
     no_repeat_ngram_size=2,
@@ -44,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "do_sample": True,
     "temperature": 0.7,
 }
-LIMITS = Limits(vocab_size=64, max_tokens=256)
+LIMITS = WireLimits(vocab_size=64, max_tokens=256)
 
 
 def _target() -> Target:

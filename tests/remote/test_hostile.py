@@ -12,21 +12,16 @@ from hypothesis import strategies as st
 
 import tiny
 from hostile import NAMES, Hostile
-from moaspec.decode import Chain
+from moaspec.drafting.draft_tree import Chain
 from moaspec.errors import LinkError, MoaSpecError, RefusedError, WireError
-from moaspec.remote import (
-    InProcessTransport,
-    LocalDevice,
-    RemoteOptions,
-    RemoteSession,
-    TargetService,
-    fingerprint,
-    identity,
-    wire,
-)
-from moaspec.remote import target_pb2 as pb
-from moaspec.remote.store import ForeignSessionError
-from moaspec.remote.transport import Connection, pipe
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol import identity, wire
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.identity import fingerprint
+from moaspec.remote.protocol.transport import Connection, InProcessTransport, pipe
+from moaspec.remote.server.service import TargetService
+from moaspec.remote.server.session_store import ForeignSessionError
 
 FRAMES = 1500
 

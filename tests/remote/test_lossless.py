@@ -11,17 +11,13 @@ import pytest
 import moaspec
 import tiny
 from links import Faults, FaultyTransport, Restartable
-from moaspec.decode import Chain, Tree
-from moaspec.remote import (
-    LinkOptions,
-    LocalDevice,
-    PassOptions,
-    RemoteOptions,
-    RemoteSession,
-    ServiceOptions,
-    TargetService,
-)
-from moaspec.remote.codec import CODECS
+from moaspec.drafting.draft_tree import Chain, Tree
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol.codec import CODECS
+from moaspec.remote.server.service import ServiceOptions, TargetService
+from moaspec.remote.server.shared_verifier import PassOptions
 
 QUICK = LinkOptions(
     heartbeat_s=0.1,

@@ -20,19 +20,15 @@ from transformers import PreTrainedTokenizerFast
 
 import moaspec
 import tiny
-from moaspec.remote import (
-    GrpcServer,
-    GrpcTransport,
-    LinkOptions,
-    LocalDevice,
-    RemoteOptions,
-    RemoteSession,
-    ServerOptions,
-    TargetService,
-)
-from moaspec.remote.emulation import Link, ShapedTransport
-from moaspec.remote.emulation.shaped import Traffic
-from moaspec.remote.private import Vault
+from moaspec.privacy.vault import Vault
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.emulation.emulated_link import LinkProfile
+from moaspec.remote.emulation.shaped_transport import ShapedTransport, Traffic
+from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.service import TargetService
 
 SECRETS = ("ada.lovelace@example.org", "+49 30 901820", "4111 1111 1111 1111", "Schroedinger")
 TEXT = (
@@ -97,7 +93,7 @@ def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
             return await converse(GrpcTransport(f"127.0.0.1:{proxy.port}"))
 
     async def converse(inner: GrpcTransport) -> str:
-        transport = ShapedTransport(inner, Link(name="x", delay_s=0.001), traffic=traffic)
+        transport = ShapedTransport(inner, LinkProfile(name="x", delay_s=0.001), traffic=traffic)
         quick = LinkOptions(heartbeat_s=0.1, dead_after_s=0.5, backoff_s=0.02, connect_s=10.0)
         options = RemoteOptions(draft=moaspec.Chain(2), link=quick)
         session = RemoteSession(LocalDevice(target, drafter), transport, options)

@@ -14,10 +14,10 @@ from openai.types.responses import response_create_params as responses
 
 import serving
 import templates
-from moaspec.serve.chat_schema import ChatRequest
-from moaspec.serve.responses_schema import ResponseRequest
-from moaspec.serve.schema import CompletionRequest
-from moaspec.serve.unsupported import NEUTRAL
+from moaspec.serve.openai.chat_schema import ChatRequest
+from moaspec.serve.openai.responses_schema import ResponseRequest
+from moaspec.serve.openai.schema import CompletionRequest
+from moaspec.serve.openai.unsupported_fields import NEUTRAL
 from serving import MODEL, Served, say
 
 HARMLESS = {

@@ -10,9 +10,10 @@ from transformers import GenerationConfig
 import moaspec
 import serving
 import tiny
-from moaspec.decode import Chain, Shaping
-from moaspec.serve.local import LocalSource
-from moaspec.target import Target
+from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.serve.sources.local_source import LocalSource
+from moaspec.target.target import Target
 
 DEFAULTS: dict[str, Any] = {
     "repetition_penalty": 1.2,
@@ -47,7 +48,7 @@ def test_requests(target: Target, asked: dict[str, Any], options: dict[str, Any]
     tokenizer: Any = target.tokenizer
     prompt = tokenizer("one two")["input_ids"]
     expected = moaspec.generate(target, prompt, seed=3, max_new_tokens=12, **options)
-    source = LocalSource(target, name=serving.MODEL, shaping=Shaping(Chain(2)))
+    source = LocalSource(target, name=serving.MODEL, shaping=DraftSettings(Chain(2)))
     with serving.serving(source) as served:
         answer = served.openai().completions.create(
             model=serving.MODEL, prompt=prompt, seed=3, max_tokens=12, **asked

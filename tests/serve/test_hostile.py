@@ -16,9 +16,9 @@ import pytest
 
 import serving
 from moaspec import limits
-from moaspec.serve import running
-from moaspec.serve.desk import ServeSettings
+from moaspec.serve import uvicorn_server
 from moaspec.serve.guard import Guarded
+from moaspec.serve.server_context import ServeSettings
 from serving import MODEL, Served, say
 
 KEY = "a-secret-key"
@@ -178,7 +178,7 @@ def test_a_failure_ends_no_connection(served: Served, monkeypatch: pytest.Monkey
 
     with served.http() as client:
         with monkeypatch.context() as patch:
-            patch.setattr("moaspec.serve.chat._jobs", fail)
+            patch.setattr("moaspec.serve.openai.chat_endpoint._jobs", fail)
             error(client.post(CHAT, json=GOOD), 500)
         assert client.post(CHAT, json=GOOD).status_code == 200
 
@@ -227,14 +227,14 @@ def head(path: str, *more: str, host: str = "127.0.0.1") -> bytes:
 def test_heads_that_never_come(
     strict: Served, monkeypatch: pytest.MonkeyPatch, text: bytes
 ) -> None:
-    monkeypatch.setattr(running, "HEAD_S", 0.3)
+    monkeypatch.setattr(uvicorn_server, "HEAD_S", 0.3)
     assert raw(strict, text) == b""
 
 
 def test_heads_that_never_come_after_an_answer(
     strict: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "HEAD_S", 0.3)
+    monkeypatch.setattr(uvicorn_server, "HEAD_S", 0.3)
     whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     port = int(strict.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:

@@ -13,8 +13,8 @@ import pytest
 
 import moaspec
 import serving
-from moaspec.decode.result import Event
-from moaspec.serve.worker import EngineWorker
+from moaspec.engine.result import Event
+from moaspec.serve.sources.engine_worker import EngineWorker
 from serving import MODEL, Served
 
 NUM = 64

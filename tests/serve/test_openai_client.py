@@ -12,7 +12,7 @@ from openai import OpenAI
 
 import moaspec
 import serving
-from moaspec.serve.source import Load
+from moaspec.serve.sources.source import Load
 from serving import LONGEST, MODEL, Served, own_text, say
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}

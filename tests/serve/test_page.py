@@ -13,17 +13,16 @@ import serving
 import storyteller
 from browsing import PHONE
 from chatpage import CHAT, DONE, answering, ask, asked, local_source, painted, raw_text, violations
-from moaspec.remote import (
-    InProcessTransport,
-    LinkOptions,
-    LocalDevice,
-    RemoteOptions,
-    TargetService,
-)
-from moaspec.remote.emulation import Faults, Link, ShapedTransport
-from moaspec.serve.desk import ServeSettings
-from moaspec.serve.edge import EdgeSource
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions
+from moaspec.remote.emulation.emulated_link import LinkProfile
+from moaspec.remote.emulation.shaped_transport import Faults, ShapedTransport
+from moaspec.remote.protocol.transport import InProcessTransport
+from moaspec.remote.server.service import TargetService
 from moaspec.serve.guard import Guarded
+from moaspec.serve.server_context import ServeSettings
+from moaspec.serve.sources.edge_source import EdgeSource
 from serving import Served
 from storyteller import ANSWER, QUESTION
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.browser
 
-LINK = Link(name="slow", delay_s=0.04)
+LINK = LinkProfile(name="slow", delay_s=0.04)
 """Slow enough that there is time to cut it, quick enough for a test."""
 
 

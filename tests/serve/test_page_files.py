@@ -10,8 +10,8 @@ import pytest
 
 import serving
 from moaspec.serve.app import page_directory
-from moaspec.serve.desk import ServeSettings
 from moaspec.serve.guard import Guarded
+from moaspec.serve.server_context import ServeSettings
 from serving import Served
 
 VENDOR = page_directory() / "vendor"

@@ -11,10 +11,11 @@ from openai import OpenAI
 import serving
 import spellings
 import tiny
-from moaspec.decode import Chain, Shaping
-from moaspec.decode.incremental import TokenBytes
-from moaspec.serve.local import LocalSource
-from moaspec.target import Target
+from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.policy.policies import DraftSettings
+from moaspec.sampling.incremental_text import TokenBytes
+from moaspec.serve.sources.local_source import LocalSource
+from moaspec.target.target import Target
 
 PROMPT = "the x is"
 TOKENS = 12
@@ -32,7 +33,7 @@ def _target(tokenizer: Any) -> Target:
 def setting(request: pytest.FixtureRequest) -> Iterator[tuple[OpenAI, Any]]:
     tokenizer = spellings.KINDS[request.param]()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %} is"
-    source = LocalSource(_target(tokenizer), name="m", shaping=Shaping(Chain(2)))
+    source = LocalSource(_target(tokenizer), name="m", shaping=DraftSettings(Chain(2)))
     with serving.serving(source) as served:
         yield served.openai(), tokenizer
 

@@ -10,9 +10,9 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 import moaspec
 import tiny
-from moaspec.evaluate.equality import judge
-from moaspec.target import Target
+from moaspec.evaluate.correctness.equality import judge
 from moaspec.target.families import context_length
+from moaspec.target.target import Target
 
 TRAINED = 32
 ROPES: dict[str, dict[str, Any]] = {

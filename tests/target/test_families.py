@@ -22,7 +22,6 @@ from transformers import (
 
 import tiny
 from moaspec.errors import UnsupportedTargetError
-from moaspec.target import SUPPORTED_FAMILIES
 from moaspec.target.families import (
     FULL,
     SLIDING,
@@ -31,6 +30,7 @@ from moaspec.target.families import (
     plain_layer_state,
     require_supported,
 )
+from moaspec.target.names import SUPPORTED_FAMILIES
 
 
 def test_every_supported_family_is_tested() -> None:

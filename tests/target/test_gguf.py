@@ -16,7 +16,7 @@ import moaspec
 import tiny
 from moaspec.errors import UnknownModelError, UnsupportedTargetError
 from moaspec.target import gguf, registry
-from moaspec.target.model import Target
+from moaspec.target.target import Target
 
 
 @pytest.fixture(autouse=True)

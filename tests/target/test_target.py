@@ -12,10 +12,10 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import moaspec
 import tiny
+from moaspec.backends.fast_layers import cache_argument
 from moaspec.errors import UnsupportedTargetError
-from moaspec.model.encoder import layer_features
-from moaspec.target import Target
-from moaspec.target.lean import cache_argument
+from moaspec.model.target_encoder import layer_features
+from moaspec.target.target import Target
 
 pytestmark = pytest.mark.kernels
 

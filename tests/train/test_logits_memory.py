@@ -10,8 +10,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
-from moaspec.train import DrafterSizes, Example, LossWeights, TrainConfig, Trainer
-from moaspec.train.losses import CHUNK, CPU_LOGITS, Divergence, queries_at_once
+from moaspec.train.dataset.examples import Example
+from moaspec.train.run_config import DrafterSizes, TrainConfig
+from moaspec.train.students.losses import (
+    CHUNK,
+    CPU_LOGITS,
+    Divergence,
+    LossWeights,
+    queries_at_once,
+)
+from moaspec.train.trainer import Trainer
 
 
 class LargestLogits(TorchDispatchMode):
@@ -37,7 +45,7 @@ def test_logits_in_memory_do_not_depend_on_length(
 ) -> None:
     """One step each on responses of 60 and of 240 tokens, at most 32 queries' logits at a time."""
     target, vocabulary = tiny.target(), 37  # a size that no other axis has
-    monkeypatch.setattr("moaspec.train.losses.CPU_LOGITS", 1)
+    monkeypatch.setattr("moaspec.train.students.losses.CPU_LOGITS", 1)
     largest = []
     for length in (60, 240):
         examples = [Example([5, 6, 7], [8 + i % 50 for i in range(length)])]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moaspec.errors import InputError
-from moaspec.train import read_train_config
 from moaspec.train.recipes import recipes, write_recipe
+from moaspec.train.run_config import read_train_config
 
 
 @pytest.mark.parametrize("name", recipes())

@@ -19,12 +19,11 @@ from torch.testing import assert_close
 
 import golden
 from golden import TOLERANCE, needs_golden
-from moaspec.model import MoADrafter
-from moaspec.model.checkpoint import to_published_name
-from moaspec.model.drafter import positions
+from moaspec.model.checkpoint.moa_checkpoint import to_published_name
 from moaspec.model.masks import last_known
-from moaspec.target import Target
-from moaspec.train.losses import divergence, feature_loss
+from moaspec.model.moa import MoADrafter, positions
+from moaspec.target.target import Target
+from moaspec.train.students.losses import divergence, feature_loss
 
 pytestmark = needs_golden
 KL_WEIGHT = 0.1

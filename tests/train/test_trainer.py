@@ -18,30 +18,26 @@ from torch.testing import assert_close
 
 import moaspec
 import tiny
-from moaspec.decode import load_any_drafter
-from moaspec.decode.engine import run_now
-from moaspec.decode.moa import MoADrafting
-from moaspec.decode.protocols import Request, RowText
-from moaspec.decode.verifier import LocalVerifier
+from moaspec.backends import linear_backends
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.protocols import RowText, VerifyRequest
+from moaspec.engine.engine import run_now
+from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import InputError, TrainingError
-from moaspec.model import MoADrafter
-from moaspec.target import Target, forms
-from moaspec.train import (
-    DrafterSizes,
-    Ending,
-    Example,
-    LossWeights,
-    Progress,
-    TrainConfig,
-    Trainer,
-)
-from moaspec.train.data import response_counts
-from moaspec.train.losses import Divergence
-from moaspec.train.measure import MEASURED_BLOCK, RANKS, Measured
+from moaspec.generation.api import load_any_drafter
+from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
+from moaspec.train.dataset.examples import Example, response_counts
+from moaspec.train.progress import Progress
+from moaspec.train.run_config import DrafterSizes, TrainConfig
 from moaspec.train.schedule import learning_rate, staircase_probability
-from moaspec.train.state import FACTS_FILE
-from moaspec.train.students import DraftHead, MoAStudent, StudentPass, new_drafter
-from moaspec.train.warm_start import fit_exits
+from moaspec.train.stopping import Ending
+from moaspec.train.students.held_out import MEASURED_BLOCK, RANKS, Measured
+from moaspec.train.students.losses import Divergence, LossWeights
+from moaspec.train.students.students import MoAStudent, StudentPass, TrimmedHead, new_drafter
+from moaspec.train.students.warm_start import fit_exits
+from moaspec.train.trainer import Trainer
+from moaspec.train.training_state import FACTS_FILE
 
 EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 
@@ -321,8 +317,8 @@ def test_heads_are_in_a_dtype_that_the_cpu_multiplies(
     states_ME = torch.randn(5, target.identity.hidden_size)
     expected = target.head(states_ME.bfloat16(), ids)
     for native in (False, True):
-        monkeypatch.setattr(forms, "_bf16_instructions", lambda native=native: native)
-        head = DraftHead(target, ids)
+        monkeypatch.setattr(linear_backends, "_bf16_instructions", lambda native=native: native)
+        head = TrimmedHead(target, ids)
         if not native:
             assert head(states_ME).ne(head(states_ME.bfloat16())).any()  # nothing is rounded
         assert_close(head(states_ME), expected, atol=0.02, rtol=0.02)
@@ -381,7 +377,7 @@ def test_lines_of_the_log_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
 def test_warm_start_copies_the_first_layer(tmp_path: Path) -> None:
     drafter = module(trainer(tmp_path))
     source = tiny.target().layer_state(0)
-    sa = drafter.speaker.self_attention
+    sa = drafter.decoder.self_attention
     assert_close(sa.self_attn.q_proj.weight, source["self_attn.q_proj.weight"], rtol=0, atol=0)
     assert_close(sa.key_value.k_proj.weight, source["self_attn.k_proj.weight"], rtol=0, atol=0)
     assert_close(sa.mlp.down_proj.weight, source["mlp.down_proj.weight"], rtol=0, atol=0)
@@ -393,7 +389,7 @@ def test_warm_start_of_a_qwen2_target(tmp_path: Path) -> None:
     target = tiny.target("qwen2")
     drafter = module(Trainer(target, EXAMPLES, settings(tmp_path)))
     source = target.layer_state(0)
-    bias = drafter.speaker.self_attention.self_attn.q_proj.bias
+    bias = drafter.decoder.self_attention.self_attn.q_proj.bias
     assert bias is not None
     assert_close(bias, source["self_attn.q_proj.bias"], rtol=0, atol=0)
 
@@ -618,9 +614,9 @@ def test_simulated_tau_is_that_of_real_chains(tmp_path: Path) -> None:
     for example in run.data.examples:
         text, start = example.token_ids, len(example.prompt_ids)
         for root in range(start, len(text) - MEASURED_BLOCK, MEASURED_BLOCK):
-            drafting = MoADrafting(drafter, target)
+            drafting = MoAProposer(drafter, target)
             verifier = LocalVerifier(target, drafting)
-            (verdict,) = run_now(verifier.verify([Request(0, 0, tuple(text[:root]))]))
+            (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(text[:root]))]))
             drafting.observe(0, verdict.features)
             (tree,) = drafting.propose(
                 [RowText(0, text[: root + 1])], moaspec.Chain(MEASURED_BLOCK)

@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 from moaspec.errors import ServingError
-from moaspec.model.encoder import layer_features
-from moaspec.vllm_plugin.capture import (
-    HeadShare,
-    KVCapture,
-    require_capturable,
-    verified_index,
-)
+from moaspec.model.target_encoder import layer_features
+from moaspec.vllm_plugin.capture import HeadShare, KVCapture, require_capturable, verified_index
 
 HEADS, DIM, LAYERS, TOKENS = 4, 6, 3, 5
 

@@ -16,8 +16,8 @@ import torch
 import tiny
 import vllm_serving as serving
 from moaspec import Chain, generate
-from moaspec.decode import load_drafter
-from moaspec.model import save_published
+from moaspec.generation.api import load_drafter
+from moaspec.model.checkpoint.published import save_published
 from vllm_serving import Models
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` installs it")
@@ -118,7 +118,7 @@ def test_fewer_tokens_are_drafted_for_more_requests(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An option of vLLM's says how many; its scheduler would not tell a custom class."""
-    from moaspec.vllm_plugin.drafting import Drafting
+    from moaspec.vllm_plugin.vllm_drafting import Drafting
 
     draft, asked = Drafting.draft, set()
 
@@ -152,8 +152,8 @@ def test_published_forms_load(models: Models, tmp_path: Path, form: Any) -> None
 def test_a_failing_drafter_never_fails_requests(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moaspec.vllm_plugin.drafting import Drafting
-    from moaspec.vllm_plugin.metrics import FAILURES
+    from moaspec.vllm_plugin.vllm_drafting import Drafting
+    from moaspec.vllm_plugin.vllm_metrics import FAILURES
 
     with serving.engine(models, None) as plain:
         expected = serving.texts(plain, tiny.PROMPTS, [16] * 4, concurrency=4)
@@ -261,7 +261,7 @@ def test_settings_that_cannot_work_are_refused_at_start(
 
 
 def test_a_drafter_of_another_target_is_refused_at_start(models: Models, tmp_path: Path) -> None:
-    from moaspec.model import save_drafter
+    from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 
     other = tiny.fresh_target(num_hidden_layers=5, **serving.SIZES)
     save_drafter(tiny.random_drafter(other), tmp_path)

@@ -9,11 +9,10 @@ import pytest
 
 import tiny
 from moaspec.errors import MismatchError, ServingError, UnsupportedTargetError
-from moaspec.model import MoADrafter
-from moaspec.train import DrafterSizes
-from moaspec.train.config import drafter_config
+from moaspec.model.moa import MoADrafter
+from moaspec.train.run_config import DrafterSizes, drafter_config
 from moaspec.vllm_plugin.refusals import check_drafter, check_settings
-from moaspec.vllm_plugin.settings import SCHEDULER, WORKER
+from moaspec.vllm_plugin.vllm_settings import SCHEDULER, WORKER
 
 
 def settings(**changes: Any) -> Any:

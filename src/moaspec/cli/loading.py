@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-from moaspec.cli import console
-from moaspec.decode.bundled import bundled_drafters
+from moaspec.cli.terminal import console
+from moaspec.generation.bundled import bundled_drafters
 
 if TYPE_CHECKING:
-    from moaspec.decode import Drafter
-    from moaspec.model import MoADrafter
-    from moaspec.target import Target
+    from moaspec.drafting.protocols import Drafter
+    from moaspec.model.moa import MoADrafter
+    from moaspec.target.target import Target
 
 
 def load(
@@ -27,7 +27,7 @@ def load(
 ) -> tuple[Target, MoADrafter | Drafter | None]:
     """Load both, with a line that says in which dtype and with how many threads they run."""
     with console.loading(model, threads):
-        from moaspec.target import load_target
+        from moaspec.target.registry import load_target
 
         target = load_target(
             model,
@@ -43,7 +43,7 @@ def load(
 
 def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | Drafter | None:
     """The named drafter, else the one bundled for this target, else none (plain decoding)."""
-    from moaspec.decode import load_any_drafter
+    from moaspec.generation.api import load_any_drafter
 
     if name is not None:
         return load_any_drafter(name, target=target)
@@ -57,7 +57,7 @@ def described(target: Target) -> str:
     """The target, its dtype, and what computes it."""
     import torch
 
-    from moaspec.kernels import instructions
+    from moaspec.backends.cpu.build import instructions
 
     parts = [f"{target.name} in {target.precision}"]
     if target.device.type == "cpu":
@@ -72,8 +72,8 @@ def described(target: Target) -> str:
 
 def measure_once(target: Target, module: MoADrafter | Drafter | None) -> None:
     """Measure this machine where --tree auto is used on it first, with a status line."""
-    from moaspec.decode import first_use
-    from moaspec.model import MoADrafter
+    from moaspec.calibration import first_use
+    from moaspec.model.moa import MoADrafter
 
     if not isinstance(module, MoADrafter):
         return

@@ -8,24 +8,24 @@ from typing import Annotated
 import typer
 
 from moaspec import __version__
-from moaspec.cli import console
-from moaspec.cli.calibrate import calibrate
-from moaspec.cli.chat import chat
-from moaspec.cli.check import check
-from moaspec.cli.checkpoint import app as checkpoint
-from moaspec.cli.data import app as data
-from moaspec.cli.demo import demo
-from moaspec.cli.edge import edge
-from moaspec.cli.edge_bench import edge_bench
-from moaspec.cli.evaluate import app as evaluate
-from moaspec.cli.generate import generate
-from moaspec.cli.info import info
-from moaspec.cli.models import models
-from moaspec.cli.remote import remote
-from moaspec.cli.serve import serve
-from moaspec.cli.target_server import target_server
-from moaspec.cli.train import train
-from moaspec.cli.vllm_config import vllm_config
+from moaspec.cli.commands.calibrate import calibrate
+from moaspec.cli.commands.chat_command import chat
+from moaspec.cli.commands.check import check
+from moaspec.cli.commands.checkpoint import app as checkpoint
+from moaspec.cli.commands.data import app as data
+from moaspec.cli.commands.demo import demo
+from moaspec.cli.commands.edge import edge
+from moaspec.cli.commands.edge_bench import edge_bench
+from moaspec.cli.commands.evaluate import app as evaluate
+from moaspec.cli.commands.generate import generate
+from moaspec.cli.commands.info import info
+from moaspec.cli.commands.models import models
+from moaspec.cli.commands.remote import remote
+from moaspec.cli.commands.serve import serve
+from moaspec.cli.commands.target_server import target_server
+from moaspec.cli.commands.train import train
+from moaspec.cli.commands.vllm_config import vllm_config
+from moaspec.cli.terminal import console
 from moaspec.errors import HubError, MoaSpecError, RemoteError, ServerError, TrainingError
 
 FAILURES = (HubError, RemoteError, ServerError, TrainingError)

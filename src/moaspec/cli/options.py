@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from moaspec.cli import console
+from moaspec.cli.terminal import console
 
 if TYPE_CHECKING:
-    from moaspec.decode import RowOptions
-    from moaspec.decode.shaping import FreeBranches as Setting
-    from moaspec.target import Target
+    from moaspec.drafting.policy.policies import FreeBranches as Setting
+    from moaspec.generation.api import RowOptions
+    from moaspec.target.target import Target
 
 MODEL = "smollm2-135m"
 
@@ -117,7 +117,7 @@ def settled(settings: RowOptions, target: Target) -> RowOptions:
 
     Says which of the model's defaults hold.
     """
-    from moaspec.decode.api import defaults_of
+    from moaspec.generation.api import defaults_of
 
     defaults = defaults_of(target, settings)
     console.tell_defaults(target, defaults)
@@ -135,9 +135,9 @@ def row_options(given: Mapping[str, Any]) -> RowOptions:
     Raises:
         ShapeError, InputError: a bad value, which should not have to wait for a model to load.
     """
-    from moaspec.decode.integers import as_integer
-    from moaspec.decode.stop import stop_strings
-    from moaspec.decode.tree import parse_shape
+    from moaspec.drafting.draft_tree import parse_shape
+    from moaspec.sampling.stop_strings import stop_strings
+    from moaspec.sampling.token_ids import as_integer
 
     as_integer("--max-new-tokens", given["max_new_tokens"])
     parse_shape(given["tree"])
@@ -156,14 +156,14 @@ def row_options(given: Mapping[str, Any]) -> RowOptions:
 
 def check_sampling(settings: Mapping[str, Any]) -> None:
     """Raise InputError for a value that no sampling can have."""
-    from moaspec.decode.sampling import SamplingParams
+    from moaspec.sampling.params import SamplingParams
 
     SamplingParams(**_sampling(settings))
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those options that say how tokens are chosen, where they say anything."""
-    from moaspec.decode.sampling import SamplingParams
+    from moaspec.sampling.params import SamplingParams
 
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     return {name: value for name, value in given.items() if name in names and value is not None}

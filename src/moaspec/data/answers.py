@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from moaspec.data.call_reader import CallReader
-from moaspec.data.chat_template import ChatTemplate
 from moaspec.data.messages import Message
+from moaspec.data.templates.call_reader import CallReader
+from moaspec.data.templates.chat_template import ChatTemplate
 
 
 def read_answer(

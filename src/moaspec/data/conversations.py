@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moaspec.data.messages import MalformedError, Message
-from moaspec.data.report import ReadReport
-from moaspec.data.row_shapes import Row, read_row
-from moaspec.data.sources import OnMalformed, Record, read_records, refuse
+from moaspec.data.row_shapes import DataRow, read_row
+from moaspec.data.row_sources import OnMalformed, Record, read_records, refuse
+from moaspec.data.unused_rows import ReadReport
 from moaspec.errors import DataError
 
 
@@ -72,7 +72,7 @@ def parse(record: Record) -> Conversation:
     Raises:
         DataError: no known shape, or something of the wrong type in it.
     """
-    row = Row(record.value)
+    row = DataRow(record.value)
     try:
         fields = read_row(row)
     except MalformedError as error:

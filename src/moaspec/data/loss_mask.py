@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moaspec.data.chat_template import FAILURES, ChatTemplate, Prepared
 from moaspec.data.conversations import Conversation
+from moaspec.data.templates.chat_template import FAILURES, ChatTemplate, PreparedMessages
 from moaspec.errors import DataError, InputError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -89,7 +89,7 @@ def masked_tokens(
 
 
 def _derived(
-    template: ChatTemplate, prepared: Prepared, stop_token_ids: Collection[int]
+    template: ChatTemplate, prepared: PreparedMessages, stop_token_ids: Collection[int]
 ) -> MaskedTokens:
     """Locate assistant turns by rendering the conversation up to and with each of them."""
     whole = template.tokenize(template.text(prepared))
@@ -112,7 +112,7 @@ def _turn_end(ids: list[int], start: int, stop_token_ids: Collection[int]) -> in
     return next(ends, len(ids))
 
 
-def _marked(template: ChatTemplate, prepared: Prepared, _: Collection[int]) -> MaskedTokens:
+def _marked(template: ChatTemplate, prepared: PreparedMessages, _: Collection[int]) -> MaskedTokens:
     """Take the template's own marks, but for turns of weight 0."""
     try:
         ids, mask = template.marked_ids(prepared)
@@ -129,7 +129,7 @@ def _marked(template: ChatTemplate, prepared: Prepared, _: Collection[int]) -> M
     return MaskedTokens(ids, written, len(weights), located)
 
 
-def _prepared(template: ChatTemplate, conversation: Conversation) -> Prepared:
+def _prepared(template: ChatTemplate, conversation: Conversation) -> PreparedMessages:
     _tokenizer(template, conversation)
     if not template.exists:
         raise DataError(

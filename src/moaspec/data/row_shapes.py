@@ -50,7 +50,7 @@ Told = list[dict[str, Any]]
 """Messages, not yet of the normal form."""
 
 
-class Row:
+class DataRow:
     """A row that remembers which of its columns were read."""
 
     def __init__(self, value: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class Row:
         return (*map(str, left), *self._inner)
 
 
-def read_row(row: Row) -> Fields:
+def read_row(row: DataRow) -> Fields:
     """Fields of the conversation in a row.
 
     Raises:
@@ -106,7 +106,7 @@ def read_row(row: Row) -> Fields:
     return fields
 
 
-def _token_rows(row: Row) -> Fields:
+def _token_rows(row: DataRow) -> Fields:
     fields = _conversation(row) if row.first(["messages"]) else {"tools": _tools(row)}
     for name in OWN_COLUMNS:
         row.get(name)
@@ -124,7 +124,7 @@ def _token_ids(value: Any, name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _conversation(row: Row) -> Fields:
+def _conversation(row: DataRow) -> Fields:
     key = row.first(_SHAPES) or next((key for key in _SHAPES if row.is_given(key)), None)
     if key is None:
         raise MalformedError(
@@ -160,13 +160,13 @@ def _is_question(messages: Sequence[Mapping[str, Any]]) -> bool:
     return len(messages) == 1 and messages[0]["role"] == "user"
 
 
-def _message_list(row: Row, key: str) -> Told:
+def _message_list(row: DataRow, key: str) -> Told:
     told = _listed(row, row.get(key), key)
     unanswered = told[-1]["role"] in ("user", "tool") and key not in ANSWERS
     return [*told, *_answer(row)] if unanswered else told
 
 
-def _listed(row: Row, value: Any, name: str) -> Told:
+def _listed(row: DataRow, value: Any, name: str) -> Told:
     """Messages of OpenAI's form or ShareGPT's."""
     value = _parsed(value, name)
     if not isinstance(value, list) or not value:
@@ -174,7 +174,7 @@ def _listed(row: Row, value: Any, name: str) -> Told:
     return [_told(row, message, number) for number, message in enumerate(value, start=1)]
 
 
-def _told(row: Row, message: Any, number: int) -> dict[str, Any]:
+def _told(row: DataRow, message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise MalformedError(f"message {number} must be an object, got {short(message)}.")
     row.note_keys(message)
@@ -185,17 +185,17 @@ def _told(row: Row, message: Any, number: int) -> dict[str, Any]:
             f"{short(message)}."
         )
     others = {key: value for key, value in message.items() if key not in NAMED}
-    value, speaker = message.get("value", message.get("content")), given.lower()
-    if speaker in CALLERS:
+    value, decoder = message.get("value", message.get("content")), given.lower()
+    if decoder in CALLERS:
         return {**others, "role": "assistant", "tool_calls": _called(value, number)}
     if "from" not in message:
-        return {**others, "role": SHAREGPT_ROLES.get(speaker, given), "content": value}
-    if speaker not in SHAREGPT_ROLES:
+        return {**others, "role": SHAREGPT_ROLES.get(decoder, given), "content": value}
+    if decoder not in SHAREGPT_ROLES:
         raise MalformedError(
             f"message {number} must have 'from', one of {', '.join(SHAREGPT_ROLES)}; got "
             f"{short(message)}."
         )
-    role = SHAREGPT_ROLES[speaker]
+    role = SHAREGPT_ROLES[decoder]
     if not isinstance(value, str) or (role in ("user", "assistant") and not value.strip()):
         raise MalformedError(f"'value' of message {number} must be a text, got {short(value)}.")
     return {**others, "role": role, "content": value}
@@ -213,14 +213,14 @@ def _called(value: Any, number: int) -> list[Any]:
     return calls if isinstance(calls, list) else [calls]
 
 
-def _user_turns(row: Row, key: str) -> Told:
+def _user_turns(row: DataRow, key: str) -> Told:
     turns = row.get(key)
     if not isinstance(turns, list) or not turns:
         raise MalformedError(f"{key!r} must be a list of texts, got {short(turns)}.")
     return [{"role": "user", "content": _text(turn, key)} for turn in turns]
 
 
-def _question(row: Row, key: str) -> Told:
+def _question(row: DataRow, key: str) -> Told:
     question = row.get(key)
     answer = _answer(row)
     if answer and answer[0]["role"] != "assistant":
@@ -234,7 +234,7 @@ def _question(row: Row, key: str) -> Told:
     return [{"role": "user", "content": "\n\n".join(texts)}, *answer]
 
 
-def _answer(row: Row) -> Told:
+def _answer(row: DataRow) -> Told:
     """A text, a message, or a list of messages; empty where there is none."""
     key = row.first(ANSWERS)
     if key is None:
@@ -247,7 +247,7 @@ def _answer(row: Row) -> Told:
     return [{"role": "assistant", "content": _text(answer, key)}]
 
 
-def _system(row: Row, told: Told) -> Told:
+def _system(row: DataRow, told: Told) -> Told:
     key = row.first(SYSTEMS)
     if key is None:
         return []
@@ -260,7 +260,7 @@ def _system(row: Row, told: Told) -> Told:
     return [] if own else [{"role": "system", "content": text}]
 
 
-def _history(row: Row) -> Told:
+def _history(row: DataRow) -> Told:
     """LLaMA-Factory's earlier turns: pairs of question and answer, or messages."""
     turns = _parsed(row.get("history"), "history") or []
     if isinstance(turns, list) and turns and isinstance(turns[0], dict):
@@ -282,7 +282,7 @@ def _is_pair(turn: Any) -> bool:
     return isinstance(turn, list) and len(turn) == 2 and all(isinstance(one, str) for one in turn)
 
 
-def _tools(row: Row) -> tuple[Any, ...]:
+def _tools(row: DataRow) -> tuple[Any, ...]:
     """A list, or LLaMA-Factory's JSON text of one; `functions` is OpenAI's older name."""
     key = row.first(TOOLS) or TOOLS[0]
     tools = _parsed(row.get(key), key) or []
@@ -291,7 +291,7 @@ def _tools(row: Row) -> tuple[Any, ...]:
     return tuple(map(normal_tool, tools))
 
 
-def _variables(row: Row) -> Mapping[str, Any]:
+def _variables(row: DataRow) -> Mapping[str, Any]:
     variables = _parsed(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise MalformedError(f"'chat_template_kwargs' must be an object, got {short(variables)}.")
@@ -326,7 +326,7 @@ def _carries_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-_SHAPES: dict[str, Callable[[Row, str], Told]] = {
+_SHAPES: dict[str, Callable[[DataRow, str], Told]] = {
     "messages": _message_list,
     "conversations": _message_list,
     "conversation": _message_list,

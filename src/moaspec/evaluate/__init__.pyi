@@ -1,11 +1,11 @@
-from moaspec.evaluate.check import Check, Finding
-from moaspec.evaluate.equality import Equality, judge
-from moaspec.evaluate.methods import Method, Run
-from moaspec.evaluate.prompts import Prompt, read_prompts
-from moaspec.evaluate.report import Outcome, Report
+from moaspec.evaluate.correctness.check_target import Check, Finding
+from moaspec.evaluate.correctness.equality import Equality, judge
+from moaspec.evaluate.method_names import MethodParts, needed_checkpoints, parse_methods
+from moaspec.evaluate.methods import Method, MethodRun
+from moaspec.evaluate.prompt_suites import Prompt, read_prompts
+from moaspec.evaluate.report.report import Outcome, Report
+from moaspec.evaluate.results_store import Item, Sample, Store
 from moaspec.evaluate.runner import Settings, measure
-from moaspec.evaluate.store import Item, Sample, Store
-from moaspec.evaluate.table import Parts, needed_checkpoints, parse_methods
 
 __all__ = [
     "Check",
@@ -13,11 +13,11 @@ __all__ = [
     "Finding",
     "Item",
     "Method",
+    "MethodParts",
+    "MethodRun",
     "Outcome",
-    "Parts",
     "Prompt",
     "Report",
-    "Run",
     "Sample",
     "Settings",
     "Store",

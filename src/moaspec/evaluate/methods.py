@@ -11,28 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from moaspec.decode import (
-    GREEDY,
-    Drafter,
-    GenerationResult,
-    Replay,
-    SamplingParams,
-    Shaping,
-    Timing,
-    Tree,
-    generate,
-    parse_shape,
-    shaping_for,
-)
-from moaspec.decode.shaping import FreeBranches
+from moaspec.drafting.draft_tree import Tree, parse_shape
+from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
+from moaspec.drafting.protocols import Drafter
+from moaspec.engine.result import GenerationResult, Timing
 from moaspec.evaluate.meter import Meter
-from moaspec.model import MoADrafter
-from moaspec.target import Target
+from moaspec.generation.api import generate, shaping_for
+from moaspec.model.moa import MoADrafter
+from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.families import forget_growth
+from moaspec.target.target import Target
 
 
 @dataclass(frozen=True)
-class Run:
+class MethodRun:
     """One decoding of one prompt.
 
     Attributes:
@@ -84,7 +77,7 @@ class Method:
         return parse_shape(self.shape) if isinstance(self.shape, str) else self.shape
 
     @cached_property
-    def shaping(self) -> Shaping:
+    def shaping(self) -> DraftSettings:
         """How its rows decide what to draft, and with which N."""
         return shaping_for(
             self.target,
@@ -107,7 +100,7 @@ class Method:
 
     def run(
         self, prompt_ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams = GREEDY
-    ) -> Run:
+    ) -> MethodRun:
         """Decode one prompt, measured."""
         return self.run_many([prompt_ids], max_new_tokens, sampling)[0]
 
@@ -116,13 +109,13 @@ class Method:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         sampling: SamplingParams = GREEDY,
-    ) -> list[Run]:
+    ) -> list[MethodRun]:
         """Decode prompts together, measured; of `sampling` temperature and seed are taken."""
         with Meter(self.target.device) as meter:
             results = self.decode(prompts, max_new_tokens, sampling)
         share = 1 / len(prompts)
         return [
-            Run(
+            MethodRun(
                 list(result.token_ids),
                 meter.seconds * share,
                 result,
@@ -181,11 +174,11 @@ class ReplayMethod(Method):
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         sampling: SamplingParams = GREEDY,
-    ) -> list[Run]:
+    ) -> list[MethodRun]:
         """Decode plainly, not measured, then with drafts out of that text, measured."""
         plain = Method("plain", self.target).decode(prompts, max_new_tokens, sampling)
         texts = [[*ids, *one.token_ids] for ids, one in zip(prompts, plain, strict=True)]
-        drafter = Replay(texts, agreement=self.agreement)
+        drafter = OracleProposer(texts, agreement=self.agreement)
         drafted = Method(
             self.name, self.target, drafter, self.shape, free_branches=self.free_branches
         )

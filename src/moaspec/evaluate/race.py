@@ -14,12 +14,13 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from moaspec.decode import Drafter, start
-from moaspec.decode.incremental import TextStream
-from moaspec.decode.result import Source
-from moaspec.evaluate.equality import Equality, judge
-from moaspec.model import MoADrafter
-from moaspec.target import Target
+from moaspec.drafting.protocols import Drafter
+from moaspec.engine.result import Source
+from moaspec.evaluate.correctness.equality import Equality, judge
+from moaspec.generation.api import start
+from moaspec.model.moa import MoADrafter
+from moaspec.sampling.incremental_text import TextStream
+from moaspec.target.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)

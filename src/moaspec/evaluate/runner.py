@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from moaspec.decode import SamplingParams, sampling_params
 from moaspec.errors import InputError
-from moaspec.evaluate.equality import Audited, Equality, audit, compare
-from moaspec.evaluate.methods import Method, Run
-from moaspec.evaluate.prompts import Prompt
-from moaspec.evaluate.report import GREEDILY, Outcome, Report
-from moaspec.evaluate.store import Item, Sample, Store
-from moaspec.evaluate.table import require_known_noise
-from moaspec.target import Target
-from moaspec.target.generation import NO_DEFAULTS, GenerationDefaults
+from moaspec.evaluate.correctness.equality import Audited, Equality, audit, compare
+from moaspec.evaluate.method_names import require_known_noise
+from moaspec.evaluate.methods import Method, MethodRun
+from moaspec.evaluate.prompt_suites import Prompt
+from moaspec.evaluate.report.report import GREEDILY, Outcome, Report
+from moaspec.evaluate.results_store import Item, Sample, Store
+from moaspec.generation.api import sampling_params
+from moaspec.sampling.params import SamplingParams
+from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from moaspec.target.target import Target
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 """The warm-up: so many tokens of the first prompt, and so many more."""
@@ -141,7 +142,7 @@ class _Session:
         """All methods in turn on these items, another one first each time."""
         batch = self.settings.batch
         missing = [one for one in self.methods if not self._have(one, items, batch)]
-        runs: dict[str, list[list[Run]]] = {one.name: [] for one in missing}
+        runs: dict[str, list[list[MethodRun]]] = {one.name: [] for one in missing}
         for _ in range(self.settings.repeats):
             for turn in range(len(missing)):
                 method = missing[(self.number + turn) % len(missing)]
@@ -182,14 +183,18 @@ class _Session:
     def _have(self, method: Method, items: Sequence[Item], batch: int) -> bool:
         return all(self.store.get(method.key, item, batch) is not None for item in items)
 
-    def _decode(self, method: Method, items: Sequence[Item]) -> list[Run]:
+    def _decode(self, method: Method, items: Sequence[Item]) -> list[MethodRun]:
         prompts, limit = [item.prompt_ids for item in items], self.settings.max_new_tokens
         if len(prompts) == 1:
             return [method.run(prompts[0], limit, self.settings.sampling)]
         return method.run_many(prompts, limit, self.settings.sampling)
 
     def _keep(
-        self, method: Method, items: Sequence[Item], repeats: Sequence[Sequence[Run]], batch: int
+        self,
+        method: Method,
+        items: Sequence[Item],
+        repeats: Sequence[Sequence[MethodRun]],
+        batch: int,
     ) -> None:
         for item, runs in zip(items, zip(*repeats, strict=True), strict=True):
             own = method.name == self.base.name

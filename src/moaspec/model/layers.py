@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from moaspec.kernels import MOST_QUERIES, FusedLayer, FusedStack, Slots, attend, can_attend
-from moaspec.model.config import LayerConfig
+from moaspec.backends.cpu.cpu_attention import MOST_QUERIES, attend, can_attend
+from moaspec.backends.cpu.fused_layers import FusedLayer, FusedStack, Slots
+from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.rope import CosSin, rotate
 
 SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -129,7 +130,7 @@ class MLP(nn.Module):
         return self.act(gate) * up
 
 
-class QueryOutput(nn.Module):
+class QueryOutputProjection(nn.Module):
     """The half of an attention block that belongs to the reader: query and output projections."""
 
     def __init__(self, config: LayerConfig) -> None:
@@ -148,7 +149,7 @@ class QueryOutput(nn.Module):
         return rotate(split_heads(query_BTX, self.head_dim), cos_sin)
 
 
-class KeyValue(nn.Module):
+class KeyValueProjection(nn.Module):
     """The half of an attention block that belongs to what is read: keys and values."""
 
     def __init__(self, config: LayerConfig) -> None:
@@ -168,7 +169,7 @@ class KeyValue(nn.Module):
         return key, split_heads(value_BTX, self.head_dim)
 
 
-class ReadingLayer(nn.Module):
+class AttentionBlock(nn.Module):
     """What every decoder layer here does around its attention: norms, residuals, MLP.
 
     Attributes:
@@ -182,7 +183,7 @@ class ReadingLayer(nn.Module):
     def __init__(self, config: LayerConfig, *, eps: float, hidden_act: str) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=eps)
-        self.self_attn = QueryOutput(config)
+        self.self_attn = QueryOutputProjection(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=eps)
         self.mlp = MLP(config, hidden_act)
 
@@ -232,14 +233,14 @@ class ReadingLayer(nn.Module):
         raise NotImplementedError
 
 
-class DecoderLayer(ReadingLayer):
+class DecoderLayer(AttentionBlock):
     """Pre-norm decoder layer whose tokens read themselves (SA, LSA)."""
 
     def __init__(self, config: LayerConfig, *, eps: float, hidden_act: str) -> None:
         super().__init__(config, eps=eps, hidden_act=hidden_act)
-        self.key_value = KeyValue(config)
+        self.key_value = KeyValueProjection(config)
 
-    def remember(self, x_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens whose own output nobody needs: what later tokens read."""
         if self.fused is not None:
             _, key_BCTD, value_BCTD = self._projected(x_BTE, cos_sin)
@@ -268,7 +269,7 @@ class DecoderLayer(ReadingLayer):
         return own.rotated(query, cos_sin), *memory.rotated(key, value, cos_sin)
 
 
-class CrossLayer(ReadingLayer):
+class CrossAttentionLayer(AttentionBlock):
     """Pre-norm decoder layer whose tokens read what the encoder wrote (CA)."""
 
     def forward(self, x_BTE: Tensor, cos_sin: CosSin, attend: CrossAttend) -> Tensor:

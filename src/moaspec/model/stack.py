@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moaspec.errors import ShapeError
-from moaspec.model.config import LayerConfig, TargetIdentity
+from moaspec.model.drafter_config import LayerConfig, TargetIdentity
 from moaspec.model.rope import Rope
 
 

@@ -1,4 +1,4 @@
-"""Client-server: the speaker on the device, encoder and target on a server."""
+"""Client-server: the decoder on the device, encoder and target on a server."""
 
 from moaspec.lazy import attach
 

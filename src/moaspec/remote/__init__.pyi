@@ -1,24 +1,24 @@
-from moaspec.remote.alone import RemoteText
-from moaspec.remote.auth import Credentials, Guard, server_credentials
-from moaspec.remote.client import RemoteOptions, RemoteSession
-from moaspec.remote.device import Device, LocalDevice
-from moaspec.remote.events import LinkStats, RemoteEvent, RoundTrip
-from moaspec.remote.grpc_transport import GrpcTransport
-from moaspec.remote.identity import fingerprint
-from moaspec.remote.link import LinkOptions
-from moaspec.remote.server import GrpcServer, ServerOptions
-from moaspec.remote.service import ServiceOptions, TargetService
-from moaspec.remote.shared import PassOptions
-from moaspec.remote.store import StoreOptions
-from moaspec.remote.transport import Connection, InProcessTransport, Transport
+from moaspec.remote.device.events import LinkStats, RemoteEvent, RoundTrip
+from moaspec.remote.device.link import LinkOptions
+from moaspec.remote.device.local_parts import Device, LocalDevice
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.protocol.identity import fingerprint
+from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
+from moaspec.remote.server.auth import CallAuth, Credentials, server_credentials
+from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+from moaspec.remote.server.server_only import RemoteText
+from moaspec.remote.server.service import ServiceOptions, TargetService
+from moaspec.remote.server.session_store import StoreOptions
+from moaspec.remote.server.shared_verifier import PassOptions
 
 __all__ = [
+    "CallAuth",
     "Connection",
     "Credentials",
     "Device",
     "GrpcServer",
     "GrpcTransport",
-    "Guard",
     "InProcessTransport",
     "LinkOptions",
     "LinkStats",

@@ -8,16 +8,16 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import moaspec
-from moaspec.serve import failures
-from moaspec.serve.desk import Desk
-from moaspec.serve.failures import RequestError
-from moaspec.serve.schema import About, CutRequest, Health, Link, Model, ModelList
-from moaspec.serve.source import LinkState
+from moaspec.serve import http_errors
+from moaspec.serve.http_errors import RequestError
+from moaspec.serve.openai.schema import About, CutRequest, Health, LinkReport, Model, ModelList
+from moaspec.serve.server_context import ServerContext
+from moaspec.serve.sources.source import LinkState
 
 
-def router(desk: Desk) -> APIRouter:
+def router(desk: ServerContext) -> APIRouter:
     """The endpoints."""
-    made = APIRouter(responses=failures.responses())
+    made = APIRouter(responses=http_errors.responses())
 
     @made.get("/v1/models")
     async def list_models() -> ModelList:
@@ -51,7 +51,7 @@ def router(desk: Desk) -> APIRouter:
         return _about(desk)
 
     @made.post("/v1/moaspec/link")
-    async def cut(asked: CutRequest) -> Link:
+    async def cut(asked: CutRequest) -> LinkReport:
         """Cut or restore an emulated link."""
         if not desk.source.cut(asked.cut):
             raise RequestError("There is no emulated link here.", code="not_found", status=404)
@@ -62,11 +62,11 @@ def router(desk: Desk) -> APIRouter:
     return made
 
 
-def _model(desk: Desk, name: str) -> Model:
+def _model(desk: ServerContext, name: str) -> Model:
     return Model(id=name, created=desk.created, owned_by="moaspec")
 
 
-def _about(desk: Desk) -> About:
+def _about(desk: ServerContext) -> About:
     facts, load = desk.facts, desk.source.load
     return About(
         version=moaspec.__version__,
@@ -80,8 +80,8 @@ def _about(desk: Desk) -> About:
     )
 
 
-def _link(link: LinkState | None) -> Link | None:
+def _link(link: LinkState | None) -> LinkReport | None:
     if link is None:
         return None
     fields: dict[str, Any] = vars(link)
-    return Link(**fields)
+    return LinkReport(**fields)

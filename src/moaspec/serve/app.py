@@ -16,10 +16,13 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import moaspec
-from moaspec.serve import about, chat, completions, failures, responses
-from moaspec.serve.desk import Desk, ServeSettings
-from moaspec.serve.guard import Guard
-from moaspec.serve.source import TextSource
+from moaspec.serve import about
+from moaspec.serve import http_errors as failures
+from moaspec.serve.guard import HttpGuard
+from moaspec.serve.openai import chat_endpoint as chat
+from moaspec.serve.openai import completions, responses
+from moaspec.serve.server_context import ServerContext, ServeSettings
+from moaspec.serve.sources.source import TextSource
 
 EVENT: dict[str, Any] = {
     "type": "object",
@@ -71,7 +74,7 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
         settings: see `ServeSettings`.
     """
     settings = settings or ServeSettings()
-    desk = Desk(source, settings)
+    desk = ServerContext(source, settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -95,7 +98,7 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
         app.include_router(router)
     app.mount("/", _Page(page_directory(), [one for router in routers for one in router.routes]))
     _describe(app, keys=bool(settings.guarded.api_keys))
-    guarded: ASGIApp = Guard(app, settings.guarded)
+    guarded: ASGIApp = HttpGuard(app, settings.guarded)
     if settings.cors_origins:
         guarded = CORSMiddleware(
             guarded,

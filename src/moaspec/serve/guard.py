@@ -17,8 +17,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moaspec import limits
-from moaspec.serve import failures
-from moaspec.slow import SlowDown
+from moaspec.serve import http_errors
+from moaspec.slow_imports import SlowDown
 
 CLOSED = ("/v1", "/metrics")
 """What a key protects: these paths and all below them."""
@@ -50,7 +50,7 @@ class _RefusedError(Exception):
         self.status = status
 
 
-class Guard:
+class HttpGuard:
     """An ASGI application around another.
 
     Args:
@@ -169,7 +169,7 @@ def _replayed(messages: Sequence[Message], receive: Receive) -> Receive:
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
-    content = json.dumps(failures.body(status, message)).encode()
+    content = json.dumps(http_errors.body(status, message)).encode()
     headers: list[Any] = [(b"content-type", b"application/json"), (b"connection", b"close")]
     headers.append((b"content-length", str(len(content)).encode()))
     if status == 401:

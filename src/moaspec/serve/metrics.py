@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from moaspec.serve.source import TextSource
-from moaspec.serve.tally import Tally
+from moaspec.serve.openai.counts import TokenCounts
+from moaspec.serve.sources.source import TextSource
 
 _SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
@@ -38,7 +38,7 @@ class Metrics:
         self._first = self._histogram("moaspec_first_token_seconds", "Until the first token.")
         self._total = self._histogram("moaspec_text_seconds", "Until the last token.")
 
-    def count(self, endpoint: str, outcome: str, prompt_tokens: int, tally: Tally) -> None:
+    def count(self, endpoint: str, outcome: str, prompt_tokens: int, tally: TokenCounts) -> None:
         """Count a text that ended: "done", "cancelled" or "failed"."""
         self._requests.labels(endpoint, outcome).inc()
         self._prompt.labels("yes").inc(tally.reused)

@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moaspec.errors import MoaSpecError, UnknownModelError
-from moaspec.model.files import is_directory
-from moaspec.places import (
+from moaspec.model.checkpoint.directory import is_directory
+from moaspec.paths import (
     VARIABLE,
     close_to_others,
     make_private,

@@ -19,14 +19,13 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from moaspec.backends.linear_backends import fastest_dtype
+from moaspec.backends.weight_only import quantise, require_quantize
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.hub import cached_if_offline
-from moaspec.model.files import is_directory
-from moaspec.model.surroundings import plain_torch
-from moaspec.target.facts import TargetFacts
+from moaspec.model.checkpoint.directory import is_directory
 from moaspec.target.families import require_supported
-from moaspec.target.forms import fastest_dtype
-from moaspec.target.generation import without_defaults
+from moaspec.target.generation_defaults import without_defaults
 from moaspec.target.gguf import (
     dequantised,
     find_gguf,
@@ -36,10 +35,11 @@ from moaspec.target.gguf import (
     is_gguf_name,
     key_of,
 )
-from moaspec.target.model import Target
 from moaspec.target.names import ALIASES, Alias, packaged_gguf
 from moaspec.target.rope_fields import require_rope
-from moaspec.target.weight_only import quantise, require_quantize
+from moaspec.target.spec import TargetSpec
+from moaspec.target.target import Target
+from moaspec.torch_settings import plain_torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTO = "auto"
@@ -62,9 +62,9 @@ def load_target(
         dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where it is faster on this
             device, else float32.
         device: a torch device.
-        packed: lay linear weights out for this CPU, see `moaspec.target.packing`. Without it the
+        packed: lay linear weights out for this CPU, see `moaspec.backends.pack`. Without it the
             model is as transformers loads it, which training and comparisons want.
-        quantize: "int8" or "int4" rounds weights by torchao, see `moaspec.target.weight_only`. This
+        quantize: "int8" or "int4" rounds weights by torchao, see `backends.weight_only`. This
             changes the target: its texts, with drafts or without, are those of the rounded weights.
         generation_config: "auto" keeps what the model's `generation_config.json` asks for where
             nothing else is said of a text; None keeps the ids that end a text alone.
@@ -101,7 +101,7 @@ def load_target(
     return target
 
 
-def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetFacts:
+def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetSpec:
     """What a target's files say of it, for whoever runs its weights elsewhere (inside vLLM).
 
     Args:
@@ -117,7 +117,7 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
     source = _at_hand(name, find_weights(name))
     try:
         config = _read_config(source, name)
-        return TargetFacts(
+        return TargetSpec(
             config,
             load_tokenizer(source),
             name=name,

@@ -1,10 +1,10 @@
-from moaspec.train.config import DrafterSizes, TrainConfig, read_train_config
-from moaspec.train.data import Example
-from moaspec.train.losses import LossWeights
-from moaspec.train.parallel import new_accelerator
+from moaspec.train.dataset.examples import Example
+from moaspec.train.dataset.read_examples import read_examples
+from moaspec.train.parallelism.processes import new_accelerator
 from moaspec.train.progress import Progress
-from moaspec.train.reading import read_examples
+from moaspec.train.run_config import DrafterSizes, TrainConfig, read_train_config
 from moaspec.train.stopping import Ending
+from moaspec.train.students.losses import LossWeights
 from moaspec.train.trainer import Trainer
 
 __all__ = [

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moaspec.train.losses import LossParts
+from moaspec.train.students.losses import LossParts
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Progress:
         loss, feature, kl: means over the step's tokens (and over exits).
         accuracy: share of first choices that are the target's, in the first exit.
         held_out_accuracy: by draft step, in the first exit, where measured.
-        held_out_tau: simulated tau of each N, where measured; see `moaspec.train.measure`.
+        held_out_tau: simulated tau of each N, where measured; see `train.students.held_out`.
     """
 
     step: int

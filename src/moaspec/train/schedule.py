@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from moaspec.train.config import TrainConfig
+from moaspec.train.run_config import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

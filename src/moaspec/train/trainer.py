@@ -21,24 +21,24 @@ from torch import Tensor
 
 from moaspec.errors import InputError, TrainingError
 from moaspec.locks import claimed
-from moaspec.target import Target
-from moaspec.train.baselines import BaselineStudent
-from moaspec.train.card import write_card
-from moaspec.train.config import TrainConfig
-from moaspec.train.data import Example
-from moaspec.train.failures import explained
-from moaspec.train.losses import LossParts, exit_loss, mean_parts, queries_at_once
-from moaspec.train.measure import Measured, measure
-from moaspec.train.order import DataOrder, Part, split
-from moaspec.train.parallel import make_directory, new_accelerator, summed
+from moaspec.target.target import Target
+from moaspec.train.data_order import BatchPart, DataOrder, split
+from moaspec.train.dataset.examples import Example
+from moaspec.train.model_card import write_card
+from moaspec.train.parallelism.processes import make_directory, new_accelerator, summed
+from moaspec.train.parallelism.strategies import parts_of, share
 from moaspec.train.progress import Report, after_step, as_numbers
-from moaspec.train.reader import TargetReader
-from moaspec.train.runlog import RunLog
+from moaspec.train.run_config import TrainConfig
+from moaspec.train.run_failures import explained
+from moaspec.train.run_log import RunLog
 from moaspec.train.schedule import learning_rate
-from moaspec.train.sharing import parts_of, share
-from moaspec.train.state import StateFiles
 from moaspec.train.stopping import Ending, Stop
-from moaspec.train.students import DraftHead, MoAStudent, Student
+from moaspec.train.students.baseline_students import BaselineStudent
+from moaspec.train.students.held_out import Measured, measure
+from moaspec.train.students.losses import LossParts, exit_loss, mean_parts, queries_at_once
+from moaspec.train.students.students import MoAStudent, Student, TrimmedHead
+from moaspec.train.students.target_reader import TargetReader
+from moaspec.train.training_state import StateFiles
 
 SAME = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
 """Settings that may not change when a run is resumed; the examples may not either."""
@@ -196,7 +196,7 @@ class Trainer:
         self.tokens += int(parts.count)
         return parts
 
-    def _my_parts(self, whole: Part) -> list[Part]:
+    def _my_parts(self, whole: BatchPart) -> list[BatchPart]:
         """This process's passes; every process has as many."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         rows = len(whole.batch.example_ids)
@@ -206,7 +206,7 @@ class Trainer:
         parts = split(whole, passes * processes)[rank::processes]
         return [part.to(self.accelerator.device) for part in parts]
 
-    def _backward(self, part: Part, whole: Part) -> LossParts:
+    def _backward(self, part: BatchPart, whole: BatchPart) -> LossParts:
         """Add one pass's gradients of the mean over all tokens of the step."""
         weights, processes = self.config.loss, self.accelerator.num_processes
         result = self.student.run(self.sharing.model, part, self.step)
@@ -243,8 +243,8 @@ class Trainer:
         return dict(zip(self.student.exits, found, strict=False))
 
     @cached_property
-    def _head(self) -> DraftHead:
-        return DraftHead(self.target, None)
+    def _head(self) -> TrimmedHead:
+        return TrimmedHead(self.target, None)
 
     def _held_out(self) -> dict[str, Any]:
         found = self.measure()

@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from moaspec.model.config import LayerConfig
+from moaspec.model.drafter_config import LayerConfig
 from moaspec.vllm_plugin.capture import Integers
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from moaspec.errors import ServingError
-from moaspec.vllm_plugin.settings import SUPPORTED_VERSIONS
+from moaspec.vllm_plugin.vllm_settings import SUPPORTED_VERSIONS
 
 MODULE_HOOKS = (
     ("vllm._custom_ops", "fused_add_rms_norm"),

@@ -16,19 +16,22 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from moaspec.decode.api import find_drafter
-from moaspec.model import LayerConfig, MoADrafter, load_checkpoint
-from moaspec.target.facts import identity_of
-from moaspec.target.packing import packed_copy
+from moaspec.backends.pack import packed_copy
+from moaspec.generation.api import find_drafter
+from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
+from moaspec.model.drafter_config import LayerConfig
+from moaspec.model.moa import MoADrafter
 from moaspec.target.registry import load_tokenizer
-from moaspec.vllm_plugin import hooks, metrics
+from moaspec.target.spec import identity_of
+from moaspec.vllm_plugin import hooks
+from moaspec.vllm_plugin import vllm_metrics as metrics
 from moaspec.vllm_plugin.caches import PagedLayer
-from moaspec.vllm_plugin.drafting import Drafting, Parts, Roots
+from moaspec.vllm_plugin.custom_classes import Joined
+from moaspec.vllm_plugin.draft_head import TrimmedHead
 from moaspec.vllm_plugin.embedding import embedding_of
-from moaspec.vllm_plugin.head import DraftHead
-from moaspec.vllm_plugin.joined import Joined
 from moaspec.vllm_plugin.refusals import check_drafter
-from moaspec.vllm_plugin.settings import drafter_name
+from moaspec.vllm_plugin.vllm_drafting import Drafting, DraftInputs, Roots
+from moaspec.vllm_plugin.vllm_settings import drafter_name
 
 logger = init_logger(__name__)
 
@@ -57,7 +60,7 @@ class MoAProposer(Joined):
         super().__init__(vllm_config)
         self._depths = _depths(vllm_config)
         self._name = drafter_name(vllm_config.additional_config)
-        self._parts: Parts | None = None
+        self._parts: DraftInputs | None = None
         self._drafting: Drafting | None = None
         self._verify: Callable[[Tensor, Any], Any] | None = None
 
@@ -73,10 +76,10 @@ class MoAProposer(Joined):
         capture, like = self.capture(target, may_hold=self._eager), self.like(target)
         drafter = self._load_drafter().to(like).requires_grad_(False)
         index = len(capture)
-        self._parts = Parts(
+        self._parts = DraftInputs(
             drafter=packed_copy(drafter, exact=[drafter.encoder]),
             embed=embedding_of(target, target.embed_input_ids, VocabParallelEmbedding),
-            head=DraftHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
+            head=TrimmedHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
             text=self._paged(index, drafter.config.self_attention, "self_attn"),
             memory=self._paged(index + 1, drafter.config.cross_attention, "cross_attn"),
             capture=capture,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from moaspec.errors import MismatchError, ServingError
-from moaspec.model import MoADrafter
+from moaspec.model.moa import MoADrafter
 from moaspec.target.families import require_supported
-from moaspec.vllm_plugin.settings import SCHEDULER, WORKER
+from moaspec.vllm_plugin.vllm_settings import SCHEDULER, WORKER
 
 PLAIN_CACHES = ("auto", "float32", "float16", "bfloat16")
 

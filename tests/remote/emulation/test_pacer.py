@@ -8,33 +8,36 @@ from typing import get_args
 import pytest
 
 from moaspec.errors import InputError
-from moaspec.remote.emulation import PRESETS, Jitter, Link, Pacer, link_named
+from moaspec.remote.emulation.emulated_link import PRESETS, Jitter, LinkProfile, link_named
+from moaspec.remote.emulation.pacer import Pacer
 
 
-def arrivals(link: Link, sent: list[float], size: int = 100, seed: int = 0) -> list[float | None]:
+def arrivals(
+    link: LinkProfile, sent: list[float], size: int = 100, seed: int = 0
+) -> list[float | None]:
     pacer = Pacer(link, seed)
     return [pacer.arrival(at, size) for at in sent]
 
 
 def test_delay_and_rate() -> None:
-    link = Link(name="x", delay_s=0.01, bits_per_s=8000)
+    link = LinkProfile(name="x", delay_s=0.01, bits_per_s=8000)
     # 100 bytes take 0.1 s; the second waits for the first.
     assert arrivals(link, [0.0, 0.0, 1.0]) == pytest.approx([0.11, 0.21, 1.11])
 
 
 def test_without_limits_packets_arrive_in_order() -> None:
-    times = [one for one in arrivals(Link(name="x"), [0.0] * 5) if one is not None]
+    times = [one for one in arrivals(LinkProfile(name="x"), [0.0] * 5) if one is not None]
     assert times == sorted(times)
     assert len(set(times)) == 5
 
 
 def test_what_waits_too_long_is_dropped() -> None:
-    link = Link(name="x", bits_per_s=8000, queue_s=0.15)
+    link = LinkProfile(name="x", bits_per_s=8000, queue_s=0.15)
     assert arrivals(link, [0.0] * 4) == [pytest.approx(0.1), pytest.approx(0.2), None, None]
 
 
 def test_loss() -> None:
-    link = Link(name="x", loss=0.25)
+    link = LinkProfile(name="x", loss=0.25)
     lost = arrivals(link, [0.0] * 4000).count(None)
     # Within five standard deviations (27 packets each) of 1000.
     assert abs(lost - 1000) < 137
@@ -42,7 +45,7 @@ def test_loss() -> None:
 
 @pytest.mark.parametrize("jitter", get_args(Jitter))
 def test_jitter(jitter: Jitter) -> None:
-    link = Link(name="x", delay_s=0.02, jitter_s=0.01, jitter=jitter)
+    link = LinkProfile(name="x", delay_s=0.02, jitter_s=0.01, jitter=jitter)
     sent = [0.002 * i for i in range(5000)]
     times = [one for one in arrivals(link, sent) if one is not None]
     delays = [arrived - at for arrived, at in zip(times, sent, strict=True)]
@@ -74,4 +77,4 @@ def test_names() -> None:
 @pytest.mark.parametrize("wrong", [{"delay_s": -1.0}, {"loss": 1.0}, {"bits_per_s": -5.0}])
 def test_links_that_cannot_be(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError):
-        Link(name="x", **wrong)  # type: ignore[arg-type]
+        LinkProfile(name="x", **wrong)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from moaspec.remote.emulation.link import Link
+from moaspec.remote.emulation.emulated_link import LinkProfile
 
 COHERENT_S = 0.1
 """How long one draw of the delay holds where jitter is coherent."""
@@ -22,7 +22,7 @@ class Pacer:
         seed: of losses and delays.
     """
 
-    def __init__(self, link: Link, seed: int = 0) -> None:
+    def __init__(self, link: LinkProfile, seed: int = 0) -> None:
         self.link = link
         self._random = random.Random(seed)  # noqa: S311 - an emulation, nothing secret
         self._free_at = 0.0

@@ -1,0 +1,198 @@
+"""Compiling `cpu.cpp`, once for each version of the sources and each compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import torch
+
+from moaspec.errors import InputError
+from moaspec.paths import make_private, trusted
+
+SOURCES = Path(__file__).parent / "cpp"
+MAIN = SOURCES / "cpu.cpp"
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-mfma")
+"""`-fopenmp` finds the library that PyTorch has loaded: both then share one team of threads."""
+_AVX512 = (*(f"-mavx512{name}" for name in ("f", "bw", "vl", "dq", "vnni", "bf16")), "-mf16c")
+INSTRUCTIONS = {
+    "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
+    "avx512": _AVX512,
+    "avx2": ("-mavx2", "-mf16c"),
+}
+"""What kernels are compiled for, the fastest first."""
+COMPILERS = ("g++", "clang++", "c++")
+TIMEOUT_S = 300.0
+SWITCH = "MOASPEC_KERNELS"
+"""Environment variable: "off" does without kernels, one of `INSTRUCTIONS` without faster ones."""
+
+log = logging.getLogger(__name__)
+
+
+class _UnavailableError(Exception):
+    """Kernels cannot be had here; says why."""
+
+
+def why_not() -> str | None:
+    """Why there are no kernels here; None where there are."""
+    return _loaded()[1]
+
+
+def must_compile() -> bool:
+    """Whether the first use of kernels here will take the time to compile them."""
+    try:
+        flags = (*FLAGS, *INSTRUCTIONS[_wanted()[0]])
+        return not _library_file(flags, _compiler()).exists()
+    except (_UnavailableError, OSError, InputError):
+        return False
+
+
+def library() -> ctypes.CDLL:
+    """The compiled kernels; only where `why_not` has nothing to say."""
+    found, reason = _loaded()
+    assert found is not None, reason
+    return found
+
+
+def unpacks() -> bool:
+    """Whether kernels here give products of fewer bits the very bits of those of 16."""
+    return instructions() in {"amx", "avx512"}
+
+
+def instructions() -> str | None:
+    """The one of `INSTRUCTIONS` that the kernels here were compiled for; None without kernels."""
+    if why_not() is not None:
+        return None
+    library().moaspec_instructions.restype = ctypes.c_char_p
+    return library().moaspec_instructions().decode()
+
+
+@cache
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    try:
+        return _opened(_compiled()), None
+    except _UnavailableError as error:
+        return None, str(error)
+    except (OSError, InputError) as error:
+        reason = f"the compiled kernels could not be stored or loaded ({error})"
+    except subprocess.TimeoutExpired:
+        reason = f"compiling them took more than {TIMEOUT_S:.0f} s"
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr or "").strip().splitlines()[-1:] or ["no message"]
+        reason = f"the compiler failed ({last[0]})"
+    log.warning("bf16 takes two to three times as long without moaspec's kernels: %s.", reason)
+    return None, reason
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """Load the library; compile a damaged one again, once."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink()
+        return ctypes.CDLL(str(_compiled()))
+
+
+def supported() -> list[str]:
+    """Those of `INSTRUCTIONS` that this CPU has, the fastest first; none on other systems."""
+    if platform.system() != "Linux" or not torch.cpu._is_avx2_supported():
+        return []
+    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):
+        return ["avx2"]
+    return [name for name in INSTRUCTIONS if name != "amx" or _has_tiles()]
+
+
+def _wanted() -> list[str]:
+    """What to compile for, the fastest first.
+
+    Raises:
+        _UnavailableError: this CPU has none of `INSTRUCTIONS`, or they are not wanted.
+    """
+    asked = os.environ.get(SWITCH, "").lower()
+    if asked in {"off", "0", "false"}:
+        raise _UnavailableError(f"{SWITCH} is off")
+    names = supported()
+    if not names:
+        raise _UnavailableError("they are for Linux on CPUs with AVX2")
+    return names[names.index(asked) :] if asked in names else names
+
+
+def _has_tiles() -> bool:
+    """Whether the CPU has AMX for bf16 and the system, which is asked, lets this process use it."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16") and torch.cpu._init_amx())
+
+
+def _compiled() -> Path:
+    """The library's file, made where it is missing, for the best that compiler and CPU know.
+
+    Raises:
+        _UnavailableError: nothing can be compiled for this CPU.
+        OSError: there is no compiler, or no room for the file.
+        subprocess.SubprocessError: the compiler failed.
+    """
+    *better, last = _wanted()
+    for name in better:
+        try:
+            return _compiled_for(name)
+        except subprocess.CalledProcessError:
+            log.info("The compiler cannot do %s.", name)
+    return _compiled_for(last)
+
+
+def _compiled_for(name: str) -> Path:
+    """The library for one of `INSTRUCTIONS`."""
+    flags, compiler = (*FLAGS, *INSTRUCTIONS[name]), _compiler()
+    final = _library_file(flags, compiler)
+    if final.exists():
+        return final
+    log.info("Compiling kernels with %s, once; it took 10 to 30 s on other machines.", compiler)
+    make_private(final.parent)
+    # Written beside and renamed, so that a process killed meanwhile, or a second one, does no harm.
+    with NamedTemporaryFile(dir=final.parent, suffix=".so", delete=False) as made:
+        try:
+            subprocess.run(  # noqa: S603 - a compiler and our own source
+                [compiler, *flags, str(MAIN), "-o", made.name],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+            Path(made.name).chmod(0o700)  # whatever the compiler made of it
+            Path(made.name).replace(final)
+        except BaseException:
+            Path(made.name).unlink(missing_ok=True)
+            raise
+    return final
+
+
+def _library_file(flags: tuple[str, ...], compiler: str) -> Path:
+    """Where the library is kept that this compiler makes of these sources with these flags."""
+    sources = [path.read_bytes() for path in (*sorted(SOURCES.glob("*.h")), MAIN)]
+    facts = (*sources, " ".join(flags).encode(), compiler.encode(), platform.machine().encode())
+    digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:24]
+    return trusted("kernels", f"cpu-{digest}.so")
+
+
+def _compiler() -> str:
+    """Where a C++ compiler is: `$CXX`, or a usual one.
+
+    Raises:
+        FileNotFoundError: nowhere.
+    """
+    asked = os.environ.get("CXX")
+    for name in (asked,) if asked else COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise FileNotFoundError(
+        f"no C++ compiler was found (looked for {asked or ', '.join(COMPILERS)}; "
+        "install one: apt install g++, dnf install gcc-c++, apk add g++)"
+    )

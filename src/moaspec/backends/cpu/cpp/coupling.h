@@ -1,0 +1,83 @@
+// Drafts that a sampled row's target will likely choose, as `moaspec.drafting.path_scores` ranks them: by the
+// noise that the target's choice will have.
+#pragma once
+
+#include "laws.h"
+
+extern "C" {
+
+struct Coupling {
+  Law law;                 // of a first level; its temperature is divided by the sharpness
+  const float* agreement;  // (ranks, 2): the target agrees with probability sigmoid(a + b * margin)
+  int64_t ranks;           // the last line is that of further ranks, too
+};
+
+}  // extern "C"
+
+namespace {
+
+// A row's best outputs by perturbed logits, in descending order; only those that the filters leave.
+class Coupled {
+ public:
+  Coupled(const Matrix& matrix, int64_t rows, int64_t count, const Coupling& coupling, const int64_t* names)
+      : logits_(matrix, rows), blocks_((logits_.outputs + kNoiseShare - 1) / kNoiseShare), count_(count + 1),
+        coupling_(coupling), names_(names), tops_(rows), leasts_(rows), best_(rows * blocks_ * count_) {}
+
+  // By a team.
+  void team_find(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride, int64_t level) {
+    logits_.team_compute(matrix, x, rows, stride);
+    Law law = coupling_.law;
+    law.place.position += level;
+    const Stretch own_rows = share_of(rows), share = share_of(rows * blocks_);
+    for (int64_t row = own_rows.start; row < own_rows.stop; row++) {
+      tops_[row] = highest_of(logits_.row(row), 0, logits_.padded);
+      leasts_[row] = threshold(law, logits_.row(row), logits_.outputs, tops_[row]);
+    }
+#pragma omp barrier
+    for (int64_t i = share.start; i < share.stop; i++) look_through(law, i);
+  }
+
+  // After all threads have looked.
+  std::vector<Favourite> best(int64_t row) const {
+    const auto start = best_.begin() + row * blocks_ * count_;
+    std::vector<Favourite> found(start, start + blocks_ * count_);
+    std::stable_sort(found.begin(), found.end(), before);
+    found.resize(std::min<int64_t>(count_, found.size()));
+    while (!found.empty() && found.back().value == -INFINITY) found.pop_back();
+    const double second = found.size() > 1 ? found[1].value : -INFINITY;
+    for (size_t rank = 0; rank < found.size(); rank++) {
+      const double margin = found[0].value - (rank ? found[rank].value : second);
+      const float* line = coupling_.agreement + 2 * std::min<int64_t>(rank, coupling_.ranks - 1);
+      found[rank].log_probability = static_cast<float>(log_sigmoid(line[0] + line[1] * margin));
+    }
+    found.resize(std::min<size_t>(found.size(), count_ - 1));  // one more was asked for its margin
+    return found;
+  }
+
+ private:
+  static double log_sigmoid(double x) {
+    return x < 0.0 ? x - std::log1p(std::exp(x)) : -std::log1p(std::exp(-x));
+  }
+
+  void look_through(const Law& law, int64_t i) {
+    const int64_t row = i / blocks_, start = i % blocks_ * kNoiseShare;
+    Favourite *const best = best_.data() + i * count_, *const last = best + count_ - 1;
+    std::fill_n(best, count_, Favourite{-INFINITY, 0, 0.0f});
+    show_hopeful(law, logits_.row(row), names_, start, std::min(start + kNoiseShare, logits_.outputs), tops_[row],
+                 leasts_[row], -INFINITY, [&](int64_t output, double scaled) {
+                   const double value = scaled + gumbel(law.place, static_cast<uint32_t>(names_[output]));
+                   if (value > last->value) put_among(best, count_, {value, static_cast<int32_t>(output), 0.0f});
+                   return last->value;
+                 });
+  }
+
+  Logits logits_;
+  int64_t blocks_, count_;
+  const Coupling& coupling_;
+  const int64_t* names_;
+  std::vector<float> tops_;
+  std::vector<double> leasts_;
+  std::vector<Favourite> best_;
+};
+
+}  // namespace

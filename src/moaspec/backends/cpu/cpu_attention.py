@@ -1,0 +1,90 @@
+"""Attention of a few tokens: bf16, on the CPU, without gradients.
+
+Legend: B rows, T tokens, S slots, H query heads, J KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32
+
+import torch
+from torch import Tensor
+
+from moaspec.backends.cpu.build import library, why_not
+from moaspec.backends.cpu.structures import AttentionFacts
+
+MOST_QUERIES = 64
+"""Tokens of a row up to which `attend` is faster than PyTorch's attention."""
+MOST_DIM = 256
+PAIR_LANES = 32
+"""Numbers of a head that one instruction takes; D is a multiple of it."""
+
+
+def can_attend(
+    query_BHTD: Tensor, key_BJSD: Tensor, value_BJSD: Tensor, mask: Tensor | None
+) -> bool:
+    """Whether `attend` takes these, and gains by it."""
+    dim = query_BHTD.shape[3]
+    return (
+        query_BHTD.dtype == key_BJSD.dtype == torch.bfloat16
+        and query_BHTD.device.type == "cpu"
+        and query_BHTD.shape[2] <= MOST_QUERIES
+        and query_BHTD.numel() > 0
+        and key_BJSD.shape[2] > 0
+        and dim % PAIR_LANES == 0
+        and dim <= MOST_DIM
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+        and query_BHTD.stride(3) == key_BJSD.stride(3) == value_BJSD.stride(3) == 1
+        and not (
+            torch.is_grad_enabled()
+            and (query_BHTD.requires_grad or key_BJSD.requires_grad or value_BJSD.requires_grad)
+        )
+        and why_not() is None
+    )
+
+
+def attend(
+    query_BHTD: Tensor,
+    key_BJSD: Tensor,
+    value_BJSD: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Grouped-query attention of few tokens, as a (B, H, T, D) view of (B, T, H, D).
+
+    What a token reads has the same bits in whatever slots its keys are, as long as their order is
+    that of their tokens.
+
+    Args:
+        query_BHTD: queries.
+        key_BJSD: keys.
+        value_BJSD: values.
+        mask: (B or 1, 1, T or 1, S) bool, True: may attend; None: to everything.
+        scale: of the scores.
+    """
+    B, H, T, D = query_BHTD.shape
+    J, S = key_BJSD.shape[1:3]
+    out_BTHD = query_BHTD.new_empty((B, T, H, D))
+    query_row, query_head, query_token, _ = query_BHTD.stride()
+    mask_row = mask_token = 0
+    if mask is not None:
+        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+        mask_row = 0 if mask.shape[0] == 1 else mask.stride(0)
+        mask_token = 0 if mask.shape[2] == 1 else mask.stride(2)
+    call = AttentionFacts(
+        query_BHTD.data_ptr(),
+        key_BJSD.data_ptr(),
+        value_BJSD.data_ptr(),
+        None,
+        None if mask is None else mask.data_ptr(),
+        out_BTHD.data_ptr(),
+        *(B, T, H, J, D, S),
+        *(query_row, query_token, query_head),
+        *key_BJSD.stride()[:3],
+        *value_BJSD.stride()[:3],
+        *(mask_row, mask_token),
+        scale,
+    )
+    library().moaspec_attend(ctypes.byref(call), c_int32(torch.get_num_threads()))
+    return out_BTHD.transpose(1, 2)

@@ -1,0 +1,261 @@
+"""What a drafter does in one call: encoding verified tokens, and drafting for one row.
+
+Legend: N tokens, T tokens read, L layers, K one layer's key and value, J KV heads, D head dim, R
+the rotated dims, O outputs of the head, V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moaspec.backends.cpu.build import library
+from moaspec.backends.cpu.fused_choice import SamplerParams
+from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack, Pass, Slots
+from moaspec.backends.cpu.matrix import Matrix
+from moaspec.backends.cpu.structures import (
+    CouplingFacts,
+    DrafterFacts,
+    EncoderFacts,
+    ExitFacts,
+    GrowthFacts,
+    LawFacts,
+    PassFacts,
+)
+
+
+class FusedEncoder:
+    """Layer self-attention, its mean, the projection and what cross-attention keeps, in one call.
+
+    Args:
+        layer: over the layers of one token.
+        projection: of the mean.
+        memory: keys and values alone.
+        scale: of the scores.
+    """
+
+    def __init__(
+        self, layer: FusedLayer, projection: Matrix, memory: FusedLayer, scale: float
+    ) -> None:
+        # Kept, because the description has only their addresses.
+        self._parts, self._scale = (layer, projection, memory), scale
+        self._call = library().moaspec_encode
+
+    def run(
+        self,
+        x_NLK: Tensor,
+        layer_angles: tuple[Tensor, Tensor],
+        token_angles: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Keys (rotated), then values: (N, 2 J, D).
+
+        Args:
+            x_NLK: keys and values of N tokens in L layers, bf16.
+            layer_angles: cosines and sines of the layers, float32, contiguous, (..., L, R) each.
+            token_angles: those of the tokens, (..., N, R) each.
+        """
+        assert x_NLK.dtype == torch.bfloat16
+        layer, projection, memory = (part.described for part in self._parts)
+        assert x_NLK.shape[2] == layer.read.inputs
+        assert token_angles[0].numel() == len(x_NLK) * token_angles[0].shape[-1]
+        x_NLK = x_NLK.contiguous()
+        out = x_NLK.new_empty((len(x_NLK), 2 * memory.kv_heads, memory.head_dim))
+        facts = EncoderFacts(
+            ctypes.addressof(layer),
+            *(part.data_ptr() for part in layer_angles),
+            layer_angles[0].shape[-1],
+            x_NLK.shape[1],
+            self._scale,
+            ctypes.addressof(projection),
+            ctypes.addressof(memory),
+        )
+        self._call(
+            ctypes.byref(facts),
+            c_void_p(x_NLK.data_ptr()),
+            c_int64(len(x_NLK)),
+            *(c_void_p(part.data_ptr()) for part in token_angles),
+            c_int64(token_angles[0].shape[-1]),
+            c_void_p(out.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return out
+
+
+class FusedExit:
+    """A norm, a linear layer and the size of what it gives, in one call.
+
+    Args:
+        norm: before it.
+        linear: with its bias.
+        scale: of its outputs.
+    """
+
+    def __init__(self, norm: FusedNorm, linear: Matrix, scale: float) -> None:
+        assert linear.inputs == linear.outputs == len(norm.weight_E)
+        self._parts = norm, linear  # kept, because the description has only their addresses
+        self.described = ExitFacts(
+            norm.weight_E.data_ptr(), ctypes.addressof(linear.described), norm.eps, scale
+        )
+
+    def run(self, x: Tensor) -> Tensor:
+        """Of x's shape, (..., E) bf16."""
+        assert x.dtype == torch.bfloat16
+        width = self._parts[1].outputs
+        assert x.shape[-1] == width
+        x = x.clone(memory_format=torch.contiguous_format)
+        library().moaspec_exit(
+            ctypes.byref(self.described),
+            c_void_p(x.data_ptr()),
+            c_int64(x.numel() // width),
+            c_int32(torch.get_num_threads()),
+        )
+        return x
+
+
+@dataclass(frozen=True)
+class TreePart:
+    """Layers that a drafter uses, over all tokens that they read in one call.
+
+    Attributes:
+        stack: that has them as its last ones.
+        cos_TR: cosines of those tokens and of each level of drafts, float32, contiguous.
+        sin_TR: sines, likewise.
+        slots: of the first of those tokens.
+        num: how many layers.
+        norm: behind the last of them.
+    """
+
+    stack: FusedStack
+    cos_TR: Tensor
+    sin_TR: Tensor
+    slots: Slots
+    num: int = 1
+    norm: FusedNorm | None = None
+
+    def described(self) -> Pass:
+        """The pass over the first token."""
+        return Pass(
+            self.stack,
+            1,
+            (self.cos_TR, self.sin_TR),
+            slots=self.slots,
+            num=self.num,
+            norm=self.norm,
+        )
+
+
+class Coupling:
+    """How the drafts of a sampled row are ranked, see `moaspec.drafting.path_scores`.
+
+    Args:
+        law: of the first level's tokens, its temperature divided by the sharpness.
+        agreement: the target chooses the draft of rank r with probability
+            sigmoid(a + b * margin), a and b those of line r; the last line goes for further ranks.
+    """
+
+    def __init__(self, law: SamplerParams, agreement: Sequence[tuple[float, float]]) -> None:
+        numbers = [number for line in agreement for number in line]
+        self._numbers = (c_float * len(numbers))(*numbers)  # kept, as facts have its address alone
+        self.facts = CouplingFacts(LawFacts(*law), ctypes.addressof(self._numbers), len(agreement))
+
+
+@dataclass(frozen=True)
+class Grown:
+    """Drafted nodes of one row, parents first.
+
+    Attributes:
+        tokens: ids in the target's vocabulary.
+        parents: node, -1: the root.
+        scores: log-probability of each node's path; with a coupling, that the target chooses it.
+        levels: how many were drafted.
+        num_read: how many nodes got children.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    levels: int
+    num_read: int
+
+
+def draft_tree(
+    unread: Sequence[int],
+    depth: int,
+    breadth: int,
+    least: float,
+    *,
+    text: TreePart,
+    memory: TreePart,
+    exit_: FusedExit | None = None,
+    last: TreePart | None = None,
+    finished: int = 1,
+    head: Matrix,
+    names_O: Tensor,
+    embeddings_VE: Tensor,
+    coupling: Coupling | None = None,
+) -> Grown:
+    """The best tokens after a text, the best ones after the best of these, and so on.
+
+    Args:
+        unread: the end of the text, at least one token.
+        depth: levels to draft, at most.
+        breadth: nodes of a level that get children, at most, and children of each; at most O.
+        least: log-probability that a path must have for its last node to get children.
+        text: SA, of the unread tokens and then of the drafts; each is stored one slot behind the
+            one before it, and sees the text and what it is drafted after.
+        memory: CA, of the last `finished` unread tokens and then of the drafts; it sees the same
+            slots from every token.
+        exit_: what their states go through behind CA.
+        last: the target's layers that they go through then, of the same tokens. They are stored in
+            the target's cache in the slots that they have in SA's, and see the same.
+        finished: unread tokens that CA reads, too: the last one, and with `last` those before it of
+            which the target's cache has nothing.
+        head: of the drafter.
+        names_O: int64, the ids of its outputs.
+        embeddings_VE: of all ids, bf16.
+        coupling: of a row that samples. Drafts are then those that are left by its filters.
+    """
+    assert embeddings_VE.dtype == torch.bfloat16
+    assert names_O.dtype == torch.int64
+    assert len(names_O) == head.outputs
+    assert 0 < breadth <= head.outputs
+    assert len(text.cos_TR) == len(unread) + depth - 1
+    assert 1 <= finished <= len(unread)
+    parts = [text, memory] if last is None else [text, memory, last]
+    assert all(len(part.cos_TR) == finished + depth - 1 for part in parts[1:])
+    names_O = names_O.contiguous()
+    passes = [part.described() for part in parts]
+    facts = [one.facts for one in passes]
+    drafter = DrafterFacts(
+        text.stack.address(1),
+        memory.stack.address(1),
+        None if last is None else last.stack.address(last.num),
+        0 if last is None else last.num,
+        None if exit_ is None else ctypes.addressof(exit_.described),
+        *(facts if last is not None else [*facts, PassFacts()]),
+        finished,
+        ctypes.addressof(head.described),
+        names_O.data_ptr(),
+        embeddings_VE.data_ptr(),
+        embeddings_VE.shape[1],
+    )
+    most = breadth + (depth - 1) * breadth**2
+    tokens, parents, scores = (c_int64 * most)(), (c_int64 * most)(), (c_float * most)()
+    nodes = (ctypes.addressof(array) for array in (tokens, parents, scores))
+    coupled = None if coupling is None else ctypes.addressof(coupling.facts)
+    growth = GrowthFacts(depth, breadth, least, 0, 0, 0, *nodes, coupled)
+    library().moaspec_tree(
+        ctypes.byref(drafter),
+        (c_int64 * len(unread))(*unread),
+        c_int64(len(unread)),
+        ctypes.byref(growth),
+        c_int32(torch.get_num_threads()),
+    )
+    count = growth.nodes
+    found = tokens[:count], parents[:count], scores[:count]
+    return Grown(*found, levels=growth.levels, num_read=growth.leaves)

@@ -1,0 +1,324 @@
+"""Decoder layers by kernels: bf16, on the CPU, without gradients.
+
+Legend: B rows, T tokens, L layers, R places of a cache, S slots, H query heads, J KV heads, D head
+dim, E hidden size, X = H * D. R is the number of rotated dims in `cos_BTR` and `sin_BTR`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moaspec.backends.cpu.aligned_memory import large_pages
+from moaspec.backends.cpu.build import library
+from moaspec.backends.cpu.cpu_attention import MOST_DIM, PAIR_LANES
+from moaspec.backends.cpu.matrix import Matrix
+from moaspec.backends.cpu.quantized_weight import LANES
+from moaspec.backends.cpu.structures import AttentionFacts, LayerFacts, MatrixFacts, PassFacts
+
+NUM_MATRICES = 4
+
+
+class FusedLayer:
+    """A pre-norm decoder layer but for its attention, in two calls.
+
+    Args:
+        matrices: queries (with keys and values, where the layer has its own); the attention's
+            output; gate and up, for SiLU; back to the layer's width. The first alone for what
+            only projects.
+        norms: RMSNorm's weights before attention and before the MLP, (E,) bf16.
+        head_norms: of queries and of keys, (D,) bf16, or None.
+        eps: of all norms.
+        heads: H and J; one is 0 where the first matrix gives queries, or keys and values, alone.
+        head_dim: D.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        *,
+        norms: Sequence[Tensor],
+        head_norms: Sequence[Tensor] | None,
+        eps: float,
+        heads: tuple[int, int],
+        head_dim: int,
+    ) -> None:
+        self.matrices = tuple(matrices)
+        self._weights = (*norms, *(None,) * (2 - len(norms)), *(head_norms or (None, None)))
+        self._sizes = (eps, *heads, head_dim)
+        self._num_heads, self._head_dim = heads[0] + 2 * heads[1], head_dim
+        self._describe()
+        self._project, self._finish = library().moaspec_project, library().moaspec_finish
+
+    def _describe(self) -> None:
+        absent = (MatrixFacts(),) * (NUM_MATRICES - len(self.matrices))
+        self.described = LayerFacts(
+            *(matrix.described for matrix in self.matrices),
+            *absent,
+            *(None if weight is None else weight.data_ptr() for weight in self._weights),
+            *self._sizes,
+        )
+        self._reference = ctypes.byref(self.described)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the matrices."""
+        return sum(matrix.num_bytes for matrix in self.matrices)
+
+    def move(self, room: Tensor) -> None:
+        """Let the matrices live in these bytes, one after another; there are `num_bytes`."""
+        parts = room.split([matrix.num_bytes for matrix in self.matrices])
+        for matrix, part in zip(self.matrices, parts, strict=True):
+            matrix.move(part)
+        self._describe()
+
+    @classmethod
+    def of(
+        cls, matrices: Sequence[Matrix | None], *, head_dim: int, **rest: Any
+    ) -> FusedLayer | None:
+        """A layer of these parts, or None where kernels cannot compute it."""
+        found = [matrix for matrix in matrices if matrix is not None]
+        sizes = [size for one in found for size in (one.inputs, one.outputs)]
+        if len(found) < len(matrices) or any(size % LANES for size in sizes):
+            return None
+        if head_dim % PAIR_LANES or head_dim > MOST_DIM:  # as `can_attend`: a stack attends itself
+            return None
+        return cls(found, head_dim=head_dim, **rest)
+
+    def project(self, x_BTE: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
+        """Rotated queries and keys, and values, (B, T, H + 2 J, D).
+
+        Args:
+            x_BTE: what enters the layer.
+            cos_BTR: cosines, float32, contiguous, of any axes before R; of T tokens alone where all
+                rows share them.
+            sin_BTR: sines, likewise.
+        """
+        assert x_BTE.dtype == torch.bfloat16, x_BTE.dtype
+        x_BTE = x_BTE.contiguous()
+        rows, tokens, _ = x_BTE.shape
+        out = x_BTE.new_empty((rows, tokens, self._num_heads, self._head_dim))
+        self._project(
+            self._reference,
+            c_void_p(x_BTE.data_ptr()),
+            c_int64(rows * tokens),
+            c_void_p(cos_BTR.data_ptr()),
+            c_void_p(sin_BTR.data_ptr()),
+            c_int64(cos_BTR.shape[-1]),
+            c_int64(cos_BTR.numel() // cos_BTR.shape[-1]),
+            c_void_p(out.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return out
+
+    def finish(self, x_BTE: Tensor, read_BTX: Tensor) -> Tensor:
+        """Output projection and residual, norm, MLP and residual, (B, T, E)."""
+        return self._finished(x_BTE, read_BTX, group=1, out=x_BTE.new_empty(x_BTE.shape))
+
+    def finish_mean(self, x_BTE: Tensor, read_BTX: Tensor) -> Tensor:
+        """The mean over tokens of what `finish` gives, (B, E)."""
+        rows, tokens, width = x_BTE.shape
+        return self._finished(x_BTE, read_BTX, group=tokens, out=x_BTE.new_empty((rows, width)))
+
+    def _finished(self, x_BTE: Tensor, read_BTX: Tensor, *, group: int, out: Tensor) -> Tensor:
+        x_BTE, read_BTX = x_BTE.contiguous(), read_BTX.contiguous()
+        self._finish(
+            self._reference,
+            c_void_p(x_BTE.data_ptr()),
+            c_void_p(read_BTX.data_ptr()),
+            c_int64(x_BTE.shape[0] * x_BTE.shape[1]),
+            c_int64(group),
+            c_void_p(out.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return out
+
+
+@dataclass(frozen=True)
+class FusedNorm:
+    """RMSNorm as the layers have it.
+
+    Attributes:
+        weight_E: bf16; E is a multiple of 16.
+        eps: added to the mean square.
+    """
+
+    weight_E: Tensor
+    eps: float
+
+    def __post_init__(self) -> None:
+        assert self.weight_E.dtype == torch.bfloat16
+        assert len(self.weight_E) % LANES == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of x's shape, (..., E) bf16."""
+        assert x.dtype == torch.bfloat16
+        assert x.shape[-1] == len(self.weight_E)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        library().moaspec_norm(
+            c_void_p(x.data_ptr()),
+            c_void_p(self.weight_E.data_ptr()),
+            c_float(self.eps),
+            c_int64(x.numel() // len(self.weight_E)),
+            c_int64(len(self.weight_E)),
+            c_void_p(out.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return out
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where a pass stores keys and values, and finds those it reads.
+
+    Attributes:
+        cache: (L, 2, R, J, S, D) bf16, contiguous: keys and values of all layers.
+        rows_B: the pass's rows in it.
+        starts_B: first slot that each row writes.
+        visible: slots that are read, from the first on.
+    """
+
+    cache: Tensor
+    rows_B: Sequence[int]
+    starts_B: Sequence[int]
+    visible: int
+
+
+class FusedStack:
+    """Neighbouring layers in one call, their weights in one piece of memory.
+
+    Args:
+        layers: in order; their weights are moved. One without keys and values of its own reads
+            those that are stored, and stores none.
+        scale: of their scores.
+
+    Attributes:
+        layers: the same.
+        scale: the same.
+    """
+
+    def __init__(self, layers: Sequence[FusedLayer], scale: float) -> None:
+        self.layers, self.scale = tuple(layers), scale
+        sizes = [layer.num_bytes for layer in layers]
+        for layer, room in zip(layers, large_pages(sum(sizes)).split(sizes), strict=True):
+            layer.move(room)
+        self._described = (LayerFacts * len(layers))(*(layer.described for layer in layers))
+        self._call = library().moaspec_stack
+
+    def run(
+        self,
+        x_BTE: Tensor,
+        cos_BTR: Tensor,
+        sin_BTR: Tensor,
+        mask_B1TS: Tensor,
+        *,
+        slots: Slots,
+        num: int,
+        norm: FusedNorm | None = None,
+    ) -> Tensor:
+        """The last `num` layers and the norm behind them, (B, T, E).
+
+        Args:
+            x_BTE: what enters them.
+            cos_BTR: cosines of every row, float32, contiguous.
+            sin_BTR: sines, likewise.
+            mask_B1TS: bool, True: may attend; contiguous; B and T may be 1 for all alike.
+            slots: where keys and values are.
+            num: how many layers.
+            norm: behind the last of them.
+        """
+        assert x_BTE.dtype == slots.cache.dtype == torch.bfloat16
+        assert cos_BTR.numel() == x_BTE.shape[:2].numel() * cos_BTR.shape[-1]
+        x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
+        angles = (cos_BTR, sin_BTR)
+        described = Pass(
+            self, x_BTE.shape[1], angles, mask_B1TS=mask_B1TS, slots=slots, num=num, norm=norm
+        )
+        self._call(
+            c_void_p(self.address(num)),
+            c_int64(num),
+            ctypes.byref(described.facts),
+            c_void_p(x_BTE.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return x_BTE
+
+    def address(self, num: int) -> int:
+        """Where the last `num` layers are described."""
+        first = len(self.layers) - num  # of ours, of which a device has only the last
+        return ctypes.addressof(self._described[first])
+
+
+class Pass:
+    """A pass of a stack's last layers, described.
+
+    Args:
+        stack: whose.
+        tokens: T.
+        cos_sin: float32, contiguous, (..., R) each.
+        mask_B1TS: see `FusedStack.run`; None: all slots are visible.
+        slots: where keys and values are.
+        num: how many layers.
+        norm: behind the last of them.
+    """
+
+    def __init__(
+        self,
+        stack: FusedStack,
+        tokens: int,
+        cos_sin: tuple[Tensor, Tensor],
+        *,
+        mask_B1TS: Tensor | None = None,
+        slots: Slots,
+        num: int,
+        norm: FusedNorm | None = None,
+    ) -> None:
+        B, (cos, sin), cache = len(slots.rows_B), cos_sin, slots.cache
+        last = stack.layers[-1].described
+        assert norm is None or len(norm.weight_E) == last.read.inputs
+        layer, half, place, head, slot, _ = cache.stride()
+        # Kept, because the description has only their addresses.
+        self._held = (c_int64 * B)(*slots.rows_B), (c_int64 * B)(*slots.starts_B), cos_sin, slots
+        rows, starts, *_ = self._held
+        mask_row = mask_token = 0
+        if mask_B1TS is not None:
+            mask_row = 0 if mask_B1TS.shape[0] == 1 else mask_B1TS.stride(0)
+            mask_token = 0 if mask_B1TS.shape[2] == 1 else mask_B1TS.stride(2)
+        attention = AttentionFacts(
+            places=ctypes.addressof(rows),
+            mask=None if mask_B1TS is None else mask_B1TS.data_ptr(),
+            rows=B,
+            tokens=tokens,
+            heads=last.heads,
+            kv_heads=cache.shape[3],
+            head_dim=last.head_dim,
+            slots=slots.visible,
+            key_row=place,
+            key_head=head,
+            key_slot=slot,
+            value_row=place,
+            value_head=head,
+            value_slot=slot,
+            mask_row=mask_row,
+            mask_token=mask_token,
+            scale=stack.scale,
+        )
+        self.facts = PassFacts(
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[-1],
+            cos.numel() // cos.shape[-1],
+            cache[len(cache) - num].data_ptr(),
+            *(layer, half, place, head),
+            ctypes.addressof(starts),
+            attention,
+            None if norm is None else norm.weight_E.data_ptr(),
+            0.0 if norm is None else norm.eps,
+        )

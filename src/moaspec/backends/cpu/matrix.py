@@ -1,0 +1,171 @@
+"""A linear layer's weight as the kernels read it, and its product.
+
+Legend: I inputs and O outputs of a matrix, P = O / 16 panels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moaspec.backends.cpu.aligned_memory import large_pages
+from moaspec.backends.cpu.build import instructions, library, unpacks, why_not
+from moaspec.backends.cpu.quantized_weight import (
+    BLOCK,
+    LANES,
+    QuantizedWeight,
+    found_codes,
+    rounded,
+)
+from moaspec.backends.cpu.structures import MatrixFacts
+
+
+class Matrix:
+    """A linear layer's weight in panels of 16 outputs.
+
+    They are described in `panels.h`, `blocks.h`, `outputs.h` and `nibbles.h`.
+
+    A weight that was made of four or eight bits, with a scale and perhaps a zero for each 32
+    inputs, as GGUF's Q4_1 and Q8_0 are, is found out and kept so. Products have the same bits as
+    those of 16, and a third or half of the bytes is read, where kernels can do that (see
+    `unpacks`).
+
+    Args:
+        weight_OI: bf16, see `can_hold`.
+        bias: (O,), or None.
+        bits: None: the fewest that keep every weight as it is. 16: as given. 4: the weights are
+            rounded, to 16 equidistant numbers for each 32 inputs, and so is what they are
+            multiplied with, to 255 for each 32.
+        moment_II: of the inputs, for rounding; see `codes.rounded`.
+    """
+
+    def __init__(
+        self,
+        weight_OI: Tensor,
+        bias: Tensor | None,
+        *,
+        bits: int | None = None,
+        moment_II: Tensor | None = None,
+    ) -> None:
+        self.outputs, self.inputs = weight_OI.shape
+        wide = -self.outputs % LANES
+        padded_OI = pad(weight_OI, (0, 0, 0, wide)) if wide else weight_OI
+        coded = None
+        if bits == 4:
+            coded = rounded(padded_OI, moment_II)
+        elif bits is None and unpacks():
+            coded = found_codes(padded_OI.contiguous())
+        self._bits, self._rounded = 16 if coded is None else coded.bits, bits == 4
+        self._by_output = self._bits == 4 and not self._rounded and instructions() == "amx"
+        if coded is None:
+            self._panels = _panels(padded_OI)
+        else:
+            self._panels = coded.panels(by_output=self._by_output)
+        self._bias = None if bias is None else pad(bias.float(), (0, wide))
+        self._describe()
+        self._call, self._call_best = library().moaspec_product, library().moaspec_best
+
+    def _describe(self) -> None:
+        bias = None if self._bias is None else self._bias.data_ptr()
+        self.described = MatrixFacts(
+            self._panels.data_ptr(), bias, self.inputs, self.outputs, self._bits, self._rounded
+        )
+        self._reference = ctypes.byref(self.described)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the panels."""
+        return self._panels.nbytes
+
+    def move(self, room: Tensor) -> None:
+        """Let the panels live in these bytes, of which there are `num_bytes`."""
+        place = room.view(self._panels.dtype).view(self._panels.shape)
+        place.copy_(self._panels)
+        self._panels = place
+        self._describe()
+
+    def settle(self) -> None:
+        """Let the panels live in large pages: what is read whole on every call gains by it."""
+        self.move(large_pages(self.num_bytes))
+
+    @property
+    def bits(self) -> int:
+        """Of a weight, as it is kept."""
+        return self._bits
+
+    @staticmethod
+    def can_hold(weight_OI: Tensor, *, bits: int | None = None) -> bool:
+        """Whether there are kernels for this weight here."""
+        return (
+            weight_OI.dtype == torch.bfloat16
+            and weight_OI.device.type == "cpu"
+            and weight_OI.numel() > 0
+            and weight_OI.shape[1] % (BLOCK if bits == 4 else 2) == 0
+            and why_not() is None
+        )
+
+    def weight(self) -> Tensor:
+        """(O, I), unpacked anew."""
+        if self._bits == 16:
+            weight_OI = self._panels.transpose(1, 2).reshape(-1, self.inputs)
+        else:
+            coded = QuantizedWeight.of(self._panels, self._bits, by_output=self._by_output)
+            weight_OI = coded.weight()
+        return weight_OI[: self.outputs]
+
+    def product(self, x: Tensor, *, single: bool = False) -> Tensor:
+        """The product of x and the transposed weight, plus the bias, (..., O).
+
+        Args:
+            x: (..., I) bf16.
+            single: leave the sums in float32 instead of rounding them to bf16.
+        """
+        assert x.dtype == torch.bfloat16, x.dtype
+        assert x.shape[-1] == self.inputs, (x.shape, self.inputs)
+        x = x.contiguous()
+        rows = x.numel() // self.inputs
+        out = x.new_empty(
+            (*x.shape[:-1], self.outputs), dtype=torch.float32 if single else torch.bfloat16
+        )
+        self._call(
+            self._reference,
+            c_void_p(x.data_ptr()),
+            c_int64(rows),
+            c_int64(self.inputs),
+            c_void_p(out.data_ptr()),
+            c_int32(single),
+            c_int32(torch.get_num_threads()),
+        )
+        return out
+
+    def best(self, x_TI: Tensor) -> Tensor:
+        """For each row the index of its largest product, the first of equal ones: (T,) int64.
+
+        Sums are compared in float32, and none is written to memory.
+
+        Args:
+            x_TI: bf16.
+        """
+        assert x_TI.dtype == torch.bfloat16, x_TI.dtype
+        assert x_TI.shape[1:] == (self.inputs,), (x_TI.shape, self.inputs)
+        x_TI = x_TI.contiguous()
+        out_T = torch.empty(len(x_TI), dtype=torch.int64)
+        self._call_best(
+            self._reference,
+            c_void_p(x_TI.data_ptr()),
+            c_int64(len(x_TI)),
+            c_int64(self.inputs),
+            c_void_p(out_T.data_ptr()),
+            c_int32(torch.get_num_threads()),
+        )
+        return out_T
+
+
+def _panels(weight_OI: Tensor) -> Tensor:
+    """(P, I / 2, 16, 2)."""
+    outputs, inputs = weight_OI.shape
+    return weight_OI.view(outputs // LANES, LANES, inputs // 2, 2).transpose(1, 2).contiguous()

@@ -1,0 +1,197 @@
+"""Weights in four or eight bits, as panels of the kernels have them.
+
+Legend: I inputs and O outputs of a matrix, P = O / 16 panels, N = I / 32 blocks, X bytes or numbers
+of a block. Inside a block, g is one of two groups of 8 pairs, k a pair, h one of two halves of a
+panel's outputs, o an output of that, e a half of a pair.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moaspec.backends.cpu.build import library
+
+LANES = 16
+"""Outputs of a panel; widths of layers are multiples of it."""
+BLOCK = 32
+"""Inputs that share a scale and a zero."""
+NIBBLES = 8
+"""Of a word."""
+SIGN = -128
+"""The bit of an int8 that tells it from a uint8 of 128 more."""
+DAMPING = 0.01
+"""Of a moment, relative to its mean diagonal: what it was not measured on varies otherwise."""
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight in few bits: scale * code + zero.
+
+    Attributes:
+        scale_ON: of each block, float16.
+        zero_ON: likewise; zeros where there are eight bits.
+        codes_ONI: (O, N, 32) int8.
+        bits: 4 or 8.
+    """
+
+    scale_ON: Tensor
+    zero_ON: Tensor
+    codes_ONI: Tensor
+    bits: int
+
+    def weight(self) -> Tensor:
+        """(O, I) bf16, what the codes stand for."""
+        scale_ON1, zero_ON1 = (x.double()[..., None] for x in (self.scale_ON, self.zero_ON))
+        # Rounded to float32 once, as by the kernel's fused multiply and add.
+        return (scale_ON1 * self.codes_ONI + zero_ON1).float().flatten(1).bfloat16()
+
+    def panels(self, *, by_output: bool = False) -> Tensor:
+        """(P, N, bytes of a block) uint8.
+
+        Args:
+            by_output: codes of four bits as `outputs.h` reads them, not as `blocks.h` does.
+        """
+        facts = (self.scale_ON, self.zero_ON) if self.bits == 4 else (self.scale_ON,)
+        facts_PNX = torch.cat([x.unflatten(0, (-1, LANES)).mT for x in facts], dim=2)
+        if by_output:
+            return torch.cat((_bytes(facts_PNX), _bytes(self._words_by_output())), dim=2)
+        # Pairs, halves of the 16 outputs, then outputs and halves of a pair as lanes.
+        codes_PhoNke = self.codes_ONI.unflatten(0, (-1, 2, LANES // 2)).unflatten(-1, (-1, 2))
+        codes_PNkhoe = codes_PhoNke.permute(0, 3, 4, 1, 2, 5)
+        if self.bits == 4:
+            nibbles_PNgkhoe = codes_PNkhoe.unflatten(2, (2, NIBBLES)).int()
+            codes_PNkhoe = sum(nibbles_PNgkhoe[:, :, :, k] << 4 * k for k in range(NIBBLES))
+        else:
+            codes_PNkhoe = codes_PNkhoe ^ SIGN  # plus 128
+        words_PNX = codes_PNkhoe.flatten(2).contiguous()
+        return torch.cat((_bytes(facts_PNX), _bytes(words_PNX)), dim=2)
+
+    def _words_by_output(self) -> Tensor:
+        """(P, N, 4 * 32) int16: four outputs of each input share a word."""
+        codes_PjoNI = self.codes_ONI.unflatten(0, (-1, LANES // 4, 4)).int()
+        words_PjNI = sum(codes_PjoNI[:, :, o] << 4 * o for o in range(4))
+        # The highest of the four may be what an int16 has for its sign.
+        return words_PjNI.to(torch.int16).transpose(1, 2).flatten(2)
+
+    @classmethod
+    def of(cls, panels_PNX: Tensor, bits: int, *, by_output: bool = False) -> QuantizedWeight:
+        """What `panels` made panels of."""
+        facts = 2 if bits == 4 else 1
+        facts_PNX = panels_PNX[..., : 2 * facts * LANES].contiguous().view(torch.float16)
+        scale_ON, *zero = (x.mT.flatten(0, 1) for x in facts_PNX.split(LANES, dim=2))
+        words_PNX = panels_PNX[..., 2 * facts * LANES :].contiguous()
+        if by_output:
+            words_PNjI = words_PNX.view(torch.int16).unflatten(2, (-1, BLOCK)).int()
+            codes_PNjoI = torch.stack([words_PNjI >> 4 * o & 15 for o in range(4)], dim=3)
+            codes_ONI = codes_PNjoI.permute(0, 2, 3, 1, 4).flatten(0, 2).to(torch.int8)
+            return cls(scale_ON, zero[0], codes_ONI, bits)
+        if bits == 4:
+            words_PNgX = words_PNX.view(torch.int32).unflatten(2, (2, -1))
+            nibbles = [words_PNgX >> 4 * k & 15 for k in range(NIBBLES)]
+            words_PNX = torch.stack(nibbles, dim=3).to(torch.int8).flatten(2)
+        else:
+            words_PNX = words_PNX ^ SIGN
+        codes_PNkhoe = words_PNX.view(torch.int8).unflatten(2, (BLOCK // 2, 2, LANES // 2, 2))
+        codes_ONI = codes_PNkhoe.permute(0, 3, 4, 1, 2, 5).flatten(4).flatten(0, 2)
+        return cls(scale_ON, zero[0] if zero else torch.zeros_like(scale_ON), codes_ONI, bits)
+
+
+def _bytes(x_PNX: Tensor) -> Tensor:
+    return x_PNX.contiguous().view(torch.uint8)
+
+
+def found_codes(weight_OI: Tensor) -> QuantizedWeight | None:
+    """The fewest bits that a weight is exactly kept in; None if they are 16."""
+    outputs, inputs = weight_OI.shape
+    if inputs % BLOCK:
+        return None
+    scale_ON, zero_ON = torch.empty(2, outputs, inputs // BLOCK, dtype=torch.float16)
+    codes_ONI = torch.empty(outputs, inputs // BLOCK, BLOCK, dtype=torch.int8)
+    for bits in (4, 8):
+        if library().moaspec_codes(
+            c_void_p(weight_OI.data_ptr()),
+            c_int64(outputs),
+            c_int64(inputs),
+            c_int64(bits),
+            *(c_void_p(found.data_ptr()) for found in (scale_ON, zero_ON, codes_ONI)),
+            c_int32(torch.get_num_threads()),
+        ):
+            return QuantizedWeight(scale_ON, zero_ON, codes_ONI, bits)
+    return None
+
+
+def rounded(weight_OI: Tensor, moment_II: Tensor | None = None) -> QuantizedWeight:
+    """Four bits near a weight's: each block's smallest and largest numbers have codes 0 and 15.
+
+    Where it is known how inputs vary together, what rounding one of them changes in a product is
+    made up for by those after it, as far as they tell the same. Source: GPTQ, arXiv 2210.17323.
+
+    Args:
+        weight_OI: to round.
+        moment_II: mean of products of inputs, or None.
+    """
+    left_IO = weight_OI.float().T.contiguous()
+    shares_II = None if moment_II is None else _shares(moment_II)
+    scales, zeros, codes = [], [], []
+    for first in range(0, len(left_IO), BLOCK):
+        block_XO = left_IO[first : first + BLOCK]
+        zero_O = block_XO.amin(0).half()
+        # float16's smallest normal number: a block of equal weights has all codes 0.
+        scale_O = ((block_XO - zero_O.float()).amax(0) / 15).clamp(min=2.0**-14).half()
+        if shares_II is None:
+            codes_XO = _nearest(block_XO, scale_O, zero_O)
+        else:
+            shares_XI = shares_II[first : first + BLOCK, first:]
+            codes_XO = _made_up(left_IO[first:], shares_XI, scale_O, zero_O)
+        scales.append(scale_O)
+        zeros.append(zero_O)
+        codes.append(codes_XO.T)
+    scale_ON, zero_ON = torch.stack(scales, dim=1), torch.stack(zeros, dim=1)
+    return QuantizedWeight(scale_ON, zero_ON, torch.stack(codes, dim=1).to(torch.int8), bits=4)
+
+
+def _nearest(weight_O: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
+    return ((weight_O - zero_O.float()) / scale_O.float()).round().clamp(0, 15)
+
+
+def can_be_moment(moment_II: Tensor) -> bool:
+    """Whether `rounded` can go by this square matrix: it is a mean of products, or nearly one."""
+    try:
+        factor = np.linalg.cholesky(_damped(moment_II))
+    except np.linalg.LinAlgError:
+        return False
+    return bool(np.isfinite(factor).all())
+
+
+def _damped(moment_II: Tensor) -> np.ndarray:
+    """For numpy, because MKL, which PyTorch would call, keeps some ten megabytes for itself."""
+    moment = moment_II.double().numpy()
+    return moment + DAMPING * moment.diagonal().mean() * np.eye(len(moment))
+
+
+def _shares(moment_II: Tensor) -> Tensor:
+    """How much of an error in an input (a row) each later one (a column) takes."""
+    lower = np.linalg.inv(np.linalg.cholesky(_damped(moment_II)))
+    upper = np.linalg.cholesky(lower.T @ lower).T  # of the moment's inverse
+    return torch.from_numpy(upper / upper.diagonal()[:, None]).float()
+
+
+def _made_up(left_IO: Tensor, shares_XI: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
+    """Codes of the first block; the others' weights change in place by what its errors ask for."""
+    block_XO, codes, errors = left_IO[:BLOCK], [], []
+    for i in range(BLOCK):
+        code_O = _nearest(block_XO[i], scale_O, zero_O)
+        error_O = block_XO[i] - torch.addcmul(zero_O.float(), scale_O.float(), code_O)
+        block_XO[i + 1 :].addr_(shares_XI[i, i + 1 : BLOCK], error_O, alpha=-1)
+        codes.append(code_O)
+        errors.append(error_O)
+    errors_XO, left, shares = torch.stack(errors).numpy(), left_IO.numpy(), shares_XI.numpy()
+    for start in range(BLOCK, len(left), BLOCK):  # what all change by would be as large as they are
+        stretch = slice(start, start + BLOCK)
+        left[stretch] -= shares[:, stretch].T @ errors_XO
+    return torch.stack(codes)

@@ -1,0 +1,213 @@
+"""Passes that are recorded once for their shape and replayed: on a GPU, CUDA graphs.
+
+A pass over a few tokens is dozens of small operations a layer, and launching these one by one from
+Python takes a GPU's host longer than the GPU needs for them. A recording is launched as a
+whole. It reads what it computes with from tensors that stay where they are, so:
+
+- What differs between passes of one shape is copied there first: states, rotary embeddings, masks,
+  and which slots of the cache are written, which a `GraphSafeWrite` write has in tensors.
+- Shapes are few: callers round tokens and visible slots up (`drafting/kv_cache.py::PassSizes`).
+
+A shape's first pass is run as it is. So what is computed for the first time anyway is not recorded,
+and rare shapes cost nothing. The second is recorded. Where that fails, all goes on without.
+
+Legend: B rows, T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from threading import Lock
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from moaspec.backends.fast_layers import AttentionInputs, WriteKV
+
+SWITCH = "MOASPEC_CUDA_GRAPHS"
+"""Environment variable; "off" does without."""
+MOST_GRAPHS = 64
+"""Shapes that are remembered, recorded or not; the one that was not needed for longest goes."""
+
+Layers = Callable[[Tensor, Mapping[str, AttentionInputs], WriteKV], Tensor]
+"""(states (B, T, E), readings by layer type, write) -> final states (B, T, E)."""
+_Compute = Callable[[Sequence[Tensor]], Tensor]
+
+log = logging.getLogger(__name__)
+
+
+class Graph(Protocol):
+    """A recording of operations on tensors that stay where they are."""
+
+    def capture(self, run: Callable[[], Tensor]) -> Tensor:
+        """Record what `run` does; the tensor that has its result after each `replay`."""
+        ...
+
+    def replay(self) -> None:
+        """Do it again."""
+        ...
+
+
+@runtime_checkable
+class GraphSafeWrite(Protocol):
+    """A `write` of which a recording can be replayed for other places."""
+
+    def key(self) -> Hashable:
+        """All that its operations depend on besides these places."""
+        ...
+
+    def where(self) -> tuple[Tensor, ...]:
+        """The places that it writes to, as tensors."""
+        ...
+
+    def at(self, places: tuple[Tensor, ...]) -> WriteKV:
+        """The same, with these tensors as places."""
+        ...
+
+
+class CudaGraph:
+    """A `Graph` of CUDA.
+
+    Args:
+        device: whose operations are recorded.
+        stream: on which they are, one for all recordings: libraries keep memory for each stream.
+        pool: of memory for what is between a recording's first and last operation.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+        self._device, self._stream, self._pool = device, stream, pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, run: Callable[[], Tensor]) -> Tensor:
+        # Other threads may use the device meanwhile, for their own passes.
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(
+                self._graph,
+                pool=self._pool,
+                stream=self._stream,
+                capture_error_mode="thread_local",
+            ),
+        ):
+            return run()
+
+    def replay(self) -> None:
+        with torch.cuda.device(self._device):
+            self._graph.replay()
+
+
+class _Recorded:
+    """One shape's recording, and the tensors that it reads and writes."""
+
+    def __init__(self, graph: Graph, inputs: Sequence[Tensor], compute: _Compute) -> None:
+        with torch.inference_mode(mode=False):  # who records is not all that replays
+            self._inputs = [torch.empty_like(one).copy_(one) for one in inputs]
+        self._graph = graph
+        self._result = graph.capture(lambda: compute(self._inputs))
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
+        self._graph.replay()
+        return self._result.clone()
+
+
+class PassGraphs:
+    """Recordings of a target's passes, by shape.
+
+    Args:
+        make: makes an empty recording.
+
+    Attributes:
+        failure: why nothing is recorded any more, or None.
+    """
+
+    def __init__(self, make: Callable[[], Graph]) -> None:
+        self._make, self._lock = make, Lock()
+        self._known: OrderedDict[Hashable, _Recorded | None] = OrderedDict()
+        self.failure: str | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> PassGraphs | None:
+        """Those of a device; None where there are no CUDA graphs, or they are not wanted."""
+        if device.type != "cuda" or os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
+            return None
+        # Recordings are replayed one at a time, and results copied: they can share their memory.
+        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        return cls(lambda: CudaGraph(device, stream, pool))
+
+    def run(
+        self,
+        layers: Layers,
+        states_BTE: Tensor,
+        readings: Mapping[str, AttentionInputs],
+        write: GraphSafeWrite,
+        *,
+        key: Hashable,
+    ) -> Tensor:
+        """What layers make of a pass's states.
+
+        Args:
+            layers: are called where there is no recording yet, and to make one.
+            states_BTE: enter them.
+            readings: by layer type, with masks.
+            write: see `GraphSafeWrite`.
+            key: all else that `layers` go by.
+
+        Returns:
+            (B, T, E), to keep.
+        """
+        inputs = [states_BTE]
+        for reading in readings.values():
+            assert reading.mask is not None, "passes over a cache have masks"
+            inputs += [reading.cos_BTR, reading.sin_BTR, reading.mask]
+        inputs += write.where()
+
+        def compute(tensors: Sequence[Tensor]) -> Tensor:
+            parts = iter(tensors)
+            states = next(parts)
+            own = {
+                kind: AttentionInputs(cos_BTR=next(parts), sin_BTR=next(parts), mask=next(parts))
+                for kind in readings
+            }
+            return layers(states, own, write.at(tuple(parts)))
+
+        shapes = tuple((one.shape, one.dtype) for one in inputs)
+        return self._run((key, write.key(), tuple(readings), shapes), inputs, compute)
+
+    def _run(self, key: Hashable, inputs: Sequence[Tensor], compute: _Compute) -> Tensor:
+        with self._lock:  # a recording's tensors are one pass's at a time
+            recorded = self._recorded(key, inputs, compute)
+            if recorded is not None:
+                return recorded(inputs)
+        return compute(inputs)
+
+    def _recorded(
+        self, key: Hashable, inputs: Sequence[Tensor], compute: _Compute
+    ) -> _Recorded | None:
+        """The recording for a shape, made where the shape comes for the second time."""
+        if self.failure is not None:
+            return None
+        seen = key in self._known
+        recorded = self._known.pop(key, None)
+        if seen and recorded is None:
+            try:
+                recorded = _Recorded(self._make(), inputs, compute)
+            except RuntimeError as error:
+                self._give_up(error)
+                return None
+        self._known[key] = recorded
+        if len(self._known) > MOST_GRAPHS:
+            self._known.popitem(last=False)
+        return recorded
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self.failure = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self._known.clear()
+        log.warning(
+            "Passes are not recorded as CUDA graphs, and take longer to launch: %s", self.failure
+        )

@@ -1,0 +1,79 @@
+"""Which exit of a drafter decodes, where nobody names one.
+
+Drafts that go through more of the target's last layers are better and dearer, and which of both
+weighs more depends on the machine. What is known of it is stored: costs by `calibrate`, and how
+often drafts are accepted in the checkpoint. So the same drafter takes the same exit every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moaspec.calibration.measure_costs import stored_costs
+from moaspec.drafting.policy.cost_model import PRIOR, CostTable, best_chain
+from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
+
+
+@dataclass(frozen=True)
+class Exit:
+    """What is known of drafts through one exit.
+
+    Attributes:
+        num_target_layers: N.
+        costs: of this machine; None where it was not measured with this exit.
+        prior: acceptance rates to start from.
+        recorded: whether these are the exit's own, out of the checkpoint.
+    """
+
+    num_target_layers: int
+    costs: CostTable | None
+    prior: Sequence[Sequence[float]]
+    recorded: bool
+
+    @property
+    def best_chain(self) -> tuple[int, float] | None:
+        """See `cost.best_chain`; None where costs are not known."""
+        return None if self.costs is None else best_chain(self.costs, self.prior)
+
+    @property
+    def speedup(self) -> float | None:
+        """What the best chain promises over plain decoding; None where too little is known."""
+        found = self.best_chain
+        return found[1] if found is not None and self.recorded else None
+
+
+def known_exits(
+    target: Target, drafter: MoADrafter, *, num_target_layers: int | None = None
+) -> list[Exit]:
+    """The exits to choose from, the drafter's default first.
+
+    Args:
+        target: as it decodes.
+        drafter: as it decodes.
+        num_target_layers: the only one to choose from; None takes all that the drafter has.
+    """
+    config = drafter.config
+    numbers = config.num_target_layers if num_target_layers is None else (num_target_layers,)
+    return [
+        Exit(
+            n,
+            stored_costs(target, drafter, num_target_layers=n),
+            config.acceptance_of(n) or config.acceptance or PRIOR,
+            recorded=bool(config.acceptance_of(n)),
+        )
+        for n in numbers
+    ]
+
+
+def chosen_exit(exits: Sequence[Exit]) -> Exit:
+    """The exit that promises most tokens per second; the first where nothing is known of it.
+
+    Args:
+        exits: see `known_exits`. One without costs or rates of its own is not taken.
+    """
+    speedups = [one.speedup for one in exits]
+    if speedups[0] is None:
+        return exits[0]
+    return exits[max(range(len(exits)), key=lambda i: speedups[i] or 0.0)]

@@ -1,0 +1,120 @@
+"""Measuring a machine when it first drafts by cost, where that takes seconds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from moaspec.calibration import measure_costs
+from moaspec.calibration.choose_exit import Exit, known_exits
+from moaspec.calibration.round_parts import RoundParts
+from moaspec.drafting.policy.assumed_costs import PASSES, num_weights
+from moaspec.drafting.policy.assumed_costs import TOKENS as ASSUMED_TOKENS
+from moaspec.model.moa import MoADrafter
+from moaspec.paths import cache_dir, why_not_writable
+from moaspec.target.target import Target
+
+SWITCH = "MOASPEC_CALIBRATE"
+"""Environment variable: "off" measures nothing but what `calibrate` is asked for."""
+LONGEST_S = 15.0
+"""What is expected to take longer is left to `moaspec calibrate`."""
+GIVEN_UP_S = 30.0
+"""A measurement is given up then: other processes began to use the CPU."""
+BUSY = "other processes use the CPU"
+FEWEST_WEIGHTS = 10_000_000
+"""Targets below that are toys, whose speed matters to nobody."""
+SAMPLES = 3
+"""Passes that are timed for an estimate; a moment's disturbance slows a single one a lot."""
+OTHER_PARTS = 60.0
+"""Parts of a round other than passes, in passes over one token."""
+
+
+def measure_once(
+    target: Target,
+    drafter: MoADrafter,
+    *,
+    num_target_layers: int | None = None,
+    advance: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Exit], str | None]:
+    """Measure and store the costs of a round, unless that was done while the CPU was free.
+
+    Args:
+        target: see `calibrate`.
+        drafter: see `calibrate`.
+        num_target_layers: see `calibrate`.
+        advance: see `calibrate`; called before the first measurement, too.
+
+    Returns:
+        See `known_exits`; and why nothing was measured, None where nothing is left to measure.
+    """
+    layers = num_target_layers
+    exits = known_exits(target, drafter, num_target_layers=layers)
+    busy = any(one.costs is not None and one.costs.busy for one in exits)
+    if exits[0].costs is not None and not busy:
+        return exits, None
+    why_not = _why_not(target)
+    if why_not is not None:
+        return exits, why_not
+    advance("loading its parts")
+    due_s = time.monotonic() + GIVEN_UP_S
+
+    def stopped() -> bool:
+        if time.monotonic() > due_s:
+            raise _GivenUpError
+        return False
+
+    try:
+        measure_costs.calibrate(
+            target,
+            drafter,
+            num_target_layers=layers,
+            quick=True,
+            advance=advance,
+            stopped=stopped,
+        )
+    except _GivenUpError:
+        return exits, BUSY
+    return known_exits(target, drafter, num_target_layers=layers), None
+
+
+class _GivenUpError(Exception):
+    """A measurement took too long."""
+
+
+def _why_not(target: Target) -> str | None:
+    if os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
+        return f"{SWITCH} is off"
+    if num_weights(target) < FEWEST_WEIGHTS:
+        return f"{target.name} is too small to gain by it"
+    reason = why_not_writable(cache_dir())
+    if reason is not None:
+        return reason
+    seconds = expected_s(target)
+    # Asked after the passes that this took: the reading of before may be as old as the program.
+    if target.threads.crowded:
+        return BUSY
+    return f"that takes about {seconds:.0f} s" if seconds > LONGEST_S else None
+
+
+def expected_s(target: Target) -> float:
+    """Seconds that a quick calibration will take here, from the fastest of some passes."""
+    if target.token_pass_s is None:
+        target.token_pass_s = _token_pass_s(target)
+    ratios = PASSES.get(target.device.type, PASSES["cpu"])
+    widths = np.interp(measure_costs.TOKENS, ASSUMED_TOKENS, ratios)
+    # Each pass is timed behind one like it.
+    turn = 2 * len(measure_costs.CONTEXTS) * float(widths.sum()) + OTHER_PARTS
+    return target.token_pass_s * turn * (measure_costs.WARM_UPS + measure_costs.QUICK_TURNS.least)
+
+
+def _token_pass_s(target: Target) -> float:
+    one_pass = RoundParts(target, None).target_pass(1, 1)
+    with torch.inference_mode():
+        one_pass.time(counts=False)
+        for _ in range(SAMPLES):
+            one_pass.time()
+    return min(one_pass.seconds)

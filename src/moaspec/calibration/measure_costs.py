@@ -1,0 +1,328 @@
+"""Measure once what each part of a round costs on this machine, and remember it.
+
+A measurement belongs to one machine, target, drafter, dtype, what weights were rounded to, device
+and number of threads; a fingerprint of all of them names its file. Nothing is measured behind a
+caller's back: only when `calibrate` is called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moaspec.backends.cpu.build import instructions
+from moaspec.calibration.round_parts import RoundParts, TimedPart, TimedRounds
+from moaspec.drafting.draft_tree import Chain, Tree
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.policy.cost_model import CostTable
+from moaspec.errors import InputError
+from moaspec.model.moa import MoADrafter
+from moaspec.paths import make_private, trusted
+from moaspec.target.target import Target
+from moaspec.torch_settings import plain_torch
+
+FORMAT_VERSION = 8
+TOKENS = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
+"""Widths of passes. Every small one, because costs go in steps there, and decisions are made."""
+WIDTHS = (1, 2, 3, 4, 6, 8)
+CONTEXTS = (64, 1024)
+LEVELS = 3
+"""Levels of the trees whose growth is timed; what they cost beyond one level is shared out."""
+DRAFTS = 2
+"""Length of the chains in whole rounds that are timed."""
+WARM_UPS = 1
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Turns in which every part is timed once, of which the median counts.
+
+    A machine that was busy for a second was so for all parts alike. The first turn does not count.
+
+    Attributes:
+        least, most: how many there are.
+        enough_s: seconds after which there are no more than `least`.
+    """
+
+    least: int
+    most: int
+    enough_s: float
+
+
+TURNS = Turns(least=5, most=15, enough_s=10.0)
+QUICK_TURNS = Turns(least=3, most=5, enough_s=3.0)
+
+
+def calibrate(
+    target: Target,
+    drafter: MoADrafter | None = None,
+    *,
+    num_target_layers: int | None = None,
+    quick: bool = False,
+    advance: Callable[[str], None] = lambda _: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> CostTable:
+    """Measure target and drafter, and store the result for `tree="auto"`.
+
+    It takes some ten seconds for SmolLM2-135M on two cores. Nothing else should run meanwhile:
+    costs measured while other processes used the CPU are marked as `busy`, `tree="auto"` measures
+    them again when it finds the CPU free, and they replace no costs that are not.
+
+    Args:
+        target: in the dtype and on the device that it will be used with.
+        drafter: None measures the target alone.
+        num_target_layers: N; None measures each that the drafter has an exit for.
+        quick: measure fewer times; see `QUICK_TURNS`.
+        advance: told how far it is, now and then.
+        stopped: asked before each part is timed whether one time of each part has to do.
+
+    Returns:
+        The costs with N, or with the drafter's default; `stored_costs` has those of its other
+        exits.
+
+    Raises:
+        InputError: N outside the target's layers.
+        KeyboardInterrupt: stopped in the first turn, which does not count.
+    """
+    numbers: Sequence[int | None] = [num_target_layers]
+    if drafter is not None and num_target_layers is None:
+        numbers = drafter.config.num_target_layers
+    draftings = [
+        MoAProposer(drafter, target, num_target_layers=n) for n in numbers if drafter is not None
+    ]
+    tables = _measured(target, draftings, QUICK_TURNS if quick else TURNS, advance, stopped)
+    for n, costs in zip(numbers, tables, strict=True):
+        before = stored_costs(target, drafter, num_target_layers=n)
+        if before is None or before.busy or not costs.busy:
+            _store(costs, fingerprint(target, drafter, n))
+    return tables[0]
+
+
+def _store(costs: CostTable, facts: dict[str, Any]) -> None:
+    path = _path(facts)
+    make_private(path.parent)
+    content = {"format_version": FORMAT_VERSION, "of": facts, "costs": asdict(costs)}
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
+        json.dump(content, scratch, indent=1)
+    Path(scratch.name).replace(path)
+
+
+def stored_costs(
+    target: Target, drafter: MoADrafter | None = None, *, num_target_layers: int | None = None
+) -> CostTable | None:
+    """What `calibrate` stored for exactly this setting, or None."""
+    path = _path(fingerprint(target, drafter, num_target_layers))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        costs: dict[str, Any] = content["costs"]
+        costs["pass_s"] = tuple(tuple(line) for line in costs["pass_s"])
+        costs = {k: tuple(v) if isinstance(v, list) else v for k, v in costs.items()}
+        return CostTable(**costs) if content["format_version"] == FORMAT_VERSION else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, InputError):
+        # Whatever is wrong with it, measuring anew puts it right.
+        return None
+
+
+def fingerprint(
+    target: Target, drafter: MoADrafter | None = None, num_target_layers: int | None = None
+) -> dict[str, Any]:
+    """Everything that costs depend on."""
+    facts: dict[str, Any] = {
+        "machine": machine(target.device),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "target": asdict(target.identity),
+        "inner": int(target.config.intermediate_size),
+        # Plain dtypes as they have always been written, so that stored tables stay valid.
+        "dtype": str(target.dtype) if target.quantize is None else target.precision,
+        "packed": target.packed,
+        "kernels": instructions() if target.packed else None,
+    }
+    if target.layers.records:
+        facts["graphs"] = True
+    if drafter is not None:
+        sizes = asdict(drafter.config)
+        default = sizes["num_target_layers"][0]
+        ids = drafter.draft_token_ids
+        names = ("layer_self_attention", "self_attention", "cross_attention")
+        facts["drafter"] = {name: sizes[name] for name in names} | {
+            "num_target_layers": default if num_target_layers is None else num_target_layers,
+            "draft_vocabulary": None if ids is None else len(ids),
+            "exits": len(drafter.exits),
+            "without": list(sizes["without"]),
+        }
+    return facts
+
+
+def machine(device: torch.device) -> str:
+    """The processor that does the work."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _cpu()
+
+
+@cache
+def _cpu() -> str:
+    """Model name of the CPU, with its cores: the same model may lend fewer of them."""
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass  # Not Linux: what platform knows has to do.
+    return name
+
+
+def _path(facts: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return trusted("calibration", f"{digest[:24]}.json")
+
+
+@plain_torch()
+@torch.inference_mode()
+def _measured(
+    target: Target,
+    draftings: Sequence[MoAProposer],
+    turns: Turns,
+    advance: Callable[[str], None],
+    stopped: Callable[[], bool],
+) -> list[CostTable]:
+    """One table for each exit, or one of the target alone.
+
+    All are timed in the same turns, so that they can be compared.
+    """
+    benches = [RoundParts(target, drafting) for drafting in draftings] or [RoundParts(target, None)]
+    common = _TargetParts(benches[0])
+    drafts = [_DraftParts(bench) for bench in benches if bench.drafting is not None]
+    parts = [*common.parts, *chain(*(one.parts for one in drafts))]
+    crowded: list[bool] = []
+    for (turn, left), part in ((turn, part) for turn in _numbered(turns) for part in parts):
+        if stopped():
+            if turn < WARM_UPS:
+                raise KeyboardInterrupt
+            if turn > WARM_UPS:  # every part was timed once
+                break
+        if part is parts[0]:
+            advance(f"all parts, for the {turn + 1}. time{left}")
+        part.time(counts=turn >= WARM_UPS)
+        if part is parts[-1]:
+            crowded.append(target.threads.crowded)
+    # Medians stand as long as fewer than half of the turns were disturbed.
+    costs = replace(common.costs(), busy=2 * sum(crowded) >= len(crowded))
+    return [one.added_to(costs) for one in drafts] or [costs]
+
+
+class _TargetParts:
+    """Parts of a round that every exit shares.
+
+    Args:
+        bench: makes them.
+    """
+
+    def __init__(self, bench: RoundParts) -> None:
+        room = bench.target.max_positions - max(TOKENS)
+        self._contexts = tuple(c for c in CONTEXTS if c <= room) or (1,)
+        self._passes = [
+            [bench.target_pass(n, context) for n in TOKENS] for context in self._contexts
+        ]
+        self._heads, self._rounds = [bench.head(n) for n in TOKENS], TimedRounds(bench, None)
+        self._logits = [bench.head(n, logits=True) for n in TOKENS]
+        self.parts: list[TimedPart | TimedRounds] = [
+            *chain(*self._passes),
+            *self._heads,
+            *self._logits,
+            self._rounds,
+        ]
+
+    def costs(self) -> CostTable:
+        """Of the target alone."""
+        costs = CostTable(
+            contexts=self._contexts,
+            tokens=TOKENS,
+            pass_s=tuple(_rising([part.median_s for part in line]) for line in self._passes),
+            head_s=_rising([part.median_s for part in self._heads]),
+            logits_s=_rising([part.median_s for part in self._logits]),
+            root_s=0.0,
+            widths=(),
+            step_s=(),
+            encode_s=(0.0,) * len(TOKENS),
+        )
+        return replace(costs, plain_rest_s=self._rounds.rest_s(costs))
+
+
+class _DraftParts:
+    """Parts of a round that drafts through one exit add.
+
+    Args:
+        bench: makes them.
+    """
+
+    def __init__(self, bench: RoundParts) -> None:
+        assert bench.drafting is not None
+        self._widths = tuple(w for w in WIDTHS if w <= bench.drafting.vocabulary)
+        self._root = bench.draft(Chain(1))
+        self._grown = [(bench.draft(_one_level(w)), bench.draft(_grown(w))) for w in self._widths]
+        self._encoded = [bench.encode(n) for n in TOKENS]
+        self._rounds = TimedRounds(bench, Chain(DRAFTS))
+        self.parts: list[TimedPart | TimedRounds] = [
+            self._root,
+            *chain(*self._grown),
+            *self._encoded,
+            self._rounds,
+        ]
+
+    def added_to(self, costs: CostTable) -> CostTable:
+        """The target's costs with those of drafts."""
+        levels = LEVELS - 1
+        costs = replace(
+            costs,
+            # Drafted twice in each turn, so that a moment in which something else ran counts less.
+            root_s=min(
+                part.median_s for part in (self._root, *(one for one, _ in self._grown[:1]))
+            ),
+            widths=self._widths,
+            step_s=_rising([(many.median_s - one.median_s) / levels for one, many in self._grown]),
+            encode_s=_rising([part.median_s for part in self._encoded]),
+        )
+        return replace(costs, draft_rest_s=self._rounds.rest_s(costs))
+
+
+def _numbered(turns: Turns) -> Iterator[tuple[int, str]]:
+    """Each turn's number, and in words how long the rest takes by those before."""
+    started = time.perf_counter()
+    yield 0, ""
+    for turn in range(1, WARM_UPS + turns.most):
+        elapsed = time.perf_counter() - started
+        if turn < WARM_UPS + turns.least or elapsed < turns.enough_s:
+            turn_s = elapsed / turn
+            whole_s = max((WARM_UPS + turns.least) * turn_s, turns.enough_s)
+            left_s = min(whole_s, (WARM_UPS + turns.most) * turn_s) - elapsed
+            yield turn, f", about {left_s:.0f} s left"
+
+
+def _one_level(width: int) -> Tree:
+    return Tree(1, width, width)
+
+
+def _grown(width: int) -> Tree:
+    return Tree(LEVELS, width, width * LEVELS)
+
+
+def _rising(seconds: list[float]) -> tuple[float, ...]:
+    """More work never takes less time; where it seemed to, something else was running."""
+    return tuple(np.maximum.accumulate([max(0.0, s) for s in seconds]).tolist())

@@ -1,0 +1,190 @@
+"""`moaspec calibrate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moaspec.cli.loading import load
+from moaspec.cli.options import MODEL, Dtype, Quantize
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal import terminal_table as table
+from moaspec.cli.terminal.terminal_table import Table
+from moaspec.errors import InputError
+
+if TYPE_CHECKING:
+    from moaspec.calibration.choose_exit import Exit
+    from moaspec.drafting.policy.cost_model import CostTable
+
+BUSY = (
+    "Other processes used the CPU meanwhile, so these costs are too high. They hold until a "
+    "command that drafts by them finds the CPU free and measures again."
+)
+KEPT = (
+    "Other processes used the CPU meanwhile, so what was measured is dropped. Shown are the costs "
+    "of before, which were measured while the CPU was free, and still hold."
+)
+
+
+def calibrate(
+    model: Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")] = MODEL,
+    drafter: Annotated[str | None, typer.Option(help="Alias, directory or hub id.")] = None,
+    num_target_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="N, target layers that the drafter reuses; else all that it has exits for."
+        ),
+    ] = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what each part of a round costs here, so that --tree auto knows what pays.
+
+    The result is kept for this machine, target, drafter, dtype, --quantize, device and number of
+    threads, and replaces an earlier one. Let nothing else run meanwhile: costs that were measured
+    while other processes used the CPU do not replace others, and are measured again by the first
+    command that drafts by them while the CPU is free. A drafter with several exits is measured with
+    each, and --tree auto takes the one that promises most.
+
+    Example: moaspec calibrate --threads 2
+    """
+    target, module = load(
+        model, drafter, dtype=dtype, quantize=quantize, device=device, threads=threads
+    )
+    from moaspec.calibration.choose_exit import known_exits
+    from moaspec.calibration.measure_costs import calibrate as measure
+    from moaspec.calibration.measure_costs import stored_costs
+    from moaspec.model.moa import MoADrafter
+
+    if module is not None and not isinstance(module, MoADrafter):
+        raise InputError(
+            f"{drafter} is a baseline: only Mixture-of-Attentions drafters are measured, because "
+            "only they draft by cost. Name one, or leave --drafter out."
+        )
+    if target.threads.crowded:
+        said = "Other processes use the CPU: the costs will be too high. Better stop them first."
+        console.err.print(said, style="yellow")
+    with console.measuring() as advance, console.noted_interrupts() as stopped:
+        measured = measure(
+            target,
+            module,
+            num_target_layers=num_target_layers,
+            advance=advance,
+            stopped=lambda: bool(stopped),
+        )
+    costs = stored_costs(target, module, num_target_layers=num_target_layers) or measured
+    exits = []
+    if module is not None:
+        exits = known_exits(target, module, num_target_layers=num_target_layers)
+    if as_json:
+        console.out.print(json.dumps(_facts(costs, exits)))
+    else:
+        _show(costs, exits)
+    if measured.busy:
+        console.err.print(BUSY if costs.busy else KEPT, style="yellow")
+    if stopped:
+        said = "Stopped: the turns before are kept; they are fewer, so the costs are rougher."
+        console.err.print(said, style="yellow")
+        raise typer.Exit(130)
+
+
+def _facts(costs: CostTable, exits: Sequence[Exit]) -> dict[str, Any]:
+    """The costs that --tree auto goes by, and what each exit promises."""
+    from moaspec.calibration.choose_exit import chosen_exit
+
+    if not exits:
+        return asdict(costs)
+    chosen = chosen_exit(exits)
+    return {
+        **asdict(chosen.costs or costs),
+        "num_target_layers": chosen.num_target_layers,
+        "speedups": {one.num_target_layers: one.speedup for one in exits},
+    }
+
+
+def _show(costs: CostTable, exits: Sequence[Exit]) -> None:
+    table.show(_passes_table(costs, exits))
+    drafted = [one for one in exits if one.costs is not None]
+    if drafted:
+        console.out.print()
+        table.show(_drafting_table(drafted))
+    if exits:
+        _show_promises(exits)
+
+
+def _passes_table(costs: CostTable, exits: Sequence[Exit]) -> Table:
+    """What the target and the drafter's encoder take, by the tokens of a pass."""
+    lines = [
+        *zip((f"target after {n} tokens" for n in costs.contexts), costs.pass_s, strict=True),
+        ("head and choice", costs.head_s),
+        *(
+            (f"{_named(one, exits)}encoding them", one.costs.encode_s)
+            for one in exits
+            if one.costs is not None
+        ),
+    ]
+    rows = [(name, *_milliseconds(line)) for name, line in lines]
+    return Table(("tokens in a pass", *map(str, costs.tokens)), rows, "milliseconds")
+
+
+def _drafting_table(exits: Sequence[Exit]) -> Table:
+    """What the levels of a draft take, by their nodes."""
+    widths = sorted({width for one in exits if one.costs for width in one.costs.widths})
+    rows = [
+        (
+            f"{_named(one, exits)}drafting",
+            *_milliseconds((one.costs.root_s, *map(one.costs.step_s_of, widths))),
+        )
+        for one in exits
+        if one.costs
+    ]
+    return Table(("nodes in a level", "first level", *map(str, widths)), rows, "milliseconds")
+
+
+def _show_promises(exits: Sequence[Exit]) -> None:
+    from moaspec.calibration.choose_exit import chosen_exit
+
+    for one in exits:
+        console.note(f"{_named(one, exits)}{_promise(one)}", "dim")
+    chosen = chosen_exit(exits)
+    with_n = f" with N = {chosen.num_target_layers}" if len(exits) > 1 else ""
+    console.note(_decision(chosen, with_n), "dim")
+
+
+def _decision(chosen: Exit, with_n: str) -> str:
+    """What --tree auto will do by these costs."""
+    _, speedup = chosen.best_chain or (0, 0.0)
+    if speedup > 1:
+        return f"auto will draft{with_n} as far as it pays: about {speedup:.2f}x is expected."
+    return (
+        f"auto will decode plainly: drafts{with_n} do not pay here ({speedup:.2f}x), unless a text "
+        "accepts more of them than expected."
+    )
+
+
+def _named(one: Exit, exits: Sequence[Exit]) -> str:
+    """What a line begins with that is one exit's among several."""
+    return f"N = {one.num_target_layers}: " if len(exits) > 1 else ""
+
+
+def _promise(one: Exit) -> str:
+    from moaspec.drafting.draft_tree import Chain
+
+    if one.best_chain is None:
+        return "not measured"
+    length, speedup = one.best_chain
+    rates = "by the rates that the checkpoint records"
+    if not one.recorded:
+        rates = "the checkpoint records no rates; by those of other drafts"
+    return f"{rates} {Chain(length)} alone would bring {speedup:.2f}x"
+
+
+def _milliseconds(seconds: tuple[float, ...]) -> list[str]:
+    return [f"{1000 * s:.1f}" for s in seconds]

@@ -1,0 +1,134 @@
+"""`moaspec chat`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moaspec.cli import options
+from moaspec.cli.commands.chat_url import ServedTalk
+from moaspec.cli.commands.generate import describe
+from moaspec.cli.loading import load, measure_once
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal.conversation import Talk
+from moaspec.errors import InputError
+
+if TYPE_CHECKING:
+    from moaspec.engine.result import GenerationResult
+    from moaspec.generation.api import RowOptions
+    from moaspec.generation.session import Session
+
+
+def chat(
+    model: options.Model = options.MODEL,
+    drafter: options.DrafterName = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Talk to this server (`moaspec serve`, `moaspec edge`) instead."),
+    ] = None,
+    system: options.System = None,
+    max_new_tokens: options.MaxNewTokens = 512,
+    tree: options.Shape = "auto",
+    free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    generation_config: options.GenerationConfig = options.AUTO,
+    speculation: options.Speculation = True,
+    dtype: options.Dtype = "auto",
+    quantize: options.Quantize = None,
+    threads: options.Threads = None,
+) -> None:
+    """Hold a conversation; accepted drafts are green, and /help lists what else can be typed.
+
+    Every answer computes only what is new in the conversation. Reads lines from standard input, so
+    questions may also be piped in. With --url the server's model answers, with its own drafts.
+
+    Example: moaspec chat --system "Answer briefly." --temperature 0.7
+    """
+    settings = options.row_options(locals())
+    if url is not None and quantize is not None:
+        raise InputError("--quantize is for a target here; with --url the server has the target.")
+    if url is not None and generation_config is not options.AUTO:
+        raise InputError("--generation-config is for a target here; with --url it is the server's.")
+    if url is not None:
+        _hold(ServedTalk(url, settings, system))
+        return
+    target, module = load(
+        model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
+    )
+    if tree == "auto":
+        measure_once(target, module)
+    from moaspec.generation.session import Session
+
+    talk = LocalTalk(Session(target, module), options.settled(settings, target), system)
+    talk.prompt_ids("?")  # a target that cannot hold conversations should say so at once
+    _hold(talk)
+
+
+def _hold(talk: Talk) -> None:
+    """Until the user leaves."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - its import gives `input` line editing and history
+    console.err.print("Ask something, or type /help.", style="dim")
+    try:
+        while talk.turn():
+            pass
+    finally:
+        talk.close()
+
+
+class LocalTalk(Talk):
+    """A conversation that a session in this process answers.
+
+    Args:
+        session: answers.
+        settings: of every answer.
+        system: the system prompt, or None.
+    """
+
+    def __init__(self, session: Session, settings: RowOptions, system: str | None = None) -> None:
+        super().__init__(settings, system)
+        self.session = session
+        self.results: list[GenerationResult] = []
+
+    def prompt_ids(self, question: str) -> list[int]:
+        """The whole conversation with this question."""
+        return console.conversation_ids(self.session.target, self.conversation(question))
+
+    def answer(self, question: str) -> None:
+        """See `Talk`."""
+        printer = console.TokenPrinter(self.session.target)
+        events = self.session.stream(self.prompt_ids(question), **self.settings)
+        with console.noted_interrupts() as interrupts:
+            console.show_events(events, printer, interrupts)
+            printer.close()
+        result, tokenizer = self.session.result, self.session.target.tokenizer
+        if result.token_ids:
+            decode: Any = getattr(tokenizer, "decode", None)
+            self.remember(question, decode(result.token_ids, skip_special_tokens=True))
+            self.results.append(result)
+
+    def stats(self) -> str:
+        """See `Talk`."""
+        if not self.results:
+            raise InputError("Nothing has been answered yet.")
+        last = self.results[-1]
+        tokens = sum(len(result.token_ids) for result in self.results)
+        rounds = sum(result.num_rounds for result in self.results)
+        emitted = sum(sum(result.accept_lengths) for result in self.results)
+        tau = f", tau {emitted / rounds:.2f}" if rounds else ""
+        return (
+            f"last answer: {describe(last)}, {last.num_reused_tokens} tokens reused\n"
+            f"conversation: {len(self.results)} answers, {tokens} tokens{tau}"
+        )
+
+    def forget(self) -> None:
+        """See `Talk`."""
+        self.session.reset()
+        self.results = []

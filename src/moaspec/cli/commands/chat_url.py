@@ -1,0 +1,132 @@
+"""`moaspec chat --url`: the same conversation with a server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal.conversation import Talk
+from moaspec.errors import InputError
+from moaspec.extras import require
+
+if TYPE_CHECKING:
+    from moaspec.generation.api import RowOptions
+
+PROVISIONAL, CORRECTED, KEPT = "dim italic", "bold red", "magenta"
+TAKEN_BACK = " ⟲ "
+"""Stands before what replaces text that was taken back; a terminal cannot unsay it."""
+
+
+class ServedTalk(Talk):
+    """A conversation that a server answers.
+
+    Args:
+        url: of the server.
+        settings: of every answer.
+        system: the system prompt, or None.
+
+    Raises:
+        InputError: the packages of the extra are missing.
+        ServerError: no such server.
+    """
+
+    def __init__(self, url: str, settings: RowOptions, system: str | None = None) -> None:
+        super().__init__(settings, system)
+        require("`moaspec chat --url`", "serve")
+        from moaspec.serve.client import ServedChat
+
+        self._server = ServedChat(url, os.environ.get("MOASPEC_API_KEY", ""))
+        self._answers: list[dict[str, Any]] = []
+
+    def answer(self, question: str) -> None:
+        """See `Talk`."""
+        printer = _Printer()
+        chunks = self._server.stream(
+            self.conversation(question), provisional=sys.stdout.isatty(), **_fields(self.settings)
+        )
+        try:
+            for chunk in chunks:
+                printer.show(chunk)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            chunks.close()  # type: ignore[attr-defined]  # a generator: the server hears of it
+            console.out.print()
+        if printer.text:
+            self.remember(question, printer.text)
+            self._answers.append(printer.stats)
+
+    def close(self) -> None:
+        """See `Talk`."""
+        self._server.close()
+
+    def stats(self) -> str:
+        """See `Talk`."""
+        if not self._answers:
+            raise InputError("Nothing has been answered yet.")
+        last = self._answers[-1]
+        speed, tau = last.get("tokens_per_second"), last.get("tau")
+        parts = [f"last answer: {last.get('tokens', 0)} tokens"]
+        parts += [f"{speed:.1f} tokens/s"] if speed else []
+        parts += [f"tau {tau:.2f}"] if tau else []
+        return f"{', '.join(parts)}\nconversation: {len(self._answers)} answers"
+
+    def forget(self) -> None:
+        """See `Talk`."""
+        self._answers = []
+
+
+class _Printer:
+    """Prints chunks as they come, coloured by source."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.stats: dict[str, Any] = {}
+        self._shown = 0  # provisional tokens on the screen
+
+    def show(self, chunk: dict[str, Any]) -> None:
+        """Print what is new."""
+        for choice in chunk["choices"]:
+            self.text += choice["delta"].get("content") or ""
+        said = chunk.get("moaspec", {})
+        self.stats = said.get("stats", self.stats)
+        for text, style in self._parts(said):
+            console.out.print(Text(text, style=style), end="")
+        sys.stdout.flush()
+
+    def _parts(self, said: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        if "correction" in said:
+            yield TAKEN_BACK, CORRECTED
+        for piece in said.get("pieces", ()):
+            if piece.get("was") == "provisional":  # is on the screen already
+                self._shown -= 1
+                continue
+            yield piece["text"], _style(piece)
+        if "correction" in said:
+            self._shown = 0
+        tail = said.get("provisional", ())
+        for piece in tail[self._shown :]:
+            yield piece["text"], PROVISIONAL
+        self._shown = len(tail)
+
+
+def _style(piece: dict[str, Any]) -> str:
+    if piece.get("was") == "corrected":
+        return CORRECTED
+    return console.STYLES.get(piece["source"], KEPT)
+
+
+def _fields(settings: RowOptions) -> dict[str, Any]:
+    """Settings under the names of the endpoint."""
+    return {
+        "max_completion_tokens": settings["max_new_tokens"],
+        **{
+            name: settings.get(name)
+            for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+        },
+    }

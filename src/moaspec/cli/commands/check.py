@@ -1,0 +1,182 @@
+"""`moaspec check`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moaspec.cli import options
+from moaspec.cli.loading import choose_drafter
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal import terminal_table as table
+from moaspec.cli.terminal.progress import bar
+from moaspec.cli.terminal.terminal_table import Table
+from moaspec.errors import InputError
+
+if TYPE_CHECKING:
+    from moaspec.evaluate.correctness.check_target import Check, Finding
+
+
+def check(
+    model: options.Model = options.MODEL,
+    drafter: options.DrafterName = None,
+    suite: Annotated[
+        str, typer.Option(help="bundled, a JSONL file or a directory of them.")
+    ] = "bundled",
+    limit: Annotated[int, typer.Option(help="Prompts per suite.")] = 2,
+    max_new_tokens: options.MaxNewTokens = 32,
+    seeds: Annotated[int, typer.Option(help="Sampled texts per prompt.")] = 1,
+    alone: Annotated[
+        int, typer.Option(help="Prompts that are also decoded each by itself, outside the batch.")
+    ] = 1,
+    generation_config: options.GenerationConfig = options.AUTO,
+    dtype: options.Dtype = "auto",
+    quantize: options.Quantize = None,
+    threads: options.Threads = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check that a target, with a drafter and dtype, is decoded exactly right on this machine.
+
+    Greedy, sampled and with a repetition penalty, each with the model's own generation defaults,
+    as transformers has them; plain, and drafted as chains and trees by the
+    drafter, an untrained one, prompt lookup, replay and one that proposes pads and stop tokens; all
+    prompts and settings in one batch, and some prompts alone. Each token of each text is held
+    against one pass of the model as transformers loads it. Exit code 1 when one is further off than
+    rounding explains. --dtype auto checks float32, and bfloat16 where that is faster here.
+
+    Example: moaspec check --limit 12 --max-new-tokens 64 --seeds 3
+    """
+    if min(limit, max_new_tokens, seeds) < 1 or alone < 0:
+        raise InputError(
+            "--limit, --max-new-tokens and --seeds must be at least 1, and --alone at least 0; got "
+            f"{limit}, {max_new_tokens}, {seeds} and {alone}."
+        )
+    from moaspec.evaluate.prompt_suites import read_prompts
+
+    prompts = read_prompts(suite, limit=limit)
+    with console.loading(model, threads):
+        from moaspec.evaluate.correctness.check_target import Check
+        from moaspec.target.registry import chosen_dtype, load_target
+
+        chosen = chosen_dtype(dtype)
+    checked: dict[str, list[Finding]] = {}
+    whole = True
+    for one in dict.fromkeys((chosen, "float32") if dtype == "auto" else (chosen,)):
+        with console.status(f"Loading {model} in {one}"):
+            load = partial(
+                load_target,
+                model,
+                dtype=one,
+                quantize=quantize,
+                generation_config=generation_config.setting,
+            )
+            target = load()
+            plan = Check(
+                target,
+                [console.chat_ids(target, prompt.turns[0]) for prompt in prompts],
+                drafter=choose_drafter(drafter, model, target),
+                stock=load(packed=False),
+                max_new_tokens=max_new_tokens,
+                seeds=range(seeds),
+                alone=alone,
+            )
+        console.tell_defaults(target, target.generation_defaults)
+        findings = checked[target.precision] = _run(plan)
+        if findings and not as_json:
+            _show(f"{model}, {target.precision}", findings)
+        whole = len(findings) == plan.num_texts
+        if not whole:
+            said = f"Stopped: {len(findings)} of {plan.num_texts} texts were checked in {one}."
+            console.err.print(said, style="yellow")
+            break
+    if as_json:
+        console.out.print(json.dumps({**_as_json(model, checked), "complete": whole}))
+    if not whole:
+        raise typer.Exit(130)
+    if not _right(checked):
+        raise typer.Exit(1)
+
+
+def _right(checked: Mapping[str, Sequence[Finding]]) -> bool:
+    return all(finding.lossless for findings in checked.values() for finding in findings)
+
+
+def _run(plan: Check) -> list[Finding]:
+    """All findings, or those before a Ctrl-C."""
+    findings: list[Finding] = []
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        bar("checking", plan.num_texts) as advance,
+    ):
+        for finding in plan.run():
+            findings.append(finding)
+            advance()
+    return findings
+
+
+def _as_json(model: str, checked: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    return {
+        "target": model,
+        "dtype": ", ".join(checked),
+        "device": "cpu",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "right": _right(checked),
+        "findings": [
+            {"dtype": dtype, **vars(finding)}
+            for dtype, findings in checked.items()
+            for finding in findings
+        ],
+    }
+
+
+def _table(title: str, findings: Sequence[Finding]) -> Table:
+    """A row per setting and method."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in sorted(findings, key=_setting_order(findings)):
+        groups.setdefault((finding.setting, finding.method), []).append(finding)
+    rows = []
+    for names, group in groups.items():
+        kinds = [finding.kind for finding in group]
+        counts = [kinds.count(kind) for kind in ("identical", "near_tie", "different")]
+        tokens = sum(finding.num_tokens for finding in group)
+        rows.append((*names, *map(str, (len(group), tokens, *counts))))
+    headings = ("setting", "method", "texts", "tokens", "as plain", "ties", "faults")
+    return Table(headings, rows, title, grouped=True)
+
+
+def _show(title: str, findings: Sequence[Finding]) -> None:
+    """The table, then every fault and every parting."""
+    table.show(_table(title, findings))
+    for finding in findings:
+        if finding.kind != "identical":
+            console.note(_line(finding))
+    if all(finding.lossless for finding in findings):
+        console.note("Right: every token is the target's choice, up to its rounding.", "green")
+    else:
+        console.note("Wrong: rounding does not explain the faults above.", "bold red")
+
+
+def _setting_order(findings: Sequence[Finding]) -> Callable[[Finding], int]:
+    """Settings in the order in which they first occur; sorting by it keeps that of methods."""
+    names = list(dict.fromkeys(finding.setting for finding in findings))
+    return lambda finding: names.index(finding.setting)
+
+
+def _line(finding: Finding) -> str:
+    gap = ""
+    if finding.gap is not None:
+        gap = f", {finding.gap:.3g} logits off (rounding: up to {finding.limit:.3g})"
+    fault = not finding.lossless
+    what = finding.reason if fault else "parts from plain decoding at a tie"
+    return (
+        f"{'FAULT' if fault else 'NEAR TIE'}: {finding.setting}; {finding.method}; "
+        f"{finding.batch}; prompt {finding.prompt}, token {finding.position}: {what}{gap}"
+    )

@@ -1,0 +1,123 @@
+"""`moaspec checkpoint convert | export-device | push`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from moaspec.cli.options import MODEL
+from moaspec.cli.terminal import console
+from moaspec.errors import HubError, InputError
+from moaspec.extras import require
+from moaspec.paths import require_writable
+
+app = typer.Typer(
+    name="checkpoint",
+    help="Drafter checkpoints: convert from and to the published forms, export for a device, push.",
+    no_args_is_help=True,
+)
+PUSHED = ["config.json", "README.md", "model*.safetensors", "model.safetensors.index.json"]
+
+
+@app.command("convert")
+def convert(
+    source: Annotated[str, typer.Argument(help="Bundled alias, directory or hub id.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write.")],
+    to: Annotated[
+        Literal["moaspec", "raw", "vllm"],
+        typer.Option(help="Ours, or one of the authors' two forms."),
+    ],
+    model: Annotated[str, typer.Option(help="The target it drafts for.")] = MODEL,
+    num_target_layers: Annotated[
+        int, typer.Option(help="N of a published checkpoint, which records none.")
+    ] = 0,
+) -> None:
+    """Rewrite a drafter checkpoint in another form; whatever form it has is recognised.
+
+    Example: moaspec checkpoint convert huawei-noah/MOASpec-Llama-3-8B-Instruct out --to moaspec
+    --model meta-llama/Meta-Llama-3-8B-Instruct
+    """
+    if Path(source).resolve() == out.resolve():
+        raise InputError(f"{out} is the source itself; name another directory.")
+    require_writable("OUT", out)
+    with console.loading(model):
+        from moaspec.generation.api import find_drafter
+        from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
+        from moaspec.model.checkpoint.published import recorded, save_published
+        from moaspec.target.registry import load_target
+
+        target = load_target(model, dtype="float32", packed=False)
+        drafter = load_checkpoint(find_drafter(source), target.identity, target.config)
+    if to == "moaspec":
+        save_drafter(recorded(drafter, target.identity, num_target_layers), out)
+    else:
+        save_published(drafter, out, to, target=target.identity, context=target.config)
+    console.out.print(f"Written to {out}")
+
+
+@app.command("export-device")
+def export_device(
+    target: Annotated[str, typer.Argument(help="Target: alias, directory, GGUF or hub id.")],
+    drafter: Annotated[str, typer.Argument(help="Its drafter: alias, directory or hub id.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; a bundle in it is replaced.")],
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Eight bits a weight, half of bf16.")
+    ] = False,
+    num_target_layers: Annotated[
+        int | None, typer.Option(help="Last layers to add; default: those of the checkpoint's N.")
+    ] = None,
+) -> None:
+    """Write the one directory that a device needs to draft for a target on a server.
+
+    Example: moaspec checkpoint export-device smollm2-135m smollm2-135m device --int8
+    """
+    require("`moaspec checkpoint export-device`", "remote")
+    require_writable("OUT", out)
+    with console.loading(target):
+        from moaspec.remote.device.bundle import export_bundle
+
+        export_bundle(target, drafter, out, int8=int8, num_target_layers=num_target_layers)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    console.out.print(f"Written to {out}: {size / 1e6:.1f} MB")
+
+
+@app.command("push")
+def push(
+    checkpoint: Annotated[Path, typer.Argument(help="Directory of a checkpoint.")],
+    repository: Annotated[str, typer.Argument(help="Hub id: owner/name.")],
+    private: Annotated[bool, typer.Option("--private", help="If it has to be created.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
+) -> None:
+    """Upload a checkpoint and its card to the Hugging Face hub, its weights checked first.
+
+    Example: moaspec checkpoint push runs/smollm2-135m/drafter me/my-drafter
+    """
+    with console.loading(str(checkpoint)):
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError
+
+        from moaspec.model.checkpoint.baseline_checkpoint import read_whole
+
+        read_whole(checkpoint)
+    hub = HfApi()
+    try:
+        hub.create_repo(repository, private=private, exist_ok=True)
+        with console.status(f"Uploading to {repository}"):
+            commit = hub.upload_folder(
+                repo_id=repository,
+                folder_path=checkpoint,
+                allow_patterns=PUSHED,
+                revision=revision,
+                commit_message="Upload a moaspec drafter",
+            )
+    except HFValidationError as error:
+        raise InputError(f"{repository!r} is no hub id; expected owner/name.") from error
+    # The hub's client passes on whatever its HTTP library raises, which changes with versions.
+    except Exception as error:
+        raise HubError(
+            f"Cannot push to {repository}: {type(error).__name__}: {error}. Is the hub in reach, "
+            "and are you logged in (hf auth login, or HF_TOKEN) with the right to write there?"
+        ) from error
+    console.out.print(f"Pushed: {commit.commit_url}")

@@ -1,0 +1,391 @@
+"""`moaspec data synth | regenerate | stats | overlap`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, GenerationConfigOption
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal import terminal_table as table
+from moaspec.cli.terminal.terminal_table import Table
+from moaspec.cli.writing_progress import progress, stoppable
+from moaspec.data.conversations import read_conversations
+from moaspec.data.row_sources import read_records, refuse
+from moaspec.data.unused_rows import ReadReport
+from moaspec.errors import DataError, InputError
+from moaspec.paths import require_writable_file
+from moaspec.train.dataset.journal import Journal
+from moaspec.train.stopping import Stop, parse_duration
+
+if TYPE_CHECKING:
+    from moaspec.target.target import Target
+    from moaspec.train.dataset.overlap import Overlap
+    from moaspec.train.dataset.response_writer import Writing
+    from moaspec.train.dataset.statistics import Statistics
+
+app = typer.Typer(
+    name="data",
+    help="Training data: prompts and responses that the target writes itself, and what is in them.",
+    no_args_is_help=True,
+)
+SHOWN_FINDINGS = 20
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        help="Files (JSON lines, JSON, Parquet; compressed too), directories of them, or "
+        "hub:OWNER/NAME, also with :CONFIGURATION and @SPLIT."
+    ),
+]
+Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+Device = Annotated[str, typer.Option(help="A torch device.")]
+BatchSize = Annotated[int, typer.Option(help="Conversations that are decoded together.")]
+GroupSize = Annotated[int, typer.Option(help="Conversations that are saved together.")]
+SystemPrompts = Annotated[Path | None, typer.Option(help="Text file, one system prompt a line.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the best token.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Keep the most probable tokens up to this mass; default: the model's."),
+]
+Drafter = Annotated[str | None, typer.Option(help="Alias, directory or hub id; makes it faster.")]
+Skip = Annotated[bool, typer.Option("--skip-malformed", help="Count bad rows and go on.")]
+For = Annotated[
+    str | None, typer.Option("--for", help="Stop after this time, ready to go on: 8m, 1.5h.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("synth")
+def synth_command(
+    out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")],
+    num: Annotated[int, typer.Option(help="Different prompts to write.")] = 1000,
+    model: Model = MODEL,
+    drafter: Drafter = None,
+    system_prompts: SystemPrompts = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longer prompts are thrown away.")] = 128,
+    batch_size: BatchSize = 8,
+    group_size: GroupSize = 64,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 0.95,
+    generation_config: GenerationConfig = AUTO,
+    seed: Annotated[int, typer.Option(help="Another seed gives other prompts.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = None,
+    for_: For = None,
+) -> None:
+    """Let the target imagine prompts, with no data set at all; run it again to continue.
+
+    Example: moaspec data synth --num 2000 --out prompts.jsonl
+    """
+    require_writable_file("--out", out)
+    seconds = None if for_ is None else parse_duration(for_)
+    if num < 1:
+        raise InputError(f"--num must be at least 1, got {num}.")
+    writing = _writing(locals())
+    systems = _lines(system_prompts)
+    target = _load(model, dtype, device, threads, generation_config)
+
+    from moaspec.generation.api import load_any_drafter
+    from moaspec.train.dataset.response_writer import ResponseWriter
+    from moaspec.train.dataset.synth import PromptGenerator, synth
+
+    imagination = PromptGenerator(target, systems)
+    module = load_any_drafter(drafter, target=target) if drafter else None
+    stop = Stop(seconds)
+    with progress("prompts", num, stop) as bar:
+        scribe = ResponseWriter(
+            target,
+            module,
+            writing,
+            stop_token_ids=imagination.stop_token_ids,
+            advance=lambda tokens, _: bar.advance(tokens, 0),
+        )
+        settings = scribe.settings(num=num, system_prompts=systems, drafter=drafter)
+        with Journal(out, settings) as journal, stoppable(journal):
+            bar.start(journal.rows)
+            synth(scribe, imagination, journal, num, bar.completed)
+    _report(journal, None)
+
+
+@app.command("regenerate")
+def regenerate_command(
+    sources: Sources,
+    out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")],
+    model: Model = MODEL,
+    drafter: Drafter = None,
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many in a turn.")] = 512,
+    batch_size: BatchSize = 8,
+    group_size: GroupSize = 64,
+    system_prompts: SystemPrompts = None,
+    without_system: Annotated[
+        float, typer.Option(help="Share of conversations that get no system prompt.")
+    ] = 0.5,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    generation_config: GenerationConfig = AUTO,
+    seed: Annotated[int, typer.Option(help="Of sampling and of the system prompts.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
+    skip_malformed: Skip = False,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    threads: Threads = None,
+    for_: For = None,
+) -> None:
+    """Let the target write the responses to prompts; run it again to continue after a stop.
+
+    Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
+    """
+    require_writable_file("--out", out)
+    seconds = None if for_ is None else parse_duration(for_)
+    if not 0 <= without_system <= 1 or (limit is not None and limit < 1):
+        raise InputError("--without-system must lie in 0..1, and --limit be at least 1.")
+    writing = _writing(locals())
+    systems = _lines(system_prompts)
+    skipped = _Skipped() if skip_malformed else None
+    on_malformed = skipped or refuse
+    report = ReadReport()
+    found = list(islice(read_conversations(sources, on_malformed, report), limit))
+    target = _load(model, dtype, device, threads, generation_config)
+
+    from moaspec.generation.api import load_any_drafter
+    from moaspec.train.dataset.regenerate import (
+        check_prompts,
+        fingerprint,
+        regenerate,
+        with_system_prompts,
+    )
+    from moaspec.train.dataset.response_writer import ResponseWriter
+
+    found = with_system_prompts(found, systems, without=without_system, seed=seed)
+    with console.err.status("Checking prompts"):
+        conversations = check_prompts(target, found, on_malformed)
+    if not conversations:
+        raise DataError(
+            "No usable prompts: every source was empty or its rows malformed. Name other sources."
+        )
+    module = load_any_drafter(drafter, target=target) if drafter else None
+    stop = Stop(seconds)
+    with progress("conversations", len(conversations), stop) as bar:
+        scribe = ResponseWriter(target, module, writing, advance=bar.advance)
+        settings = scribe.settings(prompts=fingerprint(conversations), drafter=drafter)
+        with Journal(out, settings) as journal, stoppable(journal):
+            bar.start(min(journal.groups * group_size, len(conversations)))
+            regenerate(scribe, conversations, journal)
+    _report(journal, skipped)
+    _tell_unused(report)
+
+
+def _writing(options: Mapping[str, Any]) -> Writing:
+    """How to write, from a command's options, which have the names of its fields."""
+    from moaspec.train.dataset.response_writer import Writing
+
+    return Writing(**{field.name: options[field.name] for field in dataclasses.fields(Writing)})
+
+
+@app.command("stats")
+def stats_command(
+    sources: Sources,
+    model: Model = MODEL,
+    max_length: Annotated[int, typer.Option(help="Longer examples are cut.")] = 2048,
+    skip_malformed: Skip = False,
+    as_json: Json = False,
+) -> None:
+    """Count tokens: lengths, coverage of trimmed vocabularies, room the activation cache needs.
+
+    Example: moaspec data stats responses.jsonl.gz
+    """
+    target = _load(model, "float32", "cpu", None)
+    skipped, report = _Skipped() if skip_malformed else None, ReadReport()
+    from moaspec.train.dataset.read_examples import read_examples
+    from moaspec.train.dataset.statistics import statistics
+
+    with console.noted_interrupts() as stopped:
+        examples = read_examples(
+            sources,
+            vocab_size=target.vocab_size,
+            max_length=max_length,
+            tokenizer=target.tokenizer,
+            stop_token_ids=target.stop_token_ids,
+            on_malformed=skipped or refuse,
+            report=report,
+            stopped=lambda: bool(stopped),
+        )
+    facts = statistics(examples, target.identity, always=target.stop_token_ids)
+    if as_json:
+        row = {**dataclasses.asdict(facts), "cache_bytes": facts.cache_bytes}
+        row |= {"unused": report.as_json(), "complete": not stopped}
+        console.out.print(json.dumps(row))
+    else:
+        _show(facts)
+        _tell_unused(report)
+    _tell(skipped)
+    _leave_if(bool(stopped))
+
+
+@app.command("overlap")
+def overlap_command(
+    sources: Sources,
+    against: Annotated[
+        list[str], typer.Option(help="File, or directory of files, with prompts to measure on.")
+    ],
+    size: Annotated[int, typer.Option(help="Words in a row that count as overlap.")] = 8,
+    model: Annotated[
+        str | None, typer.Option(help="Target whose tokenizer reads rows of token ids only.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New JSONL file for the rows that share nothing.")
+    ] = None,
+    skip_malformed: Skip = False,
+    as_json: Json = False,
+) -> None:
+    """Find training rows that share words with evaluation prompts; exit code 1 if there are any.
+
+    With --out all other rows are written as they are, and the exit code is 0.
+
+    Example: moaspec data overlap responses.jsonl.gz --against prompts/ --out clean.jsonl
+    """
+    from moaspec.train.dataset.overlap import overlaps
+
+    if size < 1:
+        raise InputError(f"--size must be at least 1, got {size}.")
+    if out is not None and out.exists():
+        raise InputError(f"{out} exists; name another file.")
+    if out is not None:
+        require_writable_file("--out", out)
+    skipped = _Skipped() if skip_malformed else None
+    on_malformed = skipped or refuse
+    target = _load(model, "float32", "cpu", None) if model else None
+    found: list[Overlap] = []
+    stopped = True
+    with suppress(KeyboardInterrupt):
+        for finding in overlaps(
+            read_conversations(sources, on_malformed),
+            read_conversations(against, on_malformed),
+            size=size,
+            decode=lambda ids: _decoded(target, ids),
+        ):
+            found.append(finding)
+        stopped = False
+    if as_json:
+        rows = [dataclasses.asdict(finding) for finding in found]
+        facts = {"size": size, "overlaps": rows, "complete": not stopped}
+        console.out.print(json.dumps(facts))
+    else:
+        for finding in found[:SHOWN_FINDINGS]:
+            console.out.print(f"{finding.where} and {finding.against}: {finding.words}")
+        console.out.print(f"{len(found)} rows share {size} words in a row with a prompt.")
+    _tell(skipped)
+    _leave_if(stopped)
+    if out is not None:
+        _write_others(out, sources, {finding.where for finding in found})
+    elif found:
+        raise typer.Exit(1)
+
+
+def _leave_if(stopped: bool) -> None:
+    if stopped:
+        said = "Stopped: this is what the rows before hold. Nothing is written."
+        console.err.print(said, style="yellow")
+        raise typer.Exit(130)
+
+
+def _write_others(out: Path, sources: list[str], left_out: set[str]) -> None:
+    """The rows of these sources but some; malformed ones were told of before."""
+    from moaspec.model.checkpoint.weight_files import replace_file
+
+    def write(scratch: Path) -> None:
+        with scratch.open("w", encoding="utf-8") as file:
+            for source in sources:
+                for record in read_records(source, lambda _: None):
+                    if record.where not in left_out:
+                        # Tables hold dates, which JSON does not.
+                        file.write(json.dumps(record.value, default=str) + "\n")
+
+    replace_file(out, write)
+
+
+class _Skipped:
+    """Counts malformed rows and shows the first few."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, error: DataError) -> None:
+        self.count += 1
+        if self.count <= 3:
+            console.err.print(f"Skipped: {error}", style="yellow")
+
+
+def _load(
+    model: str,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    generation_config: GenerationConfigOption = AUTO,
+) -> Target:
+    with console.loading(model, threads):
+        from moaspec.target.registry import load_target
+
+        return load_target(
+            model, dtype=dtype, device=device, generation_config=generation_config.setting
+        )
+
+
+def _lines(path: Path | None) -> list[str]:
+    """The lines of a text file that are not blank."""
+    if path is None:
+        return []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"Cannot read --system-prompts {path}: {error}") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _decoded(target: Target | None, ids: tuple[int, ...]) -> str:
+    if target is None or target.tokenizer is None:
+        raise InputError("Some rows have token ids only: name the target with --model.")
+    tokenizer: Any = target.tokenizer
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _report(journal: Journal, skipped: _Skipped | None) -> None:
+    console.out.print(f"{journal.rows} rows in {journal.path}")
+    _tell(skipped)
+
+
+def _tell(skipped: _Skipped | None) -> None:
+    if skipped is not None and skipped.count:
+        console.err.print(f"{skipped.count} malformed rows skipped.", style="yellow")
+
+
+def _tell_unused(report: ReadReport) -> None:
+    for line in report.lines():
+        console.err.print(line, style="yellow")
+
+
+def _show(facts: Statistics) -> None:
+    console.note(
+        f"{facts.examples} examples with {facts.responses} responses: {facts.tokens} tokens, "
+        f"{facts.response_tokens} of them responses', {facts.distinct_tokens} different ones."
+    )
+    lengths = ", ".join(f"{p}% up to {length}" for p, length in facts.lengths.items())
+    console.note(f"Tokens of an example: {lengths}.")
+    padding = ", ".join(f"{share:.1%} with {name}" for name, share in facts.padding.items())
+    console.note(f"Pads: {padding}.")
+    console.note(
+        f"The activation cache takes {facts.cache_bytes / 1e9:.2f} GB "
+        f"({facts.bytes_per_token} bytes a token)."
+    )
+    headings = ("sizes.draft_vocab", "share of response tokens in it")
+    table.show(Table(headings, [(str(size), f"{one:.2%}") for size, one in facts.coverage.items()]))

@@ -1,0 +1,398 @@
+"""`moaspec demo`: plain and speculative decoding side by side, and one verdict."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from moaspec.cli.entry import leaving
+from moaspec.cli.options import MODEL, Dtype
+from moaspec.cli.terminal import console, panes
+from moaspec.cli.terminal.progress import bar
+from moaspec.cli.terminal.safe_console import Screen
+from moaspec.cli.terminal.steps import Steps
+from moaspec.errors import InputError
+
+if TYPE_CHECKING:
+    from moaspec.evaluate.methods import Method
+    from moaspec.evaluate.prompt_suites import Prompt
+    from moaspec.evaluate.race import Race, Races
+    from moaspec.evaluate.report.report import Report
+    from moaspec.model.moa import MoADrafter
+    from moaspec.target.target import Target
+
+
+INTRODUCTION = (
+    "A small language model answers the same prompts twice: plainly, token by token, and with "
+    "speculative decoding, which drafts several tokens and checks them in one pass."
+)
+FAIRNESS = "They take turns, one pass each. Each clock counts only its own passes."
+DECODING_S = 15.0
+"""Seconds of decoding that the demo aims at."""
+MIN_PROMPTS, MAX_PROMPTS = 3, 6
+MIN_TOKENS, MAX_TOKENS = 32, 96
+WARM_UP_TOKENS = 8
+GAIN = 1.03
+"""Speed-ups below this are within what two decodings of one kind differ by."""
+METHODS, DETAILED_METHODS = ("plain", "moa"), ("hf", "plain", "moa")
+
+
+def demo(
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens per prompt; by default as many as a short demo has time for."),
+    ] = None,
+    dtype: Dtype = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Then also measure transformers' own generate, and print tables per method.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no panes.")] = False,
+) -> None:
+    """Decode prompts plainly and speculatively, side by side, and compare both.
+
+    The first run compiles kernels for this CPU, dequantises the model's weights and measures the
+    machine; later runs find all of this ready. Ctrl-C ends the demo and keeps what was shown.
+
+    Example: moaspec demo
+    """
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens must be at least 1, got {max_new_tokens}.")
+    console.require_threads(threads)
+    screen = console.nowhere() if as_json else new_screen()
+    screen.print(INTRODUCTION)
+    steps = Steps(console.err)
+    with steps("Loading PyTorch and transformers") as hide, leaving(hide):
+        console.quiet_libraries()
+        import moaspec.evaluate.race
+        import moaspec.target.registry  # noqa: F401 - importing is all that is wanted
+    console.set_threads(threads)
+    setting = _prepared(dtype, DETAILED_METHODS if details else METHODS, steps)
+    with steps("Timing the first tokens of both"):
+        number, tokens = plan(_pair_s(setting), max_new_tokens)
+    prompts = setting.prompts[:number]
+    screen.print(f"{setting}.")
+    with console.noted_interrupts() as interrupts:
+        with steps("Decoding the prompts, in turns") if as_json else nullcontext():
+            races = _races(setting, prompts, tokens, screen, lambda: bool(interrupts))
+        if races.each:
+            show_verdict(races, screen, details=details)
+        report = None
+    if details and not interrupts:
+        report = _details(setting, prompts, tokens)
+    if as_json:
+        facts = _facts(setting, races, steps)
+        facts["report"] = report and report.as_json()
+        console.out.print(json.dumps(facts))
+    elif report is not None:
+        from moaspec.cli.terminal.result_tables import show
+
+        show(report)
+    if interrupts:
+        raise typer.Exit(130)
+    if not races.lossless:
+        raise typer.Exit(1)
+
+
+def new_screen() -> Screen:
+    """A console that breaks lines between words; in files and pipes it breaks none."""
+    soft_wrap = not sys.stdout.isatty()
+    return Screen(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decodes.
+
+    Attributes:
+        target: its texts are written.
+        drafter: proposes tokens.
+        methods: the same for `measure`.
+        prompts: to choose from.
+        trusted: loads the target that says which of two texts is right.
+    """
+
+    target: Target
+    drafter: MoADrafter
+    methods: Sequence[Method]
+    prompts: Sequence[Prompt]
+    trusted: Callable[[], Target]
+
+    def __str__(self) -> str:
+        import torch
+
+        from moaspec.evaluate.report.report import machine
+
+        threads = torch.get_num_threads()
+        return (
+            f"{self.target.name} in {self.target.precision} on {threads} "
+            f"{'thread' if threads == 1 else 'threads'} of {machine()['processor']}"
+        )
+
+
+def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
+    """Compile, dequantise, load and measure, each only where it was not done before."""
+    from moaspec.backends.cpu.build import must_compile, why_not
+    from moaspec.calibration.choose_exit import known_exits
+    from moaspec.calibration.first_use import expected_s, measure_once
+    from moaspec.cli.source_options import Sources, load_methods, load_trusted
+    from moaspec.evaluate.prompt_suites import read_prompts
+    from moaspec.model.moa import MoADrafter
+    from moaspec.target.registry import (
+        AUTO,
+        chosen_dtype,
+        find_weights,
+        must_dequantise,
+        require_dtype,
+    )
+
+    if dtype != AUTO:
+        require_dtype(dtype, AUTO)
+    if must_compile():
+        with steps("Compiling kernels for this CPU", "once; timed elsewhere: 10 to 30 s"):
+            why_not()
+    if must_dequantise(MODEL):
+        with steps("Dequantising the model's weights", "once; timed elsewhere: 20 to 60 s"):
+            find_weights(MODEL)
+    with steps(f"Loading {MODEL} and its drafter"):
+        sources = Sources(MODEL, dtype=chosen_dtype(dtype))
+        methods = load_methods(names, sources)
+    target, drafter = methods[-1].target, methods[-1].drafter
+    assert isinstance(drafter, MoADrafter), "one is bundled"
+    if any(one.costs is None for one in known_exits(target, drafter)):
+        expected = f"once, about {max(1.0, expected_s(target)):.0f} s by its first passes"
+        with steps("Measuring what passes and drafts cost here", expected):
+            _, why_not_measured = measure_once(target, drafter)
+        if why_not_measured is not None:
+            console.err.print(f"Not measured, because {why_not_measured}.")
+    prompts = read_prompts("bundled")
+    return Setting(target, drafter, methods, prompts, cache(lambda: load_trusted(methods, sources)))
+
+
+def _pair_s(setting: Setting) -> float:
+    """Seconds that both decodings take for a token each, after a warm-up."""
+    from moaspec.evaluate.race import Runner, run_race
+
+    ids = console.chat_ids(setting.target, setting.prompts[-1].turns[0])
+    for _ in range(2):  # the first one warms up
+        plain = Runner(setting.target, None, ids, WARM_UP_TOKENS)
+        speculative = Runner(setting.target, setting.drafter, ids, WARM_UP_TOKENS)
+        run_race(plain, speculative)
+    return sum(1 / one.effort.tokens_per_s for one in (plain, speculative))
+
+
+def plan(pair_s: float, max_new_tokens: int | None) -> tuple[int, int]:
+    """How many prompts, and tokens of each, a demo has time for.
+
+    Args:
+        pair_s: seconds of both decodings for a token each.
+        max_new_tokens: what was asked for, if anything was.
+    """
+    tokens = max_new_tokens or min(
+        MAX_TOKENS, max(MIN_TOKENS, int(DECODING_S / (MIN_PROMPTS * pair_s)))
+    )
+    prompts = int(DECODING_S / (tokens * pair_s))
+    return min(MAX_PROMPTS, max(MIN_PROMPTS, prompts)), tokens
+
+
+def _races(
+    setting: Setting,
+    prompts: Sequence[Prompt],
+    tokens: int,
+    screen: Console,
+    stop: Callable[[], bool],
+) -> Races:
+    """Decode prompt after prompt. A prompt that Ctrl-C interrupts is shown but not counted."""
+    from moaspec.evaluate.race import Races
+
+    live = panes.can_redraw(screen)
+    screen.print(FAIRNESS)
+    if live:
+        screen.print(panes.legend(screen))
+    races: list[Race] = []
+    for number, prompt in enumerate(prompts, 1):
+        race = _race(setting, prompt, tokens, Stage(screen, live, number, len(prompts)), stop)
+        if race is None:
+            break
+        races.append(race)
+        screen.print(panes.result_line(number, race))
+    return Races(races)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a race is shown.
+
+    Attributes:
+        screen: shows it.
+        live: whether panes are redrawn on it.
+        number: of the prompt.
+        last: prompt.
+    """
+
+    screen: Console
+    live: bool
+    number: int
+    last: int
+
+
+def _race(
+    setting: Setting, prompt: Prompt, tokens: int, stage: Stage, stop: Callable[[], bool]
+) -> Race | None:
+    """Decode a prompt both ways; None where it was stopped."""
+    from moaspec.evaluate.race import Race, Runner, compared, run_race
+
+    text, screen = prompt.turns[0], stage.screen
+    heading = f"Prompt {stage.number} of {stage.last}: {text}"
+    ids = console.chat_ids(setting.target, text)
+    plain = Runner(setting.target, None, ids, tokens)
+    speculative = Runner(setting.target, setting.drafter, ids, tokens)
+    if stage.live:
+        with panes.shown_live(heading, plain, speculative, screen) as draw:
+            whole = run_race(plain, speculative, watch=draw, stop=stop)
+        if not whole or stage.number == stage.last:
+            screen.print(panes.frame(heading, panes.panes_of(plain, speculative), screen))
+    else:
+        whole = run_race(plain, speculative, stop=stop)
+        panes.show_lines(heading, plain, speculative, screen)
+    if not whole:
+        return None
+    equality = compared(plain, speculative, ids, max_new_tokens=tokens, trusted=setting.trusted)
+    name = prompt.category or prompt.question_id
+    return Race(
+        name=name,
+        prompt=text,
+        plain=plain.effort,
+        speculative=speculative.effort,
+        equality=equality,
+    )
+
+
+def show_verdict(races: Races, screen: Console, *, details: bool) -> None:
+    """The verdict, its reason where there was no gain, and what to try next."""
+    screen.print()
+    screen.print(Text(verdict(races), style="bold"))
+    if why := reason(races):
+        screen.print(why)
+    for line in try_next(command(), gained=_gained(races), details=details):
+        screen.print(line)
+
+
+def verdict(races: Races) -> str:
+    """One line: what was gained, on how much text."""
+    number = len(races.each)
+    basis = f"{number} {'prompt' if number == 1 else 'prompts'}, {races.speculative.tokens} tokens"
+    if races.speedup is None:
+        wrong = sum(not one.equality.lossless for one in races.each)
+        are = "is" if wrong == 1 else "are"
+        return f"Verdict: FAULT, {wrong} of {number} texts {are} not the model's own."
+    times = f"{races.speedup:.2f}x"
+    gain = f"{times} as fast" if _gained(races) else f"no gain ({times})"
+    return f"Verdict: {gain}, {_sameness(races)}, {_saved_passes(races)} ({basis})."
+
+
+def _gained(races: Races) -> bool:
+    """With as many passes, any difference is one of the machine."""
+    fewer = races.speculative.passes < races.plain.passes
+    return fewer and races.speedup is not None and round(races.speedup, 2) >= GAIN
+
+
+def _sameness(races: Races) -> str:
+    same = all(one.equality.kind == "identical" for one in races.each)
+    return "same text" if same else "same text up to ties in rounding"
+
+
+def _saved_passes(races: Races) -> str:
+    saved = 1 - races.speculative.passes / races.plain.passes
+    return f"{saved:.0%} fewer passes" if saved >= 0.005 else "as many passes"
+
+
+def reason(races: Races) -> str | None:
+    """Why there was no gain, or what to do about a fault; None where all is well."""
+    if not races.lossless:
+        return (
+            "No speed-up is shown. `moaspec check` finds the first wrong token; please report it."
+        )
+    if _gained(races):
+        return None
+    plain, speculative = races.plain, races.speculative
+    if speculative.passes == plain.passes:
+        return "Reason: no draft was accepted. Few or none are made where they do not surely pay."
+    longer = (speculative.seconds / speculative.passes) / (plain.seconds / plain.passes)
+    return (
+        f"Reason: a speculative pass gave {speculative.tokens_per_pass:.2f} tokens but took "
+        f"{longer:.2f} times as long as a plain one, drafting included."
+    )
+
+
+def try_next(name: str, *, gained: bool, details: bool) -> tuple[str, str]:
+    """Two commands to go on with.
+
+    Args:
+        name: of this program.
+        gained: whether speculation was faster; where it was not, a busy machine may be why.
+        details: whether this demo shows its tables already.
+    """
+    first = (f"{name} chat", "talk with this model")
+    if not gained:
+        first = (f"{name} calibrate", "measure this machine when idle")
+    second = (f"{name} demo --details", "tables of all methods")
+    if details:
+        second = (f"{name} serve --open", "a page to chat on, and an API")
+    width = max(len(first[0]), len(second[0]))
+    return (
+        f"Try next: {first[0]:<{width}}  {first[1]}",
+        f"          {second[0]:<{width}}  {second[1]}",
+    )
+
+
+def command() -> str:
+    """How the user calls this program."""
+    called = Path(sys.argv[0])
+    if shutil.which("moaspec") == str(called):
+        return "moaspec"
+    return str(called) if called.name == "moaspec" else "python -m moaspec"
+
+
+def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report:
+    """Measure the same prompts by `measure`, transformers' own generate included."""
+    from moaspec.cli.source_options import chat_encoder
+    from moaspec.evaluate.runner import Settings, measure
+
+    with bar("measuring", len(setting.methods) * len(prompts)) as advance:
+        return measure(
+            setting.methods,
+            prompts,
+            chat_encoder(setting.target, "default"),
+            Settings(max_new_tokens=tokens),
+            trusted=setting.trusted(),
+            advance=advance,
+        )
+
+
+def _facts(setting: Setting, races: Races, steps: Steps) -> dict[str, Any]:
+    """The settings, the seconds of each step and all measurements, for `--json`."""
+    from moaspec.evaluate.report.report import surroundings
+
+    return {
+        "target": setting.target.name,
+        "dtype": setting.target.precision,
+        **surroundings(),
+        "steps_s": steps.seconds,
+        **races.as_json(),
+    }

@@ -1,0 +1,385 @@
+"""`moaspec eval`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, Quantize
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal.progress import bar
+from moaspec.errors import InputError
+from moaspec.evaluate.file_names import BEGIN, COSTS, CUT, END, PAGE, REPORT
+from moaspec.evaluate.prompt_suites import read_prompts
+
+if TYPE_CHECKING:
+    from moaspec.evaluate.cut_quality import Cut
+    from moaspec.evaluate.methods import Method
+    from moaspec.evaluate.prompt_suites import Prompt
+    from moaspec.evaluate.report.report import Report
+    from moaspec.evaluate.results_store import Store
+    from moaspec.evaluate.runner import Settings
+    from moaspec.target.target import Target
+
+DEFAULT_METHODS = "hf,plain,moa"
+
+
+app = typer.Typer(no_args_is_help=False)
+
+
+@app.callback(invoke_without_command=True)
+def evaluate(
+    context: typer.Context,
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="bundled, paper, spec-bench, a JSONL file, a directory of them, or hub:OWNER/NAME."
+        ),
+    ] = "bundled",
+    methods: Annotated[
+        str, typer.Option(help="Methods to time, commas between; see docs/evaluation.md.")
+    ] = DEFAULT_METHODS,
+    tau_only: Annotated[
+        str,
+        typer.Option(help="Methods of which only tau is wanted: decoded in batches, not timed."),
+    ] = "",
+    limit: Annotated[
+        int | None, typer.Option(help="Prompts per suite, spread over its categories.")
+    ] = None,
+    turns: Annotated[int | None, typer.Option(help="Turns per conversation; all.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Decodings of each prompt by each method.")] = 1,
+    batch: Annotated[
+        int, typer.Option(help="Prompts decoded together; above 1, speed is throughput.")
+    ] = 1,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the best tokens; above, methods sample one text.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the noise above temperature 0.")] = 0,
+    system: Annotated[
+        str, typer.Option(help="System prompt: default (the template's own), none, or a text.")
+    ] = "default",
+    model: Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")] = MODEL,
+    drafter: Annotated[str | None, typer.Option(help="Of moa: alias, directory or hub id.")] = None,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="Of another kind of method: KIND=DIR, for example hf-assisted=DIR."),
+    ] = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    generation_config: GenerationConfig = AUTO,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    cost: Annotated[
+        bool,
+        typer.Option("--cost", help="Measure passes and rounds by context and batch, no prompts."),
+    ] = False,
+    cut: Annotated[
+        int | None,
+        typer.Option(help="Take the target away after so many tokens; judge what drafters write."),
+    ] = None,
+    accuracy: Annotated[
+        bool,
+        typer.Option(
+            "--accuracy",
+            help="With --cut: also whether answers to gsm8k and humaneval are right. Runs the code "
+            "that the model writes, in a sandbox (bubblewrap or Linux namespaces).",
+        ),
+    ] = False,
+    unsafe: Annotated[
+        bool,
+        typer.Option(
+            "--unsafe",
+            help="With --accuracy: where there is no sandbox, run that code with your rights.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory for results; the same command resumes what is there."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure decoding methods side by side, and whether their texts are equal.
+
+    Example: moaspec eval --suite prompts/ --limit 20 --dtype bfloat16 --threads 2 --out results
+    """
+    if context.invoked_subcommand is not None:
+        return
+    timed, untimed = _names(methods), _names(tau_only)
+    _check_options(context.params, timed)
+    prompts = [] if cost else read_prompts(suite, limit=limit, max_turns=turns)
+    if accuracy:
+        from moaspec.evaluate.correctness.accuracy import require_graders
+
+        require_graders(prompts, unsafe=unsafe)
+    asked = {"suite": suite, "limit": limit, "turns": turns}
+    apart = cost or cut is not None
+    with console.loading(model, threads):
+        from moaspec.cli.source_options import Sources, load_methods, load_trusted, read_checkpoints
+        from moaspec.evaluate.correctness.equality import RULE
+        from moaspec.evaluate.cut_quality import check_cut
+        from moaspec.evaluate.method_names import require_known_noise
+        from moaspec.evaluate.report.report import surroundings
+        from moaspec.evaluate.results_store import Store, prepare
+        from moaspec.evaluate.runner import Settings
+        from moaspec.target.registry import chosen_dtype
+
+        if cut is not None:
+            check_cut(cut, max_new_tokens)
+        require_known_noise([*timed, *untimed], temperature)
+        settings = Settings(
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            batch=batch,
+            temperature=temperature,
+            seed=seed,
+        )
+        if out is not None:
+            prepare(out)
+        sources = Sources(
+            model,
+            chosen_dtype(dtype, device=device),
+            drafter,
+            read_checkpoints(checkpoint or []),
+            device,
+            quantize,
+            generation_config.setting,
+        )
+        around = {**sources.as_facts(), "system": system, **surroundings()}
+        facts = {**settings.as_facts(), **around, "rule": RULE}
+        # It refuses other settings before anything is loaded.
+        store = None if apart else Store(out, facts)
+        loaded = load_methods([*timed, *untimed], sources)
+        trusted = None if apart else load_trusted(loaded, sources)
+    console.tell_defaults(loaded[0].target, loaded[0].target.generation_defaults)
+    if cost:
+        _report_costs(loaded, around, out, as_json=as_json)
+        return
+    if cut is not None:
+        found = _measured_cut(
+            loaded,
+            prompts,
+            (cut, max_new_tokens),
+            system=system,
+            accuracy=accuracy,
+            unsafe=unsafe,
+        )
+        facts = {**around, **asked, "max_new_tokens": max_new_tokens}
+        _report_cut(found, facts, out, as_json=as_json)
+        return
+    report = _measured(
+        loaded[: len(timed)],
+        prompts,
+        settings,
+        tau_only=loaded[len(timed) :],
+        trusted=trusted,
+        store=store,
+        system=system,
+    )
+    if report.interrupted:
+        _put_out(report.as_json(), lambda: show(report), None, as_json=as_json)
+        kept = "" if out is None else f" They are kept in {out}; the same command goes on."
+        console.err.print(f"Stopped: these are the prompts before.{kept}", style="yellow")
+        raise typer.Exit(130)
+    result = {"settings": {**facts, **asked}, **report.as_json()}
+    from moaspec.cli.terminal.result_tables import show
+
+    _put_out(result, lambda: show(report), out and out / REPORT, as_json=as_json)
+    if not report.lossless:
+        raise typer.Exit(1)
+
+
+def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
+    """Refuse what is out of range or would be ignored, before anything is loaded or written."""
+    for name in ("limit", "turns"):
+        value = options[name]
+        if value is not None and value < 1:
+            raise InputError(f"--{name} must be at least 1, got {value}.")
+    apart = options["cost"] or options["cut"] is not None
+    if options["accuracy"] and options["cut"] is None:
+        raise InputError("--accuracy goes with --cut: without a cut every text is the target's.")
+    if options["unsafe"] and not options["accuracy"]:
+        raise InputError("--unsafe goes with --accuracy, which runs code that the model writes.")
+    if options["cost"] and options["cut"] is not None:
+        raise InputError("--cost and --cut are measured by themselves: use one after the other.")
+    if apart and (options["repeats"], options["batch"], options["tau_only"]) != (1, 1, ""):
+        raise InputError("--repeats, --batch and --tau-only do not go with --cost and --cut.")
+    if apart and options["temperature"]:
+        raise InputError("--temperature does not go with --cost and --cut, which are greedy.")
+    if not timed:
+        raise InputError("--methods must name at least one method that is timed.")
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="report.json, or its directory.")],
+    after: Annotated[Path, typer.Argument(help="The other one.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What changed between two reports, with 95% confidence intervals over prompts.
+
+    Example: moaspec eval compare results/before results/after
+    """
+    from moaspec.cli.terminal.result_tables import show_comparison
+    from moaspec.evaluate.report.comparison import compare_reports, read_report
+
+    found = compare_reports(read_report(before), read_report(after))
+    _put_out(found.as_json(), lambda: show_comparison(found), None, as_json=as_json)
+
+
+@app.command()
+def page(
+    directory: Annotated[Path, typer.Argument(help="What --out of moaspec eval named.")],
+    markdown: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Also write tables and plots into this Markdown file: between its lines "
+            f"`{BEGIN}` and `{END}` where it has them, else as a whole. May be given several times."
+        ),
+    ] = None,
+) -> None:
+    """Write report.html anew from the results in a directory.
+
+    Example: moaspec eval page results --markdown docs/results.md
+    """
+    from moaspec.evaluate.report.html_page import write_page
+    from moaspec.evaluate.report.markdown import write_markdown
+
+    try:
+        written = [write_page(directory)]
+        for path in markdown or ():
+            write_markdown(directory, path)
+            written.append(path)
+    except OSError as error:
+        raise InputError(f"The page cannot be written: {error}.") from error
+    console.out.print(f"Written: {', '.join(map(str, written))}")
+
+
+def _put_out(
+    facts: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
+) -> None:
+    """Write the file and the page around it, where wanted; print the table or the JSON."""
+    if path is not None:
+        from moaspec.evaluate.results_store import write_whole
+
+        write_whole(path, json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    written = None if path is None else _write_page(path.parent) or path
+    if as_json:
+        console.out.print(json.dumps(facts))
+    else:
+        show_it()
+    if written is not None:
+        (console.err if as_json else console.out).print(f"Report: {written}")
+
+
+def _put_out_apart(
+    facts: dict[str, Any], show_it: Callable[[], None], path: Path | None, *, as_json: bool
+) -> None:
+    """`_put_out` of costs or a cut; what Ctrl-C has ended early replaces no file."""
+    interrupted = facts["interrupted"]
+    held = interrupted and path is not None and path.exists()
+    _put_out(facts, show_it, None if held else path, as_json=as_json)
+    if interrupted:
+        kept = f" {path} stays as it was." if held else ""
+        console.err.print(f"Stopped: this was measured before.{kept}", style="yellow")
+        raise typer.Exit(130)
+
+
+def _write_page(directory: Path) -> Path | None:
+    """The page, where there is a report to show; without matplotlib the rest still works."""
+    from moaspec.evaluate.report.html_page import write_page
+
+    if not (directory / REPORT).exists():
+        return None
+    try:
+        return write_page(directory)
+    except InputError as error:
+        console.err.print(f"No {PAGE}: {error}", style="yellow")
+        return None
+
+
+def _report_costs(
+    methods: Sequence[Method], settings: dict[str, Any], out: Path | None, *, as_json: bool
+) -> None:
+    from moaspec.cli.terminal.result_tables import show_costs
+    from moaspec.evaluate.pass_costs import measure_costs, num_measurements
+
+    with bar("measuring costs", num_measurements(methods[0].target, methods)) as advance:
+        costs = measure_costs(methods, advance=advance)
+    facts = {**costs.as_json(), "settings": settings}
+    _put_out_apart(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
+
+
+def _measured_cut(
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    lengths: tuple[int, int],
+    *,
+    system: str,
+    accuracy: bool,
+    unsafe: bool,
+) -> Cut:
+    """`lengths`: tokens before the cut, and of the whole text."""
+    from moaspec.cli.source_options import chat_encoder
+    from moaspec.evaluate.correctness.accuracy import is_right
+    from moaspec.evaluate.cut_quality import measure_cut
+
+    target = methods[0].target
+    encode, tokenizer = chat_encoder(target, system), cast(Any, target.tokenizer)
+
+    def right(prompt: Prompt, answer: Sequence[int]) -> bool | None:
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        return is_right(prompt, text, unsafe=unsafe)
+
+    with bar("measuring", len(prompts)) as advance:
+        return measure_cut(
+            methods,
+            prompts,
+            lambda turn: encode([turn], []),
+            after=lengths[0],
+            max_new_tokens=lengths[1],
+            is_right=right if accuracy else lambda *_: None,
+            advance=advance,
+        )
+
+
+def _report_cut(found: Cut, settings: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
+    from moaspec.cli.terminal.result_tables import show_cut
+
+    facts = {**found.as_json(), "settings": settings}
+    _put_out_apart(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _measured(
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    *,
+    trusted: Target | None,
+    tau_only: Sequence[Method] = (),
+    store: Store | None = None,
+    system: str = "default",
+) -> Report:
+    from moaspec.cli.source_options import chat_encoder
+    from moaspec.evaluate.runner import measure
+
+    total = (len(methods) + len(tau_only)) * sum(len(prompt.turns) for prompt in prompts)
+    with bar("measuring", total) as advance:
+        return measure(
+            methods,
+            prompts,
+            chat_encoder(methods[0].target, system),
+            settings,
+            tau_only=tau_only,
+            trusted=trusted,
+            store=store,
+            advance=advance,
+        )

@@ -1,0 +1,142 @@
+"""`moaspec generate PROMPT`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moaspec.cli import options
+from moaspec.cli.loading import load, measure_once
+from moaspec.cli.terminal import console
+from moaspec.errors import InputError
+
+if TYPE_CHECKING:
+    from moaspec.engine.result import GenerationResult
+    from moaspec.target.target import Target
+
+
+def generate(
+    prompt: options.Prompt = None,
+    model: options.Model = options.MODEL,
+    drafter: options.DrafterName = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    tree: options.Shape = "auto",
+    free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    system: options.System = None,
+    generation_config: options.GenerationConfig = options.AUTO,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop at this string; may be given several times.")
+    ] = None,
+    num_choices: Annotated[int, typer.Option(help="Answers, each sampled by itself.")] = 1,
+    speculation: options.Speculation = True,
+    dtype: options.Dtype = "auto",
+    quantize: options.Quantize = None,
+    threads: options.Threads = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no stream.")] = False,
+) -> None:
+    """Answer a prompt, streaming verified tokens; accepted drafts are green, copies cyan.
+
+    --tree auto drafts what pays on this machine, which its first use measures in some seconds.
+
+    Ctrl-C stops generating; what was generated stays on the screen. Several choices are decoded
+    together and shown one after another when they are done.
+
+    Without a prompt, or with -, it is read from standard input: moaspec generate < question.txt
+
+    Example: moaspec generate "Why is the sky blue?" --temperature 0.8 --top-p 0.95 --seed 7
+    """
+    settings = options.row_options({**locals(), "stop": stop or ()})
+    if raw and system is not None:
+        raise InputError("--system is for the chat template, which --raw leaves out.")
+    if num_choices < 1:
+        raise InputError(f"--num-choices must be at least 1, got {num_choices}.")
+    question = console.read_prompt(prompt)
+    target, module = load(
+        model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
+    )
+    if tree == "auto":
+        measure_once(target, module)
+    from moaspec.generation.api import start
+
+    settings = options.settled(settings, target)
+    prompt_ids = console.chat_ids(target, question, system=system, raw=raw)
+    engine, results = start(
+        target, [prompt_ids], drafter=module, num_choices=num_choices, **settings
+    )
+    before = prompt_ids if raw else []
+    printer = None if as_json or num_choices > 1 else console.TokenPrinter(target, before)
+    with console.noted_interrupts() as interrupts:
+        interrupted = console.show_events(engine.run(), printer, interrupts)
+        if as_json:
+            facts = [summary(target, prompt_ids, result, raw=raw) for result in results]
+            console.out.print(json.dumps(facts[0] if num_choices == 1 else {"choices": facts}))
+        else:
+            _show(target, results, printer, before)
+    if interrupted:
+        raise typer.Exit(130)
+
+
+def _show(
+    target: Target,
+    results: list[GenerationResult],
+    printer: console.TokenPrinter | None,
+    before: Sequence[int],
+) -> None:
+    """What is left to print after decoding: whole choices, and statistics."""
+    from moaspec.sampling.incremental_text import continuation
+
+    for number, result in enumerate(results):
+        if printer is not None:
+            printer.close()
+        else:
+            console.err.print(f"choice {number}", style="bold")
+            console.out.print(continuation(target.tokenizer, before, result.token_ids))
+        console.err.print(describe(result), style="dim")
+
+
+def describe(result: GenerationResult) -> str:
+    """One line of statistics."""
+    timing = result.timing
+    decode_s = timing.total_s - timing.prefill_s
+    rounds = result.num_rounds and decode_s > 0
+    speed = f"{(len(result.token_ids) - 1) / decode_s:.1f} tokens/s, " if rounds else ""
+    tau = f"tau {result.tau:.2f}, " if result.tau else ""
+    tau += f"{result.num_copied} of them copied, " if result.num_copied else ""
+    seed = "" if result.seed is None else f", seed {result.seed}"
+    return (
+        f"{len(result.token_ids)} tokens ({result.stop_reason}), {speed}{tau}"
+        f"{result.num_rounds} rounds, prompt {timing.prefill_s:.2f} s{seed}"
+    )
+
+
+def summary(
+    target: Target, prompt_ids: list[int], result: GenerationResult, *, raw: bool
+) -> dict[str, Any]:
+    """What `--json` prints; a raw text continues its prompt."""
+    from moaspec.sampling.incremental_text import continuation
+
+    before = prompt_ids if raw else []
+    return {
+        "text": continuation(target.tokenizer, before, result.token_ids),
+        "token_ids": result.token_ids,
+        "sources": result.sources,
+        "prompt_tokens": len(prompt_ids),
+        "stop_reason": result.stop_reason,
+        "stop_string": result.stop_string,
+        "seed": result.seed,
+        "tau": result.tau,
+        "num_copied": result.num_copied,
+        "accept_lengths": result.accept_lengths,
+        "acceptance_by_depth": result.acceptance_by_depth,
+        "timing": vars(result.timing),
+    }

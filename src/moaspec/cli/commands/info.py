@@ -1,0 +1,136 @@
+"""`moaspec info CHECKPOINT`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal import terminal_table as table
+from moaspec.cli.terminal.terminal_table import Table
+from moaspec.errors import UnknownModelError
+from moaspec.generation.bundled import bundled_drafters
+from moaspec.model.checkpoint.directory import is_directory, read_config
+
+DIGEST = 16
+"""Characters of a hash on the terminal; enough to tell two apart."""
+LEAST_VALUE = 24
+"""Columns for values on the narrowest terminals."""
+_HASH = re.compile(r"[0-9a-f]{32,}")
+
+
+def info(
+    checkpoint: Annotated[str, typer.Argument(help="Bundled alias or directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a drafter checkpoint or device bundle holds, and check that its weights are whole.
+
+    Example: moaspec info smollm2-135m
+    """
+    directory = bundled_drafters().get(checkpoint, Path(checkpoint))
+    if not is_directory(directory):
+        raise UnknownModelError(
+            f"No checkpoint {checkpoint!r}: not a directory, and not bundled "
+            f"({', '.join(bundled_drafters()) or 'none'})."
+        )
+    with console.loading(checkpoint):
+        facts = describe_bundle(directory) if _is_bundle(directory) else describe(directory)
+    if as_json:
+        console.out.print(json.dumps(facts))
+        return
+    lines = list(_lines(facts))
+    shown = shortened(lines, console.out.width)
+    table.show(Table(("", ""), shown, str(directory)))
+    if shown != lines:
+        console.note("--json prints what was cut off here (…).", "dim")
+
+
+def shortened(lines: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
+    """Cut hashes to their start, and other values to the rest of a terminal's line.
+
+    Args:
+        lines: names and values.
+        width: columns of the terminal.
+    """
+    room = max(LEAST_VALUE, width - table.GAP - max(len(name) for name, _ in lines))
+    return [
+        (name, _cut(value, DIGEST if _HASH.fullmatch(value) else room)) for name, value in lines
+    ]
+
+
+def _cut(value: str, room: int) -> str:
+    text = Text(value)
+    text.truncate(room, overflow="ellipsis")
+    return text.plain
+
+
+def _lines(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values, those of parts below the name of the whole."""
+    for key, value in facts.items():
+        name = f"{above}{key}"
+        if isinstance(value, dict) and value:
+            yield from _lines(value, f"{name}.")
+        elif isinstance(value, list) and not any(isinstance(one, dict | list) for one in value):
+            yield name, ", ".join(map(str, value)) or "none"
+        else:
+            yield name, json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def describe(directory: Path) -> dict[str, Any]:
+    """Facts of a checkpoint, its weights read and checked."""
+    from moaspec.model.checkpoint.baseline_checkpoint import SECTION as BASELINE
+    from moaspec.model.checkpoint.baseline_checkpoint import read_whole
+    from moaspec.model.checkpoint.moa_checkpoint import DRAFT_TOKENS, HEAD_MOMENT, SECTION
+
+    config, tensors = read_whole(directory)
+    draft_tokens, _ = tensors.pop(DRAFT_TOKENS, None), tensors.pop(HEAD_MOMENT, None)
+    ours = config.get(SECTION) or config.get(BASELINE) or {}
+    return {
+        "format": _format(config),
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "dtype": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}),
+        "bytes": sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+        "num_target_layers": ours.get("num_target_layers", "not recorded"),
+        "draft_vocabulary": "full" if draft_tokens is None else len(draft_tokens),
+        "target": ours.get("target") or "not recorded",
+        "training": config.get("training", {}),
+    }
+
+
+def _format(config: Mapping[str, Any]) -> str:
+    from moaspec.model.checkpoint.baseline_checkpoint import SECTION as BASELINE
+    from moaspec.model.checkpoint.moa_checkpoint import SECTION
+
+    if BASELINE in config:
+        return f"baseline ({config[BASELINE]['kind']})"
+    return "moaspec" if SECTION in config else "published"
+
+
+def _is_bundle(directory: Path) -> bool:
+    return "moaspec_device" in read_config(directory)
+
+
+def describe_bundle(directory: Path) -> dict[str, Any]:
+    """Facts of a device bundle, its weights read and checked."""
+    from moaspec.model.checkpoint.moa_checkpoint import DRAFT_TOKENS
+    from moaspec.model.checkpoint.weight_files import read_tensors
+    from moaspec.remote.device.bundle import read_bundle_info
+
+    info, tensors = read_bundle_info(directory), read_tensors(directory)
+    return {
+        "format": "device bundle",
+        "drafter": info.kind,
+        "weights": info.weights,
+        "bytes": sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+        "num_target_layers": info.num_target_layers,
+        "draft_vocabulary": len(tensors[DRAFT_TOKENS]) if DRAFT_TOKENS in tensors else "full",
+        "target": asdict(info.target),
+        "fingerprint": info.fingerprint,
+    }

@@ -1,0 +1,49 @@
+"""`moaspec models`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal import terminal_table as table
+from moaspec.cli.terminal.terminal_table import Table
+from moaspec.generation.bundled import bundled_drafters
+from moaspec.target.names import ALIASES, SUPPORTED_FAMILIES, packaged_gguf
+
+
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List target aliases and bundled drafters.
+
+    Example: moaspec models
+    """
+    rows: list[dict[str, Any]] = [
+        {
+            "alias": name,
+            "source": f"package {alias.package}" if packaged_gguf(alias) else "hub",
+            "hub_id": alias.hub_id,
+            "drafters": [d for d in bundled_drafters() if f"{d}-".startswith(f"{name}-")],
+        }
+        for name, alias in ALIASES.items()
+    ]
+    if as_json:
+        console.out.print(json.dumps({"models": rows, "families": SUPPORTED_FAMILIES}))
+        return
+    table.show(_table(rows))
+    console.out.print()
+    console.note(
+        f"Also: any directory or hub id of these families: {', '.join(SUPPORTED_FAMILIES)}."
+    )
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    headings = ("alias", "weights from", "hub id", "drafters")
+    cells = [
+        (row["alias"], row["source"], row["hub_id"], ", ".join(row["drafters"]) or "none")
+        for row in rows
+    ]
+    return Table(headings, cells)

@@ -1,0 +1,227 @@
+"""`moaspec remote PROMPT`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from moaspec.cli import device_options as device
+from moaspec.cli import options
+from moaspec.cli.terminal import console
+from moaspec.extras import require
+
+if TYPE_CHECKING:
+    from moaspec.generation.api import RowOptions
+    from moaspec.privacy.vault import Vault
+    from moaspec.remote.device.events import RemoteEvent
+    from moaspec.remote.device.remote_session import RemoteSession
+    from moaspec.remote.emulation.shaped_transport import Faults
+
+PROVISIONAL, NOTE = "yellow", "dim"
+PATIENCE_S = 2.0
+"""After so long without a first link the user is told."""
+
+
+def remote(
+    prompt: options.Prompt = None,
+    server: device.Server = device.SERVER,
+    bundle: device.Bundle = None,
+    model: options.Model = options.MODEL,
+    on_cut: device.OnCut = "rollback",
+    codec: device.Codec = "int8",
+    draft: device.Draft = "auto",
+    num_target_layers: device.NumTargetLayers = None,
+    prefix_dir: device.PrefixDir = None,
+    give_up_s: device.GiveUp = None,
+    token_file: device.TokenFile = None,
+    ca: device.CA = None,
+    certificate: device.Certificate = None,
+    key: device.Key = None,
+    cut_after: Annotated[
+        int | None, typer.Option(help="Take the link away after so many tokens.")
+    ] = None,
+    cut_s: Annotated[float, typer.Option(help="For so many seconds.")] = 3.0,
+    link: Annotated[str, typer.Option(help="Emulate a link: none, lan, 4g, 5g.")] = "none",
+    recognise: device.Recognise = True,
+    phone_region: device.PhoneRegion = None,
+    max_new_tokens: options.MaxNewTokens = 64,
+    temperature: options.Temperature = None,
+    seed: options.Seed = None,
+    generation_config: options.GenerationConfig = options.AUTO,
+    threads: options.Threads = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Draft here, verify on a server: verified drafts are green, text without a link is yellow.
+
+    What stands between `<private>` and `</private>`, and what recognisers find, never leaves this
+    process: the server sees placeholders.
+
+    Example: moaspec remote "Why is the sky blue?" --cut-after 12
+    """
+    require("`moaspec remote`", "remote", *(["private"] if recognise else []))
+    device.check_address(server)
+    question = console.read_prompt(prompt)
+    with console.loading(model, threads):
+        from moaspec.remote.device.remote_session import RemoteSession
+        from moaspec.remote.emulation.emulated_link import link_named
+        from moaspec.remote.emulation.shaped_transport import Faults, ShapedTransport
+        from moaspec.remote.protocol.grpc_transport import GrpcTransport
+
+    chosen = device.remote_options(
+        codec=codec,
+        num_target_layers=num_target_layers,
+        draft=draft,
+        on_cut=on_cut,
+        prefix_dir=prefix_dir,
+        give_up_s=give_up_s,
+    )
+    wire = GrpcTransport(server, device.credentials(token_file, ca, certificate, key))
+    faults, emulated = Faults(), link_named(link)
+    shaped = link != "none" or cut_after is not None
+    transport = ShapedTransport(wire, emulated, faults) if shaped else wire
+    vault = device.vault(phone_region, recognise=recognise)
+    hidden = vault.hide(question)
+    loaded = device.load_bundle(bundle, model)
+    ids = console.chat_ids(loaded.target, hidden)
+    session = RemoteSession(loaded, transport, chosen)
+    show = _Show(loaded.tokenizer, vault, quiet=as_json)
+    cut = _Cut(faults, cut_after, cut_s)
+    settings: RowOptions = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "generation_config": generation_config.setting,
+    }
+    settings = options.settled(settings, loaded.target)
+    asyncio.run(_run(session, ids, settings, show=show, cut=cut, server=server))
+    _report(session, show, as_json=as_json, hidden=len(vault))
+
+
+async def _run(
+    session: RemoteSession,
+    ids: list[int],
+    settings: RowOptions,
+    *,
+    show: _Show,
+    cut: _Cut,
+    server: str,
+) -> None:
+    timer = asyncio.get_running_loop().call_later(PATIENCE_S, _tell_of_no_link, session, server)
+    try:
+        async for event in session.stream(ids, **settings):
+            show.event(event)
+            cut.note(len(show.text), show)
+    finally:
+        timer.cancel()
+        cut.end()
+        await session.close()
+
+
+def _tell_of_no_link(session: RemoteSession, server: str) -> None:
+    if session.stats.up_s is None:
+        console.err.print(f"No link to {server} yet; trying again.")
+
+
+class _Cut:
+    """Takes the link away once, for a while."""
+
+    def __init__(self, faults: Faults, after: int | None, seconds: float) -> None:
+        self._faults, self._after, self._seconds = faults, after, seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, num_tokens: int, show: _Show) -> None:
+        """Cut the link when there are enough tokens."""
+        if self._after is None or num_tokens < self._after:
+            return
+        self._after = None
+        self._faults.cut = True
+        show.note(f"[link cut for {self._seconds:g} s]")
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self.end)
+
+    def end(self) -> None:
+        """Give the link back."""
+        self._faults.cut = False
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class _Show:
+    """Prints text as it comes; what is taken back is said, and written anew."""
+
+    def __init__(self, tokenizer: Any, vault: Vault, *, quiet: bool) -> None:
+        self._tokenizer, self._vault, self._quiet = tokenizer, vault, quiet
+        self.text: list[int] = []
+        self._shown = ""
+        self._waiting, self._replaced = False, 0
+
+    def event(self, event: RemoteEvent) -> None:
+        """Show what an event changed."""
+        self.text[event.start :] = event.token_ids
+        alone = event.link != "up" and event.num_provisional > 0
+        self._waiting |= alone
+        self._replaced += event.num_corrected
+        # A server that has to read the text anew confirms it in several steps.
+        if self._waiting and not event.num_provisional:
+            self._back()
+        final = event.stop_reason is not None
+        self._print(self.words(final=final), PROVISIONAL if alone else _style(event))
+
+    def _back(self) -> None:
+        kept = f"{self._replaced} replaced" if self._replaced else "all of it stays"
+        self.note(f"[link back: {kept}]")
+        self._shown, self._waiting, self._replaced = "", False, 0
+
+    def words(self, *, final: bool = False) -> str:
+        """The text so far with private spans restored; what may still change waits."""
+        text = self._tokenizer.decode(self.text, skip_special_tokens=True)
+        restorer = self._vault.restorer()
+        # A character that is split over tokens ends in a replacement character until it is whole.
+        shown = restorer.push(text if final else text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        return shown + restorer.close() if final else shown
+
+    def note(self, words: str) -> None:
+        """A line of our own."""
+        if not self._quiet:
+            console.out.print()
+            console.out.print(Text(words, style=NOTE))
+
+    def _print(self, words: str, style: str) -> None:
+        if not self._quiet and words.startswith(self._shown):
+            console.out.print(Text(words[len(self._shown) :], style=style), end="")
+        self._shown = words
+
+
+def _style(event: RemoteEvent) -> str:
+    return console.STYLES["draft" if "draft" in event.sources else "target"]
+
+
+def _report(session: RemoteSession, show: _Show, *, as_json: bool, hidden: int) -> None:
+    stats, result = session.stats, session.result
+    facts = {
+        "text": show.words(final=True),
+        "token_ids": list(result.token_ids),
+        "stop_reason": result.stop_reason,
+        "seed": result.seed,
+        "tau": result.tau,
+        "num_rounds": result.num_rounds,
+        "bytes_up": stats.bytes_up,
+        "bytes_down": stats.bytes_down,
+        "cuts": stats.cuts,
+        "noticed_s": stats.noticed_s,
+        "provisional": stats.provisional,
+        "corrected": stats.corrected,
+        "private_spans": hidden,
+    }
+    if as_json:
+        console.out.print(json.dumps(facts))
+        return
+    console.out.print()
+    line = f"{len(result.token_ids)} tokens in {result.num_rounds} rounds"
+    line += f"; {stats.bytes_up} bytes up, {stats.bytes_down} down"
+    if stats.cuts:
+        line += f"; {stats.provisional} tokens without a link, {stats.corrected} replaced"
+    console.out.print(line, style=NOTE)

@@ -1,0 +1,221 @@
+"""`moaspec target-server`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from moaspec.cli import options
+from moaspec.cli.terminal import console
+from moaspec.errors import InputError
+from moaspec.extras import require
+from moaspec.generation.bundled import bundled_drafters
+from moaspec.ports import held
+
+if TYPE_CHECKING:
+    from moaspec.remote.server.service import ServiceOptions, TargetService
+
+
+def target_server(
+    model: options.Model = options.MODEL,
+    drafter: options.DrafterName = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 50051,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Certificate chain of this server, PEM.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.")] = None,
+    client_ca: Annotated[
+        Path | None, typer.Option(help="Devices must show a certificate that this CA signed.")
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(help='JSON: {"owner": {"sha256": "...", "expires": seconds}}.'),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Serve Prometheus metrics here (on the same address).", min=0, max=65535),
+    ] = None,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Print OpenTelemetry spans on standard error.")
+    ] = False,
+    max_sessions: Annotated[
+        int, typer.Option(help="Sessions that are held at once, if they fit.", min=1)
+    ] = 64,
+    max_sessions_per_client: Annotated[
+        int | None,
+        typer.Option(help="Of one token; half of all where there are several.", min=1),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest text, prompt included.", min=2)] = 4096,
+    max_cache_gib: Annotated[
+        float,
+        typer.Option(help="Room for keys and values of all sessions at their longest.", min=0.001),
+    ] = 8.0,
+    idle_s: Annotated[
+        float, typer.Option(help="Sessions are forgotten after so long.", min=0)
+    ] = 300.0,
+    drain_s: Annotated[
+        float, typer.Option(help="On SIGTERM, running work may take so long.", min=0)
+    ] = 10,
+    engine: Annotated[
+        Literal["torch", "vllm"],
+        typer.Option(help="What runs the target; vllm has to be installed, see docs/vllm.md."),
+    ] = "torch",
+    dtype: options.Dtype = "auto",
+    quantize: options.Quantize = None,
+    threads: options.Threads = None,
+) -> None:
+    """Hold the target for devices that draft; stops gracefully on SIGTERM and Ctrl-C.
+
+    The first line on standard output is JSON with the address, and how many sessions fit.
+    Listening beyond this machine without TLS is refused.
+
+    Example: moaspec target-server --port 50051 --metrics-port 9464
+    """
+    require("`moaspec target-server`", "remote")
+    _check(host, tls_certificate, tls_key, client_ca)
+    if quantize is not None and engine == "vllm":
+        raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
+    from moaspec.remote.server.auth import CallAuth, server_credentials
+
+    guard = CallAuth() if tokens is None else CallAuth.read(tokens)
+    secure = None
+    if tls_certificate is not None and tls_key is not None:
+        secure = server_credentials(tls_certificate, tls_key, client_ca)
+    if traces:
+        _print_traces()
+    name = drafter or (model if model in bundled_drafters() else None)
+    ports = {"--port": port, "--metrics-port": metrics_port}
+    with held(host, ports), console.loading(model, threads):
+        from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
+        from moaspec.remote.server.service import ServiceOptions
+        from moaspec.remote.server.session_store import StoreOptions
+
+        limits = ServiceOptions(
+            max_tokens=max_tokens,
+            max_cache_bytes=int(max_cache_gib * 2**30),
+            sessions=StoreOptions(
+                max_sessions=max_sessions,
+                max_sessions_per_owner=max_sessions_per_client
+                or (max_sessions if len(guard.tokens or ()) == 1 else None),
+                idle_s=idle_s,
+            ),
+        )
+        load = _in_vllm if engine == "vllm" else partial(_here, quantize=quantize)
+        service = load(model, name, dtype, limits)
+    if metrics_port is not None:
+        _serve_metrics(service, host, metrics_port)
+    where = ServerOptions(host=host, port=port, credentials=secure, guard=guard)
+    # Made inside the loop, to which gRPC ties a server when it is made.
+    facts: dict[str, Any] = {"max_sessions": service.max_sessions, "engine": engine}
+    if quantize is not None:
+        facts["quantize"] = quantize
+    asyncio.run(_serve(lambda: GrpcServer(service, where), drain_s, facts))
+
+
+def _here(
+    model: str, drafter: str | None, dtype: str, limits: ServiceOptions, *, quantize: str | None
+) -> TargetService:
+    """The target in this process."""
+    from moaspec.generation.api import load_drafter
+    from moaspec.remote.server.service import TargetService
+    from moaspec.target.registry import load_target
+
+    target = load_target(model, dtype=dtype, quantize=quantize)
+    module = None if drafter is None else load_drafter(drafter, target=target)
+    return TargetService(target, module, limits)
+
+
+def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions) -> TargetService:
+    """The target inside vLLM; of the drafter only the encoder is used."""
+    from moaspec.vllm_plugin.hooks import require_version
+
+    require_version()
+    # Standard output begins with our line.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    import torch
+
+    from moaspec.generation.api import load_drafter
+    from moaspec.remote.server.service import TargetService, wire_encoder
+    from moaspec.target.registry import chosen_dtype, find_weights, target_facts
+    from moaspec.vllm_plugin.vllm_settings import Verifying
+    from moaspec.vllm_plugin.vllm_verifier import vllm_engine
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = chosen_dtype(dtype, device=device, packed=False)
+    facts = target_facts(model, dtype=dtype, device=device)
+    if any(switch < limits.longest(facts) for switch in facts.rope_switches):
+        raise InputError(
+            f"{model} has LongRoPE: all keys of a text change at {facts.rope_switches[0]} tokens, "
+            "which vLLM's cache cannot follow. Take --engine torch, or fewer --max-tokens."
+        )
+    module = None if drafter is None else load_drafter(drafter, target=facts)
+    engine = vllm_engine(
+        Verifying(
+            model=find_weights(model),
+            dtype=dtype,
+            max_rows=limits.fitting(facts).max_sessions,
+            max_tokens=limits.longest(facts),
+            token_bytes=limits.token_bytes(facts),
+            features=module is not None,
+        ),
+        None if module is None else wire_encoder(module, facts),
+    )
+    return TargetService(facts, module, limits, engine=engine)
+
+
+def _check(host: str, certificate: Path | None, key: Path | None, client_ca: Path | None) -> None:
+    from moaspec.remote.server.auth import LOCAL_HOSTS
+
+    if (certificate is None) != (key is None):
+        raise InputError("--tls-certificate and --tls-key come together.")
+    if client_ca is not None and certificate is None:
+        raise InputError("--client-ca needs --tls-certificate and --tls-key.")
+    if certificate is None and host not in LOCAL_HOSTS:
+        raise InputError(
+            f"Listening on {host} without TLS would send texts and tokens in the clear. Give "
+            "--tls-certificate and --tls-key, or listen on 127.0.0.1."
+        )
+
+
+def _serve_metrics(service: Any, host: str, port: int) -> None:
+    from prometheus_client import start_http_server
+
+    try:
+        start_http_server(port, addr=host, registry=service.observer.registry)
+    except OSError as error:
+        raise InputError(f"Cannot serve metrics on {host}:{port}: {error.strerror}.") from error
+
+
+def _print_traces() -> None:
+    import sys
+
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(out=sys.stderr)))
+    trace.set_tracer_provider(provider)
+
+
+async def _serve(make: Callable[[], Any], drain_s: float, facts: dict[str, Any]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(NotImplementedError):  # not on Windows
+            loop.add_signal_handler(number, stop.set)
+    async with make() as server:
+        console.out.print(json.dumps({"address": server.address, **facts}))
+        await stop.wait()
+        console.err.print("Draining", style="dim")
+        await server.drain(drain_s)

@@ -1,0 +1,129 @@
+"""`moaspec train CONFIG.yaml key=value ...`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import TextColumn
+
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal.progress import bar_of
+from moaspec.data.unused_rows import ReadReport
+from moaspec.errors import InputError
+from moaspec.paths import require_writable
+from moaspec.train.stopping import MORE_TO_DO, Ending, parse_duration
+
+if TYPE_CHECKING:
+    from moaspec.train.progress import Progress as StepProgress
+
+
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file of settings; with --init: a name.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value pairs.")] = None,
+    for_: Annotated[
+        str | None, typer.Option("--for", help="Stop after this time, ready to resume: 8m, 1.5h.")
+    ] = None,
+    init: Annotated[
+        bool,
+        typer.Option("--init", help="Write a ready configuration here; without a name: list them."),
+    ] = False,
+) -> None:
+    """Train a drafter; run the same command again to resume exactly where it stopped.
+
+    Ctrl-C saves the last step before leaving. Exit code 75: the time of --for is over, and there is
+    more to do. Several processes: torchrun -m moaspec train ...
+
+    Example: moaspec train --init smollm2-135m; moaspec train smollm2-135m.yaml
+    data='["responses.jsonl"]' steps=500 --for 8m
+    """
+    if init:
+        _write_recipe(config)
+        return
+    if config is None:
+        raise InputError("Name a YAML file of settings, or list ready ones with --init.")
+    seconds = None if for_ is None else parse_duration(for_)
+    with console.loading(str(config)):
+        from moaspec.data.row_sources import require_sources
+        from moaspec.target.registry import load_target
+        from moaspec.train.dataset.read_examples import read_examples
+        from moaspec.train.parallelism.processes import new_accelerator
+        from moaspec.train.run_config import read_train_config
+        from moaspec.train.trainer import Trainer
+
+        settings = read_train_config(config, overrides or [])
+        require_sources(settings.data)
+        require_writable("output", Path(settings.output))
+        console.set_threads(settings.threads or None)
+        accelerator = new_accelerator(settings)
+    out = console.out if accelerator.is_main_process else console.nowhere()
+    with console.status(f"Loading {settings.target}"):
+        target = load_target(
+            settings.target,
+            dtype=settings.target_dtype,
+            device=str(accelerator.device),
+            packed=False,
+        )
+        unused = ReadReport()
+        examples = read_examples(
+            settings.data,
+            vocab_size=target.vocab_size,
+            max_length=settings.max_length,
+            tokenizer=target.tokenizer,
+            stop_token_ids=target.stop_token_ids,
+            report=unused,
+        )
+        trainer = Trainer(target, examples, settings, accelerator=accelerator)
+    for line in unused.lines():
+        out.print(line)
+    size = sum(parameter.numel() for parameter in trainer.student.module.parameters())
+    out.print(
+        f"{len(examples)} examples, drafter of {size / 1e6:.1f}M parameters, "
+        f"from step {trainer.step}"
+    )
+    with bar_of("step", TextColumn("{task.fields[state]}"), screen=out) as bar:
+        begun = trainer.step
+        task = bar.add_task("", total=settings.steps, completed=begun, before=begun, state="")
+
+        def report(step: StepProgress) -> None:
+            bar.update(task, completed=step.step, state=_line(step))
+            bar.tell(task)
+            if step.held_out_accuracy:
+                bar.console.print(_measured(step))
+
+        ending = trainer.run(report, seconds=seconds)
+    written = f"drafter written to {trainer.output / 'drafter'}"
+    if ending is Ending.FINISHED:
+        out.print(f"Finished: {written}")
+        return
+    out.print(
+        f"Stopped after step {trainer.step} of {settings.steps}, which is saved; run it again to "
+        f"continue. As it is now, {written}"
+    )
+    raise typer.Exit(130 if ending is Ending.INTERRUPTED else MORE_TO_DO)
+
+
+def _write_recipe(name: Path | None) -> None:
+    from moaspec.train.recipes import recipes, write_recipe
+
+    if name is None:
+        for known, purpose in recipes().items():
+            console.out.print(f"{known}: {purpose}")
+        return
+    console.out.print(f"Written: {write_recipe(str(name), Path())}")
+
+
+def _line(step: StepProgress) -> str:
+    return (
+        f"loss {step.loss:.2f} kl {step.kl:.2f} accuracy {step.accuracy:.0%} "
+        f"{step.tokens_per_s:.0f} tokens/s"
+    )
+
+
+def _measured(step: StepProgress) -> str:
+    taus = step.held_out_tau or {}
+    shown = ", ".join(f"{tau} (N={n})" for n, tau in taus.items() if tau is not None)
+    return f"step {step.step}: held-out accuracy {step.held_out_accuracy}, tau {shown or 'none'}"

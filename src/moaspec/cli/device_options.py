@@ -1,0 +1,165 @@
+"""What commands of a device share: its bundle, the server's address, and what it shows there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moaspec.cli.terminal import console
+from moaspec.errors import InputError
+from moaspec.generation.bundled import bundled_drafters
+from moaspec.paths import close_to_others, make_private, require_writable, trusted
+
+if TYPE_CHECKING:
+    from moaspec.privacy.vault import Vault
+    from moaspec.remote.device.bundle import DeviceBundle
+    from moaspec.remote.device.remote_session import RemoteOptions
+    from moaspec.remote.server.auth import Credentials
+
+SERVER = "127.0.0.1:50051"
+
+Server = Annotated[str, typer.Option(help="HOST:PORT of `moaspec target-server`.")]
+Bundle = Annotated[
+    Path | None,
+    typer.Option(help="Device bundle; default: one of --model's bundled drafter, made once."),
+]
+OnCut = Annotated[
+    str,
+    typer.Option(
+        help="Without a link: rollback (write on, and correct), keep (write on, and leave it) "
+        "or wait."
+    ),
+]
+Codec = Annotated[str, typer.Option(help="Of activations: fp16, int8 or int4.")]
+Draft = Annotated[str, typer.Option(help="auto, or a shape as for --tree.")]
+NumTargetLayers = Annotated[
+    int | None, typer.Option(help="N, target layers to reuse; default: the drafter's.")
+]
+PrefixDir = Annotated[
+    Path | None, typer.Option(help="Keep activations of prompts in this directory.")
+]
+GiveUp = Annotated[
+    float | None,
+    typer.Option(help="Fail after so many seconds without a verdict; default: never.", min=0),
+]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File with the bearer token; also $MOASPEC_TOKEN.")
+]
+CA = Annotated[str | None, typer.Option(help='CA of the server, or "system"; switches TLS on.')]
+Certificate = Annotated[Path | None, typer.Option(help="The device's own, PEM.")]
+Key = Annotated[Path | None, typer.Option(help="Its private key, PEM.")]
+
+Recognise = Annotated[
+    bool, typer.Option(help="Hide e-mail addresses, phone, card and account numbers.")
+]
+PhoneRegion = Annotated[
+    list[str] | None, typer.Option(help="Countries whose phone numbers have no prefix; US.")
+]
+
+_ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
+
+
+def check_address(server: str) -> None:
+    """Refuse what is no address.
+
+    Raises:
+        InputError: something else than HOST:PORT.
+    """
+    found = _ADDRESS.fullmatch(server)
+    if found is None or not 0 < int(found[1]) < 2**16:
+        raise InputError(
+            f"--server must be HOST:PORT, such as {SERVER} or [::1]:50051, got {server!r}."
+        )
+
+
+def remote_options(**given: Any) -> RemoteOptions:
+    """How a session uses its link, by a command's options, which have the same names.
+
+    Raises:
+        InputError: see `RemoteOptions`.
+    """
+    # Imported here, because gRPC is not needed by most commands; below for the same reason.
+    from moaspec.remote.device.remote_session import RemoteOptions
+
+    if given.get("prefix_dir") is not None:
+        require_writable("--prefix-dir", given["prefix_dir"])
+    return RemoteOptions(**given)
+
+
+def vault(phone_region: Sequence[str] | None, *, recognise: bool) -> Vault:
+    """What hides private text, by the options of both commands."""
+    from moaspec.privacy.recognisers import default
+    from moaspec.privacy.vault import Vault
+
+    return Vault(default(phone_region or ("US",)) if recognise else ())
+
+
+def credentials(
+    token_file: Path | None, ca: str | None, certificate: Path | None, key: Path | None
+) -> Credentials:
+    """What the device shows.
+
+    Raises:
+        InputError: a token that cannot be read, or options that do not go together.
+    """
+    from moaspec.remote.server.auth import Credentials
+
+    return Credentials(token=_token(token_file), ca=ca, certificate=certificate, key=key)
+
+
+def _token(path: Path | None) -> str | None:
+    """From a file or the environment: command lines are seen by every user."""
+    if path is None:
+        return os.environ.get("MOASPEC_TOKEN") or None
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--token-file {path} cannot be read: {error}.") from error
+    if not token:
+        raise InputError(f"--token-file {path} holds no token.")
+    return token
+
+
+def load_bundle(bundle: Path | None, model: str) -> DeviceBundle:
+    """The bundle that was named, or else the one of the model's bundled drafter.
+
+    Raises:
+        InputError: none was named, and no drafter is bundled for the model.
+        CheckpointError: no bundle, or a damaged one.
+    """
+    from moaspec.remote.device.bundle import load_device
+
+    return load_device(bundle or _made_bundle(model))
+
+
+def _made_bundle(model: str) -> Path:
+    """A bundle of the model's own drafter, made where this one has none yet."""
+    from moaspec.remote.device.bundle import FORMAT_VERSION, export_bundle, is_bundle
+
+    drafter = bundled_drafters().get(model)
+    if drafter is None:
+        raise InputError(
+            f"No drafter is bundled for {model}; name a bundle with --bundle "
+            "(moaspec checkpoint export-device)."
+        )
+    directory = trusted("devices", f"{model}-{FORMAT_VERSION}-{_version(drafter)}")
+    if not is_bundle(directory):
+        with console.err.status("Making the device bundle, once"):
+            make_private(directory.parent)
+            export_bundle(model, drafter, directory)
+            close_to_others(directory)
+    return directory
+
+
+def _version(drafter: Path) -> str:
+    """Changes with the drafter, of which a server takes only the one that it has itself."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in drafter.iterdir() if path.is_file()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]

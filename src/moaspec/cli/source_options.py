@@ -1,0 +1,155 @@
+"""What `eval`, `demo` and the like load, and how they put questions to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+
+from moaspec.cli.loading import choose_drafter
+from moaspec.cli.terminal import console
+from moaspec.errors import InputError
+from moaspec.evaluate.method_names import KINDS, MethodParts, needed_checkpoints, parse_methods
+from moaspec.evaluate.methods import Method
+from moaspec.evaluate.runner import Encode
+from moaspec.generation.api import load_any_drafter
+from moaspec.model.moa import MoADrafter
+from moaspec.target.registry import load_target
+from moaspec.target.target import Target
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What to load."""
+
+    model: str
+    dtype: str
+    drafter: str | None = None
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    quantize: str | None = None
+    generation_config: Literal["auto"] | None = "auto"
+
+    def as_facts(self) -> dict[str, Any]:
+        """What results depend on; without what results of earlier versions had no choice of."""
+        facts = asdict(self)
+        if self.generation_config == "auto":
+            del facts["generation_config"]
+        return facts
+
+
+def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
+    """The target, what the methods need beside it, and the methods.
+
+    Raises:
+        InputError: an unknown method, one without its checkpoint, a checkpoint without its method,
+            or an N that the drafter was not trained for.
+    """
+    target = _target(sources)
+    methods = parse_methods(
+        names,
+        MethodParts(
+            target=target,
+            checkpoints=_load_checkpoints(needed_checkpoints(names), sources, target),
+            stock=lambda: _target(sources, packed=False),
+        ),
+    )
+    for method in methods:
+        _require_trained(method)
+    return methods
+
+
+def load_trusted(methods: Sequence[Method], sources: Sources) -> Target:
+    """Whose texts are right: the target as transformers alone loads it, where rounding matters.
+
+    That of a method where one has it; in float32 transformers' own forward over packed weights.
+    """
+    targets = [method.target for method in methods]
+    as_loaded = [target for target in targets if not target.packed]
+    if as_loaded or targets[0].dtype == torch.float32:
+        return (as_loaded or targets)[0]
+    return _target(sources, packed=False)
+
+
+def _target(sources: Sources, *, packed: bool = True) -> Target:
+    return load_target(
+        sources.model,
+        dtype=sources.dtype,
+        device=sources.device,
+        packed=packed,
+        quantize=sources.quantize,
+        generation_config=sources.generation_config,
+    )
+
+
+def _require_trained(method: Method) -> None:
+    if not isinstance(method.drafter, MoADrafter) or method.num_target_layers is None:
+        return
+    trained = method.drafter.config.num_target_layers
+    if method.num_target_layers not in trained:
+        raise InputError(
+            f"Method {method.name!r}: the drafter was trained for N = "
+            f"{', '.join(map(str, trained))} only."
+        )
+
+
+def read_checkpoints(options: Sequence[str]) -> dict[str, str]:
+    """`KIND=DIR` of each option.
+
+    Raises:
+        InputError: another form, or a kind of method that takes none.
+    """
+    pairs = [option.partition("=") for option in options]
+    wrong = [option for option, pair in zip(options, pairs, strict=True) if not pair[2]]
+    if wrong:
+        raise InputError(f"--checkpoint must be KIND=DIR, got {wrong[0]!r}.")
+    takes = sorted(needed_checkpoints(list(KINDS)))
+    unknown = [kind for kind, _, _ in pairs if kind not in takes]
+    if unknown:
+        raise InputError(f"--checkpoint is of one of {', '.join(takes)}; got {unknown[0]!r}.")
+    return {kind: path for kind, _, path in pairs}
+
+
+def _load_checkpoints(kinds: set[str], sources: Sources, target: Target) -> dict[str, Any]:
+    """Drafters by kind of method; another target where transformers drafts with one.
+
+    Raises:
+        InputError: a checkpoint that no method asks for.
+    """
+    loaded: dict[str, Any] = {}
+    if unused := sorted(sources.checkpoints.keys() - kinds):
+        raise InputError(
+            f"--checkpoint {unused[0]}=... is not used: --methods names no {unused[0]}."
+        )
+    if "moa" in kinds:
+        loaded["moa"] = choose_drafter(sources.drafter, sources.model, target)
+    for kind, path in sources.checkpoints.items():
+        if kind == "hf-assisted":
+            loaded[kind] = load_target(
+                path, dtype=sources.dtype, device=sources.device, packed=False
+            )
+        else:
+            loaded[kind] = load_any_drafter(path, target=target)
+    return loaded
+
+
+def chat_encoder(target: Target, system: str) -> Encode:
+    """How turns and answers become prompt ids."""
+    first = {"none": [{"role": "system", "content": ""}], "default": []}.get(
+        system, [{"role": "system", "content": system}]
+    )
+
+    def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
+        messages = list(first)
+        tokenizer: Any = target.tokenizer
+        for turn, answer in zip_longest(turns, answers):
+            messages.append({"role": "user", "content": turn})
+            if answer is not None:
+                text = tokenizer.decode(answer, skip_special_tokens=True)
+                messages.append({"role": "assistant", "content": text})
+        return console.message_ids(target, messages)
+
+    return encode

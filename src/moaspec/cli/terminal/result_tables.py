@@ -1,0 +1,260 @@
+"""Reports as tables in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal import terminal_table as table
+from moaspec.cli.terminal.terminal_table import Table
+
+if TYPE_CHECKING:
+    from moaspec.evaluate.cut_quality import Cut
+    from moaspec.evaluate.pass_costs import Costs
+    from moaspec.evaluate.report.comparison import Comparison, Interval
+    from moaspec.evaluate.report.report import Outcome, Report
+    from moaspec.evaluate.results_store import Sample
+
+SHOWN_FAULTS = 3
+SPEEDS = (
+    "Total: the tokens of all prompts over their seconds. Median: of the prompts, each by itself."
+)
+ROUND_PARTS = ("draft", "verify", "encode", "rest")
+
+
+def show(report: Report) -> None:
+    """Print what was measured, and what speed-ups and equality mean."""
+    from moaspec.evaluate.correctness.equality import RULE
+
+    table.show(methods_table(report))
+    console.note(f"{SPEEDS} {RULE}", "dim")
+    for outcome in report.outcomes:
+        for sample in [one for one in outcome.samples if not one.equality.lossless][:SHOWN_FAULTS]:
+            console.note(_fault(outcome, sample), "red")
+    if report.skipped:
+        console.note(
+            f"{len(report.skipped)} turns were left out: with their answer they do not fit into "
+            "the target's context.",
+            "yellow",
+        )
+    for part in (methods_costs_table(report), parts_table(report)):
+        if part.rows:
+            console.out.print()
+            table.show(part)
+
+
+def methods_table(report: Report) -> Table:
+    """A row per method: how fast, and whether its texts are right."""
+    from moaspec.engine.result import acceptance_by_depth
+
+    facts = report.as_json()
+    how = f"{report.batch} prompts at once" if report.batch > 1 else "one prompt at a time"
+    title = (
+        f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads, {report.choice}, "
+        f"{len(report.outcomes[0].samples)} prompts, {how}"
+    )
+    over = f"speed-up over {report.baseline}"
+    speed = "throughput, tokens/s" if report.batch > 1 else "tokens/s"
+    speeds = (f"{speed} (total)", f"{over} (total)", f"{over} (median)")
+    headings = ("method", *speeds, "tau", "acceptance by depth", f"same text as {report.baseline}")
+    rows = [
+        (
+            outcome.method.name,
+            _speed(outcome),
+            *_speedups(report, outcome),
+            _number(outcome.tau),
+            " ".join(f"{share:.0%}" for share in acceptance_by_depth(outcome.results)),
+            _equal(outcome),
+        )
+        for outcome in report.outcomes
+    ]
+    return Table(headings, rows, title)
+
+
+def methods_costs_table(report: Report) -> Table:
+    """Where the time of timed methods goes."""
+    parts = (f"{part}, ms/round" for part in ROUND_PARTS)
+    more = ("passes/token", "CPU s/token", "peak MB")
+    timed = [outcome for outcome in report.outcomes if outcome.timed and outcome.samples]
+    headings = ("method", "first token, s (median)", *parts, *more)
+    return Table(headings, [_costs_row(outcome) for outcome in timed])
+
+
+def _costs_row(outcome: Outcome) -> Sequence[str]:
+    from moaspec.evaluate.report.report import costs
+
+    facts = costs(outcome)
+    peak, parts = facts["peak_bytes"], facts["round_s"] or {}
+    return (
+        outcome.method.name,
+        _number(facts["first_token_s"]),
+        *(_ms(parts[name]) if parts else "" for name in ROUND_PARTS),
+        _number(outcome.passes_per_token),
+        f"{facts['cpu_s_per_token']:.3f}",
+        "" if peak is None else f"{peak / 1e6:.0f}",
+    )
+
+
+def parts_table(report: Report) -> Table:
+    """Tau by suite, or by category where there is one suite only."""
+    drafted = [one for one in report.outcomes if one.tau is not None]
+    for title, split in (("suite", report.by_suite), ("category", report.by_category)):
+        parts = {one.method.name: split(one) for one in drafted}
+        names = list(next(iter(parts.values()), ()))
+        if len(names) > 1:
+            rows = [(name, *(_number(part[name].tau) for part in parts.values())) for name in names]
+            return Table((f"tau by {title}", *parts), rows)
+    return Table((), ())
+
+
+def _fault(outcome: Outcome, sample: Sample) -> str:
+    """Where a text is not the target's."""
+    found, item = sample.equality, sample.item
+    gap = "" if found.gap is None else f", {found.gap:.3g} logits off"
+    return (
+        f"{outcome.method.name}: {item.prompt.suite} {item.prompt.question_id}, turn "
+        f"{item.turn + 1}, token {found.position}: {found.reason}{gap}"
+    )
+
+
+def _speed(outcome: Outcome) -> str:
+    """The middle and, with repeats, the range."""
+    if outcome.tokens_per_s is None:
+        return "not timed"
+    spread = outcome.tokens_per_s_by_repeat
+    span = f" ({min(spread):.1f} to {max(spread):.1f})" if len(spread) > 1 else ""
+    return f"{outcome.tokens_per_s:.1f}{span}"
+
+
+def _speedups(report: Report, outcome: Outcome) -> tuple[str, str]:
+    """Of all prompts together, and the median of the prompts' own."""
+    reference = report.outcome(report.baseline)
+    if not outcome.lossless:
+        return ("lossy", "lossy")
+    if reference is not None and not reference.lossless:
+        return (f"{report.baseline} is lossy",) * 2
+    median = report.speedup(outcome)
+    if median is None or reference is None or not (outcome.tokens_per_s and reference.tokens_per_s):
+        return ("", "")
+    return (f"{outcome.tokens_per_s / reference.tokens_per_s:.2f}x", f"{median:.2f}x")
+
+
+def _equal(outcome: Outcome) -> str:
+    kinds = [item.kind for item in outcome.equality]
+    text = f"{kinds.count('identical')} of {len(kinds)}"
+    if ties := kinds.count("near_tie"):
+        text += f", {ties} part at a tie"
+    if wrong := kinds.count("different"):
+        text += f", {wrong} DIFFERENT"
+    return text
+
+
+def show_costs(found: Costs) -> None:
+    """Passes by width, rounds by context and batch, and what the machine allows."""
+    bound = found.bound
+    table.show(widths_table(found))
+    console.note(
+        f"A pass reads {bound.weight_bytes / 1e6:.0f} MB of weights, which takes at least "
+        f"{_ms(bound.floor_s)} ms at {bound.bytes_per_s / 1e9:.1f} GB/s; the arithmetic of a token "
+        f"takes {_ms(bound.arithmetic_s)} ms at {bound.flops_per_s / 1e9:.0f} GFLOP/s. Passes over "
+        f"up to {bound.free_tokens} tokens cost about as much as over one."
+    )
+    if found.rounds:
+        console.out.print()
+        table.show(rounds_table(found))
+
+
+def widths_table(found: Costs) -> Table:
+    """What passes cost, and the most that drafting can bring."""
+    headings = ("tokens in a pass", "ms", "speed-up if all were right")
+    rows = [
+        (str(one.tokens), _ms(one.seconds), f"{found.bound.ceiling[one.tokens]:.2f}x")
+        for one in found.widths
+    ]
+    return Table(headings, rows)
+
+
+def rounds_table(found: Costs) -> Table:
+    """What the parts of a round cost."""
+    parts = (f"{part}, ms" for part in ("plain pass", "draft", "verify", "encode"))
+    rows = [
+        (
+            one.method,
+            str(one.context),
+            str(one.batch),
+            *map(_ms, (one.plain_s, one.draft_s, one.verify_s, one.encode_s)),
+            f"{one.break_even:.2f}",
+        )
+        for one in found.rounds
+    ]
+    return Table(("method", "context", "rows", *parts, "pays from tau"), rows)
+
+
+def show_cut(cut: Cut) -> None:
+    """What the target thinks of each continuation, and what was left out."""
+    table.show(cut_table(cut))
+    if cut.left_out:
+        console.note(
+            f"{cut.left_out} prompts were left out: they do not fit, or their answer ended before "
+            "the cut.",
+            "yellow",
+        )
+
+
+def cut_table(cut: Cut) -> Table:
+    """A row per continuation."""
+    facts = cut.as_json()["methods"]
+    headings = {
+        "log_likelihood": "log-probability per token",
+        "agreement": "agreement",
+        "same": "tokens as the target's own",
+        "accuracy": "accuracy",
+    }
+    if all(one["accuracy"] is None for one in facts.values()):
+        del headings["accuracy"]
+    rows = [(name, *(_number(one[key]) for key in headings)) for name, one in facts.items()]
+    rows = [(*row, str(facts[row[0]]["tokens"]), str(facts[row[0]]["judged"])) for row in rows]
+    first, last = f"alone after {cut.after} tokens", ("tokens", "texts")
+    return Table((first, *headings.values(), *last), rows)
+
+
+def show_comparison(found: Comparison) -> None:
+    """Changes with their intervals, and why a speed is missing."""
+    table.show(comparison_table(found))
+    for key, (old, new) in found.differs.items():
+        console.note(f"Speeds are not compared: {key} was {old} and is {new}.")
+    for name in found.lossy:
+        console.note(f"{name} is lossy: its speed is not shown.")
+
+
+def comparison_table(found: Comparison) -> Table:
+    """A row per method."""
+    rows = [
+        (
+            one.method,
+            str(one.prompts),
+            f"{_number(one.tau_before)} to {_number(one.tau_after)}",
+            _interval(one.tau, "+.2f"),
+            _interval(one.speed, ".2f"),
+        )
+        for one in found.changes
+    ]
+    headings = ("method", "prompts", "tau", "change of tau (95%)", "speed ratio (95%)")
+    return Table(headings, rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _interval(interval: Interval | None, form: str) -> str:
+    if interval is None:
+        return ""
+    if interval.low is None or interval.high is None:
+        return f"{interval.value:{form}} (too few to say)"
+    return f"{interval.value:{form}} ({interval.low:{form}} to {interval.high:{form}})"

@@ -1,0 +1,65 @@
+"""Progress of slow steps that follow one another, a line for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from moaspec.cli.terminal.panes import is_live
+
+
+class Steps:
+    """Slow steps, each with a line that says what is done and how long it took.
+
+    Args:
+        screen: shows them; a spinner with a clock where it is a terminal.
+
+    Attributes:
+        seconds: of each step, by its words.
+    """
+
+    def __init__(self, screen: Console) -> None:
+        self._screen = screen
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, words: str, expected: str = "") -> Iterator[Callable[[], None]]:
+        """Around a step.
+
+        Args:
+            words: what is done.
+            expected: how long it takes, where that is long.
+
+        Yields:
+            A function that leaves the terminal clean, for a process that ends within the step.
+        """
+        announced = f"{words} ({expected})" if expected else words
+        started = time.perf_counter()
+        with self._announced(announced) as hide:
+            yield hide
+        self.seconds[words] = time.perf_counter() - started
+        before = f"{announced} ... " if is_live(self._screen) else ""
+        self._screen.print(f"{before}{self.seconds[words]:.1f} s")
+
+    @contextmanager
+    def _announced(self, words: str) -> Iterator[Callable[[], None]]:
+        if is_live(self._screen):
+            columns = (SpinnerColumn("line"), TextColumn(words), TimeElapsedColumn())
+            # Few redraws: they take time from what may be being measured.
+            with Progress(
+                *columns, console=self._screen, transient=True, refresh_per_second=4
+            ) as shown:
+                shown.add_task("")
+                shown.refresh()  # by itself it waits for its thread's first turn
+                yield shown.stop
+            return
+        self._screen.print(f"{words} ... ", end="")
+        try:
+            yield self._screen.print
+        except BaseException:
+            self._screen.print()
+            raise

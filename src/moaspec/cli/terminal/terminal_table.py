@@ -1,0 +1,162 @@
+"""A table as data, and its form in a terminal of a given width.
+
+A table is shown with its rows as lines where that fits, else turned by 90 degrees, else in parts
+with some of its columns each. Cells wrap between words and never inside one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from moaspec.cli.terminal import console
+
+HEADING_LINES = 3
+CELL_LINES = (1, 2)
+"""How tall cells may be: at best, and where nothing else fits."""
+ANY_LINES = 1000
+"""Of names and values, which read well however tall they are."""
+GAP = 2
+"""Blanks between two columns."""
+_NUMBER = re.compile(r"[-+]?\d|$")
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a command measured or found.
+
+    Attributes:
+        headings: one per column.
+        rows: cells, as many as headings.
+        title: stands above the table.
+        grouped: neighbouring rows with the same first cell belong together; it is shown once.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    grouped: bool = False
+
+    @property
+    def columns(self) -> list[tuple[str, ...]]:
+        """Each heading with its cells."""
+        return list(zip(self.headings, *self.rows, strict=True))
+
+    @property
+    def turned(self) -> Table:
+        """Columns as rows; the first column becomes the headings."""
+        first, *others = self.columns
+        return Table(first, others, self.title)
+
+
+def show(table: Table) -> None:
+    """Print it, as wide as the terminal is."""
+    console.out.print(rendered(table, console.out.width))
+
+
+def rendered(table: Table, width: int) -> RenderableType:
+    """The table as it is shown in a terminal with so many columns."""
+    title = [Text(line, style="bold") for line in _wrapped(table.title, width)]
+    forms = [table] if table.grouped else [table, table.turned]
+    tries = list(itertools.product(CELL_LINES, forms))
+    if len(table.headings) == 2:
+        tries = [(ANY_LINES, table)]
+    for lines, form in tries:
+        widths = _widths(form.columns, width, lines)
+        if widths is not None:
+            return Group(*title, _grid(form, widths))
+    return Group(*title, *_parts(table, width))
+
+
+def _parts(table: Table, width: int) -> Iterator[RenderableType]:
+    """The first column with as many others as fit, then again with the next ones."""
+    first, *others = table.columns
+    while others:
+        fitting = [n for n in range(1, len(others) + 1) if _fits([first, *others[:n]], width)]
+        if not fitting:
+            yield from (Text(line) for row in table.rows for line in _block(table, row, width))
+            return
+        count = fitting[-1]
+        headings, *rows = zip(first, *others[:count], strict=True)
+        part = Table(headings, rows, grouped=table.grouped)
+        yield _grid(part, _widths(part.columns, width, CELL_LINES[-1]) or [])
+        others = others[count:]
+        yield from [Text()] if others else []
+
+
+def _fits(columns: Sequence[Sequence[str]], width: int) -> bool:
+    return _widths(columns, width, CELL_LINES[-1]) is not None
+
+
+def _widths(columns: Sequence[Sequence[str]], width: int, lines: int) -> list[int] | None:
+    """Widths of the columns, or None where they do not fit beside one another."""
+    least = [_least_width(column, lines) for column in columns]
+    widths = [max(1, *map(cell_len, column)) for column in columns]
+    room = width - GAP * (len(widths) - 1)
+    if sum(least) > room:
+        return None
+    while sum(widths) > room:
+        able = [index for index, one in enumerate(widths) if one > least[index]]
+        widths[max(able, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _least_width(column: Sequence[str], lines: int) -> int:
+    """The least width in which no word is broken and no cell gets too tall."""
+    heading, *cells = column
+    return max(_width_for(heading, HEADING_LINES), *(_width_for(cell, lines) for cell in cells), 1)
+
+
+def _width_for(text: str, lines: int) -> int:
+    least = max(map(cell_len, text.split()), default=0)
+    sizes = range(least, cell_len(text) + 1)
+    return next((width for width in sizes if _num_lines(text, width) <= lines), least)
+
+
+def _num_lines(text: str, width: int) -> int:
+    lines, used = 1, 0
+    for size in map(cell_len, text.split()):
+        fits = not used or used + 1 + size <= width
+        lines += not fits
+        used = used + bool(used) + size if fits else size
+    return lines
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _grid(table: Table, widths: Sequence[int]) -> RenderableType:
+    """Rows as lines, below their headings."""
+    grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    grid.show_header = any(table.headings)
+    for index, (column, width) in enumerate(zip(table.columns, widths, strict=True)):
+        numbers = index > 0 and all(map(_NUMBER.match, column[1:]))
+        grid.add_column(Text(column[0]), width=width, justify="right" if numbers else "left")
+    above = ""
+    for row in table.rows:
+        if table.grouped and above and row[0] != above:
+            grid.add_section()
+        first = "" if table.grouped and row[0] == above else row[0]
+        above = row[0]
+        grid.add_row(*map(Text, (first, *row[1:])))
+    return grid
+
+
+def _block(table: Table, row: Sequence[str], width: int) -> Iterator[str]:
+    """A row by itself, one line per cell."""
+    for index, (heading, cell) in enumerate(zip(table.headings, row, strict=True)):
+        lead = "  " if index else ""
+        text = f"{heading}: {cell}" if heading else cell
+        yield from (lead + line for line in _wrapped(text, width - len(lead), "  "))

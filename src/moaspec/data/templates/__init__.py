@@ -1,0 +1,1 @@
+"""Chat templates: rendering messages, and reading tool calls back."""

@@ -1,0 +1,292 @@
+"""Parses tool calls in a model's text as the text grows.
+
+A call ends where its JSON or Python ends. Marks that stand within its strings are part of them.
+Where a call ends between tags, see `tagged_calls`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moaspec.data.templates.argument_types import Schema
+from moaspec.data.templates.call_forms import CALL_ID, CallForm, new_call_id, short_call_id
+from moaspec.data.templates.python_calls import PythonScanner
+from moaspec.data.templates.tagged_calls import TaggedScanner
+
+BETWEEN = " \t\r\n;,"
+"""What may stand between calls that follow one another."""
+
+OUTSIDE_STRINGS = frozenset('{}[]:,+-.0123456789eEtrufalsnINy" \t\r\n')
+"""Characters of JSON that is no string; `N`, `I` and `y` are of Python's NaN and Infinity."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that the model made; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+    id: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The call in OpenAI's form."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+OPENINGS = ("{", "[")
+
+
+class JsonScanner:
+    """Finds the end of the JSON object or list at the start of a text that grows.
+
+    Attributes:
+        end: where it ends; None as long as it is open.
+        broken: whether the text cannot be JSON.
+    """
+
+    def __init__(self) -> None:
+        self.end: int | None = None
+        self.broken = False
+        self._place = self._depth = 0
+        self._in_string = self._escaped = False
+
+    def scan(self, text: str, *, last: bool) -> None:  # noqa: ARG002
+        """Go on where the last scan ended; `text` begins as it did then."""
+        self.broken = self.broken or text[:1] not in OPENINGS
+        while self._place < len(text) and self.end is None and not self.broken:
+            self._step(text[self._place])
+            self._place += 1
+
+    def value(self, text: str) -> Any:
+        """The JSON up to the end.
+
+        Raises:
+            ValueError: it is none.
+        """
+        return json.loads(text, strict=False)
+
+    def _step(self, character: str) -> None:
+        if self._in_string:
+            self._in_string = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+        elif character not in OUTSIDE_STRINGS:
+            self.broken = True
+        elif character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+            self.end = self._place + 1 if self._depth == 0 else None
+
+
+Scanner = JsonScanner | TaggedScanner | PythonScanner
+
+
+class CallReader:
+    """Splits a growing text into content and tool calls.
+
+    Args:
+        form: how calls are written.
+        functions: that exist, by name, with the schemas of their arguments; or their names alone.
+            Calls of others are taken for text.
+        parallel: whether there may be several calls; else those after the first are left out.
+    """
+
+    def __init__(
+        self,
+        form: CallForm,
+        functions: Mapping[str, Schema] | Iterable[str],
+        *,
+        parallel: bool = True,
+    ) -> None:
+        self._form, self._parallel = form, parallel
+        self._functions: Mapping[str, Schema] = (
+            functions if isinstance(functions, Mapping) else {name: {} for name in functions}
+        )
+        self._buffer = ""
+        # Bare calls begin with the text, all others behind their trigger.
+        self._read: Callable[[bool], str | None] = self._talk if form.trigger else self._begin_bare
+        self._scanner: Scanner = JsonScanner()
+        self._mark = ""  # text before the JSON; it is content if there is no call
+        self._block_open = False  # the mark that ends a call has not been read
+        self._name, self._given_id = "", ""  # read before the arguments of a call
+        self._silent = True  # nothing has been said yet
+        self._ids = set[str]()
+        self.calls: list[Call] = []
+
+    def feed(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
+        """Add text; return content that is certain now, and calls that are complete now.
+
+        Args:
+            text: the continuation of the text so far.
+            last: nothing comes after it.
+        """
+        self._buffer += text
+        known, said = len(self.calls), ""
+        while (part := self._read(last)) is not None:
+            said += part
+            self._silent = self._silent and not part
+        return said, self.calls[known:]
+
+    def _begin_bare(self, last: bool) -> str | None:
+        """Start of a text in a form without trigger: either it begins with a call or has none."""
+        rest = self._buffer.lstrip()
+        if not rest and not last:
+            return None
+        if rest.startswith(OPENINGS):
+            return self._begin_call(0)
+        self._read = self._talk
+        return ""
+
+    def _talk(self, last: bool) -> str | None:
+        """Say everything up to the next trigger."""
+        trigger = self._form.trigger
+        place = self._buffer.find(trigger) if trigger else -1
+        if place >= 0:
+            said = self._take(place)
+            self._begin_call(len(trigger))
+            return "" if self._silent and said.isspace() else said
+        held = 0 if last or not trigger else begun(self._buffer, [trigger])
+        certain = self._buffer[: len(self._buffer) - held]
+        if self._silent and not last and not certain.strip():
+            return None
+        return self._take(len(certain)) or None
+
+    def _begin_call(self, mark: int) -> str:
+        """Take a mark of `mark` characters, then expect a call."""
+        self._mark, self._name = self._take(mark), ""
+        self._read = self._head if self._form.named else self._begin_scan
+        return ""
+
+    def _begin_scan(self, last: bool) -> str | None:
+        """Choose how to read a call by its first character: JSON stands for itself in any form."""
+        opening = self._buffer.lstrip()[:1]
+        if not opening and not last:
+            return None
+        self._scanner, self._read = JsonScanner(), self._call
+        if self._form.tags and opening not in OPENINGS:
+            self._scanner = TaggedScanner(self._form, self._functions)
+        elif self._form.python and opening == "[":
+            self._scanner = PythonScanner(self._functions)
+        return ""
+
+    def _head(self, last: bool) -> str | None:
+        """Read the name, and the id if there is one, before the arguments of a call."""
+        head, mark, _ = self._buffer.partition(self._form.named)
+        if not mark and not last and self._may_name(head.lstrip()):
+            return None
+        name, _, given_id = head.lstrip().partition(CALL_ID)
+        if mark and name in self._functions:
+            self._name, self._given_id = name, given_id
+            self._mark += self._take(len(head) + len(mark))
+        self._read = self._begin_scan
+        return ""
+
+    def _may_name(self, head: str) -> bool:
+        """Whether a text may go on to be the name of a function and what follows it."""
+        ends = (CALL_ID, self._form.named)
+        return any(
+            f"{name}{end}".startswith(head) or head.startswith(f"{name}{CALL_ID}")
+            for name in self._functions
+            for end in ends
+        )
+
+    def _call(self, last: bool) -> str | None:
+        """Read a call; text that proves to be none is content."""
+        start = len(self._buffer) - len(self._buffer.lstrip())
+        self._scanner.scan(self._buffer[start:], last=last)
+        if self._scanner.end is None:
+            if self._scanner.broken:
+                return self._no_call(0)
+            return self._no_call(len(self._buffer)) if last else None
+        end = start + self._scanner.end
+        calls = self._parsed(self._buffer[start:end])
+        if not calls:
+            return self._no_call(end)
+        self._take(end)
+        room = len(calls) if self._parallel else max(1 - len(self.calls), 0)
+        self.calls += calls[:room]
+        self._block_open, self._read = True, self._after_call
+        return ""
+
+    def _no_call(self, length: int) -> str:
+        """Treat the mark and `length` characters as content, then look for the next call."""
+        self._read = self._talk
+        return self._mark + self._take(length)
+
+    def _after_call(self, last: bool) -> str | None:
+        """Skip the end mark and the separators before the next call; other text is content."""
+        rest = self._buffer.lstrip(BETWEEN)
+        between = len(self._buffer) - len(rest)
+        end, trigger = self._form.end if self._block_open else "", self._form.trigger
+        if not rest:
+            self._take(between if last else 0)
+            return None
+        if end and rest.startswith(end):
+            self._take(between + len(end))
+            self._block_open = False
+            return ""
+        if trigger and rest.startswith(trigger):
+            return self._begin_call(between + len(trigger))
+        if not last and any(mark.startswith(rest) for mark in (end, trigger)):
+            return None
+        if self._block_open and rest.startswith(OPENINGS):
+            return self._begin_call(between)
+        self._read = self._talk
+        return ""
+
+    def _parsed(self, text: str) -> list[Call]:
+        """The calls in a text; none where something in it is no call."""
+        try:
+            value = self._scanner.value(text)
+        except (ValueError, RecursionError):
+            return []
+        if self._name:
+            value = {"name": self._name, "arguments": value, "id": self._given_id}
+        calls = [self._one(each) for each in (value if isinstance(value, list) else [value])]
+        found = [call for call in calls if call is not None]
+        return found if len(found) == len(calls) else []
+
+    def _one(self, value: Any) -> Call | None:
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
+            value = {"id": value.get("id"), **value["function"]}  # as in OpenAI's messages
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(name, str) or name not in self._functions:
+            return None
+        arguments = value.get("arguments", value.get("parameters"))
+        arguments = {} if arguments is None else arguments
+        try:
+            text = arguments if isinstance(arguments, str) else _json(arguments)
+            text.encode()
+        except (ValueError, RecursionError):
+            return None
+        return Call(name, text, self._id(value.get("id")))
+
+    def _id(self, given: Any) -> str:
+        """The id that the model wrote, as Mistral's do, or a new one."""
+        is_id = isinstance(given, str) and short_call_id(given) == given
+        found = str(given) if is_id and given not in self._ids else new_call_id()
+        self._ids.add(found)
+        return found
+
+    def _take(self, length: int) -> str:
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        return taken
+
+
+def begun(text: str, marks: Sequence[str]) -> int:
+    """Characters at the end of a text with which one of these marks may begin."""
+    longest = max(map(len, marks), default=1) - 1
+    for start in range(max(len(text) - longest, 0), len(text)):
+        if any(one.startswith(text[start:]) for one in marks):
+            return len(text) - start
+    return 0
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)

@@ -1,0 +1,138 @@
+"""Drafting with the baselines: EAGLE's head, an independent small language model.
+
+Legend: B rows, T new tokens, W beams of a level, U drafted slots, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moaspec.backends.pack import packed_copy
+from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.kv_cache import KVCache
+from moaspec.drafting.protocols import Drafter, Features, Need, RowText
+from moaspec.drafting.tree_proposer import DraftRound, TokenBatch, TreeProposer, layer_cache
+from moaspec.model.checkpoint.baseline_checkpoint import Baseline
+from moaspec.model.eagle import EagleDrafter
+from moaspec.model.independent import IndependentDrafter
+from moaspec.target.target import Target
+
+
+def baseline_drafting(module: Baseline, target: Target) -> Drafter:
+    """The `Drafter` of a trained baseline."""
+    if isinstance(module, EagleDrafter):
+        return EagleProposer(module, target)
+    return IndependentProposer(module, target)
+
+
+class EagleProposer(TreeProposer):
+    """Needs the target's final state of every verified token.
+
+    Args:
+        module: the trained head.
+        target: the target it drafts for.
+    """
+
+    needs: frozenset[Need] = frozenset({"hidden"})
+    token_offset = 1
+
+    def __init__(self, module: EagleDrafter, target: Target) -> None:
+        super().__init__(target, *_parts(module, target))
+        self.module, self.packed = module, packed_copy(module)
+        self.hidden: dict[int, Tensor] = {}
+
+    def encode(
+        self, hidden_1NE: Tensor, _position_ids_1N: Tensor, counts: Sequence[int]
+    ) -> list[Features]:
+        """The states themselves, split by row: (n, E) each."""
+        return list(hidden_1NE[0].split(list(counts)))
+
+    def observe(self, row: int, features: Features) -> None:
+        """Append final states of newly verified tokens."""
+        known = self.hidden.get(row)
+        self.hidden[row] = features if known is None else torch.cat((known, features))
+
+    def rollback(self, row: int, length: int) -> None:
+        """Forget all but a row's first tokens."""
+        super().rollback(row, length)
+        if row in self.hidden:
+            self.hidden[row] = self.hidden[row][:length]
+
+    def close(self, row: int) -> None:
+        """Forget a row."""
+        super().close(row)
+        self.hidden.pop(row, None)
+
+    def level(self, rows: Sequence[RowText], shape: Tree) -> DraftRound:
+        """The head's passes of one round."""
+        return _EagleRound(self, rows, shape)
+
+
+class _EagleRound(DraftRound):
+    drafting: EagleProposer
+
+    def __init__(self, drafting: EagleProposer, rows: Sequence[RowText], shape: Tree) -> None:
+        super().__init__(drafting, rows, shape)
+        self._states_BUE: Tensor | None = None
+
+    def run_self_attention(self, reading: TokenBatch) -> Tensor:
+        """True states with the text, predictions with drafts."""
+        (attend,), module = self._attentions(reading), self.drafting.packed
+        embeddings = self.drafting.target.embed(reading.token_ids_BT)
+        return module.read(embeddings, self._hidden(reading), reading.position_ids_BT, attend)
+
+    def _hidden(self, reading: TokenBatch) -> Tensor:
+        """The state that belongs to each token's predecessor, (B, T, E)."""
+        if reading.parent_slots_BT is not None:
+            assert self._states_BUE is not None, "the root comes first"
+            index = reading.parent_slots_BT[..., None].expand(-1, -1, self._states_BUE.shape[-1])
+            return self._states_BUE.gather(1, index)
+        stop = reading.token_ids_BT.shape[1]
+        known = [
+            self.drafting.hidden[row][start : start + stop]
+            for row, start in zip(self.indices, reading.starts, strict=True)
+        ]
+        return torch.stack(
+            [torch.nn.functional.pad(one, (0, 0, 0, stop - len(one))) for one in known]
+        )
+
+    def finished(self, states_BWE: Tensor) -> None:
+        """Keep predictions for the children of these nodes."""
+        known = [] if self._states_BUE is None else [self._states_BUE]
+        self._states_BUE = torch.cat([*known, states_BWE], dim=1)
+
+
+class IndependentProposer(TreeProposer):
+    """Needs nothing of the target but its embeddings and its head.
+
+    Args:
+        module: the trained layers.
+        target: the target it drafts for.
+    """
+
+    def __init__(self, module: IndependentDrafter, target: Target) -> None:
+        super().__init__(target, *_parts(module, target))
+        self.module, self.packed = module, packed_copy(module)
+
+    def level(self, rows: Sequence[RowText], shape: Tree) -> DraftRound:
+        """The layers' passes of one round."""
+        return _IndependentRound(self, rows, shape)
+
+
+class _IndependentRound(DraftRound):
+    drafting: IndependentProposer
+
+    def run_self_attention(self, reading: TokenBatch) -> Tensor:
+        """All layers."""
+        module = self.drafting.packed
+        embeddings = self.drafting.target.embed(reading.token_ids_BT)
+        return module.read(embeddings, reading.position_ids_BT, self._attentions(reading))
+
+
+def _parts(module: Baseline, target: Target) -> tuple[Tensor | None, KVCache, nn.Module]:
+    """Draft vocabulary, cache of the text, and head of a baseline."""
+    ids, config = module.draft_token_ids, module.config
+    return ids, layer_cache(target, config.layer, config.num_layers), target.draft_head(ids)

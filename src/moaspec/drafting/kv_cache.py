@@ -1,0 +1,368 @@
+"""Preallocated keys and values of many rows.
+
+Hugging Face's caches are rectangular: every row has the same length. Rows here have their own, and
+a pass may write slots that a later pass writes over, which is how rejected drafts disappear.
+
+Legend: L layers, R rows, H KV heads, S slots, D head dim; B rows of one pass, T tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moaspec.backends.cpu.fused_layers import Slots
+from moaspec.model.layers import masked_attention
+
+SLOT_BUCKET = 256
+"""Capacities are multiples of this, so that few distinct shapes occur."""
+
+MOST_RECORDED = 64
+"""Tokens of a row up to which passes are recorded; more take longer than launching them does."""
+
+
+class KVCache:
+    """One tensor of shape (L, 2, R, H, S, D): [:, 0] keys, [:, 1] values.
+
+    Slot s of a row holds the token at position s. Callers keep each row's length and hide the rest
+    behind masks; nothing here needs clearing.
+
+    Args:
+        num_layers: L.
+        num_heads: H.
+        head_dim: D.
+        dtype: of the numbers.
+        device: where they live.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        with torch.inference_mode(mode=False):
+            empty = torch.zeros(num_layers, 2, 0, num_heads, 0, head_dim, dtype=dtype)
+            self._data = empty.to(device)
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor itself, as it is now: growing replaces it."""
+        return self._data
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return self._data.numel() * self._data.element_size()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token of one row."""
+        layers, two, _, heads, _, dim = self._data.shape
+        return layers * two * heads * dim * self._data.element_size()
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Make room for at least this many rows and slots, keeping what is stored."""
+        layers, two, old_rows, heads, old_slots, dim = self._data.shape
+        if rows <= old_rows and slots <= old_slots:
+            return
+        # TreeProposer by half again keeps the copying linear when rows join one by one.
+        rows = max(rows, old_rows * 3 // 2) if rows > old_rows else old_rows
+        if slots > old_slots:
+            slots = -(-max(slots, old_slots * 3 // 2) // SLOT_BUCKET) * SLOT_BUCKET
+        else:
+            slots = old_slots
+        with torch.inference_mode(mode=False):  # who grows it is not all that writes to it
+            grown = self._data.new_zeros(layers, two, rows, heads, slots, dim)
+        grown[:, :, :old_rows, :, :old_slots] = self._data
+        self._data = grown
+
+    def release(self) -> None:
+        """Give all memory back."""
+        with torch.inference_mode(mode=False):
+            self._data = self._data[:, :, :0, :, :0].clone()
+
+    def writer(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        num_tokens: int,
+        visible: int,
+        *,
+        steady: bool = False,
+    ) -> KVWriter:
+        """The cache operation of one pass.
+
+        Args:
+            rows: the pass's rows, in its batch order.
+            starts: first slot that each row writes.
+            num_tokens: T, slots written per row (pads included).
+            visible: S', how many slots are handed back.
+            steady: whether the pass may be recorded, see `PassSizes`.
+        """
+        kind = GraphSafeWriter if steady else KVWriter
+        return kind(self._data, Slots(self._data, rows, starts, visible), num_tokens)
+
+    def commit(self, row: int, start: int, slots: Sequence[int]) -> None:
+        """Keep `slots` (ascending) of a row by moving them to start, start + 1, ..."""
+        if list(slots) == list(range(start, start + len(slots))):
+            return
+        kept = self._data[:, :, row, :, list(slots)]
+        self._data[:, :, row, :, start : start + len(slots)] = kept
+
+    def append(self, row: int, start: int, key_LHTD: Tensor, value_LHTD: Tensor) -> None:
+        """Store keys and values that were computed elsewhere, from slot `start` on."""
+        stop = start + key_LHTD.shape[2]
+        self._data[:, 0, row, :, start:stop] = key_LHTD
+        self._data[:, 1, row, :, start:stop] = value_LHTD
+
+    def append_last(self, row: int, start: int, key_NHTD: Tensor, value_NHTD: Tensor) -> None:
+        """`append` for the last N layers alone."""
+        first, stop = len(self._data) - len(key_NHTD), start + key_NHTD.shape[2]
+        self._data[first:, 0, row, :, start:stop] = key_NHTD
+        self._data[first:, 1, row, :, start:stop] = value_NHTD
+
+    def features(self, row: int, start: int, stop: int) -> Tensor:
+        """Slots start..stop - 1 as `layer_features` lays them out, (1, T, L, K), in one copy."""
+        part_L2HTD = self._data[:, :, row, :, start:stop]
+        return part_L2HTD.permute(3, 0, 2, 1, 4).flatten(2)[None]
+
+    def attentions(
+        self, rows: Sequence[int], starts: Sequence[int], num_tokens: int, mask_B1TS: Tensor
+    ) -> list[StoredAttention]:
+        """Storing and reading for each of a drafter's layers in one pass; see `writer`."""
+        write = self.writer(rows, starts, num_tokens, mask_B1TS.shape[-1])
+        return [StoredAttention(write, mask_B1TS, layer) for layer in range(len(self._data))]
+
+    def view(self, rows: Sequence[int], visible: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of these rows in the only layer, each (B, H, visible, D)."""
+        data, index = self._data[0, :, :, :, :visible], _index(rows, self._data.device)
+        return data[0, index], data[1, index]
+
+
+class KVWriter:
+    """One pass's writing to a cache and reading from it, layer by layer.
+
+    Args:
+        data: of the cache.
+        slots: which of it; kernels that run all layers go by these alone.
+        num_tokens: T, slots written per row.
+    """
+
+    def __init__(self, data: Tensor, slots: Slots, num_tokens: int) -> None:
+        self.slots = slots
+        self._data, self._num_tokens = data, num_tokens
+
+    def __call__(self, layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store both; keys and values of slots 0..S' - 1, each (B, H, S', D)."""
+        self._put(layer, key_BHTD, value_BHTD)
+        if self._views is not None:
+            return self._views[0][layer], self._views[1][layer]
+        data, index = self._data[layer], self._index
+        # Rows apart from each other are copied, so after writing.
+        keys, values = data[:, :, :, : self.slots.visible].unbind(0)
+        return keys[index], values[index]
+
+    @cached_property
+    def _index(self) -> slice | Tensor:
+        return _index(self.slots.rows_B, self._data.device)
+
+    @cached_property
+    def _views(self) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+        """Views of all layers at once: making them layer by layer costs as much as the copying."""
+        if not isinstance(self._index, slice):
+            return None
+        shown = self._data[:, :, self._index, :, : self.slots.visible]
+        return shown[:, 0].unbind(0), shown[:, 1].unbind(0)
+
+    @cached_property
+    def _put(self) -> Callable[[int, Tensor, Tensor], None]:
+        return self._put_slice() if len(self.slots.rows_B) == 1 else self._put_scattered()
+
+    def _put_slice(self) -> Callable[[int, Tensor, Tensor], None]:
+        (row,), (start,) = self.slots.rows_B, self.slots.starts_B
+        places = slice(start, start + self._num_tokens)
+        keys, values = (self._data[:, part, row, :, places].unbind(0) for part in (0, 1))
+
+        def put(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
+            keys[layer].copy_(key_BHTD[0])
+            values[layer].copy_(value_BHTD[0])
+
+        return put
+
+    @cached_property
+    def places(self) -> tuple[Tensor, ...]:
+        """Rows, (B, 1), and the slots that each writes, (B, T)."""
+        device = self._data.device
+        rows_B1 = torch.tensor(self.slots.rows_B, device=device)[:, None]
+        starts_B1 = torch.tensor(self.slots.starts_B, device=device)[:, None]
+        return rows_B1, starts_B1 + torch.arange(self._num_tokens, device=device)
+
+    def _put_scattered(self) -> Callable[[int, Tensor, Tensor], None]:
+        rows_B1, slots_BT = self.places
+
+        def put(layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
+            data = self._data[layer]
+            data[0][rows_B1, :, slots_BT] = key_BHTD.transpose(1, 2)
+            data[1][rows_B1, :, slots_BT] = value_BHTD.transpose(1, 2)
+
+        return put
+
+
+class GraphSafeWriter(KVWriter):
+    """A `KVWriter` that goes by tensors where it writes, so that its operations can be recorded.
+
+    Rows that are neighbours are read without copying, as elsewhere, and are part of the recording;
+    others are looked up. It is a `moaspec.backends.cuda_graphs.GraphSafeWrite`.
+    """
+
+    def key(self) -> Hashable:
+        """Which memory is written and read, by place and shape: growing replaces it."""
+        neighbours = _neighbours(self.slots.rows_B)
+        first = None if neighbours is None else neighbours.start
+        return self._data.data_ptr(), self._data.shape, self.slots.visible, first
+
+    def where(self) -> tuple[Tensor, ...]:
+        """Rows and slots that are written."""
+        return self.places
+
+    def at(self, places: tuple[Tensor, ...]) -> GraphSafeWriter:
+        """The same, with these tensors as places."""
+        other = GraphSafeWriter(self._data, self.slots, self._num_tokens)
+        other.places = places
+        return other
+
+    @cached_property
+    def _index(self) -> slice | Tensor:
+        found = _neighbours(self.slots.rows_B)
+        return self.places[0][:, 0] if found is None else found
+
+    @cached_property
+    def _put(self) -> Callable[[int, Tensor, Tensor], None]:
+        return self._put_scattered()
+
+
+@dataclass(frozen=True)
+class PassSizes:
+    """How large a pass over a cache is.
+
+    Attributes:
+        tokens: T of each row, pads included.
+        visible: S', slots that are handed back.
+        steady: whether it may be recorded; then there are few sizes.
+    """
+
+    tokens: int
+    visible: int
+    steady: bool
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[int], starts: Sequence[int], longest: int, *, recorded: bool
+    ) -> PassSizes:
+        """Sizes that have room for what is wanted.
+
+        Args:
+            rows: of the pass. Pieces of one row cannot have pads, which the next would write over.
+            starts: first slot that each row writes.
+            longest: tokens of the longest row.
+            recorded: whether passes over a few tokens are recorded.
+        """
+        if not recorded or longest > MOST_RECORDED or len(set(rows)) < len(rows):
+            return cls(longest, max(starts) + longest, steady=False)
+        tokens = 1 << (longest - 1).bit_length()
+        visible = -(-(max(starts) + tokens) // SLOT_BUCKET) * SLOT_BUCKET
+        return cls(tokens, visible, steady=True)
+
+
+class StoredAttention:
+    """What a drafter's layer does with keys and values: a `SelfAttend` over a cache.
+
+    Args:
+        write: of the pass.
+        mask_B1TS: bool, which slots each token sees.
+        layer: which of the cache.
+    """
+
+    def __init__(self, write: KVWriter, mask_B1TS: Tensor, layer: int) -> None:
+        self._write, self._layer, self.mask = write, layer, mask_B1TS
+        own = write.slots.cache[layer : layer + 1]
+        self.slots = dataclasses.replace(write.slots, cache=own)
+
+    def __call__(self, query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor) -> Tensor:
+        keys, values = self._write(self._layer, key_BJTD, value_BJTD)
+        return masked_attention(query_BHTD, keys, values, self.mask)
+
+
+class StoredMemory:
+    """A `CrossAttend` over a cache.
+
+    Args:
+        cache: with one layer.
+        rows: of the pass.
+        mask: over (B, 1, T or 1, S) bool, which slots each token sees.
+    """
+
+    def __init__(self, cache: KVCache, rows: Sequence[int], mask: Tensor) -> None:
+        self.mask, self.slots = mask, Slots(cache.data, rows, [0] * len(rows), mask.shape[-1])
+        self._cache = cache
+
+    def __call__(self, query_BHTD: Tensor) -> Tensor:
+        return masked_attention(query_BHTD, *self._view, self.mask)
+
+    @cached_property
+    def _view(self) -> tuple[Tensor, Tensor]:
+        return self._cache.view(self.slots.rows_B, self.slots.visible)
+
+
+def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Rows as an index: neighbours as a slice, which copies nothing."""
+    found = _neighbours(rows)
+    return torch.tensor(rows, device=device) if found is None else found
+
+
+def _neighbours(rows: Sequence[int]) -> slice | None:
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return None
+
+
+def prefix_mask(lengths: Sequence[int], visible: int, device: torch.device) -> Tensor:
+    """True for slots below each row's length, (B, 1, 1, visible)."""
+    if min(lengths) == visible:
+        return torch.ones(len(lengths), 1, 1, visible, dtype=torch.bool, device=device)
+    lengths_B = torch.tensor(lengths, device=device)
+    return (torch.arange(visible, device=device) < lengths_B[:, None])[:, None, None]
+
+
+def tree_mask(starts: Sequence[int], tree_BTU: Tensor, visible: int) -> Tensor:
+    """What each query may attend to in the cache.
+
+    Args:
+        starts: per row, the first slot that is not common to all its queries.
+        tree_BTU: bool; query t sees slot start + u.
+        visible: S', slots handed to the attention; at least max(starts) + U.
+
+    Returns:
+        (B, 1, T, S') bool: all slots before start, then what `tree_BTU` says, then nothing.
+    """
+    own = tree_BTU.shape[2]
+    if len(set(starts)) == 1:
+        mask_BTS = F.pad(tree_BTU, (starts[0], 0), value=True)
+        behind = visible - starts[0] - own
+        return (F.pad(mask_BTS, (0, behind), value=False) if behind else mask_BTS)[:, None]
+    starts_B1 = torch.tensor(starts, device=tree_BTU.device)[:, None]
+    offset_BS = torch.arange(visible, device=tree_BTU.device) - starts_B1
+    index_BTS = offset_BS.clamp(0, own - 1)[:, None].expand(-1, tree_BTU.shape[1], -1)
+    inside_BS = (offset_BS >= 0) & (offset_BS < own)
+    mask_BTS = (tree_BTU.gather(2, index_BTS) & inside_BS[:, None]) | (offset_BS < 0)[:, None]
+    return mask_BTS[:, None]

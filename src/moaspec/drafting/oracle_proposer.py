@@ -1,0 +1,93 @@
+"""Replay: a drafter whose agreement is set, not learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.text_proposer import TextProposer
+from moaspec.errors import InputError
+from moaspec.sampling.noise import uniform
+
+BLOCK = 1024
+"""Positions whose draws are made together."""
+
+
+class OracleProposer(TextProposer):
+    """Proposes known texts, each depth right with a set probability.
+
+    It separates the engine's quality from a drafter's: what would this machine gain from a drafter
+    of such an acceptance? Whether a draft is right depends on seed, position and depth only.
+
+    Args:
+        texts: whole texts, prompts included; a row is continued as the first text that begins
+            with it, and gets no drafts where none does.
+        agreement: probability that the draft of a depth is right, for depth 1, 2, ...; deeper ones
+            repeat the last, and a single number is meant for all.
+        seed: of the draws, 0 .. 2^63 - 1.
+
+    Raises:
+        InputError: no agreement, or one outside 0..1.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Sequence[int]],
+        *,
+        agreement: float | Sequence[float] = 1.0,
+        seed: int = 0,
+    ) -> None:
+        by_depth = (agreement,) if isinstance(agreement, (int, float)) else tuple(agreement)
+        if not by_depth or not all(0.0 <= share <= 1.0 for share in by_depth):
+            raise InputError(f"agreement must be within 0..1, got {agreement!r}.")
+        self._texts = [list(text) for text in texts]
+        self._agreement, self._seed = by_depth, seed
+        self._drawn: dict[int, Tensor] = {}
+
+    def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
+        """The known continuation as a path; siblings that are wrong come before its nodes."""
+        right = self._continuation(list(token_ids), shape.depth)
+        spare = shape.total_tokens - len(right)
+        tokens: list[int] = []
+        parents: list[int] = []
+        node = -1
+        for token, hit in zip(right, self._hits(len(token_ids), len(right)), strict=True):
+            siblings = min(shape.breadth - 1, spare)
+            spare -= siblings
+            tokens += [_wrong(token, 2 + number) for number in range(siblings)]
+            tokens.append(token if hit else _wrong(token, 1))
+            parents += [node] * (siblings + 1)
+            node = len(tokens) - 1
+        return DraftTree(tuple(tokens), tuple(parents))
+
+    def _continuation(self, text: list[int], length: int) -> list[int]:
+        start = len(text)
+        for known in self._texts:
+            if known[:start] == text:
+                return known[start : start + length]
+        return []
+
+    def _hits(self, position: int, depth: int) -> list[bool]:
+        """Drawn for many positions at once: one alone would take longer than a real draft."""
+        block, offset = divmod(position, BLOCK)
+        drawn = self._drawn.get(block)
+        if drawn is None or drawn.shape[1] < depth:
+            drawn = self._drawn[block] = self._draw(block * BLOCK, depth)
+        hits: list[bool] = drawn[offset, :depth].tolist()
+        return hits
+
+    def _draw(self, start: int, depth: int) -> Tensor:
+        """(BLOCK, depth) bool; a smaller depth has the same first columns."""
+        shares = [self._agreement[min(i, len(self._agreement) - 1)] for i in range(depth)]
+        level, position = torch.arange(depth), start + torch.arange(BLOCK)[:, None]
+        seed, choice = torch.tensor(self._seed), torch.tensor(0)
+        drawn = uniform(seed, choice, position + level, level.expand(BLOCK, -1))
+        return drawn < torch.tensor(shares, dtype=torch.float64)
+
+
+def _wrong(token: int, number: int) -> int:
+    """The number-th token that is not this one; small, so that every vocabulary has it."""
+    return token - number if token >= number else token + number

@@ -1,0 +1,1 @@
+"""How many tokens to draft: policies and the cost model that they go by."""

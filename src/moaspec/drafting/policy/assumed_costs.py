@@ -1,0 +1,98 @@
+"""What rounds are taken to cost on a machine that `calibrate` has not measured.
+
+The unit is one target pass over a single token. Drafts are counted as dear rather than cheap, so
+that `tree="auto"` drafts only what is sure to pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from moaspec.drafting.policy.cost_model import CostTable, best_chain
+from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
+
+TOKENS = (1, 2, 4, 5, 8, 16, 64)
+PASSES = {
+    "cpu": (1.0, 1.05, 1.5, 1.6, 2.8, 5.3, 17.0),
+    "cuda": (1.0, 1.02, 1.05, 1.06, 1.1, 1.2, 1.7),
+}
+"""Passes over `TOKENS` tokens by kind of device. CPU: the dearest that was measured, SmolLM2-135M
+with AVX2. CUDA: not measured; weights are read once, whatever the number of tokens."""
+OVERHEAD = 0.05
+"""Of a drafted level and of an encoding, beside their arithmetic: calls, and cold caches."""
+SURE = 1.1
+"""Speed-up that the best chain must promise before anything is drafted by assumed costs."""
+
+
+def sure_costs(
+    target: Target,
+    drafter: MoADrafter,
+    num_target_layers: int,
+    prior: Sequence[Sequence[float]],
+) -> CostTable | None:
+    """`assumed_costs` where drafts surely pay by them, else None.
+
+    Args:
+        target: see `assumed_costs`.
+        drafter: see `assumed_costs`.
+        num_target_layers: N.
+        prior: see `cost.PRIOR`.
+    """
+    costs = assumed_costs(target, drafter, num_target_layers)
+    _, speedup = best_chain(costs, prior)
+    return costs if speedup >= SURE else None
+
+
+def assumed_costs(target: Target, drafter: MoADrafter, num_target_layers: int) -> CostTable:
+    """A cost table by counting multiplications.
+
+    Args:
+        target: runs the passes.
+        drafter: drafts.
+        num_target_layers: N.
+    """
+    layer = _layer_weights(target.config)
+    num_drafted = (
+        target.vocab_size if drafter.draft_token_ids is None else len(drafter.draft_token_ids)
+    )
+    hidden = int(target.config.hidden_size)
+    whole = num_weights(target)
+    level = _weights(drafter.decoder) + num_drafted * hidden + num_target_layers * layer
+    encoder = drafter.encoder
+    over_layers = target.num_layers * _weights(encoder.layer_self_attention)
+    token = over_layers + _weights(encoder.projection, encoder.memory_key_value)
+    passes = PASSES.get(target.device.type, PASSES["cpu"])
+    level_s = level / whole + OVERHEAD
+    return CostTable(
+        contexts=(1,),
+        tokens=TOKENS,
+        pass_s=(passes,),
+        head_s=(0.0,) * len(TOKENS),
+        root_s=level_s,
+        widths=(1, 8),
+        step_s=(level_s, level_s * passes[TOKENS.index(8)]),
+        encode_s=tuple(one * token / whole + OVERHEAD for one in passes),
+    )
+
+
+def num_weights(target: Target) -> int:
+    """Weights that a target multiplies a token with."""
+    head = target.vocab_size * int(target.config.hidden_size)
+    return target.num_layers * _layer_weights(target.config) + head
+
+
+def _layer_weights(config: Any) -> int:
+    """Weights of a target layer, as a Llama layer has them."""
+    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
+    attention = 2 * hidden * head_dim * (heads + int(config.num_key_value_heads))
+    return attention + 3 * hidden * int(config.intermediate_size)
+
+
+def _weights(*modules: nn.Module) -> int:
+    parameters: Iterable[nn.Parameter] = (p for one in modules for p in one.parameters())
+    return sum(one.numel() for one in parameters)

@@ -1,0 +1,307 @@
+"""What a round costs on this machine, and what it should bring.
+
+Everything here is arithmetic on stored measurements and on counts. No clock is read, so the same
+request makes the same decisions every time.
+
+Legend: D depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from moaspec.drafting.draft_tree import DraftTree, PricedTree
+from moaspec.errors import InputError
+
+Floats = npt.NDArray[np.float64]
+
+MAX_DEPTH, MAX_BREADTH = 8, 8
+MOST_DRAFTS = 62
+"""Drafts of a round at most, as many as the paper's tree has."""
+
+GAIN = 1.15
+"""Tokens that a row is taken to write in the time that plain decoding takes for one: what time is
+worth. Simulated on 40 answers, 1.0 and 1.3 gave the same speed."""
+
+CONTEXT_STEP = 512
+"""Prices are those after a multiple of so many tokens, so that rows of like length share a tree and
+are drafted for together."""
+
+PRIOR = ((0.28,),)
+"""P(the target chooses the drafter's favourite, given that it chose the path to it) by depth, for a
+drafter that records nothing else: what the first bundled drafter for SmolLM2-135M-Instruct reached
+on the package's prompts. Lines may go on with the rates of its second choice, third and so on."""
+
+PRIOR_ROUNDS = 4.0
+"""Rounds that the prior counts for."""
+
+MEMORY = 0.98
+"""What an observation is worth one round later: texts change, so old rounds fade (half in 34)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """Seconds of each part of a round, as `calibrate` measured them.
+
+    Attributes:
+        contexts: lengths of text at which passes were measured, ascending.
+        tokens: widths of passes, ascending from 1.
+        pass_s: of a target pass: one line per context, one number per width.
+        head_s: of the LM head and the choice, by width.
+        root_s: of drafting a first level.
+        widths: of further levels, ascending from 1.
+        step_s: of one further level, by width; empty where nothing is drafted by a model.
+        encode_s: of encoding verified tokens, by number of `tokens`.
+        plain_rest_s: of a round without drafts, beyond its pass and head.
+        draft_rest_s: of a round with drafts, beyond all of these parts.
+        logits_s: of the LM head where a choice asks for all logits, by width; empty: as `head_s`.
+        busy: whether other processes used the CPU meanwhile, so that all of this is too long.
+
+    Raises:
+        InputError: lists that do not fit one another, or a number that is not a positive time.
+    """
+
+    contexts: tuple[int, ...]
+    tokens: tuple[int, ...]
+    pass_s: tuple[tuple[float, ...], ...]
+    head_s: tuple[float, ...]
+    root_s: float
+    widths: tuple[int, ...]
+    step_s: tuple[float, ...]
+    encode_s: tuple[float, ...]
+    plain_rest_s: float = 0.0
+    draft_rest_s: float = 0.0
+    logits_s: tuple[float, ...] = ()
+    busy: bool = False
+
+    def __post_init__(self) -> None:
+        fits = len(self.pass_s) == len(self.contexts) > 0 and len(self.step_s) == len(self.widths)
+        lines = (*self.pass_s, self.head_s, self.encode_s, self.logits_s or self.head_s)
+        fits = fits and all(len(line) == len(self.tokens) > 0 for line in lines)
+        single = (self.root_s, self.plain_rest_s, self.draft_rest_s)
+        times = [*single, *self.step_s, *(t for line in lines for t in line)]
+        if not fits or not np.isfinite(times).all() or min(times) < 0:
+            raise InputError(
+                "A cost table needs one pass line per context, one time per width, and times of at "
+                "least 0. Measure it anew with `moaspec calibrate`."
+            )
+
+    @property
+    def with_logits(self) -> CostTable:
+        """The costs of rows that ask for logits, as all do that do not just take the best token."""
+        return replace(self, head_s=self.logits_s or self.head_s)
+
+    def verify_s(self, num_tokens: Floats | float, context: int) -> Floats:
+        """A target pass over so many tokens, its head included."""
+        by_context = [_between(num_tokens, self.tokens, line) for line in self.pass_s]
+        share = np.interp(context, self.contexts, np.arange(len(self.contexts)))
+        low = min(int(share), len(by_context) - 1)
+        high = min(low + 1, len(by_context) - 1)
+        part = by_context[low] + (share - low) * (by_context[high] - by_context[low])
+        return part + _between(num_tokens, self.tokens, self.head_s)
+
+    def draft_s(self, depth: int, breadth: int, num_rows: int) -> float:
+        """TreeProposer trees for so many rows together, and what else a round with drafts takes."""
+        wider = self.step_s_of(num_rows) - self.step_s_of(1)
+        first = self.root_s + wider + self.draft_rest_s
+        return first + (depth - 1) * self.step_s_of(breadth * num_rows)
+
+    def accept_s(self, num_tokens: Floats | float) -> Floats:
+        """Encoding of so many newly verified tokens."""
+        return _between(num_tokens, self.tokens, self.encode_s)
+
+    def step_s_of(self, width: float) -> float:
+        """Drafting a further level of so many nodes."""
+        return float(_between(width, self.widths, self.step_s)) if self.widths else 0.0
+
+    def plain_s(self, context: int, num_rows: int = 1) -> float:
+        """One row's share of a round without drafts."""
+        return (float(self.verify_s(num_rows, context)) + self.plain_rest_s) / num_rows
+
+
+def _between(x: Floats | float, xs: Sequence[int], ys: Sequence[float]) -> Floats:
+    """Linear interpolation; beyond the last point its slope goes on, before the first nothing."""
+    inside: Floats = np.asarray(np.interp(x, xs, ys))
+    if len(xs) < 2:
+        return inside
+    slope = max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
+    return inside + slope * np.maximum(0.0, np.asarray(x) - xs[-1])
+
+
+class Acceptance:
+    """How often the target chose the drafter's favourite: a prior, then a row's own counts.
+
+    What one depth shows moves the expectation of all of them, because drafters are about as good
+    at every step; a depth's own counts then say how it differs.
+
+    Args:
+        prior: see `PRIOR`; depths beyond the last line repeat it.
+    """
+
+    def __init__(self, prior: Sequence[Sequence[float]] = PRIOR) -> None:
+        rates = [line[0] for line in prior[:MAX_DEPTH]]
+        rates += rates[-1:] * (MAX_DEPTH - len(rates))
+        self._prior_D = np.clip(np.array(rates), 1e-3, 0.98)
+        self._hits_D, self._trials_D = np.zeros(MAX_DEPTH), np.zeros(MAX_DEPTH)
+
+    def count(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Take in one round: whether the favourite was chosen wherever the walk came to."""
+        self._hits_D *= MEMORY
+        self._trials_D *= MEMORY
+        own = tree.parents[: len(tree.parents) - tree.num_copied]
+        for depth, node in enumerate((-1, *accepted)):
+            if depth == MAX_DEPTH or node not in own:
+                return
+            self._trials_D[depth] += 1
+            if depth < len(accepted):
+                self._hits_D[depth] += accepted[depth] == own.index(node)
+
+    @property
+    def rates(self) -> Floats:
+        """(D,): P(the target chooses the favourite), given that it chose the path to it."""
+        pooled = self._prior_D.mean()
+        seen = (PRIOR_ROUNDS * pooled + self._hits_D.sum()) / (PRIOR_ROUNDS + self._trials_D.sum())
+        shift = _logit(seen) - _logit(pooled)
+        prior_D = 1.0 / (1.0 + np.exp(-_logit(self._prior_D) - shift))
+        rates: Floats = (PRIOR_ROUNDS * prior_D + self._hits_D) / (PRIOR_ROUNDS + self._trials_D)
+        return rates
+
+
+def _logit(p: Floats | float) -> Floats:
+    p = np.clip(p, 1e-4, 1 - 1e-4)
+    return np.log(p / (1 - p))
+
+
+def chain_speedups(costs: CostTable, rates_D: Floats, context: int, num_rows: int = 1) -> Floats:
+    """(D,): tokens per second with chains of 1, 2, ... drafts over those of plain decoding.
+
+    A drafter that knows when it is sure does better with trees, so this is a lower bound.
+
+    Args:
+        costs: of this machine.
+        rates_D: see `Acceptance`.
+        context: tokens of the text.
+        num_rows: rows that are decoded together, all with such chains.
+    """
+    emitted_D = 1.0 + rates_D.cumprod().cumsum()
+    lengths_D = np.arange(1.0, 1.0 + len(rates_D))
+    shared_D = costs.verify_s(num_rows * (1.0 + lengths_D), context)
+    shared_D = shared_D + costs.draft_s(1, 1, num_rows)
+    shared_D = shared_D + (lengths_D - 1.0) * costs.step_s_of(num_rows)
+    seconds_D = shared_D / num_rows + costs.accept_s(emitted_D)
+    return np.asarray(emitted_D / seconds_D * costs.plain_s(context, num_rows))
+
+
+def best_chain(costs: CostTable, prior: Sequence[Sequence[float]]) -> tuple[int, float]:
+    """Length of the chain that pays most in a short text, and its speed-up over plain decoding.
+
+    Args:
+        costs: of this machine.
+        prior: see `PRIOR`.
+    """
+    speedups = chain_speedups(costs, Acceptance(prior).rates, costs.contexts[0])
+    length = int(speedups.argmax())
+    return length + 1, float(speedups[length])
+
+
+class RoundCosts:
+    """What one row's share of a round costs here, looked up instead of interpolated.
+
+    Args:
+        costs: of this machine.
+        rate: how often the target chooses the drafter's favourite.
+        context: tokens of the text.
+        num_rows: rows that run together.
+
+    Attributes:
+        plain_s: a round without drafts.
+        tree: the tree that grows as far as it pays.
+    """
+
+    def __init__(self, costs: CostTable, rate: float, context: int, num_rows: int) -> None:
+        self.plain_s = costs.plain_s(context, num_rows)
+        self._costs, self._context, self._num_rows = costs, context, num_rows
+        self._accept_s = costs.accept_s(np.arange(MOST_DRAFTS + 2.0)).tolist()
+        self._first_s = costs.draft_s(1, 1, num_rows) / num_rows
+        self._level_s = [
+            costs.step_s_of(w * num_rows) / num_rows for w in range(1, MAX_BREADTH + 1)
+        ]
+        tokens = num_rows * np.arange(1.0, MOST_DRAFTS + 2)
+        verify_s = np.maximum.accumulate(costs.verify_s(tokens, context)) / num_rows
+        self._verify_s = verify_s.tolist()
+        tokens_per_s = GAIN / self.plain_s
+        prices = tokens_per_s * (verify_s[1:] - verify_s[0])
+        total = max(1, int((prices < MAX_DEPTH).sum()))  # no more can be accepted
+        depth = min(total, MAX_DEPTH)
+        going_on = tokens_per_s * self._level_s[0] + float(prices[depth - 1]) / depth
+        self.tree = PricedTree(
+            depth,
+            MAX_BREADTH,
+            total,
+            prices=tuple(prices[:total].tolist()),
+            least=min(1.0, going_on / rate),
+        )
+        least = max(self.tree.least, 1.0 / MAX_BREADTH)
+        self._widest = int(1.0 / least)
+
+    def drafted_s(self, levels: int, num_read: int, num_drafts: int) -> float:
+        """Drafting and verifying, without encoding.
+
+        Args:
+            levels: that were drafted.
+            num_read: nodes that were drafted on.
+            num_drafts: drafts that are verified.
+        """
+        further = levels - 1
+        width = min(max(1, -(-num_read // further)), MAX_BREADTH) if further else 1
+        return self._first_s + further * self._level_s[width - 1] + self.pass_s(num_drafts)
+
+    def risk_s(self, tree: PricedTree) -> float:
+        """What a round loses at most if its drafts are all rejected."""
+        # Paths of a level exclude one another, so that few can be as probable as `least`.
+        num_read = (tree.depth - 1) * self._widest
+        drafted_s = self.drafted_s(tree.depth, num_read, tree.total_tokens)
+        return drafted_s - self.plain_s + self.accept_s(1)
+
+    def accept_s(self, num_tokens: int) -> float:
+        """Encoding of so many newly verified tokens."""
+        if num_tokens < len(self._accept_s):
+            return float(self._accept_s[num_tokens])
+        return float(self._costs.accept_s(num_tokens))
+
+    def pass_s(self, num_drafts: int) -> float:
+        """Verifying so many drafts."""
+        if num_drafts < len(self._verify_s):
+            return float(self._verify_s[num_drafts])
+        tokens = self._num_rows * (1.0 + num_drafts)
+        return float(self._costs.verify_s(tokens, self._context)) / self._num_rows
+
+
+class KnownCosts:
+    """What rounds cost here, worked out once for each length of text and number of rows.
+
+    Args:
+        table: of this machine.
+        prior: see `PRIOR`.
+
+    Attributes:
+        table: the argument.
+        rates_D: see `Acceptance`.
+    """
+
+    def __init__(self, table: CostTable, prior: Sequence[Sequence[float]] = PRIOR) -> None:
+        self.table, self.rates_D = table, Acceptance(prior).rates
+        self._found: dict[tuple[int, int], RoundCosts] = {}
+
+    def at(self, length: int, num_rows: int) -> RoundCosts:
+        """Of a row of so many tokens, among so many rows."""
+        context = (length + CONTEXT_STEP // 2) // CONTEXT_STEP * CONTEXT_STEP
+        found = self._found.get((context, num_rows))
+        if found is None:
+            found = RoundCosts(self.table, float(self.rates_D[0]), context, num_rows)
+            self._found[context, num_rows] = found
+        return found

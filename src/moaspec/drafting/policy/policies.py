@@ -1,0 +1,381 @@
+"""Draft policies: how many tokens each request drafts in each round.
+
+Each request has its own policy. `FixedPolicy` always gives the same shape. `AdaptivePolicy` drafts
+as many tokens as pay for their cost on this machine, and none where plain decoding is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from typing import Literal, Protocol
+
+from moaspec.drafting.draft_tree import AUTO, Chain, DraftTree, PricedTree, Tree, parse_shape
+from moaspec.drafting.policy.cost_model import (
+    GAIN,
+    MEMORY,
+    PRIOR,
+    PRIOR_ROUNDS,
+    CostTable,
+    KnownCosts,
+    RoundCosts,
+    chain_speedups,
+)
+from moaspec.errors import InputError
+from moaspec.sampling.params import GREEDY, SamplingParams
+
+MAX_LOSS = 0.03
+"""Share of plain decoding's time that drafting may cost a row where it brings nothing."""
+
+CREDIT_TOKENS = 48
+"""Tokens whose share of that a row may lose, beyond what encoding its prompt takes, before it has
+written any."""
+
+FIRST_ROUNDS = 4.0
+"""Rounds that `GAIN`, which is expected of drafts at first, counts for."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 8, 256
+"""Plain rounds before the first probe; each probe in vain doubles them, up to the latter."""
+
+LATE_TOKENS = 32
+"""Tokens that are typically encoded together after a pause."""
+
+NEVER = 2**30
+"""Rounds until drafting is affordable where encoding alone costs more than is tolerated."""
+
+COPY_SHAPES = (Chain(3), Tree(5, 2, 8), Tree(8, 2, 14))
+"""Free branches to choose from."""
+
+COPIES = Tree(5, 2, 8)
+"""Free branches where nothing is known of their cost: with the newest token and a small tree of
+drafts they fill a pass of 16, which GPUs and CPUs with packed weights make at the price of one."""
+
+FreeBranches = Literal["auto"] | bool
+
+
+class DraftPolicy(Protocol):
+    """What one row drafts. Asked once before every round, told the outcome after it."""
+
+    def begin(self, unread: int, room: int, num_rows: int) -> None:
+        """A prompt is about to be read.
+
+        Args:
+            unread: tokens of it whose activations would have to be encoded for drafts.
+            room: tokens that may be written after it.
+            num_rows: rows that are decoded together from then on, if none joins or ends.
+        """
+        ...
+
+    def shape(self, length: int, num_rows: int) -> Tree | None:
+        """The shape of the next drafts, None for a round without.
+
+        Args:
+            length: tokens of the row, prompt included.
+            num_rows: rows that take part in the round.
+        """
+        ...
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether the next round may draft, so that what this one verifies must be encoded."""
+        ...
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """What was drafted after `shape`, and which nodes the target chose."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How the rows of one call decide what to draft; makes a policy for each.
+
+    Attributes:
+        tree: a shape, "auto", or None for no drafts.
+        free_branches: see `generate`.
+        costs: of this machine, or None where it was not measured; then "auto" is a fixed shape
+            without free branches.
+        prior: acceptance rates that "auto" starts from.
+        lags: whether the drafter drafts on features that end before the text does; see
+            `AdaptivePolicy`.
+        num_target_layers: N of the drafter that all of this is for; None takes its default.
+
+    Raises:
+        ShapeError: a text that is no shape.
+        InputError: something else than the types say.
+    """
+
+    tree: Tree | str | None = "auto"
+    free_branches: FreeBranches = "auto"
+    costs: CostTable | None = None
+    prior: Sequence[Sequence[float]] = PRIOR
+    lags: bool = False
+    num_target_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tree, Tree | str | None):
+            raise InputError(f'tree must be "auto", Tree(...) or Chain(...), got {self.tree!r}.')
+        if self.free_branches not in ("auto", True, False):
+            raise InputError(
+                f'free_branches must be True, False or "auto", got {self.free_branches!r}.'
+            )
+        self.policy()
+
+    def policy(self, sampling: SamplingParams = GREEDY) -> DraftPolicy:
+        """A new row's drafts.
+
+        Args:
+            sampling: of the row; a head that gives logits has a price of its own.
+        """
+        known = self._known(sampling)
+        if known is not None:
+            return AdaptivePolicy(known, lags=self.lags)
+        return FixedPolicy(parse_shape(self.tree) if isinstance(self.tree, str) else self.tree)
+
+    def branches(self, sampling: SamplingParams = GREEDY) -> DraftPolicy | None:
+        """A new row's free branches; `sampling` as for `policy`."""
+        if self.free_branches == "auto":
+            known = self._known(sampling)
+            return None if known is None else NgramBranchPolicy(known)
+        return FixedPolicy(COPIES) if self.free_branches else None
+
+    def _known(self, sampling: SamplingParams) -> KnownCosts | None:
+        """What all rows that go by cost share."""
+        if self.tree != "auto" or self.costs is None:
+            return None
+        return self._of_logits if sampling.needs_logits else self._of_best
+
+    @cached_property
+    def _of_best(self) -> KnownCosts:
+        assert self.costs is not None
+        return KnownCosts(self.costs, self.prior)
+
+    @cached_property
+    def _of_logits(self) -> KnownCosts:
+        assert self.costs is not None
+        return KnownCosts(self.costs.with_logits, self.prior)
+
+
+@dataclass(frozen=True)
+class FixedPolicy:
+    """Always the same shape; None never drafts."""
+
+    tree: Tree | None = AUTO
+
+    def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
+        """Nothing to decide."""
+
+    @property
+    def wants_features(self) -> bool:
+        """See `DraftPolicy`."""
+        return self.tree is not None
+
+    def shape(self, _length: int, _num_rows: int) -> Tree | None:
+        """The shape."""
+        return self.tree
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Nothing to learn."""
+
+
+class AdaptivePolicy:
+    """Grows drafts as far as the drafter's confidence pays for them, or drafts nothing.
+
+    What a draft costs is known, and how likely it is to be accepted the drafter says best itself,
+    so rounds differ by how sure it is (`PricedTree`). Whether drafting pays at all is what each row
+    finds out: where its rounds with drafts brought less than plain ones would have, single rounds
+    probe at growing intervals, so that a text which becomes easier is noticed.
+
+    A row never owes more than `MAX_LOSS` of what plain decoding would have taken for its
+    tokens, or, as long as that is more, than what its prompt took to encode and that share of
+    `CREDIT_TOKENS`, all in the cost table's seconds: trees are cut, and rounds put off, where they
+    could break this. A prompt that takes more to encode than the row may lose in the end is
+    encoded only where drafts promise to gain it back, and else its row never drafts.
+
+    Encoding all tokens of a text may by itself take more than is tolerated. So a row that has
+    given up is not encoded any further; it probes with the features that it has, where its drafter
+    can do so, and is brought up to date when a probe shows that drafting pays again.
+
+    Its drafter must grow trees by probabilities, as ours do: one that always drafts a whole
+    `PricedTree` has far too large ones verified.
+
+    Args:
+        costs: of this machine, target and drafter, shared with other rows.
+        lags: whether the drafter drafts on features that end before the text does.
+
+    Attributes:
+        lost_s: seconds, by the cost table, that drafting has cost beyond plain decoding so far,
+            encoding included; negative where it has gained.
+        plain_s: seconds, by the cost table, of plain decoding of the tokens so far.
+        wants_features: see `DraftPolicy`.
+    """
+
+    wants_features = True
+
+    def __init__(self, costs: KnownCosts, *, lags: bool = False) -> None:
+        self._costs, self._lags = costs, lags
+        self._round: RoundCosts | None = None
+        self._drafting: PricedTree | None = None
+        self._pause, self._waiting, self._behind = FIRST_PAUSE, 0, False
+        self._unencoded = 0
+        # Tokens of rounds with drafts over those of plain decoding in the same time.
+        self._speedup = _Rate(GAIN, FIRST_ROUNDS)
+        self.lost_s = self.plain_s = self._prompt_s = 0.0
+
+    def begin(self, unread: int, room: int, num_rows: int) -> None:
+        """See `DraftPolicy`."""
+        table = self._costs.table
+        plain_s, encoding_s = table.plain_s(unread, num_rows), float(table.accept_s(unread))
+        self._waiting, self._behind, self._unencoded = 0, False, 0
+        if encoding_s > MAX_LOSS * (room + CREDIT_TOKENS) * plain_s:
+            speedup = float(chain_speedups(table, self._costs.rates_D, unread, num_rows).max())
+            if encoding_s > room * plain_s * (1.0 - 1.0 / speedup):
+                self._waiting = NEVER
+        self.wants_features = not self._waiting
+        if self.wants_features:
+            self._prompt_s += encoding_s
+            self.lost_s += encoding_s
+
+    def shape(self, length: int, num_rows: int) -> Tree | None:
+        """See `DraftPolicy`."""
+        self._drafting = None
+        if self._waiting:
+            self._waiting -= 1
+        else:
+            costs = self._round = self._costs.at(length, num_rows)
+            self._drafting = self._affordable(costs)
+            if self._drafting is None:
+                self._rest(costs, self._rounds_until_affordable(costs))
+        self.wants_features = not self._waiting and not self._behind
+        return self._drafting
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """See `DraftPolicy`."""
+        costs = self._round
+        if costs is None:
+            return
+        own = len(tree.tokens) - tree.num_copied
+        emitted = 1 + sum(node < own for node in accepted)
+        self.plain_s += costs.plain_s * emitted
+        self._unencoded += 1 + len(accepted)
+        if self.wants_features:
+            self.lost_s += costs.accept_s(self._unencoded)
+            self._unencoded = 0
+        if self._drafting is not None:
+            levels = tree.levels or max(tree.depths[:own], default=1)
+            round_s = costs.drafted_s(levels, tree.num_read, own)
+            self.lost_s += round_s - costs.plain_s * emitted
+            round_s += costs.accept_s(emitted)
+            self._schedule(costs, emitted, round_s / costs.plain_s)
+
+    def _affordable(self, costs: RoundCosts) -> PricedTree | None:
+        """The tree, cut until it may be rejected as a whole; None where nothing may."""
+        left_s = self._left_s(costs)
+        cut: PricedTree | None = costs.tree
+        while cut is not None and costs.risk_s(cut) > left_s:
+            cut = cut.halved()
+        return cut
+
+    def _left_s(self, costs: RoundCosts) -> float:
+        """What the row may lose now."""
+        at_first_s = self._prompt_s + MAX_LOSS * CREDIT_TOKENS * costs.plain_s
+        return max(at_first_s, MAX_LOSS * self.plain_s) - self.lost_s
+
+    def _rounds_until_affordable(self, costs: RoundCosts) -> int:
+        """Plain rounds to make before one draft may be rejected."""
+        risk_s = costs.risk_s(replace(costs.tree, depth=1, total_tokens=1))
+        missing_s = risk_s + self.lost_s - MAX_LOSS * self.plain_s
+        gain_s = self._earned_s(costs)
+        return max(1, ceil(missing_s / gain_s)) if gain_s > 0 else NEVER
+
+    def _earned_s(self, costs: RoundCosts) -> float:
+        """What a plain round adds to what may be lost, less the encoding that it puts off."""
+        encoding_s = 0.0 if self._lags else costs.accept_s(LATE_TOKENS) / LATE_TOKENS
+        return MAX_LOSS * costs.plain_s - encoding_s
+
+    def _schedule(self, costs: RoundCosts, emitted: int, plain_rounds: float) -> None:
+        """After drafts: go on where they pay, or nearly do, else pause, longer each time.
+
+        Args:
+            costs: of the round.
+            emitted: tokens that it wrote.
+            plain_rounds: how many plain rounds it took as long as.
+        """
+        self._speedup.count(emitted, plain_rounds)
+        if self._speedup.value > 1.0 - MAX_LOSS:
+            self._pause = FIRST_PAUSE
+            if self._behind:
+                self._behind = costs.accept_s(self._unencoded) > self._left_s(costs)
+            return
+        self._rest(costs, self._pause)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _rest(self, costs: RoundCosts, rounds: int) -> None:
+        """Draft nothing for so many rounds, for good where encoding them costs too much."""
+        self._waiting = rounds if self._earned_s(costs) > 0 else NEVER
+        self._behind = self._lags
+
+
+class NgramBranchPolicy:
+    """Free branches as long as what they have brought pays for the wider pass.
+
+    Only rounds in which the text repeats itself cost anything: where no stretch of it recurs, there
+    is no branch to verify. Counts fade with every round, so what was once given up is tried again.
+
+    Args:
+        costs: of this machine, shared with other rows.
+    """
+
+    wants_features = False
+
+    def __init__(self, costs: KnownCosts) -> None:
+        self._costs = costs
+        # How often the first copied token of a round was right, and each one after a right one.
+        self._first, self._next = _Rate(0.25), _Rate(0.6)
+        self._drafted = 0
+
+    def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
+        """Nothing to decide."""
+
+    def shape(self, length: int, num_rows: int) -> Tree | None:
+        """See `DraftPolicy`."""
+        gains = {None: 0.0} | {s: self._gain(s, length, num_rows) for s in COPY_SHAPES}
+        return max(gains, key=lambda shape: gains[shape])
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """See `DraftPolicy`."""
+        self._drafted = len(tree.tokens) - tree.num_copied
+        copied = sum(node >= self._drafted for node in accepted)
+        self._first.count(min(copied, 1), min(tree.num_copied, 1))
+        self._next.count(max(copied - 1, 0), copied)
+
+    def _gain(self, shape: Tree, length: int, num_rows: int) -> float:
+        """Seconds that a round with such branches is expected to save."""
+        costs = self._costs.at(length, num_rows)
+        first, further = self._first.value, self._next.value
+        copied = sum(first * further**level for level in range(shape.depth))
+        wider_s = costs.pass_s(self._drafted + shape.total_tokens) - costs.pass_s(self._drafted)
+        return copied * costs.plain_s - wider_s
+
+
+class _Rate:
+    """A ratio that starts from an expectation and follows what is counted.
+
+    Args:
+        expected: to start from.
+        rounds: that it counts for.
+    """
+
+    def __init__(self, expected: float, rounds: float = PRIOR_ROUNDS) -> None:
+        self._expected, self._rounds = expected, rounds
+        self._hits = self._trials = 0.0
+
+    @property
+    def value(self) -> float:
+        """As far as is known."""
+        return (self._rounds * self._expected + self._hits) / (self._rounds + self._trials)
+
+    def count(self, hits: float, trials: float) -> None:
+        """Take in one round; with no trials, earlier ones still fade."""
+        self._hits, self._trials = MEMORY * self._hits + hits, MEMORY * self._trials + trials

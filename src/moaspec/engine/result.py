@@ -1,0 +1,144 @@
+"""What a generation returns, and what streaming yields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Literal
+
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.sampling.params import Alternatives
+
+Source = Literal["draft", "target", "copy"]
+"""Who proposed a token: the drafter, the target itself where no draft matched, or the text (a free
+branch that repeats what stood earlier)."""
+
+StopReason = Literal["stop_token", "stop_string", "max_new_tokens", "context", "aborted"]
+
+
+@dataclass
+class Timing:
+    """Wall-clock seconds of the passes that a row took part in.
+
+    Attributes:
+        prefill_s: the prompt's pass, with the drafter's encoding of it.
+        draft_s: drafting.
+        verify_s: the target's passes and head in rounds; where they cannot be told apart (across a
+            network, on a GPU), verification as a whole.
+        encode_s: the drafter's encoding of what rounds verified.
+        total_s: from joining the engine to the last token.
+    """
+
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    encode_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Verified tokens of one row.
+
+    Attributes:
+        handle: which request.
+        token_ids: in order; never taken back.
+        sources: who proposed each.
+        stop_reason: set on the last event of a row.
+        tree: what the round verified; empty for the prompt's pass and for plain rounds.
+        accepted: nodes of it that the target chose, in order.
+        logprobs: see `GenerationResult`, of these tokens.
+        top_logprobs: the same.
+    """
+
+    handle: int
+    token_ids: tuple[int, ...]
+    sources: tuple[Source, ...]
+    stop_reason: StopReason | None = None
+    tree: DraftTree = field(default_factory=DraftTree)
+    accepted: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[Alternatives, ...] = ()
+
+
+@dataclass
+class GenerationResult:
+    """Generated ids and how they came about.
+
+    Attributes:
+        token_ids: generated tokens only; a stop token is included, and so is the token that
+            completes a stop string.
+        sources: who proposed each of them.
+        accept_lengths: tokens that each round emitted, bonus token included; the prefill's first
+            token belongs to no round, and the last round counts what was kept.
+        copied_lengths: how many of these each round took from free branches.
+        drafted_depths: levels that the drafter drafted in each round.
+        num_drafted: the drafter's tokens verified over all rounds.
+        stop_reason: why it ended.
+        stop_string: which stop string ended it; the text contains it, and what else its last token
+            holds.
+        logprobs: where asked for, the log-probability of each of `token_ids` under the target's
+            own distribution, before temperature and processors.
+        top_logprobs: where asked for, the most probable tokens in place of each of them.
+        seed: of sampling; the one that was drawn where none was given. None where no noise took
+            part and none was given.
+        num_reused_tokens: tokens of the prompt whose caches were held from an earlier turn.
+        timing: seconds by part.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    accept_lengths: list[int] = field(default_factory=list)
+    copied_lengths: list[int] = field(default_factory=list)
+    drafted_depths: list[int] = field(default_factory=list)
+    num_drafted: int = 0
+    stop_reason: StopReason | None = None
+    stop_string: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[Alternatives] = field(default_factory=list)
+    seed: int | None = None
+    num_reused_tokens: int = 0
+    timing: Timing = field(default_factory=Timing)
+
+    @property
+    def num_rounds(self) -> int:
+        """Target verifications, the prefill not counted."""
+        return len(self.accept_lengths)
+
+    @property
+    def tau(self) -> float | None:
+        """Mean tokens per round; None when there was no round. Plain decoding has 1.0."""
+        return sum(self.accept_lengths) / self.num_rounds if self.num_rounds else None
+
+    @property
+    def num_copied(self) -> int:
+        """Tokens that free branches brought; part of `tau`, but not the drafter's merit."""
+        return sum(self.copied_lengths)
+
+    @property
+    def tau_without_copies(self) -> float | None:
+        """`tau` with the tokens of free branches left out of the count."""
+        emitted = sum(self.accept_lengths) - self.num_copied
+        return emitted / self.num_rounds if self.num_rounds else None
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of the rounds that drafted to depth d in which a draft of depth d was accepted."""
+        return acceptance_by_depth([self])
+
+
+def acceptance_by_depth(results: list[GenerationResult]) -> list[float]:
+    """Acceptance at depth 1, 2, ... over the rounds of several results."""
+    hits: list[int] = []
+    rounds: list[int] = []
+    for result in results:
+        lengths = zip(result.accept_lengths, result.copied_lengths, strict=True)
+        for (emitted, copied), depth in zip(lengths, result.drafted_depths, strict=True):
+            hits = _add(hits, min(emitted - 1 - copied, depth))
+            rounds = _add(rounds, depth)
+    return [hit / total for hit, total in zip_longest(hits, rounds, fillvalue=0)]
+
+
+def _add(counts: list[int], depth: int) -> list[int]:
+    """Count one at each of the first `depth` places."""
+    return [a + b for a, b in zip_longest(counts, [1] * depth, fillvalue=0)]

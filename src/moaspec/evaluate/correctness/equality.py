@@ -1,0 +1,331 @@
+"""Is this the target's own text?
+
+Each of its tokens must be what the law chooses there, up to rounding, and it must end where it
+should. A pass over eight tokens and one over a single token round differently in the last bits, so
+two correct decodings may part where the target's two best tokens are (nearly) tied. This module
+tells such a tie from a fault. It trusts nothing of what decodes: logits are those of one pass of
+transformers' own model over the whole text, without cache, trees or masks of ours, and a token's
+noise is that of its place in the text.
+
+A target in bf16 or float16 is asked twice: in float32 with the same weights, for what is right, and
+as it is, for how rounding moves the scores between which its choices are made in this very text.
+So a fault below that rounding is seen in float32 only.
+
+Legend: T text, V vocabulary, R rivals of a choice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from moaspec.sampling.choose import temperatures
+from moaspec.sampling.noise import gumbel, seed_bits
+from moaspec.sampling.params import GREEDY, SamplingParams
+from moaspec.sampling.processors import Prefix, processed, survivors
+from moaspec.target.families import forget_growth
+from moaspec.target.target import Target
+
+FLOAT32_TIE = 1e-3
+"""Largest gap that float32's rounding explains: ten times what two logits were measured to differ
+by in passes of different width, 5e-5 each. It is the least that any dtype is allowed."""
+
+RIVALS, DEVIATIONS = 16, 6
+"""What rounding does to the distance from a position's best token is measured on so many of its
+best tokens. So many standard deviations of that explain a gap. (Of 11,730 such distances of SmolLM2
+in bf16 one in 12,000 was beyond five, none beyond six.)"""
+
+RULE = (
+    "Every token is held against one pass of the target in float32: it must be the best there "
+    "(where it is sampled: the best with its noise), or as near to it as the target's own rounding "
+    "explains, measured on the same text. Texts that "
+    "part from the baseline's at such a tie are the target's own too, as two plain decodings are "
+    "whose passes have different widths."
+)
+"""For whoever reads results; kept with them."""
+EARLIER_RULE = "Texts were compared with the baseline's by an earlier version of moaspec."
+
+
+@dataclass(frozen=True)
+class Equality:
+    """What became of a text.
+
+    Attributes:
+        kind: "identical" to plain decoding's, parted from it at a "near_tie" where the target
+            itself is undecided, or "different": not the target's text.
+        position: generated index of the first wrong token, or of the first that differs.
+        gap: how many logits the token there is from being the right one (see `Audited`), of the
+            worse of the two at a tie; None where no change of logits explains it.
+        limit: largest gap that rounding explains there; None where nothing is compared with it.
+        reason: what is wrong with a text that is "different".
+    """
+
+    kind: Literal["identical", "near_tie", "different"]
+    position: int | None = None
+    gap: float | None = None
+    limit: float | None = None
+    reason: str = ""
+
+    @property
+    def lossless(self) -> bool:
+        return self.kind != "different"
+
+
+@dataclass(frozen=True)
+class Audited:
+    """A decoded text, held against trusted passes.
+
+    Attributes:
+        token_ids: what was generated.
+        gaps: how far each token is from being the one that the law chooses: the smallest change of
+            logits that explains it, 0 where it is the choice, infinite where none does.
+        limit: largest gap that rounding explains here.
+        wrong_end: why the text should have ended elsewhere; "" where it ends rightly.
+    """
+
+    token_ids: Sequence[int]
+    gaps: Sequence[float]
+    limit: float = FLOAT32_TIE
+    wrong_end: str = ""
+
+
+def audit(
+    target: Target,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    sampling: SamplingParams = GREEDY,
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Collection[int] | None = None,
+) -> Audited:
+    """Ask the target about every token of a text, and about its end.
+
+    Args:
+        target: whose `model` is trusted; not packed, unless it is in float32.
+        prompt_ids: of the text.
+        token_ids: what was generated.
+        sampling: how, with a seed where noise took part.
+        max_new_tokens: what was asked for.
+        stop_token_ids: ids that end a text; None takes the target's own.
+
+    Raises:
+        ValueError: a packed target, which cannot compute in float32.
+    """
+    full = min(max_new_tokens, target.max_positions - len(prompt_ids))
+    stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
+    sampling = sampling.bound(stops, max_new_tokens)
+    text, gaps, errors = [*prompt_ids, *token_ids], [], [torch.empty(0)]
+    for position, right_V, rounded_V in _logits(target, text, len(prompt_ids)):
+        prefix = Prefix(sampling, text[:position], len(prompt_ids))
+        scores_V = processed(right_V, prefix)
+        gaps.append(_gap(scores_V, prefix, text[position]))
+        errors.append(_errors(scores_V, processed(rounded_V, prefix)))
+    deviation = float(torch.cat(errors).square().mean().sqrt())
+    # NaN, of logits that are none, explains nothing.
+    limit = max(FLOAT32_TIE, DEVIATIONS * deviation)
+    return Audited(token_ids, gaps, limit, _wrong_end(token_ids, full, stops))
+
+
+def compare(text: Audited, plain: Audited) -> Equality:
+    """Is this the target's own text, and is it the one that plain decoding wrote?
+
+    Args:
+        text: what is judged.
+        plain: of the same prompt and sampling.
+    """
+    for position, gap in enumerate(text.gaps):
+        if not _right(text, position):
+            reason = f"token {text.token_ids[position]} is not the target's choice"
+            known = gap if math.isfinite(gap) else None
+            return Equality("different", position, known, text.limit, reason)
+    if text.wrong_end:
+        return Equality("different", len(text.token_ids), reason=text.wrong_end)
+    parting = first_difference(plain.token_ids, text.token_ids)
+    if parting is None:
+        return Equality("identical")
+    # A plain text may be wrong there itself, which is told where it is judged.
+    both = [one for one in (text, plain) if parting < len(one.gaps) and _right(one, parting)]
+    gap, limit = max(((one.gaps[parting], one.limit) for one in both), default=(0.0, text.limit))
+    return Equality("near_tie", parting, gap, limit)
+
+
+def _right(text: Audited, position: int) -> bool:
+    """Whether rounding explains the gap there; it explains no NaN."""
+    return text.gaps[position] <= text.limit
+
+
+def judge(
+    target: Target,
+    prompt_ids: Sequence[int],
+    expected: Sequence[int],
+    got: Sequence[int],
+    sampling: SamplingParams = GREEDY,
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Collection[int] | None = None,
+) -> Equality:
+    """`audit` two texts of one prompt and `compare` the second with the first."""
+    plain, text = (
+        audit(
+            target,
+            prompt_ids,
+            ids,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+        )
+        for ids in (expected, got)
+    )
+    return compare(text, plain)
+
+
+def _wrong_end(token_ids: Sequence[int], full: int, stops: Collection[int]) -> str:
+    """Why a text should have ended elsewhere."""
+    if any(token in stops for token in token_ids[:-1]):
+        return "it goes on after a stop token"
+    if len(token_ids) > full:
+        return f"it has {len(token_ids)} tokens instead of at most {full}"
+    if len(token_ids) < full and not (token_ids and token_ids[-1] in stops):
+        return f"it ends after {len(token_ids)} tokens, without a stop token"
+    return ""
+
+
+def up_to_stop(token_ids: Sequence[int], stops: Collection[int]) -> list[int]:
+    """A text up to and with its first stop token."""
+    ends = (i + 1 for i, token in enumerate(token_ids) if token in stops)
+    return list(token_ids[: next(ends, len(token_ids))])
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first difference, a missing token included; None when equal."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+@torch.inference_mode()
+def _logits(
+    target: Target, text: Sequence[int], start: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Right and rounded logits for the token at every position from `start` on.
+
+    LongRoPE goes by the length of a call, so what was chosen on either side of its switch takes a
+    pass each. With dynamic NTK cached keys stay as they are, so each token takes a pass.
+    """
+    if target.rope_growth is not None and len(text) > target.rope_growth:
+        yield from _logits_step_by_step(target, text, start)
+        return
+    for end in (*target.rope_switches, len(text)):
+        length = min(end, len(text) - 1)
+        if length < start:
+            continue
+        ids_1T = torch.tensor([text[:length]], device=target.device)
+        rounded_TV = _one_pass(target.model, ids_1T, length - start + 1)
+        right_TV = rounded_TV
+        if target.dtype != torch.float32:
+            with _in_float32(target):
+                right_TV = _one_pass(target.model, ids_1T, length - start + 1)
+        yield from zip(range(start, length + 1), right_TV, rounded_TV, strict=True)
+        start = length + 1
+
+
+def _logits_step_by_step(
+    target: Target, text: Sequence[int], start: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The same by passes that `generate` of transformers makes: the prompt, then token by token."""
+    rounded_TV = right_TV = _stepped(target.model, text, start, target.device)
+    if target.dtype != torch.float32:
+        with _in_float32(target):
+            right_TV = _stepped(target.model, text, start, target.device)
+    yield from zip(range(start, len(text)), right_TV, rounded_TV, strict=True)
+
+
+def _stepped(
+    model: nn.Module, text: Sequence[int], start: int, device: torch.device
+) -> list[Tensor]:
+    """Logits for the token at every position from `start` on, (V,) each."""
+    forget_growth(model)
+    # Named so from transformers 5.24.
+    new_name = "cache" in inspect.signature(model.forward).parameters
+    cache = {"cache" if new_name else "past_key_values": DynamicCache()}
+    logits = []
+    for first, stop in pairwise([0, *range(start, len(text))]):
+        ids_1T = torch.tensor([text[first:stop]], device=device)
+        output = model(ids_1T, use_cache=True, logits_to_keep=1, **cache)
+        logits.append(output.logits[0, -1].float())
+    return logits
+
+
+def _one_pass(model: nn.Module, ids_1T: Tensor, num_logits: int) -> Tensor:
+    """The last positions' logits, by transformers' own forward."""
+    output = model(ids_1T, use_cache=False, logits_to_keep=num_logits)
+    return cast(Tensor, output.logits[0].float())
+
+
+@contextmanager
+def _in_float32(target: Target) -> Iterator[None]:
+    """The same weights, computed with in float32: one layer's copies at a time."""
+    if target.packed:
+        raise ValueError("A packed target cannot compute in float32; load it with packed=False.")
+    own: dict[nn.Parameter, Tensor] = {}
+
+    def widen(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            own[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = own.pop(parameter)
+
+    modules = [one for one in target.model.modules() if any(True for _ in one.parameters(False))]
+    hooks = [one.register_forward_pre_hook(widen) for one in modules]
+    hooks += [one.register_forward_hook(restore) for one in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, data in own.items():  # of a pass that was interrupted
+            parameter.data = data
+
+
+def _errors(right_V: Tensor, rounded_V: Tensor) -> Tensor:
+    """What rounding did to the distance of rivals from the best score, (R,)."""
+    rivals_R = right_V.topk(min(RIVALS, len(right_V))).indices
+    rivals_R = rivals_R[right_V[rivals_R].isfinite()]
+    error_R = (rounded_V - right_V)[rivals_R].float().cpu()
+    return error_R[1:] - error_R[:1]
+
+
+def _gap(scores_V: Tensor, prefix: Prefix, token: int) -> float:
+    """The smallest change of processed logits that lets the law choose this token."""
+    scores_V = scores_V.double()
+    if scores_V[token] == -torch.inf:
+        return math.inf
+    sampling = prefix.sampling
+    if not sampling.samples:
+        return float(scores_V.max() - scores_V[token])
+    temperature = float(temperatures([sampling]))
+    scaled_V = scores_V / temperature
+    threshold = scaled_V[survivors(scaled_V[None], [sampling])[0]].min()
+    ids_V = torch.arange(len(scaled_V), device=scaled_V.device)
+    seed, choice, position = (
+        torch.tensor(fact, device=scaled_V.device)
+        for fact in (seed_bits(sampling.seed or 0), sampling.choice, len(prefix.token_ids))
+    )
+    perturbed_V = scaled_V + gumbel(seed, choice, position, ids_V)
+    # A rival is out of the way as soon as it is behind, or no longer survives top-k, top-p, min-p.
+    rivals_V = torch.minimum(perturbed_V - perturbed_V[token], scaled_V - threshold)
+    needed = torch.maximum(rivals_V.max(), threshold - scaled_V[token])
+    return temperature * max(0.0, float(needed))

@@ -1,0 +1,335 @@
+"""What passes cost on this machine, and what that allows.
+
+Speculation pays where a pass over several tokens costs about as much as one over a single token,
+which holds as long as reading the weights takes longer than the arithmetic. Here is measured how
+far that reaches, and how it changes with the length of the context and the number of rows. Only
+costs are measured: caches hold zeros, which are as slow to attend to as anything else.
+
+Legend: B rows, T tokens, L target layers, K one layer's key and value.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import nn
+
+from moaspec.backends.linear_backends import compute_dtype
+from moaspec.backends.pack import FusedPart, PackedLinear
+from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.kv_cache import KVCache, PassSizes, tree_mask
+from moaspec.drafting.protocols import Drafter, RowText
+from moaspec.evaluate.meter import Meter
+from moaspec.evaluate.methods import Method
+from moaspec.generation.api import local_parts
+from moaspec.target.target import Target
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
+BATCHES = (1, 2, 4, 8, 16)
+REPEATS = 5
+FREE = 1.25
+"""A pass counts as free of charge up to this many times the cost of a pass over one token."""
+
+COPY_BYTES = 2**27
+"""Larger than the caches of any CPU, so that reading it goes to memory."""
+
+FEATURES_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Median seconds of one target pass, head included.
+
+    Attributes:
+        tokens: per row.
+        context: tokens in the cache before it.
+        batch: rows.
+    """
+
+    tokens: int
+    context: int
+    batch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """Median seconds of a method's round.
+
+    Attributes:
+        plain_s: of a pass over one token per row; what a round has to beat.
+        draft_s, verify_s, encode_s: parts of the round. Encoding is of one token per row, the
+            least that a round verifies.
+    """
+
+    method: str
+    context: int
+    batch: int
+    plain_s: float
+    draft_s: float
+    verify_s: float
+    encode_s: float
+
+    @property
+    def break_even(self) -> float:
+        """The tau from which on this method is faster than plain decoding."""
+        return (self.draft_s + self.verify_s + self.encode_s) / self.plain_s
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """Where decoding stops being bound by memory.
+
+    Attributes:
+        weight_bytes: that every pass reads.
+        bytes_per_s: measured reading speed of memory.
+        floor_s: the least that a pass can take, `weight_bytes` over `bytes_per_s`.
+        flops_per_s: measured in a large matrix product.
+        arithmetic_s: what the products of a pass over one token take at that speed.
+        free_tokens: the largest width of `WIDTHS` up to which every pass costs at most `FREE` times
+            as much as that of one token.
+        ceiling: by width, the speed-up if every draft were right and cost nothing.
+    """
+
+    weight_bytes: int
+    bytes_per_s: float
+    floor_s: float
+    flops_per_s: float
+    arithmetic_s: float
+    free_tokens: int
+    ceiling: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All that `measure_costs` found.
+
+    Attributes:
+        interrupted: whether Ctrl-C ended it before all was measured.
+    """
+
+    widths: list[PassCost]
+    rounds: list[RoundCost]
+    bound: MemoryBound
+    interrupted: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        rounds = [{**asdict(one), "break_even": one.break_even} for one in self.rounds]
+        widths = [asdict(one) for one in self.widths]
+        facts = {"widths": widths, "rounds": rounds, "bound": asdict(self.bound)}
+        return {**facts, "interrupted": self.interrupted}
+
+
+def measure_costs(
+    methods: Sequence[Method],
+    *,
+    contexts: Sequence[int] | None = None,
+    batches: Sequence[int] | None = None,
+    widths: Sequence[int] | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> Costs:
+    """Measure passes and rounds.
+
+    Args:
+        methods: those with a drafter are measured, on the first one's target.
+        contexts: tokens in the cache, one row; the longest that the target can take stands for
+            longer ones. None takes `CONTEXTS`.
+        batches: rows, at the shortest context; None takes `BATCHES`.
+        widths: tokens of a pass, one row, at the shortest context; None takes `WIDTHS`.
+        advance: called after each measurement, for a progress display.
+
+    Raises:
+        KeyboardInterrupt: it came before anything was measured; later, the costs say so.
+    """
+    contexts, batches, widths = contexts or CONTEXTS, batches or BATCHES, widths or WIDTHS
+    target = methods[0].target
+    drafted = [method for method in methods if method.drafter is not None]
+    short = min(contexts)
+    places = [(context, 1) for context in _fitting(target, contexts, drafted)]
+    places += [(short, batch) for batch in batches if batch > 1]
+    passes: list[PassCost] = []
+    rounds: list[RoundCost] = []
+    interrupted = False
+    try:
+        for tokens in widths:
+            passes.append(PassCost(tokens, short, 1, pass_s(target, tokens, short, 1)))
+            advance()
+        for context, batch in places:
+            plain_s = pass_s(target, 1, context, batch)
+            rounds += [_round_cost(method, context, batch, plain_s) for method in drafted]
+            advance()
+    except KeyboardInterrupt:
+        if not passes:
+            raise
+        interrupted = True
+    return Costs(passes, rounds, _memory_bound(target, passes), interrupted)
+
+
+def num_measurements(target: Target, methods: Sequence[Method]) -> int:
+    """How often `measure_costs` calls `advance` with its defaults."""
+    drafted = [method for method in methods if method.drafter is not None]
+    contexts = _fitting(target, CONTEXTS, drafted)
+    return len(WIDTHS) + len(contexts) + len(BATCHES) - 1
+
+
+def _fitting(target: Target, contexts: Sequence[int], drafted: Sequence[Method]) -> list[int]:
+    """Contexts that leave room for a round; the longest possible one stands for longer ones."""
+    most = max((method.fixed_shape.total_tokens for method in drafted), default=0)
+    longest = target.max_positions - most - 1
+    return list(dict.fromkeys(min(context, longest) for context in contexts))
+
+
+@torch.inference_mode()
+def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
+    """Median seconds of a pass over `tokens` in each of `batch` rows, after `context` others."""
+    device, rows, starts = target.device, range(batch), [context] * batch
+    sizes = PassSizes.of(rows, starts, tokens, recorded=target.layers.records)
+    tokens, visible = sizes.tokens, sizes.visible
+    cache = KVCache(
+        num_layers=target.num_layers,
+        num_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        dtype=target.dtype,
+        device=device,
+    )
+    cache.reserve(batch, visible)
+    ids_BT = torch.zeros(batch, tokens, dtype=torch.long, device=device)
+    positions_BT = ids_BT + torch.arange(context, context + tokens, device=device)
+    causal_BTT = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    causal_BTT = causal_BTT.expand(batch, -1, -1)
+
+    def once() -> None:
+        hidden_BTE = target.run(
+            ids_BT,
+            positions_BT,
+            mask_B1TS=tree_mask(starts, causal_BTT, visible),
+            write=cache.writer(rows, starts, tokens, visible, steady=sizes.steady),
+        )
+        target.best(hidden_BTE.flatten(0, 1)).tolist()
+
+    return _median_s(once, device)
+
+
+def _round_cost(method: Method, context: int, batch: int, plain_s: float) -> RoundCost:
+    _, drafter = local_parts(
+        method.target, method.drafter, num_target_layers=method.shaping.num_target_layers
+    )
+    assert drafter is not None, "only methods with a drafter come here"
+    width = 1 + method.fixed_shape.total_tokens
+    return RoundCost(
+        method.name,
+        context,
+        batch,
+        plain_s,
+        _draft_s(method.target, drafter, method.fixed_shape, context, batch),
+        pass_s(method.target, width, context, batch),
+        _encode_s(method.target, drafter, context, batch),
+    )
+
+
+def _draft_s(target: Target, drafter: Drafter, shape: Tree, context: int, batch: int) -> float:
+    """Seconds of drafting in a round that has two new tokens to read."""
+    # Few repetitions, so that prompt lookup finds about as much as in a text.
+    text = [(7 * i) % min(target.vocab_size, 499) for i in range(context)]
+    known = context - 2 * (REPEATS + 1)
+    if "kv" in drafter.needs:
+        _fill_memory(target, drafter, known, batch)
+    lengths = iter(range(known, context + 1, 2))
+
+    def once() -> None:
+        longer = text[: next(lengths)]
+        drafter.propose([RowText(row, longer) for row in range(batch)], shape)
+
+    return _median_s(once, target.device)
+
+
+def _fill_memory(target: Target, drafter: Drafter, known: int, batch: int) -> None:
+    """Let every row know the activations of `known` tokens."""
+    for start in range(0, known, FEATURES_CHUNK):
+        positions = range(start, min(start + FEATURES_CHUNK, known))
+        positions_1N = torch.tensor([list(positions)], device=target.device)
+        (features,) = drafter.encode(_zeros(target, len(positions)), positions_1N, [len(positions)])
+        for row in range(batch):
+            drafter.observe(row, features)
+
+
+def _encode_s(target: Target, drafter: Drafter, context: int, batch: int) -> float:
+    if "kv" not in drafter.needs:
+        return 0.0
+    kv_1NLK = _zeros(target, batch)
+    positions_1N = torch.full((1, batch), context, device=target.device)
+    return _median_s(lambda: drafter.encode(kv_1NLK, positions_1N, [1] * batch), target.device)
+
+
+def _zeros(target: Target, tokens: int) -> torch.Tensor:
+    kv_size = 2 * target.num_kv_heads * target.head_dim
+    shape = (1, tokens, target.num_layers, kv_size)
+    return torch.zeros(shape, dtype=target.dtype, device=target.device)
+
+
+def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
+    layers = _multiplied(target)
+    num_bytes = sum(_weight_bytes(layer, target.dtype) for layer in layers)
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    bytes_per_s, flops_per_s = _reading_speed(target.device), _arithmetic_speed(target)
+    one = passes[0].seconds
+    return MemoryBound(
+        weight_bytes=num_bytes,
+        bytes_per_s=bytes_per_s,
+        floor_s=num_bytes / bytes_per_s,
+        flops_per_s=flops_per_s,
+        arithmetic_s=2 * weights / flops_per_s,
+        free_tokens=list(takewhile(lambda each: each.seconds <= FREE * one, passes))[-1].tokens,
+        ceiling={each.tokens: each.tokens * one / each.seconds for each in passes},
+    )
+
+
+def _multiplied(target: Target) -> list[nn.Linear | PackedLinear]:
+    """What a pass multiplies with, in the form that it does so in, the head included."""
+    model: Any = target.model
+    plain_head = model.get_output_embeddings()
+    layers = [each for each in model.modules() if each is not plain_head]
+    layers = [each.joined if isinstance(each, FusedPart) else each for each in layers]
+    found = [*layers, *target.draft_head(None).modules()]
+    return list(dict.fromkeys(each for each in found if isinstance(each, nn.Linear | PackedLinear)))
+
+
+def _weight_bytes(layer: nn.Linear | PackedLinear, dtype: torch.dtype) -> int:
+    """As many as kernels keep a weight in, or as its dtype takes."""
+    matrix = layer.matrix if isinstance(layer, PackedLinear) else None
+    if matrix is None:
+        return layer.in_features * layer.out_features * dtype.itemsize
+    return matrix.num_bytes
+
+
+def _computed_in(target: Target) -> torch.dtype:
+    """A CPU without bf16 instructions multiplies float32 instead."""
+    return compute_dtype(target.dtype) if target.device.type == "cpu" else target.dtype
+
+
+def _reading_speed(device: torch.device) -> float:
+    data = torch.ones(COPY_BYTES // 4, device=device)
+    return COPY_BYTES / _median_s(lambda: data.sum().item(), device)
+
+
+def _arithmetic_speed(target: Target) -> float:
+    size = 1024
+    a = torch.ones(size, size, dtype=_computed_in(target), device=target.device)
+    return 2 * size**3 / _median_s(lambda: a @ a, target.device)
+
+
+def _median_s(work: Callable[[], object], device: torch.device) -> float:
+    work()
+    seconds = []
+    for _ in range(REPEATS):
+        with Meter(device) as meter:
+            work()
+        seconds.append(meter.seconds)
+    return statistics.median(seconds)

@@ -1,0 +1,220 @@
+"""Prompts to measure on: named suites, the package's own, files, or data sets of the hub."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from moaspec.data.conversations import parse
+from moaspec.data.files import data_files, stem
+from moaspec.data.messages import Message
+from moaspec.data.row_sources import Record, read_records
+from moaspec.errors import DataError
+from moaspec.hub import HUB, hub_rows
+
+BUNDLED = "bundled"
+SUITES_VARIABLE = "MOASPEC_SUITES"
+HUB_ROWS = 10_000
+"""At most so many rows of a data set of the hub are read; larger ones are training data."""
+
+ANSWERS = ("reference", "answer", "canonical_solution", "output")
+_WITHOUT_ANSWERS = dict.fromkeys(("answer", "output"))
+"""Right answers of any type, which are no messages of a conversation."""
+NUMBER = "(number of the line)"
+IDS = ("question_id", "task_id", "id", NUMBER)
+"""Names of columns, those first that win."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation: turns of a user, asked one after another.
+
+    Attributes:
+        suite: which set it belongs to.
+        question_id: unique in the set.
+        turns: what the user says.
+        category: the set's own grouping; "" where it has none.
+        references: right answers, where the set has them.
+    """
+
+    suite: str
+    question_id: str
+    turns: tuple[str, ...]
+    category: str = ""
+    references: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NamedSuite:
+    """A published set of prompts.
+
+    Attributes:
+        path: file or directory below `$MOASPEC_SUITES`.
+        files: names of the sets, where it is a directory.
+        source: where it can be had.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    source: str
+
+
+NAMED = {
+    "paper": NamedSuite(
+        "paper_eval",
+        ("mt_bench", "humaneval", "gsm8k", "alpaca", "sum", "qa"),
+        "the data folder of the paper's repository (github.com/huawei-noah/HEBO, MOASpec)",
+    ),
+    "spec-bench": NamedSuite(
+        "spec_bench.jsonl", (), "data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
+    ),
+}
+
+
+def read_prompts(
+    suite: str, *, limit: int | None = None, max_turns: int | None = None
+) -> list[Prompt]:
+    """Read prompts.
+
+    Args:
+        suite: "bundled", "paper" or "spec-bench" (looked for below `$MOASPEC_SUITES`), a file of
+            any form that `moaspec.data` reads, a directory whose files are suites, or
+            `hub:owner/name`, see `moaspec.hub.HUB`, by default its split "test". Each row has
+            `turns`, a list of texts, or another shape of docs/data.md, of which the user's
+            messages are the turns; `question_id`, `category` and `reference` (or `answer`) may
+            stand beside them.
+        limit: at most so many of each file, spread over its categories.
+        max_turns: at most so many turns of each conversation.
+
+    Raises:
+        DataError: nothing there, an empty suite, a malformed line, or a hub out of reach.
+    """
+    if suite.startswith(HUB):
+        prompts = _spread(_from_hub(suite), limit)
+    else:
+        prompts = [prompt for file in _files(suite) for prompt in _read_file(*file, limit)]
+    return [_shortened(prompt, max_turns) for prompt in prompts]
+
+
+def _files(suite: str) -> list[tuple[Path, str]]:
+    """Paths, and the suite that each is."""
+    if not suite:
+        raise DataError("The suite has no name; give a file, a directory, or a suite's name.")
+    if suite == BUNDLED:
+        root = Path(str(importlib.resources.files("moaspec")))
+        return [(root / "bundled" / "prompts.jsonl", BUNDLED)]
+    path = _named(suite) if suite in NAMED else Path(suite)
+    if not path.is_dir():
+        return [(path, suite if suite in NAMED else stem(path))]
+    files = data_files(path)
+    wanted = NAMED[suite].files if suite in NAMED else ()
+    missing = sorted(set(wanted) - set(map(stem, files)))
+    if missing:
+        raise DataError(f"The suite {suite!r} at {path} lacks {', '.join(missing)}.")
+    return [(file, stem(file)) for file in files if not wanted or stem(file) in wanted]
+
+
+def _named(suite: str) -> Path:
+    root, known = os.environ.get(SUITES_VARIABLE), NAMED[suite]
+    path = Path(root or ".") / known.path
+    if root is None or not path.exists():
+        raise DataError(
+            f"The suite {suite!r} is not here: expected {known.path} in the directory that "
+            f"${SUITES_VARIABLE} names ({root or 'not set'}). It is {known.source}; or give "
+            "--suite a path."
+        )
+    return path
+
+
+def _from_hub(source: str) -> list[Prompt]:
+    """Prompts of a data set; the suite has its name, without owner, configuration and split."""
+    suite = source.removeprefix(HUB).partition("@")[0].partition(":")[0].rpartition("/")[2]
+    rows = islice(hub_rows(source, split="test"), HUB_ROWS)
+    records = (Record(f"{source}:{number}", row) for number, row in enumerate(rows, 1))
+    prompts = [_prompt(record, suite) for record in records]
+    if not prompts:
+        raise DataError(f"The data set {source} has no rows.")
+    return prompts
+
+
+def _read_file(path: Path, suite: str, limit: int | None) -> list[Prompt]:
+    prompts = _unique(read_records(path), suite)
+    if not prompts:
+        raise DataError(f"The suite {path} has no prompts.")
+    return _spread(prompts, limit)
+
+
+def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
+    """`limit` prompts, in turn from each category, in the file's order."""
+    if limit is None or limit >= len(prompts):
+        return prompts
+    counts: dict[str, int] = {}
+    rank: list[tuple[int, int]] = []
+    for place, prompt in enumerate(prompts):
+        counts[prompt.category] = counts.get(prompt.category, 0) + 1
+        rank.append((counts[prompt.category], place))
+    return [prompts[place] for place in sorted(place for _, place in sorted(rank)[:limit])]
+
+
+def _unique(records: Iterable[Record], suite: str) -> list[Prompt]:
+    found: dict[str, Prompt] = {}
+    for record in records:
+        prompt = _prompt(record, suite)
+        if prompt.question_id in found:
+            raise DataError(f"{record.where}: question_id {prompt.question_id} occurs twice.")
+        found[prompt.question_id] = prompt
+    return list(found.values())
+
+
+def _prompt(record: Record, suite: str) -> Prompt:
+    row, number = record.value, record.where.rpartition(":")[2]
+    messages = _messages(record)
+    turns = tuple(one["content"] for one in messages if one["role"] == "user")
+    references = _first(row, ANSWERS)
+    if references is None:
+        references = [one["content"] for one in messages if one["role"] == "assistant"]
+    return Prompt(
+        suite,
+        str(_first({**row, NUMBER: number}, IDS)),
+        turns,
+        str(row.get("category") or ""),
+        tuple(map(str, references if isinstance(references, list) else [references])),
+    )
+
+
+def _messages(record: Record) -> tuple[Message, ...]:
+    """A conversation of a user and an assistant."""
+    row = record.value
+    if isinstance(row.get("prompt"), list) and all(isinstance(one, str) for one in row["prompt"]):
+        record = Record(record.where, {"turns": row["prompt"]})
+    try:
+        conversation = parse(Record(record.where, {**record.value, **_WITHOUT_ANSWERS}))
+    except DataError as error:
+        cause = str(error).removeprefix(f"{record.where}: ")
+        raise DataError(
+            f"{record.where}: expected 'turns', a list of texts that are not empty, or 'prompt', a "
+            f"text: {cause}"
+        ) from error
+    roles = [one["role"] for one in conversation.messages]
+    other = sorted(set(roles) - {"user", "assistant"})
+    if other or conversation.tools or "user" not in roles:
+        what = ", ".join([*other, *(["tools"] if conversation.tools else [])]) or "no user"
+        raise DataError(
+            f"{record.where}: expected turns of a user, got {what}. Suites have nothing else."
+        )
+    return conversation.messages
+
+
+def _first(row: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """The first of these columns that a row has."""
+    return next((row[name] for name in names if name in row), None)
+
+
+def _shortened(prompt: Prompt, max_turns: int | None) -> Prompt:
+    turns = prompt.turns[:max_turns]
+    return Prompt(prompt.suite, prompt.question_id, turns, prompt.category, prompt.references)

@@ -1,0 +1,1 @@
+"""Reports of measurements: summary, verdict, plots, Markdown and HTML."""

@@ -1,0 +1,239 @@
+"""Two reports side by side, with how sure one can be of what differs.
+
+Legend: P prompts, C columns, R resamples.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moaspec.errors import DataError
+from moaspec.evaluate.file_names import REPORT
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+FEWEST = 10
+"""Conversations below which no interval is given: a bootstrap over fewer is too narrow."""
+
+SAME = ("target", "dtype", "device", "threads", "machine", "batch")
+SAME_SETTINGS = ("max_new_tokens", "system", "temperature", "seed")
+"""What must be equal for seconds to be comparable."""
+
+REPORT_KEYS = {*SAME, "baseline", "settings", "versions", "python", "skipped"}
+METHOD_KEYS = {
+    "timed",
+    "lossless",
+    "median_speedup",
+    "tokens_per_s",
+    "tokens_per_s_by_repeat",
+    "tau",
+    "passes_per_token",
+    "acceptance_by_depth",
+    "suites",
+    "categories",
+    "prompts",
+}
+"""What a report cannot be shown without."""
+
+Array = npt.NDArray[np.float64]
+Prompt = dict[str, Any]
+"""A prompt's part of a method's report."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure, and where it lies with 95% confidence over conversations.
+
+    Attributes:
+        low, high: None for fewer than `FEWEST` conversations.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One method in both reports, over the prompts that both have.
+
+    Attributes:
+        prompts: how many.
+        tau_before, tau_after: over these prompts; None where there was no round.
+        tau: after minus before.
+        speed: after over before, geometric mean over turns; None where seconds cannot be compared,
+            or a text was not the target's own.
+    """
+
+    method: str
+    prompts: int
+    tau_before: float | None
+    tau_after: float | None
+    tau: Interval | None
+    speed: Interval | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changed, by method.
+
+    Attributes:
+        differs: settings that differ, so that seconds are not compared.
+        lossy: methods that were not lossless in one of the two.
+    """
+
+    changes: list[Change]
+    differs: dict[str, tuple[Any, Any]]
+    lossy: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A `report.json`, or the one in a directory.
+
+    Raises:
+        DataError: it is not there, or not a report.
+    """
+    path = path / REPORT if path.is_dir() else path
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"Cannot read the report {path}: {error}. `moaspec eval --out` writes it at its end."
+        ) from error
+    methods = facts.get("methods") if isinstance(facts, dict) else None
+    whole = isinstance(methods, dict) and all(
+        isinstance(one, dict) and one.keys() >= METHOD_KEYS for one in methods.values()
+    )
+    if not methods or not whole or not facts.keys() >= REPORT_KEYS:
+        raise DataError(f"{path} is no whole report of `moaspec eval`; expected its report.json.")
+    return facts
+
+
+def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison:
+    """Compare every method that both reports have, prompt by prompt.
+
+    Raises:
+        DataError: they have no method, or no prompt, in common.
+    """
+    names = [name for name in before["methods"] if name in after["methods"]]
+    if not names:
+        raise DataError(
+            f"The reports have no method in common: {', '.join(before['methods'])} against "
+            f"{', '.join(after['methods'])}."
+        )
+    old, new = ({key: one[key] for key in SAME} | _settings(one) for one in (before, after))
+    differs = {key: (old[key], new[key]) for key in old if old[key] != new[key]}
+    lossy = [
+        name
+        for name in names
+        if not all(report["methods"][name]["lossless"] for report in (before, after))
+    ]
+    changes = [
+        _change(
+            name,
+            before["methods"][name],
+            after["methods"][name],
+            timed=not differs and name not in lossy,
+        )
+        for name in names
+    ]
+    return Comparison(changes, differs, lossy)
+
+
+def _settings(report: dict[str, Any]) -> dict[str, Any]:
+    return {key: report["settings"].get(key) for key in SAME_SETTINGS}
+
+
+def _change(name: str, before: dict[str, Any], after: dict[str, Any], *, timed: bool) -> Change:
+    old, new = _by_prompt(before), _by_prompt(after)
+    keys = [key for key in old if key in new]
+    if not keys:
+        raise DataError(f"The reports have no prompt of {name} in common.")
+    pairs = [(old[key], new[key]) for key in keys]
+    counts_P4 = np.array([[*_counts(a), *_counts(b)] for a, b in pairs], dtype=np.float64)
+    seconds_P2 = np.array([[_seconds(a), _seconds(b)] for a, b in pairs], dtype=np.float64)
+    tau_before, tau_after = (_tau(counts_P4[:, i : i + 2].sum(0)) for i in (0, 2))
+    timed = timed and bool(np.isfinite(seconds_P2).all())
+    has_tau = tau_before is not None and tau_after is not None
+    return Change(
+        name,
+        len(keys),
+        tau_before,
+        tau_after,
+        interval(_by_talk(counts_P4, keys), _tau_difference) if has_tau else None,
+        interval(_by_talk(_log_speeds(pairs, seconds_P2), keys), _geometric_mean)
+        if timed
+        else None,
+    )
+
+
+def _by_talk(rows_PC: Array, keys: Sequence[tuple[str, str, int]]) -> Array:
+    """Turns of one conversation depend on one another: their sum is one row."""
+    talks = list(dict.fromkeys(key[:2] for key in keys))
+    places = [talks.index(key[:2]) for key in keys]
+    rows_TC = np.zeros((len(talks), rows_PC.shape[1]))
+    np.add.at(rows_TC, places, rows_PC)
+    return rows_TC
+
+
+def interval(rows_PC: Array, figure: Callable[[Array], Array]) -> Interval:
+    """A figure of summed rows, with a percentile bootstrap over rows.
+
+    Args:
+        rows_PC: one row per conversation; what belongs together is resampled together.
+        figure: from sums (..., C) to (...).
+    """
+    number, value = len(rows_PC), float(figure(rows_PC.sum(0)))
+    if number < FEWEST:
+        return Interval(value, None, None)
+    draws_RP = np.random.default_rng(0).multinomial(number, [1 / number] * number, size=RESAMPLES)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found_R = figure(draws_RP @ rows_PC)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.nanquantile(found_R, [tail, 1 - tail])
+    return Interval(value, float(low), float(high))
+
+
+def _tau_difference(sums: Array) -> Array:
+    """Columns: emitted and rounds before, emitted and rounds after."""
+    return sums[..., 2] / sums[..., 3] - sums[..., 0] / sums[..., 1]
+
+
+def _geometric_mean(sums: Array) -> Array:
+    """Columns: logarithms, ones."""
+    return np.exp(sums[..., 0] / sums[..., 1])
+
+
+def _log_speeds(pairs: Sequence[tuple[Prompt, Prompt]], seconds_P2: Array) -> Array:
+    """Logarithm of each prompt's speed after over before, and a column of ones."""
+    tokens_P2 = np.array([[a["tokens"], b["tokens"]] for a, b in pairs], dtype=np.float64)
+    log_P2 = np.log(tokens_P2 / seconds_P2)
+    return np.stack((log_P2[:, 1] - log_P2[:, 0], np.ones(len(pairs))), axis=1)
+
+
+def _by_prompt(method: dict[str, Any]) -> dict[tuple[str, str, int], Prompt]:
+    return {(p["suite"], p["question_id"], p["turn"]): p for p in method["prompts"]}
+
+
+def _counts(prompt: Prompt) -> tuple[int, int]:
+    return prompt["emitted"], prompt["rounds"]
+
+
+def _seconds(prompt: Prompt) -> float:
+    return statistics.median(prompt["seconds"]) if prompt["seconds"] else float("nan")
+
+
+def _tau(sums: Array) -> float | None:
+    return float(sums[0] / sums[1]) if sums[1] else None

@@ -1,0 +1,302 @@
+"""What was measured, summed up."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moaspec.engine.result import GenerationResult, acceptance_by_depth
+from moaspec.evaluate.correctness.equality import RULE, Equality
+from moaspec.evaluate.methods import Method, MethodRun
+from moaspec.evaluate.results_store import Item, Sample
+
+GREEDILY = "greedy"
+"""How tokens are chosen where nothing else is said, as in reports of earlier versions."""
+PACKAGES = ("moaspec", "torch", "transformers", "tokenizers", "numpy")
+
+
+@dataclass
+class Outcome:
+    """All samples of one method, in the order of the prompts.
+
+    Attributes:
+        timed: whether its seconds mean anything.
+    """
+
+    method: Method
+    samples: list[Sample] = field(default_factory=list)
+    timed: bool = True
+
+    @property
+    def runs(self) -> list[MethodRun]:
+        """Of all prompts and repeats."""
+        return [run for sample in self.samples for run in sample.runs]
+
+    @property
+    def equality(self) -> list[Equality]:
+        """One per prompt."""
+        return [sample.equality for sample in self.samples]
+
+    @property
+    def results(self) -> list[GenerationResult]:
+        """Of the first repeat; in the others speed alone may differ."""
+        return [sample.runs[0].result for sample in self.samples]
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated ids of one repeat."""
+        return sum(len(result.token_ids) for result in self.results)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all prompts over their seconds, of each prompt its median repeat's."""
+        return self._speed(seconds)
+
+    @property
+    def tokens_per_s_by_repeat(self) -> list[float]:
+        """The same of each repeat by itself."""
+        if not self.timed or not self.samples:
+            return []
+        repeats = range(len(self.samples[0].runs))
+        return [self._speed(lambda one, i=i: one.runs[i].seconds) or 0.0 for i in repeats]
+
+    def _speed(self, of: Callable[..., float]) -> float | None:
+        total = sum(of(sample) for sample in self.samples)
+        return self.num_tokens / total if self.timed and total > 0 else None
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per round over all prompts; None where there was no round."""
+        rounds = sum(result.num_rounds for result in self.results)
+        emitted = sum(sum(result.accept_lengths) for result in self.results)
+        return emitted / rounds if rounds else None
+
+    @property
+    def passes_per_token(self) -> float | None:
+        """Target passes per generated token; a prompt's is one, however long it is."""
+        passes = sum(result.num_rounds + 1 for result in self.results)
+        return passes / self.num_tokens if self.num_tokens else None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every text is the target's own."""
+        return all(item.lossless for item in self.equality)
+
+
+@dataclass
+class Report:
+    """Outcomes of a run.
+
+    Attributes:
+        outcomes: one per method.
+        baseline: name of the method over whose speed speed-ups are.
+        batch: prompts decoded together by timed methods.
+        skipped: turns that do not fit into the target's context.
+        choice: how tokens were chosen, in words.
+        interrupted: some prompts were not asked.
+    """
+
+    outcomes: list[Outcome]
+    baseline: str
+    batch: int = 1
+    skipped: list[Item] = field(default_factory=list)
+    choice: str = GREEDILY
+    interrupted: bool = False
+
+    @property
+    def lossless(self) -> bool:
+        """Of all methods."""
+        return all(outcome.lossless for outcome in self.outcomes)
+
+    def speedup(self, outcome: Outcome) -> float | None:
+        """Median over prompts of the speed ratio to the baseline; None if either is lossy."""
+        reference = self.outcome(self.baseline)
+        if reference is None or not (reference.lossless and outcome.lossless):
+            return None
+        return _median(ratios(outcome, reference))
+
+    def outcome(self, name: str) -> Outcome | None:
+        """The outcome of the method of that name."""
+        return next((one for one in self.outcomes if one.method.name == name), None)
+
+    def by_suite(self, outcome: Outcome) -> dict[str, Outcome]:
+        """The outcome split by suite."""
+        return _split(outcome, lambda item: item.prompt.suite)
+
+    def by_category(self, outcome: Outcome) -> dict[str, Outcome]:
+        """The outcome split by suite and category, where a suite has categories."""
+        return _split(
+            outcome, lambda item: f"{item.prompt.suite}/{item.prompt.category}".rstrip("/")
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything measured, and on what."""
+        target = self.outcomes[0].method.target
+        return {
+            "target": target.name,
+            "dtype": target.precision,
+            "device": str(target.device),
+            **surroundings(),
+            "rule": RULE,
+            "baseline": self.baseline,
+            "batch": self.batch,
+            "choice": self.choice,
+            "speed_is": "throughput" if self.batch > 1 else "one prompt at a time",
+            "skipped": [item.key[:3] for item in self.skipped],
+            "methods": {one.method.name: self._method_json(one) for one in self.outcomes},
+        }
+
+    def _method_json(self, outcome: Outcome) -> dict[str, Any]:
+        return {
+            "key": outcome.method.key,
+            "timed": outcome.timed,
+            "lossless": outcome.lossless,
+            "ties": sum(one.kind == "near_tie" for one in outcome.equality),
+            "median_speedup": self.speedup(outcome),
+            **_summary(outcome),
+            "tokens_per_s_by_repeat": outcome.tokens_per_s_by_repeat,
+            "acceptance_by_depth": acceptance_by_depth(outcome.results),
+            "suites": self._parts_json(outcome, self.by_suite),
+            "categories": self._parts_json(outcome, self.by_category),
+            "prompts": [_sample_json(sample, outcome.timed) for sample in outcome.samples],
+        }
+
+    def _parts_json(
+        self, outcome: Outcome, split: Callable[[Outcome], dict[str, Outcome]]
+    ) -> dict[str, Any]:
+        """A summary per part; speed-ups only where method and baseline are right everywhere."""
+        reference = self.outcome(self.baseline)
+        assert reference is not None, "the baseline is one of the outcomes"
+        bases, right = split(reference), reference.lossless and outcome.lossless
+        return {
+            name: {
+                "median_speedup": _median(ratios(part, bases[name])) if right else None,
+                **_summary(part),
+            }
+            for name, part in split(outcome).items()
+        }
+
+
+def ratios(outcome: Outcome, base: Outcome) -> list[float]:
+    """Each prompt's speed over its speed in another outcome; empty where one is not timed."""
+    if not (outcome.timed and base.timed):
+        return []
+    return [speed(a) / speed(b) for a, b in zip(outcome.samples, base.samples, strict=True)]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def seconds(sample: Sample) -> float:
+    """Of the median repeat."""
+    return statistics.median(run.seconds for run in sample.runs)
+
+
+def speed(sample: Sample) -> float:
+    """Tokens per second."""
+    return len(sample.runs[0].token_ids) / seconds(sample)
+
+
+def _split(outcome: Outcome, name: Callable[[Item], str]) -> dict[str, Outcome]:
+    parts: dict[str, Outcome] = {}
+    for sample in outcome.samples:
+        part = parts.setdefault(name(sample.item), Outcome(outcome.method, timed=outcome.timed))
+        part.samples.append(sample)
+    return parts
+
+
+def _summary(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "num_prompts": len(outcome.samples),
+        "tokens": outcome.num_tokens,
+        "tokens_per_s": outcome.tokens_per_s,
+        "tau": outcome.tau,
+        "passes_per_token": outcome.passes_per_token,
+        **(costs(outcome) if outcome.timed else {}),
+    }
+
+
+def costs(outcome: Outcome) -> dict[str, Any]:
+    """Where the time of a timed method goes, and what it takes of the machine."""
+    runs = outcome.runs
+    timings = [run.result.timing for run in runs]
+    rounds = sum(run.result.num_rounds for run in runs)
+    parts = {
+        "draft": sum(timing.draft_s for timing in timings),
+        "verify": sum(timing.verify_s for timing in timings),
+        "encode": sum(timing.encode_s for timing in timings),
+    }
+    decoding = sum(timing.total_s - timing.prefill_s for timing in timings)
+    known = any(parts.values()) and rounds > 0
+    parts["rest"] = max(0.0, decoding - sum(parts.values()))
+    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    return {
+        "first_token_s": statistics.median(timing.prefill_s for timing in timings),
+        "cpu_s_per_token": sum(run.cpu_s for run in runs)
+        / max(1, sum(len(run.token_ids) for run in runs)),
+        "peak_bytes": max(peaks, default=None),
+        "round_s": {name: part / rounds for name, part in parts.items()} if known else None,
+    }
+
+
+def _sample_json(sample: Sample, timed: bool) -> dict[str, Any]:
+    first = sample.runs[0]
+    return {
+        "suite": sample.item.prompt.suite,
+        "category": sample.item.prompt.category,
+        "question_id": sample.item.prompt.question_id,
+        "turn": sample.item.turn,
+        "prompt_tokens": len(sample.item.prompt_ids),
+        "tokens": len(first.token_ids),
+        "seconds": [run.seconds for run in sample.runs] if timed else None,
+        "rounds": first.result.num_rounds,
+        "emitted": sum(first.result.accept_lengths),
+        "tau": first.result.tau,
+        "equality": vars(sample.equality),
+    }
+
+
+def surroundings() -> dict[str, Any]:
+    """Machine and versions."""
+    return {
+        "threads": torch.get_num_threads(),
+        "machine": machine(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "python": platform.python_version(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.system(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines: Sequence[str] = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

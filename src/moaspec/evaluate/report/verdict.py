@@ -1,0 +1,215 @@
+"""What a report comes to: one sentence, how sure it is, and the command that measures it again.
+
+Legend: P prompts, T conversations, R resamples.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moaspec.evaluate.report.comparison import CONFIDENCE, FEWEST, RESAMPLES, Interval, interval
+
+Facts = Mapping[str, Any]
+
+TRANSFORMERS = "hf"
+"""What names of transformers' own methods begin with; they are measures, not candidates."""
+
+FLAGS = (
+    "suite",
+    "limit",
+    "turns",
+    "max_new_tokens",
+    "repeats",
+    "batch",
+    "temperature",
+    "seed",
+    "system",
+    "model",
+    "drafter",
+    "dtype",
+    "quantize",
+    "device",
+    "threads",
+)
+"""Settings of a report that `moaspec eval` takes as options of the same names."""
+
+
+@dataclass(frozen=True)
+class ReportVerdict:
+    """One sentence.
+
+    Attributes:
+        kind: "faster", "slower", "unsure" or "lossy", or "none" where nothing was compared.
+    """
+
+    kind: str
+    text: str
+
+
+def verdict(facts: Facts) -> ReportVerdict:
+    """Whether the report's fastest method is faster than its baseline, and its text the same."""
+    lossy = [name for name, one in facts["methods"].items() if not one["lossless"]]
+    if lossy:
+        them = "that method" if len(lossy) == 1 else "those methods"
+        return ReportVerdict(
+            "lossy",
+            f"Some texts of {', '.join(lossy)} are not the target's own, so speeds of {them} say "
+            "nothing.",
+        )
+    found = {name: speedup(facts, name) for name in _candidates(facts)}
+    known = {name: one for name, one in found.items() if one is not None}
+    if not known:
+        base = facts["baseline"]
+        return ReportVerdict(
+            "none", f"No other method was timed, so {base} is compared with nothing."
+        )
+    best = max(known, key=lambda name: known[name].value)
+    return _sentence(best, known[best], facts)
+
+
+def _candidates(facts: Facts) -> list[str]:
+    names = [name for name in facts["methods"] if name != facts["baseline"]]
+    return [name for name in names if not name.startswith(TRANSFORMERS)] or names
+
+
+def _sentence(name: str, found: Interval, facts: Facts) -> ReportVerdict:
+    kind = _kind(found)
+    begin = {"faster": "Yes: ", "slower": "No: ", "unsure": "Not clearly: "}[kind]
+    prompts = len(facts["methods"][name]["prompts"])
+    sure = "prompts, too few for an interval"
+    if found.low is not None:
+        sure = f"prompts, 95% interval {found.low:.2f} to {found.high:.2f}"
+    return ReportVerdict(
+        kind,
+        f"{begin}{name} is {found.value:.2f} times as fast as {facts['baseline']} (median of "
+        f"{prompts} {sure}), and every text is the target's own.",
+    )
+
+
+def _kind(found: Interval) -> str:
+    low, high = found.low, found.high
+    if low is None or high is None:
+        low = high = found.value
+    if low > 1:
+        return "faster"
+    return "slower" if high < 1 else "unsure"
+
+
+def speedup(facts: Facts, name: str) -> Interval | None:
+    """A method's median speed-up over the baseline; None where the report gives none."""
+    method, base = facts["methods"][name], facts["methods"].get(facts["baseline"])
+    if method["median_speedup"] is None or base is None:
+        return None
+    found = prompt_speedups(method, base)
+    if any(one is None for one in found):
+        return Interval(method["median_speedup"], None, None)
+    ratios = [one for one in found if one is not None]
+    return median_interval(ratios, [_talk(prompt) for prompt in method["prompts"]])
+
+
+def prompt_speedups(method: Facts, base: Facts) -> list[float | None]:
+    """Each prompt's speed over its speed with the baseline; None where one is not timed."""
+    pairs = zip(method["prompts"], base["prompts"], strict=True)
+    return [_ratio(prompt, other) for prompt, other in pairs]
+
+
+def _ratio(prompt: Facts, other: Facts) -> float | None:
+    if not prompt["seconds"] or not other["seconds"] or not other["tokens"]:
+        return None
+    speeds = [one["tokens"] / float(np.median(one["seconds"])) for one in (prompt, other)]
+    return speeds[0] / speeds[1]
+
+
+def tau(method: Facts) -> Interval | None:
+    """Tokens per round, with its interval; None where there was no round."""
+    if method["tau"] is None:
+        return None
+    talks: dict[Any, list[float]] = {}
+    for prompt in method["prompts"]:
+        sums = talks.setdefault(_talk(prompt), [0.0, 0.0])
+        sums[0] += prompt["emitted"]
+        sums[1] += prompt["rounds"]
+    return interval(np.array(list(talks.values())), lambda sums: sums[..., 0] / sums[..., 1])
+
+
+def _talk(prompt: Facts) -> tuple[str, str]:
+    """Turns of one conversation depend on one another."""
+    return prompt["suite"], prompt["question_id"]
+
+
+def median_interval(values: Sequence[float], talks: Sequence[Any]) -> Interval:
+    """A median, with a percentile bootstrap over conversations.
+
+    Args:
+        values: one per prompt.
+        talks: which conversation each belongs to; values of one are resampled together.
+    """
+    names = list(dict.fromkeys(talks))
+    middle = float(np.median(values))
+    if len(names) < FEWEST:
+        return Interval(middle, None, None)
+    order_P = np.argsort(values)
+    sorted_P = np.asarray(values, dtype=np.float64)[order_P]
+    talk_P = np.array([names.index(talk) for talk in talks])[order_P]
+    draws_RT = np.random.default_rng(0).multinomial(
+        len(names), [1 / len(names)] * len(names), size=RESAMPLES
+    )
+    # Of the sorted values, each counted as often as its conversation was drawn, the middle ones.
+    counts_RP = draws_RT[:, talk_P].cumsum(axis=1)
+    half_R1 = counts_RP[:, -1:] / 2
+    below_R, above_R = (counts_RP < half_R1).sum(1), (counts_RP <= half_R1).sum(1)
+    medians_R = (sorted_P[below_R] + sorted_P[above_R]) / 2
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(medians_R, [tail, 1 - tail])
+    return Interval(middle, float(low), float(high))
+
+
+def command(facts: Facts) -> str:
+    """What to type to measure the same again, an option a line."""
+    settings, methods = facts["settings"], facts["methods"]
+    timed = [name for name, one in methods.items() if one["timed"]]
+    untimed = [name for name in methods if name not in timed]
+    options = [("methods", ",".join(timed))]
+    options += [("tau-only", ",".join(untimed))] if untimed else []
+    given = [(name, settings.get(name)) for name in FLAGS]
+    options += [(name.replace("_", "-"), str(value)) for name, value in given if value is not None]
+    if "generation_config" in settings:  # only there where the model's own was not wanted
+        options += [("generation-config", settings["generation_config"] or "none")]
+    checkpoints = settings.get("checkpoints") or {}
+    options += [("checkpoint", f"{kind}={path}") for kind, path in checkpoints.items()]
+    words = [shlex.join((f"--{name}", value)) for name, value in options]
+    return " \\\n    ".join(("moaspec eval", *words))
+
+
+def prompt_rows(facts: Facts) -> list[dict[str, Any]]:
+    """A row per prompt: what it is, and of each method its speed-up, tau and verdict."""
+    methods = facts["methods"]
+    base = methods.get(facts["baseline"])
+    speedups = {
+        name: prompt_speedups(one, base)
+        if base is not None and one["median_speedup"] is not None
+        else [None] * len(one["prompts"])
+        for name, one in methods.items()
+    }
+    first = next(iter(methods.values()))["prompts"]
+    return [
+        {
+            **{key: prompt[key] for key in ("suite", "question_id", "turn", "prompt_tokens")},
+            "category": prompt.get("category", ""),
+            "tokens": prompt["tokens"],
+            "methods": {
+                name: _cell(one["prompts"][i], speedups[name][i]) for name, one in methods.items()
+            },
+        }
+        for i, prompt in enumerate(first)
+    ]
+
+
+def _cell(prompt: Facts, ratio: float | None) -> dict[str, Any]:
+    kind = prompt.get("equality", {}).get("kind")
+    return {"speedup": ratio, "tau": prompt["tau"], "text": kind}

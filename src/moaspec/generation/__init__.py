@@ -1,0 +1,1 @@
+"""The public functions that decode: `generate`, `stream`, sessions, transformers' hook."""

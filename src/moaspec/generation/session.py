@@ -1,0 +1,121 @@
+"""A conversation whose turns reuse the caches of target and drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Unpack
+
+from moaspec.drafting.protocols import Drafter
+from moaspec.engine.result import Event, GenerationResult
+from moaspec.generation.api import (
+    RowOptions,
+    check_options,
+    local_engine,
+    row_settings,
+    row_shaping,
+    shaping_for,
+    token_ids,
+)
+from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
+
+
+class Session:
+    """Decodes turn after turn, computing only what a turn adds to the one before.
+
+    Every turn hands in the whole conversation so far, as a chat template renders it. What it has in
+    common with the text that the session holds is kept; from the first difference on, target and
+    drafter are rolled back. So turns may also be edited, dropped or replaced, and the text is
+    always that of `moaspec.generate` with the same prompt, settings and seed.
+
+    Args:
+        target: the model whose text is produced.
+        drafter: as for `generate`; None decodes plainly.
+        num_target_layers: N, target layers that the drafter reuses. None takes the one that
+            `generate` takes with `tree="auto"`, for all turns, whatever shapes they ask for.
+
+    Raises:
+        InputError: something that is no drafter, or N for a drafter that reuses no layers.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: MoADrafter | Drafter | None = None,
+        *,
+        num_target_layers: int | None = None,
+    ) -> None:
+        self.target = target
+        shaping = shaping_for(target, drafter, num_target_layers=num_target_layers)
+        self._drafter, self._num_target_layers = drafter, shaping.num_target_layers
+        self._engine = local_engine(target, drafter, num_target_layers=self._num_target_layers)
+        self._prompt: list[int] = []
+        self._handle: int | None = None
+        self._result = GenerationResult()
+        self._events: Generator[Event] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The conversation as the session holds it: the latest turn's prompt and its answer."""
+        return [*self._prompt, *self._result.token_ids]
+
+    @property
+    def result(self) -> GenerationResult:
+        """Of the latest turn, finished or not; empty before the first."""
+        return self._result
+
+    def generate(
+        self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
+    ) -> GenerationResult:
+        """Answer a conversation.
+
+        Args:
+            prompt_ids: token ids of the whole conversation, earlier answers included.
+            **options: see `RowOptions`.
+
+        Returns:
+            The result; `num_reused_tokens` says how much of the prompt was not computed again.
+
+        Raises:
+            InputError: bad prompt ids, tree sizes or numbers; the session stays as it was.
+        """
+        for _ in self.stream(prompt_ids, **options):
+            pass
+        return self._result
+
+    def stream(self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]) -> Generator[Event]:
+        """Like `generate`, yielding verified tokens as each round ends.
+
+        Closing the iterator, or starting another turn, ends the answer where it is; what was
+        generated stays part of the session.
+        """
+        check_options(options, RowOptions)
+        prompt, settings = token_ids(prompt_ids), row_settings(self.target, options)
+        shaping = row_shaping(
+            self.target, self._drafter, options, num_target_layers=self._num_target_layers
+        )
+        self._stop()
+        self._handle = self._engine.add(
+            prompt,
+            shape=shaping.policy(settings["sampling"]),
+            free_branches=shaping.branches(settings["sampling"]),
+            keep=True,
+            after=self._handle,
+            **settings,
+        )
+        self._prompt, self._result = prompt, self._engine.result(self._handle)
+        self._events = self._engine.run()
+        return self._events
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self._stop()
+        if self._handle is not None:
+            self._engine.forget(self._handle)
+        self._prompt, self._handle, self._result = [], None, GenerationResult()
+
+    def _stop(self) -> None:
+        """End an answer that is still running. Its iterator may not even have been started."""
+        if self._events is not None:
+            self._events.close()
+        self._engine.abort_all()

@@ -1,0 +1,1 @@
+"""Drafter checkpoints on disk."""

@@ -1,0 +1,117 @@
+"""What baseline drafters share: their config and their checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moaspec.errors import MismatchError
+from moaspec.model.checkpoint.directory import read_config
+from moaspec.model.checkpoint.moa_checkpoint import DRAFT_TOKENS, check_whole, consistent
+from moaspec.model.checkpoint.weight_files import read_tensors, write_config, write_weights
+from moaspec.model.drafter_config import LayerConfig, TargetIdentity
+from moaspec.model.eagle import EagleDrafter
+from moaspec.model.independent import IndependentDrafter
+from moaspec.model.stack import StackConfig
+
+Baseline = EagleDrafter | IndependentDrafter
+SECTION = "moaspec_baseline"
+KINDS: dict[str, type[EagleDrafter] | type[IndependentDrafter]] = {
+    "eagle": EagleDrafter,
+    "independent": IndependentDrafter,
+}
+_EAGLE_NAMES = (
+    # (published, ours); the first that matches wins.
+    ("spec_model.self_attn.k_proj.", "layer.key_value.k_proj."),
+    ("spec_model.self_attn.v_proj.", "layer.key_value.v_proj."),
+    ("spec_model.", "layer."),
+    ("spec_model_fc.", "fc."),
+)
+
+
+def save_baseline(
+    drafter: Baseline,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    training: Mapping[str, Any] | None = None,
+    shard_bytes: int = 0,
+) -> None:
+    """Write a checkpoint that `load_baseline` reads; arguments as those of `save_drafter`."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        _renamed(name, drafter.kind, 1, 0): parameter.detach().to(dtype or parameter.dtype).cpu()
+        for name, parameter in drafter.named_parameters()
+    }
+    if drafter.draft_token_ids is not None:
+        tensors[DRAFT_TOKENS] = drafter.draft_token_ids.cpu()
+    write_weights(directory, tensors, shard_bytes)
+    section = {"kind": drafter.kind, **dataclasses.asdict(drafter.config)}
+    write_config(
+        directory,
+        {"model_type": SECTION, SECTION: section, "training": dict(training or {})},
+    )
+
+
+def is_baseline(directory: str | Path) -> bool:
+    """Whether the checkpoint is a baseline's."""
+    return SECTION in read_config(directory)
+
+
+def read_whole(directory: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`config.json` and tensors of a drafter of any kind, if they are all of one.
+
+    Raises:
+        CheckpointError: none there.
+        CorruptCheckpointError: unreadable, incomplete, or no drafter.
+    """
+    config, tensors = read_config(directory), read_tensors(directory)
+    if SECTION in config:
+        load_baseline(directory)
+    else:
+        check_whole(directory, config, tensors)
+    return config, tensors
+
+
+def load_baseline(directory: str | Path, target: TargetIdentity | None = None) -> Baseline:
+    """Load a baseline drafter in evaluation mode, weights in the stored dtype.
+
+    Args:
+        directory: the checkpoint.
+        target: identity of the target that it will draft for; None does not compare it.
+
+    Raises:
+        CheckpointError: none there.
+        CorruptCheckpointError: unreadable or incomplete.
+        MismatchError: it belongs to another target.
+    """
+    tensors = read_tensors(directory)
+    draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
+    with consistent(directory):
+        values = dict(read_config(directory)[SECTION])
+        kind = values.pop("kind")
+        values["layer"] = LayerConfig(**values["layer"])
+        recorded = TargetIdentity(**values["target"])
+        drafter = KINDS[kind](StackConfig(**values | {"target": recorded}), draft_token_ids)
+        drafter.to(tensors[min(tensors)].dtype)
+        state = {_renamed(name, kind, 0, 1): tensor for name, tensor in tensors.items()}
+        drafter.load_state_dict(state)
+    if target not in (None, recorded):
+        raise MismatchError(
+            f"The drafter at {directory} was made for another target: {recorded}, not {target}."
+        )
+    return drafter.eval().requires_grad_(requires_grad=False)
+
+
+def _renamed(name: str, kind: str, source: int, goal: int) -> str:
+    """EAGLE's tensors have published names (0); in memory they have ours (1)."""
+    for pair in _EAGLE_NAMES if kind == EagleDrafter.kind else ():
+        if name.startswith(pair[source]):
+            return pair[goal] + name.removeprefix(pair[source])
+    return name

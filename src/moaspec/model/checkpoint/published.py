@@ -1,0 +1,96 @@
+"""Writing checkpoints in the two published forms.
+
+The forms say little of sizes: whoever reads them takes the target's number of heads for every
+attention. A drafter that they cannot describe is refused rather than written wrongly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from moaspec.errors import CheckpointError
+from moaspec.model.checkpoint.moa_checkpoint import infer_config, published_tensors
+from moaspec.model.checkpoint.weight_files import write_config, write_weights
+from moaspec.model.drafter_config import DrafterConfig, TargetIdentity, activation_name
+from moaspec.model.moa import MoADrafter
+
+Form = Literal["raw", "vllm"]
+_NOT_SIZES = {"num_target_layers", "target", "acceptance", "further_acceptance"}
+"""What published checkpoints never record."""
+
+
+def save_published(
+    drafter: MoADrafter,
+    directory: str | Path,
+    form: Form,
+    *,
+    target: TargetIdentity,
+    context: Any,
+) -> None:
+    """Write a checkpoint as the authors publish them.
+
+    Args:
+        drafter: what to save.
+        directory: created when missing; a checkpoint in it is replaced.
+        form: "raw", whose config is the target's own, or "vllm", the authors' converted form.
+        target: the target's identity.
+        context: the target's transformers config.
+
+    Raises:
+        CheckpointError: the form cannot describe this drafter.
+    """
+    if drafter.draft_token_ids is not None or drafter.exits:
+        raise CheckpointError(
+            "The published forms know neither a trimmed draft vocabulary nor exits; train with "
+            "sizes.draft_vocab=0 and, from the start, one num_target_layers to convert."
+        )
+    config = context.to_dict() if form == "raw" else _converted_config(target, context)
+    tensors = published_tensors(drafter)
+    _require_same(infer_config(config, tensors, target, context), drafter.config, form)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_weights(directory, tensors)
+    write_config(directory, config)
+
+
+def _converted_config(target: TargetIdentity, context: Any) -> dict[str, Any]:
+    """What the authors' converter leaves: no layer count and no KV heads."""
+    return {
+        "architectures": ["MOASpecModel"],
+        "model_type": "moa_spec",
+        "hidden_size": target.hidden_size,
+        "kv_hidden_size": target.kv_size,
+        "num_attention_heads": int(context.num_attention_heads),
+        "rms_norm_eps": float(context.rms_norm_eps),
+        "hidden_act": activation_name(context),
+        "vocab_size": target.vocab_size,
+    }
+
+
+def _require_same(read: DrafterConfig, meant: DrafterConfig, form: Form) -> None:
+    """Compare what a reader will take the drafter for with what it is."""
+    wrong = []
+    for field in dataclasses.fields(DrafterConfig):
+        got, expected = getattr(read, field.name), getattr(meant, field.name)
+        if field.name not in _NOT_SIZES and got != expected:
+            wrong.append(f"{field.name} would be read as {got} and is {expected}")
+    if wrong:
+        raise CheckpointError(
+            f"The {form} form cannot describe this drafter: {'; '.join(wrong)}. It takes the "
+            "target's number of heads for every attention; keep the checkpoint as it is."
+        )
+
+
+def recorded(drafter: MoADrafter, target: TargetIdentity, num_target_layers: int) -> MoADrafter:
+    """The drafter with target and N in its config, where it was read from a published form.
+
+    Raises:
+        ShapeError: N below 0.
+    """
+    if drafter.config.target is None:
+        drafter.config = dataclasses.replace(
+            drafter.config, target=target, num_target_layers=(num_target_layers,)
+        )
+    return drafter

@@ -1,0 +1,206 @@
+"""What private text looks like: e-mail addresses, telephone numbers, payment cards, bank accounts.
+
+Recognisers find what has a form and, where the form has one, a right check digit. They cannot know
+that a name, a street or a diagnosis is private: that is for the user to mark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from moaspec.errors import InputError
+from moaspec.extras import require
+from moaspec.privacy.folding import copies, same
+from moaspec.privacy.spans import Span
+
+Recogniser = Callable[[str], Iterable[Span]]
+"""Finds spans in a text; any function will do."""
+
+_AT = re.compile(r" @ |@ ?| ?[\[({<] ?(?:at|@) ?[\])}>] ?")
+_DOT = r"(?:[.\u3002]| ?[\[({<] ?(?:dot|\.) ?[\])}>] ?)"
+_DOMAIN = re.compile(
+    rf"[\w-]+(?:{_DOT}[\w-]+)+|[\w-]+(?: ?\.|\. )[\w-]+|\[[0-9a-f.:]{{3,45}}(?:ipv6:)?[0-9a-f.:]*\]"
+)
+_QUOTED = re.compile(r'"[^"@]{1,64}"\Z')
+_IN_LOCAL = frozenset("_.!#$%&'*+/=?^`{|}~-")
+_LONGEST_LOCAL = 256
+"""Characters before the at-sign that are looked at."""
+
+_NEAR = "[ ./:_|\u00b7\u2022-]{0,3}"
+"""What may stand between digits of a number that is written in groups."""
+_FAR = r"[\W_]{0,4}"
+"""The same where the groups are those of a card, or the letters those of an account."""
+_DIGITS = re.compile(rf"\d(?:{_NEAR}\d)*")
+_CARD_LENGTHS = range(12, 20)
+_CARD_GROUPS = re.compile(
+    r"(?=(\d{4}(?:FAR\d{4}){3}(?:FAR\d{3})?|\d{4}FAR\d{6}FAR\d{4,5}))".replace("FAR", r"[\W_]{1,4}")
+)
+_CARDS_IN_A_ROW = re.compile(r"(?<!\d)(?:\d{16}){2,}(?!\d)")
+_IBAN = re.compile(rf"(?=([a-z]{_FAR}[a-z](?:{_FAR}\d){{2}}(?:{_FAR}[a-z0-9]){{11,30}}))")
+_IBAN_LENGTHS = range(15, 35)
+
+
+def emails(text: str) -> Iterator[Span]:
+    """E-mail addresses, international ones included."""
+    places = set[tuple[int, int]]()
+    for copy in copies(text):
+        for at in _AT.finditer(copy.text):
+            domain = _DOMAIN.match(copy.text, at.end())
+            start = _local_start(copy.text, at.start())
+            if domain is not None and start < at.start():
+                places.add(copy.span(start, domain.end()))
+    yield from (Span(*place, "EMAIL") for place in sorted(places))
+
+
+def _local_start(text: str, end: int) -> int:
+    """Where the part before an at-sign begins."""
+    start, least = end, max(end - _LONGEST_LOCAL, 0)
+    while start > least and (text[start - 1].isalnum() or text[start - 1] in _IN_LOCAL):
+        start -= 1
+    quoted = _QUOTED.search(text, max(end - 66, 0), end) if start == end else None
+    return start if quoted is None else quoted.start()
+
+
+def cards(text: str) -> Iterator[Span]:
+    """Numbers of payment cards: 12 to 19 digits, in groups or not, whose check digit is right.
+
+    Other digits may stand around them, such as a date of expiry: any run of whole groups may be the
+    number.
+    """
+    places = set[tuple[int, int]]()
+    for copy in copies(text):
+        for first, end in [found.span() for found in _DIGITS.finditer(copy.text)]:
+            groups = [one.span() for one in re.finditer(r"\d+", copy.text[first:end])]
+            for start, stop in _runs(copy.text[first:end], groups):
+                places.add(copy.span(first + start, first + stop))
+        for found in _CARD_GROUPS.finditer(copy.text):
+            if _has_check_digit(re.sub(r"\D", "", found[1])):
+                places.add(copy.span(*found.span(1)))
+        for found in _CARDS_IN_A_ROW.finditer(copy.text):
+            if all(map(_has_check_digit, re.findall(r"\d{16}", found[0]))):
+                places.add(copy.span(*found.span()))
+    yield from (Span(*place, "CARD") for place in sorted(places))
+
+
+def _runs(text: str, groups: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive groups that are a card's number."""
+    longest = max(_CARD_LENGTHS)
+    for first, (start, _) in enumerate(groups):
+        digits = ""
+        for one, stop in groups[first : first + longest]:
+            if len(digits) + stop - one > longest:
+                break
+            digits += text[one:stop]
+            if len(digits) in _CARD_LENGTHS and _has_check_digit(digits):
+                yield start, stop
+
+
+def _has_check_digit(digits: str) -> bool:
+    return bool(_library("stdnum.luhn").is_valid(digits))
+
+
+def ibans(text: str) -> Iterator[Span]:
+    """International bank account numbers whose length and check digits are right.
+
+    One may begin anywhere, within what began like another, too.
+    """
+    is_valid = _library("stdnum.iban").is_valid
+    places = set[tuple[int, int]]()
+    for copy in copies(text):
+        for found in _IBAN.finditer(copy.text):
+            own = [place for place in range(*found.span(1)) if copy.text[place].isalnum()]
+            # The words that follow are of the same characters: the longest whole number counts.
+            for size in _checked_sizes([copy.text[place] for place in own]):
+                if is_valid("".join(copy.text[place] for place in own[:size])):
+                    places.add(copy.span(own[0], own[size - 1] + 1))
+                    break
+    yield from (Span(*place, "IBAN") for place in sorted(places))
+
+
+def _checked_sizes(chars: Sequence[str]) -> list[int]:
+    """Lengths at which the check digits are right, the longest first."""
+    head, rest, found = int("".join(str(int(one, 36)) for one in chars[:4])), 0, list[int]()
+    for size, char in enumerate(chars[4:], start=5):
+        rest = (rest * (10 if char.isdigit() else 100) + int(char, 36)) % 97
+        if size in _IBAN_LENGTHS and (rest * 10**6 + head) % 97 == 1:
+            found.append(size)
+    return found[::-1]
+
+
+_SPACED = str.maketrans(dict.fromkeys("_|\u00b7\u2022\\'*[]{}", " "))
+"""What stands between digits, and is none of what the library expects there."""
+_ABROAD = re.compile(rf"(?:\+|(?<![\d:.,])00)((?:{_FAR}\d){{7,15}})")
+
+
+def _abroad(text: str) -> Iterator[tuple[int, int]]:
+    """Numbers with the prefix of a country; any signs may stand between their digits."""
+    phonenumbers = _library("phonenumbers")
+    for found in _ABROAD.finditer(text):
+        ends = [one.end() for one in re.finditer(r"\d+", found[1])]
+        for end in reversed(ends):
+            digits = re.sub(r"\D", "", found[1][:end])
+            if len(digits) < 7:
+                break
+            try:
+                number = phonenumbers.parse(f"+{digits}")
+            except phonenumbers.NumberParseException:
+                continue
+            if phonenumbers.is_valid_number(number):
+                yield found.start(), found.start(1) + end
+                break
+
+
+@dataclass(frozen=True)
+class Phones:
+    """Telephone numbers that exist in the numbering plans of the world.
+
+    Attributes:
+        regions: two-letter countries whose national forms count too; numbers that begin with a plus
+            are found wherever they are from.
+    """
+
+    regions: tuple[str, ...] = ("US",)
+
+    def __call__(self, text: str) -> Iterator[Span]:
+        """Numbers in a text."""
+        phonenumbers = _library("phonenumbers")
+        unknown = set(self.regions) - set(phonenumbers.SUPPORTED_REGIONS)
+        if unknown:
+            raise InputError(f"Unknown telephone regions {sorted(unknown)}; for example US, DE.")
+        # Folding joins lines, of which each may end in a number: the text itself is read too.
+        read = list(copies(text))
+        spaced = [replace(one, text=one.text.translate(_SPACED)) for one in read]
+        texts = {one.text.casefold(): one for one in (*read, *spaced, same(text))}
+        places = {
+            one.span(found.start, found.end)
+            for region, one in product(self.regions or (None,), texts.values())
+            for found in phonenumbers.PhoneNumberMatcher(one.text, region)
+        }
+        places |= {one.span(*place) for one in read for place in _abroad(one.text)}
+        for place in sorted(places):
+            yield Span(*place, "PHONE")
+
+
+def default(phone_regions: Sequence[str] = ("US",)) -> tuple[Recogniser, ...]:
+    """All recognisers of this file.
+
+    Args:
+        phone_regions: see `Phones`.
+
+    Raises:
+        InputError: the libraries that they use are not installed.
+    """
+    _library("stdnum.luhn")
+    return ibans, cards, emails, Phones(tuple(phone_regions))
+
+
+def _library(name: str) -> Any:
+    """A library of the extra `private`; only those who use recognisers need it."""
+    import importlib
+
+    require("Recognising private spans (not needed with --no-recognise)", "private")
+    return importlib.import_module(name)

@@ -1,0 +1,138 @@
+"""Stretches of text that stay on the device, and the marks by which users name them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from moaspec.errors import InputError
+from moaspec.privacy.folding import Folded, copies
+
+MARKED = "PRIVATE"
+_OPEN, _CLOSE = "<private>", "</private>"
+_WORD = " ?".join("private")
+_TAG = re.compile(
+    r"<(?P<before>[ /\\!?#|$%&~+=]{0,8}(?:\w{1,16}[:.])?)(?P<name>"
+    + "[ ._-]?".join("private")
+    + r")(?![-_]*[^\W_])(?P<end> ?>)?"
+)
+"""What looks like a mark, in a folded text; it is one where it is written as it should be."""
+_NO_TAG = re.compile(
+    rf"[\[{{(\u00ab] ?[/\\] ?{_WORD} ?[\]}})\u00bb]|> ?[/\\] ?{_WORD} ?<|etavirp"
+    r"|<[ /\\]{0,8}(?P<word>[^\W_]{5,10})[ /\\]{0,3}>"
+    r"|<[ /\\]{0,8}p ?r ?i ?(?:v ?(?:a ?(?:t ?)?)?)?\Z"
+)
+"""A mark in other brackets, reversed, with a mistake, or of which the rest is missing."""
+_LOOK_ALIKE = str.maketrans(
+    "\u1d18\u0280\u026a\u1d00\u1d07\u0430\u03b1\u0251@4\u0435\u0454\u03b5\u212e3\u0456\u03b9\u0131\u0269\u04cf1!l|"
+    "\u0440\u03c1\u2ca3\u0433\u1d26\u0442\u03c4\u1d1b7\u0475\u03bd\u1d20\u2228",
+    "priaeaaaaaeeeee" + "iiiiiiiii" + "ppprrtttt" + "vvvv",
+)
+"""Cyrillic, Greek, dotless and phonetic letters, and signs that stand for letters."""
+_KIND = re.compile(r"[A-Z]{2,16}")
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """Characters `start` to `stop - 1` of a text.
+
+    Attributes:
+        kind: what they are, two to sixteen capitals; the server sees this.
+
+    Raises:
+        InputError: an empty span, or another kind of name.
+    """
+
+    start: int
+    stop: int
+    kind: str = MARKED
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise InputError(f"A span needs 0 <= start < stop, got {self.start} and {self.stop}.")
+        if not _KIND.fullmatch(self.kind):
+            raise InputError(f"A span's kind is 2 to 16 capital letters, got {self.kind!r}.")
+
+
+def marked(text: str) -> tuple[str, list[Span]]:
+    """A text without its marks, and what stood between `<private>` and `</private>`.
+
+    Capitals, spaces, full-width brackets, escapes and characters that nobody sees make no
+    difference to a mark.
+
+    Raises:
+        InputError: a mark without its partner, one inside another, or what only looks like one.
+            Nothing may be sent then: what the user meant to hide is not known.
+    """
+    kept, spans, length, place, start = list[str](), list[Span](), 0, 0, -1
+    for tag in _tags(text):
+        if tag.opens == (start >= 0):
+            raise InputError(
+                f"{text[tag.start : tag.stop]!r} at character {tag.start} has no partner: write "
+                f"{_OPEN}...{_CLOSE}, one never inside another."
+            )
+        kept.append(text[place : tag.start])
+        length, place = length + tag.start - place, tag.stop
+        if not tag.opens and start < length:
+            spans.append(Span(start, length))
+        start = length if tag.opens else -1
+    if start >= 0:
+        raise InputError(f"{_OPEN} is never closed; write {_CLOSE} where the private text ends.")
+    return "".join([*kept, text[place:]]), spans
+
+
+@dataclass(frozen=True)
+class _Tag:
+    start: int
+    stop: int
+    opens: bool
+
+
+def _tags(text: str) -> Iterator[_Tag]:
+    """The marks of a text, however they are spelled; see `marked`."""
+    *_, plain = copies(text)  # without escapes, if there are any
+    spelled = plain.text.translate(_LOOK_ALIKE)
+    for found in _NO_TAG.finditer(spelled):
+        if found["word"] is None or _is_misspelt(found["word"]):
+            raise _refusal(plain, *found.span())
+    for found in _TAG.finditer(spelled):
+        slash, name = found["before"].replace(" ", ""), found["name"].replace(" ", "")
+        if found["end"] is None or slash not in {"", "/"} or name != "private":
+            raise _refusal(plain, *found.span())
+        yield _Tag(*plain.span(*found.span()), opens=not slash)
+
+
+def _refusal(plain: Folded, first: int, end: int) -> InputError:
+    start, stop = plain.span(first, end)
+    return InputError(
+        f"{plain.source[start:stop]!r} at character {start} looks like a mark of private text and "
+        f"is none: write {_OPEN}...{_CLOSE}, or other words."
+    )
+
+
+def _is_misspelt(word: str) -> bool:
+    """Whether one letter is too many, missing, wrong or exchanged with the next."""
+    right = "private"
+    if word == right:
+        return False
+    head = next((i for i, (a, b) in enumerate(zip(word, right, strict=False)) if a != b), None)
+    if head is None:
+        return abs(len(word) - len(right)) == 1
+    rest, other = word[head:], right[head:]
+    swapped = rest[1::-1] + rest[2:] if len(rest) > 1 else rest
+    return other in (rest[1:], swapped) or rest == other[1:] or rest[1:] == other[1:]
+
+
+def united(spans: Iterable[Span]) -> list[Span]:
+    """Spans that overlap become one, of the kind of the one that starts first.
+
+    Of two that overlap neither may be dropped: the rest of it would stay readable.
+    """
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda one: one.start):
+        if found and span.start < found[-1].stop:
+            last = found.pop()
+            span = Span(last.start, max(last.stop, span.stop), last.kind)
+        found.append(span)
+    return found

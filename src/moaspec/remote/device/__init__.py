@@ -1,0 +1,1 @@
+"""The device's side: drafts locally, lets the server verify."""

@@ -1,0 +1,422 @@
+"""Device bundles: the one directory that a device loads.
+
+It holds the target's embedding, the rows of its head that can be drafted, its last layers where the
+drafter reuses them, the drafter's decoder, the tokenizer, and what they were taken from. Nothing on
+the device ever opens the target's own files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from moaspec.drafting.baseline_proposers import IndependentProposer
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.protocols import Drafter
+from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
+from moaspec.generation.api import find_drafter, load_any_drafter
+from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
+from moaspec.model.checkpoint.moa_checkpoint import (
+    DRAFT_TOKENS,
+    config_from_json,
+    published_tensors,
+)
+from moaspec.model.checkpoint.moa_checkpoint import to_module_name as module_name
+from moaspec.model.checkpoint.weight_files import read_tensors, write_config, write_weights
+from moaspec.model.drafter_config import LayerConfig, TargetIdentity
+from moaspec.model.independent import IndependentDrafter
+from moaspec.model.moa import MoADrafter
+from moaspec.model.stack import StackConfig
+from moaspec.remote.device.local_parts import last_layers_cache
+from moaspec.remote.protocol.identity import fingerprint
+from moaspec.target.generation_defaults import GenerationDefaults
+from moaspec.target.partial import (
+    PartialTarget,
+    excerpt_tensors,
+    fill_module,
+    grouped,
+    quantised_tensors,
+)
+from moaspec.target.registry import DTYPES, load_target, require_dtype
+from moaspec.target.target import Target
+
+SECTION = "moaspec_device"
+"""By this `moaspec info` knows a bundle, too."""
+FORMAT_VERSION = 1
+TARGET, DRAFTER = "target", "drafter"
+TARGET_CONFIG = "target"
+"""Directory, inside the bundle, of the target's config and its tokenizer."""
+
+_OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.EACCES)
+"""What a rename onto a directory fails with; the last is Windows's."""
+_ATTEMPTS = 8
+_ON_DEVICE = ("decoder.", "exits.")
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class BundleInfo:
+    """What a bundle records.
+
+    Attributes:
+        kind: "moa" or "independent".
+        target: identity of the target that the server must have.
+        fingerprint: of the drafter whose encoder the server must have; None for a drafter that
+            needs none.
+        weights: "bfloat16" or "int8".
+        num_target_layers: N of the target's layers that are in it.
+        stop_token_ids: ids that end a turn.
+        drafter: the drafter's config, as its checkpoint has it.
+    """
+
+    kind: str
+    target: TargetIdentity
+    fingerprint: str | None
+    weights: str
+    num_target_layers: int
+    stop_token_ids: tuple[int, ...]
+    drafter: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DeviceBundle:
+    """A loaded bundle, the `Device` of a session.
+
+    Attributes:
+        info: what it records.
+        target: embedding, head, last layers and tokenizer; cannot verify.
+        module: the drafter's half that runs here.
+    """
+
+    info: BundleInfo
+    target: PartialTarget
+    module: MoADrafter | IndependentDrafter
+
+    @property
+    def identity(self) -> TargetIdentity:
+        """Of the target that the server must have."""
+        return self.info.target
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the drafter whose encoder the server must have; None where none is needed."""
+        return self.info.fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the target."""
+        return self.target.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """The target's context, in tokens."""
+        return self.target.max_positions
+
+    @property
+    def rope_switches(self) -> tuple[int, ...]:
+        """See `Target.rope_switches`."""
+        return self.target.rope_switches
+
+    @property
+    def rope_growth(self) -> int | None:
+        """See `Target.rope_growth`."""
+        return self.target.rope_growth
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Ids that end a turn."""
+        return self.target.stop_token_ids
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """See `TargetSpec`."""
+        return self.target.generation_defaults
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's."""
+        return self.target.tokenizer
+
+    def drafting(self, num_target_layers: int | None = None) -> Drafter:
+        """A new drafter with caches of its own.
+
+        Raises:
+            InputError: an N that the drafter has not, or more layers than the bundle.
+        """
+        if (num_target_layers or 0) > self.info.num_target_layers:
+            raise InputError(
+                f"num_target_layers={num_target_layers}: this bundle holds "
+                f"{self.info.num_target_layers} of the target's layers. Export it with more."
+            )
+        if isinstance(self.module, IndependentDrafter):
+            return IndependentProposer(self.module, self.target)
+        drafting = MoAProposer(self.module, self.target, num_target_layers=num_target_layers)
+        if drafting.num_target_layers:
+            drafting.share_target_cache(last_layers_cache(self.target))
+        return drafting
+
+
+def export_bundle(
+    target: str | Path,
+    drafter: str | Path,
+    directory: str | Path,
+    *,
+    int8: bool = False,
+    num_target_layers: int | None = None,
+) -> None:
+    """Write a device bundle, which is there once it is whole.
+
+    It is written beside `directory` and renamed at the end, so what was there before can be used
+    until then. An export that is killed leaves a hidden directory beside it, which nobody reads.
+
+    Args:
+        target: alias, directory, GGUF file or hub id.
+        drafter: a Mixture-of-Attentions drafter or an independent one: alias, directory or hub id.
+        directory: created when missing; a bundle in it is replaced.
+        int8: keep matrices in eight bits, a quarter of float32 and half of bf16.
+        num_target_layers: how many of the target's last layers to add; None takes as many as the
+            drafter was trained for.
+
+    Raises:
+        InputError: a drafter that needs more of the target than a server sends, a target without
+            tokenizer, or a directory that holds something else.
+        UnknownModelError: nothing of one of the names.
+        CheckpointError: a drafter that is damaged or belongs to another target.
+    """
+    directory = Path(directory).resolve()
+    _require_free(directory)
+    whole = load_target(target, dtype="bfloat16", packed=False)
+    if whole.tokenizer is None:
+        raise InputError(f"The target {target} has no tokenizer, and a device needs one.")
+    source = find_drafter(drafter)
+    loaded = load_any_drafter(source, target=whole)
+    module = loaded.module if isinstance(loaded, IndependentProposer) else loaded
+    if not isinstance(module, MoADrafter | IndependentDrafter):
+        raise InputError(
+            f"The drafter {drafter} needs activations that a server does not send; use a "
+            "Mixture-of-Attentions drafter or an independent one."
+        )
+    if "ca" in getattr(module.config, "without", ()):
+        raise InputError(
+            f"The drafter {drafter} was trained without cross-attention (an ablation): it reads "
+            "aggregates, and a server sends cross-attention's keys and values."
+        )
+    num_layers = _num_layers(module, num_target_layers, whole.num_layers)
+    info = BundleInfo(
+        kind="moa" if isinstance(module, MoADrafter) else module.kind,
+        target=whole.identity,
+        fingerprint=fingerprint(module) if isinstance(module, MoADrafter) else None,
+        weights="int8" if int8 else "bfloat16",
+        num_target_layers=num_layers,
+        stop_token_ids=tuple(sorted(whole.stop_token_ids)),
+        drafter=dataclasses.asdict(module.config),
+    )
+    tensors = _tensors(whole, module, num_layers, int8=int8)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{directory.name}."
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch:
+        made = Path(scratch) / "made"
+        _write(made, whole, info, tensors)
+        _put_in_place(made, directory)
+
+
+def _write(
+    directory: Path, target: Target, info: BundleInfo, tensors: Mapping[str, Tensor]
+) -> None:
+    assert target.tokenizer is not None, "export_bundle() has asked"
+    directory.mkdir()
+    write_weights(directory, tensors)
+    target.config.save_pretrained(directory / TARGET_CONFIG)
+    target.model.generation_config.save_pretrained(directory / TARGET_CONFIG)
+    target.tokenizer.save_pretrained(directory / TARGET_CONFIG)
+    section = {"format_version": FORMAT_VERSION, **dataclasses.asdict(info)}
+    write_config(directory, {SECTION: section})
+
+
+def _put_in_place(made: Path, directory: Path) -> None:
+    """Rename, and leave an older bundle beside `made`; of several at once the last one stays."""
+    for attempt in range(_ATTEMPTS):
+        _require_free(directory)
+        with contextlib.suppress(FileNotFoundError):
+            directory.rename(made.with_name(f"old-{attempt}"))
+        try:
+            made.rename(directory)
+        except OSError as error:
+            # Another export was quicker.
+            if error.errno not in _OCCUPIED or attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            return
+
+
+def _num_layers(
+    module: MoADrafter | IndependentDrafter, wanted: int | None, num_layers: int
+) -> int:
+    """How many of the target's last layers a bundle holds."""
+    if isinstance(module, IndependentDrafter):
+        return 0
+    found = max(module.config.num_target_layers) if wanted is None else wanted
+    if not 0 <= found <= num_layers:
+        raise InputError(f"num_target_layers must be within 0..{num_layers}, got {found}.")
+    return found
+
+
+def _require_free(directory: Path) -> None:
+    """Refuse to write into a directory that is somebody else's."""
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"{directory} is a file; name a directory for the bundle.")
+    if directory.is_dir() and any(directory.iterdir()) and not is_bundle(directory):
+        raise InputError(
+            f"{directory} is not empty and holds no device bundle; name another directory."
+        )
+
+
+def _tensors(
+    target: Target, module: MoADrafter | IndependentDrafter, num_layers: int, *, int8: bool
+) -> dict[str, Tensor]:
+    """All weights of a bundle."""
+    ids = module.draft_token_ids
+    parts = {
+        TARGET: excerpt_tensors(target, num_layers=num_layers, head_token_ids=ids),
+        DRAFTER: _drafter_tensors(module),
+    }
+    found = {
+        f"{part}.{name}": tensor
+        for part, tensors in parts.items()
+        for name, tensor in (quantised_tensors(tensors) if int8 else tensors).items()
+    }
+    return found if ids is None else found | {DRAFT_TOKENS: ids.cpu()}
+
+
+def _drafter_tensors(module: MoADrafter | IndependentDrafter) -> dict[str, Tensor]:
+    """The half of the drafter that runs on the device, in bf16."""
+    if isinstance(module, IndependentDrafter):
+        return {name: p.detach().contiguous().cpu() for name, p in module.named_parameters()}
+    return {
+        name: tensor
+        for name, tensor in published_tensors(module, torch.bfloat16).items()
+        if module_name(name).startswith(_ON_DEVICE)
+    }
+
+
+def is_bundle(directory: str | Path) -> bool:
+    """Whether a directory holds a device bundle."""
+    path = Path(directory)
+    return (path / CONFIG_FILE).is_file() and SECTION in read_config(path)
+
+
+def read_bundle_info(directory: str | Path) -> BundleInfo:
+    """What a bundle records, its weights not read.
+
+    Raises:
+        CheckpointError: no bundle, or one of another version.
+        CorruptCheckpointError: its config is damaged.
+    """
+    if not is_bundle(directory):
+        raise CheckpointError(
+            f"{directory} is no device bundle. Make one with `moaspec checkpoint export-device "
+            "TARGET DRAFTER DIR`."
+        )
+    try:
+        values = dict(read_config(directory)[SECTION])
+        version = values.pop("format_version")
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"The bundle's format {version} is not {FORMAT_VERSION}; export it again with this "
+                "version of moaspec, or upgrade."
+            )
+        values["target"] = TargetIdentity(**values["target"])
+        values["stop_token_ids"] = tuple(values["stop_token_ids"])
+        return BundleInfo(**values)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"The {SECTION} section of {Path(directory) / CONFIG_FILE} is damaged: {error}. Export "
+            "the bundle again."
+        ) from error
+
+
+def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBundle:
+    """Load what a device drafts with.
+
+    Args:
+        directory: what `export_bundle` wrote.
+        dtype: to compute in. Bundles in eight bits are made for bfloat16.
+
+    Raises:
+        InputError: an unknown dtype.
+        CheckpointError: no bundle there, or one of another version.
+        CorruptCheckpointError: files are missing, truncated or inconsistent.
+    """
+    require_dtype(dtype)
+    directory = Path(directory)
+    info = read_bundle_info(directory)
+    tensors = read_tensors(directory)
+    draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
+    parts = grouped(tensors)
+    try:
+        target = PartialTarget(
+            AutoConfig.from_pretrained(directory / TARGET_CONFIG, trust_remote_code=False),
+            parts[TARGET],
+            AutoTokenizer.from_pretrained(directory / TARGET_CONFIG, trust_remote_code=False),
+            name=f"The bundle at {directory}",
+            num_layers=info.num_target_layers,
+            head_token_ids=None if _tied(parts[TARGET]) else draft_token_ids,
+            stop_token_ids=frozenset(info.stop_token_ids),
+            dtype=DTYPES[dtype],
+            generation_config=_generation_config(directory / TARGET_CONFIG),
+        )
+        module = _module(info, parts[DRAFTER], draft_token_ids, DTYPES[dtype])
+    except (LookupError, TypeError, ValueError, RuntimeError, OSError) as error:
+        raise CorruptCheckpointError(
+            f"The bundle at {directory} is incomplete or inconsistent: {error}. Export it again."
+        ) from error
+    if target.identity != info.target:
+        raise CorruptCheckpointError(
+            f"The bundle at {directory} records {info.target}, and its config and tokenizer make "
+            f"{target.identity}. Export it again."
+        )
+    target.pack()
+    return DeviceBundle(info, target, module)
+
+
+def _generation_config(directory: Path) -> GenerationConfig | None:
+    """The target's; bundles of earlier versions have none."""
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except OSError:
+        return None
+
+
+def _tied(tensors: Mapping[str, Tensor]) -> bool:
+    return "head.weight" not in tensors
+
+
+def _module(
+    info: BundleInfo, state: Mapping[str, Tensor], ids: Tensor | None, dtype: torch.dtype
+) -> MoADrafter | IndependentDrafter:
+    """The drafter's half that runs here."""
+    if info.kind == IndependentDrafter.kind:
+        values = info.drafter
+        layer, target = LayerConfig(**values["layer"]), TargetIdentity(**values["target"])
+        stack = StackConfig(**values | {"layer": layer, "target": target})
+        independent = IndependentDrafter(stack, ids).to(dtype)
+        return _loaded(independent, state, dtype)
+    drafter = MoADrafter(config_from_json(info.drafter), ids)
+    # It runs beside the target, on the server.
+    del drafter.encoder
+    return _loaded(drafter.to(dtype), {module_name(k): t for k, t in state.items()}, dtype)
+
+
+def _loaded(module: M, state: Mapping[str, Tensor], dtype: torch.dtype) -> M:
+    fill_module(module, state, dtype)
+    return module.eval().requires_grad_(requires_grad=False)

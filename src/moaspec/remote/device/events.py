@@ -1,0 +1,109 @@
+"""What a device's session tells: events, and statistics of its link."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moaspec.engine.result import Event, Source, StopReason
+
+LinkState = Literal["connecting", "up", "down", "closed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteEvent:
+    """The text from `start` on: `text[start:] = token_ids` is all that a reader has to do.
+
+    Attributes:
+        start: index into the generated tokens.
+        token_ids: what stands there now.
+        sources: who proposed each.
+        num_provisional: the last so many of them are not verified.
+        num_corrected: provisional tokens of earlier events that are taken back or changed.
+        link: state when the event was made.
+        stop_reason: set on the last event of a turn.
+        verified: what the engine said, where a verdict is behind the event.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    sources: tuple[Source, ...]
+    num_provisional: int = 0
+    num_corrected: int = 0
+    link: LinkState = "up"
+    stop_reason: StopReason | None = None
+    verified: Event | None = None
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """One verdict.
+
+    Attributes:
+        sent_s, received_s: `time.monotonic` when its request was first sent, and when it came.
+        pass_s: what the server's pass took.
+        drafted: tokens in the request.
+        accepted: how many of them the target chose.
+        ahead: tokens that were drafted ahead while it was under way.
+    """
+
+    sent_s: float
+    received_s: float
+    pass_s: float
+    drafted: int
+    accepted: int
+    ahead: int
+
+
+@dataclass
+class LinkStats:
+    """What a session's link has done so far.
+
+    Attributes:
+        state: now.
+        rtt_s: round trip of heartbeats, smoothed; None before the first.
+        bytes_up, bytes_down, messages_up, messages_down: of frames, gRPC's own not counted.
+        activation_bytes: of bytes_down, activations.
+        cuts: times the link was lost.
+        reconnects: times it came back.
+        reopened: times the server had forgotten the session.
+        provisional: tokens shown without verification.
+        corrected: of these, tokens that were taken back or changed.
+        ahead_hits, ahead_misses: verdicts for which the next draft was there, or was not.
+        first_token_s: from the turn's request to its first token.
+        noticed_s: silence of the link when the last cut was noticed.
+        down_s: `time.monotonic` of that moment.
+        up_s: `time.monotonic` of the last connection.
+        rounds: one per verdict, the latest 65536.
+    """
+
+    state: LinkState = "connecting"
+    rtt_s: float | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    messages_up: int = 0
+    messages_down: int = 0
+    activation_bytes: int = 0
+    cuts: int = 0
+    reconnects: int = 0
+    reopened: int = 0
+    provisional: int = 0
+    corrected: int = 0
+    ahead_hits: int = 0
+    ahead_misses: int = 0
+    first_token_s: float | None = None
+    noticed_s: float | None = None
+    down_s: float | None = None
+    up_s: float | None = None
+    rounds: deque[RoundTrip] = field(default_factory=lambda: deque(maxlen=65536))
+
+    def saw_round_trip(self, seconds: float) -> None:
+        """Take in one heartbeat's round trip."""
+        self.rtt_s = seconds if self.rtt_s is None else 0.8 * self.rtt_s + 0.2 * seconds
+
+
+def now() -> float:
+    """The clock of all statistics; never set by anybody."""
+    return time.monotonic()

@@ -1,0 +1,253 @@
+"""A device's link to its server: connects, notices when it is dead, and connects again.
+
+A link is up from the first message of a connection on. Every message is a sign of life; heartbeats
+make sure that there is one every half second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moaspec.errors import LinkError, MoaSpecError, RefusedError, WireError
+from moaspec.remote.device.events import LinkState, LinkStats, now
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.transport import Connection, Transport
+
+FAREWELL_S = 0.5
+"""How long a link that is closed may take to send what waits."""
+
+LATE_S = 0.2
+"""A timer that fires so much too late says that the device itself stood still, not the link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """When a link counts as dead, and how it is mended.
+
+    Attributes:
+        heartbeat_s: between two heartbeats.
+        dead_after_s: silence after which the link is dead.
+        backoff_s, max_backoff_s: first and longest pause between attempts; attempts that hang
+            count as pauses.
+        connect_s: how long an attempt may hang.
+        retry_s: a request is repeated after at least so long, and after several round trips, in
+            case it or its answer was lost on the way.
+    """
+
+    heartbeat_s: float = 0.5
+    dead_after_s: float = 0.9
+    backoff_s: float = 0.2
+    max_backoff_s: float = 1.0
+    connect_s: float = 1.0
+    retry_s: float = 0.5
+
+
+class ServerLink:
+    """Keeps one connection.
+
+    Args:
+        transport: makes connections.
+        session: put on every message.
+        options: times.
+        stats: kept up to date.
+        on_message: told of every message but heartbeats.
+        on_connect: told of a new connection; what it sends goes out first.
+        on_change: told of a new state, and of a refusal.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        session: bytes,
+        options: LinkOptions,
+        stats: LinkStats,
+        *,
+        on_message: Callable[[pb.ServerMessage], None],
+        on_connect: Callable[[], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._transport, self._options, self.stats = transport, options, stats
+        self._session = session
+        self._on_message, self._on_connect = on_message, on_connect
+        self._on_change = on_change
+        self._outgoing: asyncio.Queue[pb.ClientMessage] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
+        self._heard_s = 0.0
+        self._number = 0
+        self._beats: dict[int, float] = {}
+        self._renew = self._closing = False
+        self.refused: Exception | None = None
+
+    @property
+    def retry_s(self) -> float:
+        """See `LinkOptions`."""
+        return self._options.retry_s
+
+    @property
+    def state(self) -> LinkState:
+        """Now."""
+        return self.stats.state
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection, though perhaps no sign of life yet."""
+        return self._connection is not None
+
+    def start(self) -> None:
+        """Begin to connect, unless that has begun."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+
+    def send(self, message: pb.ClientMessage) -> None:
+        """Send while connected; a message that cannot be sent is lost, as any may be."""
+        if self._connection is not None:
+            message.session = self._session
+            self._outgoing.put_nowait(message)
+
+    def renew(self) -> None:
+        """Leave this connection for another one."""
+        self._renew = True
+
+    async def close(self) -> None:
+        """Send what waits, as far as that takes little time, and end."""
+        self._closing = True
+        if self._task is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._outgoing.join(), FAREWELL_S)
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        self._set("closed")
+
+    def _set(self, state: LinkState) -> None:
+        if state != self.stats.state:
+            self.stats.state = state
+            self._on_change()
+
+    async def _run(self) -> None:
+        try:
+            await self._mend()
+        except Exception as error:  # noqa: BLE001 - whoever waits for this link must learn of it
+            known = isinstance(error, MoaSpecError)
+            self.refuse(error if known else RefusedError(f"The session failed: {error!r}"))
+
+    async def _mend(self) -> None:
+        pause_s = self._options.backoff_s
+        while self.refused is None:
+            started = now()
+            was_up = await self._once()
+            # A server that ends every connection at once is not asked as often as one that is back.
+            if was_up and now() - started > self._options.max_backoff_s:
+                pause_s = self._options.backoff_s
+            # An attempt that hung has waited already.
+            await asyncio.sleep(max(0.0, pause_s - (0.0 if was_up else now() - started)))
+            pause_s = min(2 * pause_s, self._options.max_backoff_s)
+
+    async def _once(self) -> bool:
+        """One connection, from its attempt to its end; whether it was ever up."""
+        try:
+            async with asyncio.timeout(self._options.connect_s):
+                connection = await self._transport.connect()
+        except (LinkError, TimeoutError):
+            return False
+        try:
+            return await self._keep(connection)
+        finally:
+            self._connection = None
+            self._outgoing = asyncio.Queue()
+            await connection.close()
+
+    def refuse(self, error: Exception) -> None:
+        """The server will not serve this session; nothing more is tried."""
+        self.refused = error
+        self._on_change()
+
+    async def _keep(self, connection: Connection) -> bool:
+        """Use a connection until it breaks, falls silent or is left."""
+        self._connection, self._heard_s, self._renew = connection, now(), False
+        self._beats.clear()
+        self._on_connect()
+        tasks = [
+            asyncio.create_task(work)
+            for work in (self._receive(connection), self._send(connection), self._beat())
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            was_up = self.stats.state == "up"
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            self._lost(was_up)
+        for error in ended:
+            if isinstance(error, Exception) and not isinstance(error, LinkError):
+                raise error
+        return was_up
+
+    def _lost(self, was_up: bool) -> None:
+        if was_up and not self._closing:
+            self.stats.cuts += 1
+            self.stats.noticed_s, self.stats.down_s = now() - self._heard_s, now()
+            self._set("down")
+
+    async def _receive(self, connection: Connection) -> None:
+        while True:
+            frame = await connection.receive()
+            self._heard_s = now()
+            self.stats.messages_down += 1
+            self.stats.bytes_down += len(frame)
+            message = wire.parse_server(frame)
+            if message.session not in (self._session, b""):
+                raise WireError("The server speaks of a session that is not this one.")
+            if self.stats.state != "up":
+                self.stats.reconnects += self.stats.state == "down"
+                self.stats.up_s = now()
+                self._set("up")
+            if message.HasField("heartbeat"):
+                self._answered(message.heartbeat.number)
+            else:
+                self._on_message(message)
+
+    def _answered(self, number: int) -> None:
+        sent_s = self._beats.pop(number, None)
+        if sent_s is not None:
+            self.stats.saw_round_trip(now() - sent_s)
+
+    async def _send(self, connection: Connection) -> None:
+        outgoing = self._outgoing
+        while True:
+            frame = (await outgoing.get()).SerializeToString()
+            await connection.send(frame)
+            self.stats.messages_up += 1
+            self.stats.bytes_up += len(frame)
+            outgoing.task_done()
+
+    async def _beat(self) -> None:
+        """Send heartbeats; end when the link has been silent for too long, or is left."""
+        tick_s = min(self._options.heartbeat_s, self._options.dead_after_s) / 10
+        next_s = woke_s = now()
+        while not self._renew:
+            late = now() - woke_s > tick_s + LATE_S
+            if late:
+                # What came while the device stood still is still to be read.
+                self._heard_s = max(self._heard_s, now() - self._options.dead_after_s / 2)
+            elif now() - self._heard_s > self._options.dead_after_s:
+                return
+            if now() >= next_s:
+                next_s = now() + self._options.heartbeat_s
+                self._ping()
+            woke_s = now()
+            await asyncio.sleep(tick_s)
+
+    def _ping(self) -> None:
+        self._number += 1
+        self._beats[self._number] = now()
+        if len(self._beats) > 64:
+            del self._beats[next(iter(self._beats))]
+        self.send(pb.ClientMessage(heartbeat=pb.Heartbeat(number=self._number)))

@@ -1,0 +1,74 @@
+"""How many tokens a device drafts: as many as the round trip leaves time for, and pay.
+
+gamma drafts, t_d each; R the round trip; t_v the server's pass; A(gamma) expected tokens of a
+round, the bonus token included; h the probability that a round's text is what was drafted ahead.
+
+Synchronous: A / (gamma t_d + R + t_v). Ahead: A / (max(gamma t_d, R + t_v) + (1 - h) gamma t_d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moaspec.drafting.draft_tree import Chain, DraftTree, Tree
+from moaspec.drafting.policy.cost_model import MAX_DEPTH, PRIOR, Acceptance
+
+LONGEST = 24
+"""Drafts at most; acceptance of deeper ones is that of the deepest that is counted."""
+
+ASSUMED_WAIT_S, ASSUMED_STEP_S = 0.05, 0.01
+"""Until there was a round trip, and a draft."""
+
+
+class LinkPolicy:
+    """The `DraftPolicy` of a device.
+
+    Args:
+        wait_s: round trip and pass as they are now; None before the first.
+        step_s: one drafted token; None before the first.
+        ahead: whether drafting goes on while a verdict is under way.
+        prior: acceptance rates to start from.
+    """
+
+    wants_features = True
+
+    def __init__(
+        self,
+        *,
+        wait_s: Callable[[], float | None],
+        step_s: Callable[[], float | None],
+        ahead: bool,
+        prior: Sequence[Sequence[float]] = PRIOR,
+    ) -> None:
+        self._wait_s, self._step_s, self._ahead = wait_s, step_s, ahead
+        self._acceptance = Acceptance(prior)
+
+    def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
+        """Nothing to decide: the server encodes."""
+
+    def shape(self, _length: int, _num_rows: int) -> Tree | None:
+        """The chain with the most expected tokens per second."""
+        return Chain(int(np.argmax(self.speeds())) + 1)
+
+    def speeds(self) -> np.ndarray:
+        """Expected tokens per second of chains of 1, 2, ... drafts."""
+        rates = self._acceptance.rates
+        rates = np.append(rates, np.full(LONGEST - MAX_DEPTH, rates[-1]))
+        reached = rates.cumprod()
+        tokens = 1.0 + reached.cumsum()
+        wait_s = _or(self._wait_s(), ASSUMED_WAIT_S)
+        draft_s = np.arange(1, LONGEST + 1) * _or(self._step_s(), ASSUMED_STEP_S)
+        if not self._ahead:
+            return np.asarray(tokens / (draft_s + wait_s))
+        hit = reached * rates[0]
+        return np.asarray(tokens / (np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s))
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """See `DraftPolicy`."""
+        self._acceptance.count(tree, accepted)
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else max(value, 1e-4)

@@ -1,0 +1,144 @@
+"""Activations of prompts, kept on the device's disk, so that they are sent once.
+
+A text is cut into blocks; the name of a block's file is a hash of everything before it and of
+itself, of the models, and of the tenant, so equal beginnings meet and nothing else does. Token ids
+are hashed as they travel: private spans are placeholders by then.
+
+Whatever goes wrong with the disk, activations come from the server instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moaspec.errors import InputError
+from moaspec.paths import make_private, why_not_trusted
+from moaspec.remote.protocol.codec import Bytes
+
+log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 64
+CHECK_BYTES = 16
+"""Of a file: the beginning of its content's SHA-256."""
+
+
+class PrefixStore:
+    """Blocks of records on disk.
+
+    Args:
+        directory: of all tenants; made where it is missing.
+        tenant: whose; nothing is shared between tenants.
+        models: what activations depend on besides the text: identities, codec, N.
+        token_bytes: size of a record.
+        max_bytes: of one tenant; the least recently used blocks go first.
+
+    Raises:
+        InputError: the directory cannot be made or written, or others may write it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tenant: str,
+        *,
+        models: str,
+        token_bytes: int,
+        max_bytes: int = 1 << 30,
+    ) -> None:
+        self._seed = hashlib.sha256(f"{tenant}\0{models}".encode()).digest()
+        self._directory = Path(directory) / hashlib.sha256(tenant.encode()).hexdigest()[:32]
+        self._token_bytes, self._max_bytes = token_bytes, max_bytes
+        try:
+            # Activations are as private as the text that they were made from.
+            make_private(self._directory)
+            reason = why_not_trusted(self._directory / "block", self._directory)
+        except OSError as error:
+            reason = error.strerror
+        if reason is not None:
+            raise InputError(
+                f"Cannot keep prefixes in {directory}: {reason}. Choose another directory."
+            )
+
+    def load(self, token_ids: Sequence[int], regime: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Records of the text's beginning, block by block: position of the first token, and data.
+
+        Args:
+            token_ids: of the text.
+            regime: which rotary embeddings it has.
+        """
+        for start, path in self._blocks(token_ids, regime):
+            data = self._read(path)
+            if data is None:
+                return
+            yield start, data
+
+    def save(self, token_ids: Sequence[int], records: Bytes, regime: int = 0) -> None:
+        """Keep the blocks of a text whose records are all there.
+
+        Args:
+            token_ids: of the text; as many as there are records.
+            records: (T, `token_bytes`).
+            regime: see `load`.
+        """
+        try:
+            for start, path in self._blocks(token_ids, regime):
+                # A damaged block is no block: `load` may never have come so far.
+                if self._read(path) is None:
+                    self._write(path, records[start : start + BLOCK_TOKENS].tobytes())
+            self._shrink()
+        except OSError as error:
+            log.warning("Prefixes are not kept: %s", error.strerror)
+
+    def _blocks(self, token_ids: Sequence[int], regime: int) -> Iterator[tuple[int, Path]]:
+        digest = hashlib.sha256(self._seed + bytes([regime]))
+        for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            digest.update(np.array(token_ids[start : start + BLOCK_TOKENS], "<u4").tobytes())
+            yield start, self._directory / digest.hexdigest()
+
+    def _read(self, path: Path) -> bytes | None:
+        """A block; None where there is none, or a damaged one."""
+        try:
+            if (reason := why_not_trusted(path, self._directory)) is not None:
+                log.warning("A prefix is not read, and comes from the server: %s", reason)
+                return None
+            content = path.read_bytes()
+            data = content[CHECK_BYTES:]
+            whole = len(data) == BLOCK_TOKENS * self._token_bytes
+            if not whole or _check(data) != content[:CHECK_BYTES]:
+                path.unlink()
+                return None
+            os.utime(path)
+        except OSError:
+            return None
+        return data
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """Whole or not at all: another process may read at any time."""
+        handle, scratch = tempfile.mkstemp(dir=self._directory)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_check(data) + data)
+            Path(scratch).replace(path)
+        except OSError:
+            Path(scratch).unlink(missing_ok=True)
+            raise
+
+    def _shrink(self) -> None:
+        files = [(path.stat(), path) for path in self._directory.iterdir()]
+        total = sum(facts.st_size for facts, _ in files)
+        for facts, path in sorted(files, key=lambda one: one[0].st_mtime):
+            if total <= self._max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= facts.st_size
+
+
+def _check(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:CHECK_BYTES]

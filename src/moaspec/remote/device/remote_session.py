@@ -1,0 +1,404 @@
+"""A text that is drafted here and verified there: the device's session."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+from moaspec import limits
+from moaspec.drafting.draft_tree import Tree, parse_shape
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.policy.policies import DraftPolicy, DraftSettings, FixedPolicy
+from moaspec.drafting.protocols import VerifyRequest
+from moaspec.engine.engine import Engine
+from moaspec.engine.result import Event, GenerationResult, Source
+from moaspec.errors import InputError, LinkError
+from moaspec.generation.api import RowOptions, check_options, row_settings, token_ids
+from moaspec.remote.device.activation_memory import DeviceMemory
+from moaspec.remote.device.draft_ahead import AheadDrafter
+from moaspec.remote.device.events import LinkStats, RemoteEvent, now
+from moaspec.remote.device.link import LinkOptions, ServerLink
+from moaspec.remote.device.link_policy import LinkPolicy
+from moaspec.remote.device.local_parts import Device
+from moaspec.remote.device.prefix_cache import PrefixStore
+from moaspec.remote.device.remote_verifier import Pending, RemoteVerifier
+from moaspec.remote.protocol import identity, wire
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.activation_layout import Layout
+from moaspec.remote.protocol.codec import CODECS, CodecName
+from moaspec.remote.protocol.transport import Transport
+from moaspec.sampling.stop_strings import StopStrings, stop_strings
+from moaspec.sampling.token_ids import common_length
+
+ENOUGH = 0.75
+"""Share of a text whose activations a device must hold to go on with it alone."""
+
+OnCut = Literal["rollback", "keep", "wait"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+    """How a session uses its link; see docs/remote.md.
+
+    Attributes:
+        codec: of activations: "fp16", "int8" or "int4".
+        num_target_layers: N; None takes the drafter's default.
+        draft: a shape, or "auto": as long a chain as pays on this link.
+        draft_ahead: go on drafting while a verdict is under way.
+        on_cut: what becomes of tokens that are drafted without a link: "rollback" replaces those
+            that the target does not choose, "keep" leaves them, "wait" makes none.
+        max_provisional: of these at most so many.
+        link: when the link counts as dead, and how it is mended.
+        tenant, prefix_dir: keep activations of prompts in this directory, apart for each tenant;
+            without a directory they are not kept.
+        give_up_s: a turn fails after so long without a verdict, whether there is a link or not;
+            None: never.
+
+    Raises:
+        InputError: a value that is none of these.
+    """
+
+    codec: CodecName = "int8"
+    num_target_layers: int | None = None
+    draft: Tree | str = "auto"
+    draft_ahead: bool = True
+    on_cut: OnCut = "rollback"
+    max_provisional: int = 256
+    link: LinkOptions = field(default_factory=LinkOptions)
+    tenant: str = ""
+    prefix_dir: Path | None = None
+    give_up_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("codec", CODECS), ("on_cut", ("rollback", "keep", "wait"))):
+            if getattr(self, name) not in known:
+                raise InputError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}."
+                )
+        if isinstance(self.draft, str):
+            parse_shape(self.draft)
+        if not 0 <= self.max_provisional <= limits.MAX_DRAFTED:
+            raise InputError(
+                f"max_provisional must be within 0..{limits.MAX_DRAFTED}, got "
+                f"{self.max_provisional}."
+            )
+
+
+class RemoteSession:
+    """Decodes turn after turn with a target that is elsewhere.
+
+    Like `moaspec.Session`, every turn hands in the whole conversation so far, and what it shares
+    with the one before is neither computed nor sent again. One turn at a time.
+
+    Args:
+        device: drafts.
+        transport: leads to the server.
+        options: see `RemoteOptions`.
+
+    Attributes:
+        stats: of the link.
+    """
+
+    def __init__(
+        self, device: Device, transport: Transport, options: RemoteOptions | None = None
+    ) -> None:
+        self.device, self.options = device, options or RemoteOptions()
+        self.stats = LinkStats()
+        drafting = device.drafting(self.options.num_target_layers)
+        self._drafting = drafting if isinstance(drafting, MoAProposer) else None
+        self._memory = None if self._drafting is None else self._make_memory(self._drafting)
+        self._ahead = AheadDrafter(drafting, needs_memory=self._drafting is not None, clock=now)
+        self._verifier = RemoteVerifier(
+            self._ahead,
+            opening=self._opening,
+            place=self._place,
+            meanwhile=self._meanwhile,
+            provisional=lambda: self._provisional,
+            keep=self.options.on_cut == "keep",
+            most=limits.MAX_DRAFTED,
+            vocab_size=device.vocab_size,
+            max_positions=device.max_positions,
+        )
+        self._name = secrets.token_bytes(wire.SESSION_BYTES)
+        self._link = ServerLink(
+            transport,
+            self._name,
+            self.options.link,
+            self.stats,
+            on_message=self._verifier.receive,
+            on_connect=self._verifier.connected,
+            on_change=self._verifier.wake,
+        )
+        self._verifier.link = self._link
+        self._engine = Engine(
+            self._verifier,
+            self._ahead,
+            vocab_size=device.vocab_size,
+            max_positions=device.max_positions,
+            tokenizer=device.tokenizer,
+            rope_switches=device.rope_switches,
+            rope_growth=device.rope_growth,
+        )
+        self._events: asyncio.Queue[RemoteEvent | None] = asyncio.Queue()
+        self._handle: int | None = None
+        self._result = GenerationResult()
+        self._task: asyncio.Task[None] | None = None
+        self._shown: list[int] = []
+        self._provisional: list[int] = []
+        self._stop: StopStrings | None = None
+        self._ended_alone = False
+        self._policy: DraftPolicy = FixedPolicy()
+
+    def _make_memory(self, drafting: MoAProposer) -> DeviceMemory:
+        head_dim, layers = self.device.identity.head_dim, drafting.num_target_layers
+        layout = Layout.of(drafting.module.config, self.options.codec, layers, head_dim)
+        store = None
+        if self.options.prefix_dir is not None:
+            models = (self.device.identity, self.device.fingerprint, self.options.codec, layers)
+            store = PrefixStore(
+                self.options.prefix_dir,
+                self.options.tenant,
+                models=repr(models),
+                token_bytes=layout.token_bytes,
+            )
+        return DeviceMemory(layout, drafting.target, self.device.rope_switches, store)
+
+    @property
+    def result(self) -> GenerationResult:
+        """Of the latest turn: verified tokens (with "keep" also kept ones), finished or not."""
+        return self._result
+
+    @property
+    def provisional(self) -> list[int]:
+        """Tokens that were shown after those of `result` and are not verified yet."""
+        return list(self._provisional)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
+    ) -> GenerationResult:
+        """Answer a conversation; see `stream`."""
+        async for _ in self.stream(prompt_ids, **options):
+            pass
+        return self._result
+
+    async def stream(
+        self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
+    ) -> AsyncGenerator[RemoteEvent]:
+        """Answer a conversation, yielding text as it is verified, or drafted without a link.
+
+        Args:
+            prompt_ids: token ids of the whole conversation.
+            **options: see `RowOptions`; `logits_processors` cannot travel. `tree` goes before
+                `RemoteOptions.draft`.
+
+        Raises:
+            InputError: bad prompt ids, tree sizes or numbers.
+            RefusedError: the server refuses; the message says why.
+            LinkError: no verdict for `give_up_s`.
+        """
+        await self._end_turn()
+        self._begin(prompt_ids, options)
+        self._task = asyncio.create_task(self._decode())
+        try:
+            while (event := await self._events.get()) is not None:
+                yield event
+            await self._task
+        finally:
+            await self._end_turn()
+            if self._memory is not None:
+                self._memory.save(self._verifier.text, len(self._prompt), self._ahead)
+
+    async def close(self) -> None:
+        """End the session here and on the server."""
+        await self._end_turn()
+        self._link.send(pb.ClientMessage(turn=self._verifier.turn, close=pb.Close()))
+        await self._link.close()
+
+    def _begin(self, prompt_ids: Sequence[int], options: RowOptions) -> None:
+        check_options(options, RowOptions)
+        device: Any = self.device
+        prompt, settings = token_ids(prompt_ids), row_settings(device, options)
+        wire.sampling_message(settings["sampling"])
+        shaping = DraftSettings(self._tree(options), options.get("free_branches", "auto"))
+        self._policy = self._auto() if self._is_auto(options) else shaping.policy()
+        self._handle = self._engine.add(
+            prompt,
+            shape=self._policy,
+            free_branches=shaping.branches(),
+            keep=True,
+            after=self._handle,
+            **settings,
+        )
+        self._result = self._engine.result(self._handle)
+        self._events = asyncio.Queue()
+        self._shown, self._provisional, self._ended_alone = [], [], False
+        self._strings = stop_strings(options.get("stop", ()))
+        self._prompt, self._started_s = prompt, now()
+        self.stats.first_token_s = None
+        most = len(prompt) + settings["max_new_tokens"]
+        self._ahead.begin(
+            end=min(most, self.device.max_positions),
+            stops=frozenset(settings["stop_token_ids"]),
+            switches=self.device.rope_switches,
+        )
+        if self._memory is not None:
+            self._memory.restore(prompt, self._ahead)
+        self._link.start()
+
+    def _tree(self, options: RowOptions) -> Tree | str:
+        return options.get("tree", self.options.draft)
+
+    def _is_auto(self, options: RowOptions) -> bool:
+        return self._tree(options) == "auto"
+
+    def _auto(self) -> DraftPolicy:
+        return LinkPolicy(
+            wait_s=self._wait_s,
+            step_s=lambda: self._ahead.step_s,
+            ahead=self.options.draft_ahead,
+        )
+
+    def _wait_s(self) -> float | None:
+        """What a verdict takes: the median of the latest, in case one met a hiccup."""
+        rounds = itertools.islice(reversed(self.stats.rounds), 9)
+        latest = [one.received_s - one.sent_s for one in rounds]
+        return sorted(latest)[len(latest) // 2] if latest else self.stats.rtt_s
+
+    async def _decode(self) -> None:
+        """The turn: rounds until the row ends."""
+        try:
+            while self._engine.num_active:
+                for event in await self._engine.astep():
+                    self._events.put_nowait(self._verified(event))
+        finally:
+            self._engine.abort_all()
+            self._events.put_nowait(None)
+
+    async def _end_turn(self) -> None:
+        task, self._task = self._task, None
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _verified(self, event: Event) -> RemoteEvent:
+        """What a round brought, and what is left of the provisional tokens behind it."""
+        start = len(self._result.token_ids) - len(event.token_ids)
+        guessed, tokens = self._shown[start:], list(event.token_ids)
+        same = common_length(guessed, tokens)
+        rest = guessed[len(tokens) :] if same == len(tokens) and event.stop_reason is None else []
+        self._shown[start:] = [*tokens, *rest]
+        self._provisional = rest
+        # An end that the target does not see is none; the next cut may write on.
+        self._ended_alone = self._ended_alone and bool(rest)
+        if self.stats.first_token_s is None and tokens:
+            self.stats.first_token_s = now() - self._started_s
+        corrected = len(guessed) - same - len(rest)
+        self.stats.corrected += corrected
+        drafts: list[Source] = ["draft"] * len(rest)
+        return RemoteEvent(
+            start=start,
+            token_ids=tuple(self._shown[start:]),
+            sources=(*event.sources, *drafts),
+            num_provisional=len(rest),
+            num_corrected=corrected,
+            link=self.stats.state,
+            stop_reason=event.stop_reason,
+            verified=event,
+        )
+
+    def _meanwhile(self, pending: Pending) -> bool:
+        """A little drafting while a verdict is under way; whether there is more to do at once."""
+        self._give_up(pending)
+        if self.stats.state == "up":
+            return self._draft_ahead(pending)
+        alone = self.stats.state == "down" and self.options.on_cut != "wait"
+        if pending.kept and self._link.connected:
+            return False  # the server is being told what the text is
+        return alone and self._knows_enough() and self._draft_alone()
+
+    def _knows_enough(self) -> bool:
+        """Whether what the device has of the text is worth drafting from."""
+        if self._memory is None:
+            return True
+        return len(self._ahead.held) >= ENOUGH * (len(self._verifier.text) - 1)
+
+    def _draft_ahead(self, pending: Pending) -> bool:
+        """As far as a round that goes well and the next one's drafts."""
+        own = max(pending.tree.depths, default=0)
+        if not self.options.draft_ahead or len(self._ahead.ready()) < own:
+            return False
+        return len(self._ahead.ready()) <= 2 * own and self._ahead.extend()
+
+    def _draft_alone(self) -> bool:
+        """One provisional token; drafts that the server was asked about come first."""
+        if self._ended_alone or len(self._provisional) >= self.options.max_provisional:
+            return False
+        shown = len(self._provisional)
+        if len(self._ahead.ready()) <= shown and not self._ahead.extend():
+            self._end_alone()
+            return False
+        token = self._ahead.ready()[shown]
+        start = len(self._shown)
+        self._provisional.append(token)
+        self._shown.append(token)
+        self.stats.provisional += 1
+        self._events.put_nowait(
+            RemoteEvent(
+                start=start,
+                token_ids=(token,),
+                sources=("draft",),
+                num_provisional=1,
+                link=self.stats.state,
+            )
+        )
+        if self._alone_stops(token):
+            self._end_alone()
+        return not self._ended_alone
+
+    def _alone_stops(self, token: int) -> bool:
+        """Whether the text ends here as far as the device can tell."""
+        if token in self._ahead.stops:
+            return True
+        if self._strings and len(self._provisional) == 1:
+            self._stop = StopStrings(self._strings, self.device.tokenizer, self._prompt)
+            for earlier in self._shown[:-1]:
+                self._stop.push(earlier)
+        return bool(self._strings and self._stop and self._stop.push(token))
+
+    def _end_alone(self) -> None:
+        """The text has ended without a link; with "keep" that is its end."""
+        self._ended_alone = True
+        if self.options.on_cut == "keep" and self._provisional:
+            self._verifier.settle()
+
+    def _give_up(self, pending: Pending) -> None:
+        limit = self.options.give_up_s
+        if limit is not None and now() - pending.first_s > limit:
+            linked = self.stats.state == "up"
+            what = "The server has verified nothing" if linked else "No link to the server"
+            raise LinkError(f"{what} for {limit:g} s.")
+
+    def _opening(self, request: VerifyRequest) -> pb.Open:
+        """A turn's opening, without its text."""
+        layers = 0 if self._drafting is None else self._drafting.num_target_layers
+        return pb.Open(
+            protocol=identity.PROTOCOL,
+            law=identity.LAW,
+            target=identity.to_message(self.device.identity),
+            drafter=self.device.fingerprint or "",
+            codec=wire.CODEC_NUMBERS[self.options.codec],
+            num_target_layers=layers,
+            sampling=wire.sampling_message(request.sampling),
+            prompt_length=request.prompt_length,
+        )
+
+    def _place(self, activations: pb.Activations) -> None:
+        """Decode activations into the drafter's memory."""
+        if self._memory is not None and activations.count:
+            parts = self._memory.take(activations.start, activations.data, activations.count)
+            self._ahead.place(activations.start, parts)

@@ -1,0 +1,1 @@
+"""What device and server send each other."""

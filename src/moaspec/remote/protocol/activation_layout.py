@@ -1,0 +1,129 @@
+"""What one token's activations consist of, and how drafters' tensors become records.
+
+Legend: T tokens, C CA's KV heads, D head dim, N last target layers, H target KV heads, L layers,
+K = 2 * H * D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moaspec.errors import WireError
+from moaspec.model.drafter_config import DrafterConfig
+from moaspec.remote.protocol.codec import Bytes, Codec, CodecName, Floats
+
+Parts = tuple[Tensor, Tensor, Tensor | None]
+"""CA's key and value, (1, C, T, D) each; of the last layers (2, N, H, T, D), or None."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A record: CA's key heads and value heads, then those of the last N layers.
+
+    Args:
+        memory: codec of CA's part, 2 C vectors.
+        layers: codec of the last layers' part, 2 N H vectors; None where N is 0.
+        num_layers: N.
+    """
+
+    memory: Codec
+    layers: Codec | None = None
+    num_layers: int = 0
+
+    @staticmethod
+    def of(config: DrafterConfig, codec: CodecName, num_layers: int, head_dim: int) -> Layout:
+        """The layout for a drafter and N; `head_dim` is the target's.
+
+        Raises:
+            InputError: no such codec.
+        """
+        ca = config.cross_attention
+        memory = Codec(codec, 2 * ca.num_kv_heads, ca.head_dim)
+        if not num_layers:
+            return Layout(memory)
+        vectors = num_layers * config.kv_size // head_dim
+        return Layout(memory, Codec(codec, vectors, head_dim), num_layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Size of a record."""
+        return self.memory.token_bytes + (self.layers.token_bytes if self.layers else 0)
+
+    def encode(self, parts: Parts) -> Bytes:
+        """Records of T tokens, (T, `token_bytes`)."""
+        key_1CTD, value_1CTD, layers_2NHTD = parts
+        records = self.memory.encode(_vectors(torch.cat((key_1CTD, value_1CTD))))
+        if self.layers is None:
+            return records
+        assert layers_2NHTD is not None, "N > 0 comes with last layers"
+        own = layers_2NHTD[:, -self.num_layers :].flatten(0, 1)
+        return np.concatenate((records, self.layers.encode(_vectors(own))), axis=1)
+
+    def decode(self, data: bytes, count: int, like: Tensor) -> Parts:
+        """What `encode` was given, in the dtype and place of `like`.
+
+        Raises:
+            WireError: not as many bytes as `count` records have.
+        """
+        if self.layers is None:
+            return *_halves(self.memory.decode(data, count), like), None
+        if len(data) != count * self.token_bytes:
+            raise WireError(
+                f"{count} tokens are {count * self.token_bytes} bytes here, got {len(data)}."
+            )
+        size = self.memory.token_bytes
+        table = np.frombuffer(data, np.uint8).reshape(count, self.token_bytes)
+        memory = self.memory.decode(table[:, :size].tobytes(), count)
+        layers_TVD = self.layers.decode(table[:, size:].tobytes(), count)
+        flat = torch.from_numpy(layers_TVD).to(like).transpose(0, 1)
+        return *_halves(memory, like), flat.unflatten(0, (2, self.num_layers, -1))
+
+
+def _vectors(stacked: Tensor) -> Floats:
+    """(n, heads, T, D) -> (T, n * heads, D) float32."""
+    flat = stacked.flatten(0, 1).transpose(0, 1).float().cpu().contiguous()
+    values: Any = flat.numpy()
+    return values
+
+
+def _halves(values_TVD: Floats, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, (1, C, T, D) each."""
+    both = torch.from_numpy(values_TVD).to(like).transpose(0, 1)
+    key_CTD, value_CTD = both.chunk(2)
+    return key_CTD[None], value_CTD[None]
+
+
+class WireEncoder:
+    """The drafter's encoder as a server runs it: its features are what travels.
+
+    Stands where a `Drafter` does in `LocalVerifier`, which asks it for nothing else.
+
+    Args:
+        module: the drafter, of which only the encoder is used.
+        most_layers: the largest N that a session may ask for.
+    """
+
+    needs = frozenset({"kv"})
+
+    def __init__(self, module: Any, most_layers: int, num_kv_heads: int) -> None:
+        self._module, self._layers, self._heads = module, most_layers, num_kv_heads
+
+    def encode(self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Any) -> list[Parts]:
+        """`Parts` of each row's tokens."""
+        with torch.inference_mode():
+            key, value = self._module.encode(kv_1NLK, position_ids_1N)
+        sizes = list(counts)
+        layers = self._last(kv_1NLK).split(sizes, dim=3) if self._layers else [None] * len(sizes)
+        split = zip(key.split(sizes, dim=2), value.split(sizes, dim=2), layers, strict=True)
+        return list(split)
+
+    def _last(self, kv_1NLK: Tensor) -> Tensor:
+        """(1, T, L, K) -> (2, N, H, T, D)."""
+        last_TNK = kv_1NLK[0, :, kv_1NLK.shape[2] - self._layers :]
+        pairs = last_TNK.unflatten(-1, (self._heads, 2, -1))  # (T, N, H, 2, D)
+        return pairs.permute(3, 1, 2, 0, 4)

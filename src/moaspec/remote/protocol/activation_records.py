@@ -1,0 +1,77 @@
+"""What a server holds of one session's activations, and what of them the device still lacks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.activation_layout import Layout, Parts
+from moaspec.remote.protocol.codec import Bytes
+from moaspec.remote.protocol.position_ranges import Positions, Run
+
+BLOCK_BYTES = 8192
+"""Activations of prompts travel in messages of about this size, so that a verdict that comes
+meanwhile need not wait long."""
+
+
+class RecordRequest(NamedTuple):
+    """What a device wants of activations."""
+
+    layout: Layout
+    held: list[Run]
+
+
+class Records:
+    """Encoded activations of the first `len` tokens of a text, and which of them were sent."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._data: Bytes = np.zeros((0, layout.token_bytes), np.uint8)
+        self._length = 0
+        self.sent = Positions()
+        self.reading = True
+        """While a prompt is read its oldest tokens travel first, afterwards its newest."""
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self._data.nbytes
+
+    def write(self, start: int, parts: Parts) -> None:
+        """Take in activations of the tokens from `start` on; what was there is replaced."""
+        fresh = self.layout.encode(parts)
+        stop = start + len(fresh)
+        if stop > len(self._data):
+            grown = np.zeros((max(stop, 3 * len(self._data) // 2), fresh.shape[1]), np.uint8)
+            grown[: self._length] = self._data[: self._length]
+            self._data = grown
+        self._data[start:stop] = fresh
+        self._length = stop
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first tokens."""
+        self._length = min(self._length, length)
+        self.sent.cut(length)
+
+    def next_block(self) -> pb.Activations | None:
+        """The next activations that the device lacks; they count as sent."""
+        most = max(1, BLOCK_BYTES // self.layout.token_bytes)
+        find = self.sent.first_gap if self.reading else self.sent.last_gap
+        run = find(self._length, most)
+        return None if run is None else self._message(run)
+
+    def newest(self, start: int) -> pb.Activations | None:
+        """Those of the tokens from `start` on, if they are few; they count as sent."""
+        fits = (self._length - start) * self.layout.token_bytes <= BLOCK_BYTES
+        return self._message((start, self._length)) if fits and start < self._length else None
+
+    def _message(self, run: Run) -> pb.Activations:
+        start, stop = run
+        self.sent.add(start, stop)
+        data = self._data[start:stop].tobytes()
+        return pb.Activations(start=start, count=stop - start, data=data)

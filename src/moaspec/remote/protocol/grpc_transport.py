@@ -1,0 +1,166 @@
+"""The real network: gRPC on both sides, carrying the frames as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from moaspec.errors import LinkError, RefusedError
+from moaspec.limits import MAX_FRAME_BYTES
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.wire import one_line
+from moaspec.remote.server.auth import Credentials
+
+SERVICE = "moaspec.remote.v1.Target"
+STREAM_S = 3600.0
+"""Deadline of one connection; a session goes on over the next."""
+CALL_S = 10.0
+"""Deadline of a question that is answered at once."""
+
+REFUSALS = frozenset(
+    {
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+"""Statuses after which trying again is of no use."""
+
+OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    # Reconnecting is ours: gRPC's own pauses grow to minutes.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    # A proxy in the environment is meant for the web.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class GrpcTransport:
+    """Connections to a `moaspec target-server`.
+
+    Args:
+        address: host:port.
+        credentials: what this device shows.
+
+    Raises:
+        InputError: a token that would travel in the clear.
+    """
+
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+        self.address, self._credentials = address, credentials or Credentials()
+        self._credentials.check(address)
+
+    async def connect(self) -> GrpcConnection:
+        """See `Transport`."""
+        channel = self._channel()
+        call = channel.stream_stream(f"/{SERVICE}/Converse")(
+            metadata=self._metadata(), timeout=STREAM_S
+        )
+        connection = GrpcConnection(channel, call)
+        try:
+            with linked():
+                # The server answers at once, or says why not.
+                await call.wait_for_connection()
+        except BaseException:
+            await asyncio.shield(connection.close())
+            raise
+        return connection
+
+    async def describe(self) -> pb.Description:
+        """Who the server is.
+
+        Raises:
+            LinkError: it cannot be reached.
+            RefusedError: it does not answer these credentials.
+        """
+        async with self._channel() as channel:
+            ask = channel.unary_unary(
+                f"/{SERVICE}/Describe", response_deserializer=pb.Description.FromString
+            )
+            with linked():
+                return await ask(b"", metadata=self._metadata(), timeout=CALL_S)
+
+    async def generate(self, request: pb.GenerateRequest, timeout_s: float = STREAM_S) -> Any:
+        """The server alone; yields `Generated` messages.
+
+        Raises:
+            LinkError: the link broke.
+            RefusedError: the server refuses.
+        """
+        async with self._channel() as channel:
+            call = channel.unary_stream(
+                f"/{SERVICE}/Generate",
+                request_serializer=pb.GenerateRequest.SerializeToString,
+                response_deserializer=pb.Generated.FromString,
+            )(request, metadata=self._metadata(), timeout=timeout_s)
+            with linked():
+                async for message in call:
+                    yield message
+
+    def _channel(self) -> grpc.aio.Channel:
+        options = list(OPTIONS)
+        name = self._credentials.server_name
+        if name is not None:
+            options.append(("grpc.ssl_target_name_override", name))  # type: ignore[arg-type]
+        secure = self._credentials.channel()
+        if secure is None:
+            return grpc.aio.insecure_channel(self.address, options)
+        return grpc.aio.secure_channel(self.address, secure, options)
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        token = self._credentials.token
+        return () if token is None else (("authorization", f"Bearer {token}"),)
+
+
+class GrpcConnection:
+    """One stream of a channel of its own."""
+
+    def __init__(self, channel: grpc.aio.Channel, call: Any) -> None:
+        self._channel, self._call = channel, call
+
+    async def send(self, frame: bytes) -> None:
+        """See `Connection`."""
+        with linked():
+            await self._call.write(frame)
+
+    async def receive(self) -> bytes:
+        """See `Connection`."""
+        with linked():
+            frame = await self._call.read()
+        if frame is grpc.aio.EOF:
+            with linked():
+                raise LinkError(f"The server ended the connection ({await self._call.code()}).")
+        return bytes(frame)
+
+    async def close(self) -> None:
+        """See `Connection`."""
+        self._call.cancel()
+        with contextlib.suppress(Exception):
+            await self._channel.close(None)
+
+
+@contextlib.contextmanager
+def linked() -> Iterator[None]:
+    """Turn gRPC's errors into ours."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        if "CERTIFICATE_VERIFY_FAILED" in (error.details() or ""):
+            raise RefusedError(
+                "The server's certificate is not signed by the CA of these credentials, or is for "
+                "another name."
+            ) from error
+        if error.code() in REFUSALS:
+            raise RefusedError(f"The server refuses: {one_line(error.details() or '')}") from error
+        raise LinkError(f"The link broke: {error.code().name}.") from error
+    except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+        raise LinkError("The connection was closed.") from error

@@ -1,0 +1,74 @@
+"""Who the two sides are: fingerprints of models, and versions."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from moaspec.model.drafter_config import TargetIdentity
+from moaspec.model.moa import MoADrafter
+from moaspec.remote.protocol import target_pb2 as pb
+
+PROTOCOL = 1
+"""Version of the messages in target.proto."""
+
+LAW = 2
+"""Version of seeded sampling (`sampling/choose.py` and `noise.py`): equal versions choose alike.
+
+2 has `TokenRules`.
+"""
+
+
+def fingerprint(drafter: MoADrafter) -> str:
+    """Identity of a drafter's weights: the same for a float32 and a bfloat16 copy of them.
+
+    Returns:
+        SHA-256, hexadecimal, over names, shapes and values rounded to bfloat16, of both halves.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(drafter.state_dict().items()):
+        rounded = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        digest.update(f"{name}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(rounded.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def to_message(identity: TargetIdentity) -> pb.TargetIdentity:
+    """As it travels."""
+    return pb.TargetIdentity(
+        model_type=identity.model_type,
+        num_layers=identity.num_layers,
+        hidden_size=identity.hidden_size,
+        num_kv_heads=identity.num_kv_heads,
+        head_dim=identity.head_dim,
+        vocab_size=identity.vocab_size,
+        tokenizer_hash=identity.tokenizer_hash or "",
+    )
+
+
+def from_message(message: pb.TargetIdentity) -> TargetIdentity:
+    """As it was sent."""
+    return TargetIdentity(
+        model_type=message.model_type,
+        num_layers=message.num_layers,
+        hidden_size=message.hidden_size,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        vocab_size=message.vocab_size,
+        tokenizer_hash=message.tokenizer_hash or None,
+    )
+
+
+def difference(got: TargetIdentity, expected: TargetIdentity) -> str | None:
+    """What makes two targets different ones, in words; None where nothing does.
+
+    A tokenizer's hash counts only where both sides know one.
+    """
+    names = ("model_type", "num_layers", "hidden_size", "num_kv_heads", "head_dim", "vocab_size")
+    wrong = [name for name in names if getattr(got, name) != getattr(expected, name)]
+    hashes = (got.tokenizer_hash, expected.tokenizer_hash)
+    if None not in hashes and hashes[0] != hashes[1]:
+        wrong.append("tokenizer_hash")
+    said = [f"{name} {getattr(got, name)!r} != {getattr(expected, name)!r}" for name in wrong]
+    return ", ".join(said) or None

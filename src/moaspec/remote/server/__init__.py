@@ -1,0 +1,1 @@
+"""The server's side: sessions, shared verification passes, limits."""

@@ -1,0 +1,186 @@
+"""Who may use a server, and how both sides prove who they are."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from moaspec.errors import InputError, RefusedError
+
+ANONYMOUS = "anonymous"
+"""The owner of all sessions where a server knows its clients neither by token nor certificate."""
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+"""What goes there leaves no machine, and needs no TLS."""
+
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """What a device shows.
+
+    Attributes:
+        token: bearer token; needs TLS, unless the server is on this machine.
+        ca: file with the certificates that the server's must be signed by; None connects without
+            TLS, "system" trusts those of this system.
+        certificate, key: files with the device's own, for servers that ask for one.
+        server_name: the name in the server's certificate, where it is not its address.
+    """
+
+    token: str | None = None
+    ca: Path | str | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise InputError("A certificate comes with its key; got only one of the two.")
+        if self.certificate is not None and self.ca is None:
+            raise InputError("A device's certificate needs TLS: say which ca the server's is of.")
+
+    def check(self, address: str) -> None:
+        """Refuse to show a token to everybody on the way.
+
+        Args:
+            address: host:port of the server.
+
+        Raises:
+            InputError: a token without TLS for a server that is not on this machine.
+        """
+        host = address.rpartition(":")[0].strip("[]")
+        if self.token is not None and self.ca is None and host not in LOCAL_HOSTS:
+            raise InputError(
+                f"A token for {address} would travel in the clear. Connect with TLS: name the "
+                "server's ca, or 'system'."
+            )
+
+    def channel(self) -> grpc.ChannelCredentials | None:
+        """For gRPC; None without TLS.
+
+        Raises:
+            InputError: a file cannot be read.
+        """
+        if self.ca is None:
+            return None
+        roots = None if str(self.ca) == "system" else _read(self.ca)
+        key = None if self.key is None else _read(self.key)
+        certificate = None if self.certificate is None else _read(self.certificate)
+        return grpc.ssl_channel_credentials(roots, key, certificate)
+
+
+@dataclass
+class CallAuth:
+    """Decides whose a connection is.
+
+    Args:
+        tokens: owner by the SHA-256 (64 small hexadecimal digits) of a bearer token. None lets
+            everybody in, an empty mapping nobody.
+        until_s: seconds since the epoch at which an owner's tokens expire.
+    """
+
+    tokens: Mapping[str, str] | None = None
+    until_s: Mapping[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path) -> CallAuth:
+        """Read `{"owner": {"sha256": "...", "expires": seconds since the epoch}}`.
+
+        `expires` may be left out.
+
+        Raises:
+            InputError: not such a file, or one without any token.
+        """
+        try:
+            entries = json.loads(_read(path))
+            digests = {str(name): str(one["sha256"]).lower() for name, one in entries.items()}
+            until = {n: float(one["expires"]) for n, one in entries.items() if "expires" in one}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise InputError(
+                f'{path} must hold {{"owner": {{"sha256": "<of the token>"}}, ...}}: {error!r}.'
+            ) from error
+        if not digests:
+            raise InputError(
+                f"{path} holds no token, so nobody could connect. Add one, or let everybody in by "
+                "giving no file."
+            )
+        for owner, digest in digests.items():
+            if not _SHA256.fullmatch(digest):
+                raise InputError(
+                    f"{path}: sha256 of {owner!r} must be its token's SHA-256, 64 hexadecimal "
+                    f"digits, got {digest!r}."
+                )
+        return CallAuth({digest: owner for owner, digest in digests.items()}, until)
+
+    def owner(self, bearer: str | None, peer: str | None) -> str:
+        """Whose a connection is.
+
+        Args:
+            bearer: the token that was sent.
+            peer: the name in the device's certificate, where TLS has checked one.
+
+        Raises:
+            RefusedError: no token, an unknown one, or one that has expired.
+        """
+        if self.tokens is None:
+            return peer or ANONYMOUS
+        digest = hashlib.sha256((bearer or "").encode()).hexdigest()
+        for known, owner in self.tokens.items():
+            if hmac.compare_digest(known.encode(), digest.encode()):
+                if time.time() > self.until_s.get(owner, float("inf")):
+                    raise RefusedError("The token has expired; get a new one.")
+                return owner
+        raise RefusedError("No token, or one that this server does not know.")
+
+
+def _read(path: Path | str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"Cannot read {path}: {error.strerror}.") from error
+
+
+def server_credentials(
+    certificate: Path, key: Path, client_ca: Path | None = None
+) -> grpc.ServerCredentials:
+    """TLS for a server; with `client_ca` devices must show a certificate that it signed.
+
+    Raises:
+        InputError: a file cannot be read, or is not what it should be.
+    """
+    _require_pair(certificate, key, client_ca)
+    roots = None if client_ca is None else _read(client_ca)
+    return grpc.ssl_server_credentials(
+        [(_read(key), _read(certificate))], roots, require_client_auth=client_ca is not None
+    )
+
+
+def _require_pair(certificate: Path, key: Path, client_ca: Path | None) -> None:
+    """Refuse what gRPC would only call an address that cannot be listened on.
+
+    Raises:
+        InputError: names the files.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: b"")
+    except (ssl.SSLError, OSError) as error:
+        raise InputError(
+            f"{certificate} and {key} are no certificate chain and its private key, in PEM and "
+            f"without a password: {error.strerror or error}."
+        ) from error
+    try:
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+    except (ssl.SSLError, OSError) as error:
+        raise InputError(f"{client_ca} holds no CA certificates: {error.strerror}.") from error

@@ -1,0 +1,183 @@
+"""What a server offers, and all that is checked about what a device asks of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from moaspec import limits
+from moaspec.errors import InputError, RefusedError, WireError
+from moaspec.model.moa import MoADrafter
+from moaspec.remote.protocol import identity, wire
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.activation_layout import Layout
+from moaspec.remote.protocol.activation_records import RecordRequest
+from moaspec.remote.server.server_session import Opening
+from moaspec.sampling.params import SamplingParams
+from moaspec.target.spec import TargetSpec
+
+if TYPE_CHECKING:
+    from moaspec.sampling.grammar import Grammars
+
+MOST_LAYERS = 3
+"""Largest N for drafters that were not trained for a certain one; the paper's largest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCapabilities:
+    """What devices are told of what runs the target.
+
+    Attributes:
+        name: of the engine.
+        max_drafted: drafts of one round that it verifies; of more, the first ones.
+        chains_only: of a tree it verifies one chain, that of the first children.
+    """
+
+    name: str = "torch"
+    max_drafted: int = limits.MAX_DRAFTED
+    chains_only: bool = False
+
+
+class Capabilities:
+    """Checks requests against a target and a drafter.
+
+    Args:
+        target: decides.
+        drafter: whose encoder runs on the server; None: there is none.
+        max_tokens: longest text.
+        engine: what runs the target.
+    """
+
+    def __init__(
+        self,
+        target: TargetSpec,
+        drafter: MoADrafter | None,
+        max_tokens: int,
+        engine: EngineCapabilities,
+    ) -> None:
+        self._target, self._engine = target, engine
+        self._config = None if drafter is None else drafter.config
+        self._fingerprint = "" if drafter is None else identity.fingerprint(drafter)
+        self.layers = (0,) if drafter is None else layers_offered(drafter, target.num_layers)
+        self.max_tokens = max_tokens
+        self.limits = wire.WireLimits(target.vocab_size, self.max_tokens)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._grammars: Grammars | None = None  # made when a device first asks for one
+
+    def describe(self) -> pb.Description:
+        """Who this server is and what it can do."""
+        return pb.Description(
+            protocol=identity.PROTOCOL,
+            target=identity.to_message(self._target.identity),
+            drafter=self._fingerprint,
+            law=identity.LAW,
+            num_target_layers=self.layers,
+            max_tokens=self.max_tokens,
+            max_drafted=self._engine.max_drafted,
+            name=self._target.name,
+            engine=self._engine.name,
+            chains_only=self._engine.chains_only,
+        )
+
+    def opening(self, message: pb.ClientMessage) -> Opening:
+        """Everything that a turn asks for, checked; its grammar is compiled later, by `ruled`.
+
+        Raises:
+            WireError: values out of range.
+            RefusedError: another model, or one that this server has not.
+        """
+        asked = message.open
+        if (asked.protocol, asked.law) != (identity.PROTOCOL, identity.LAW):
+            raise RefusedError(
+                f"The device speaks protocol {asked.protocol} with law {asked.law}, this server "
+                f"{identity.PROTOCOL} with {identity.LAW}. Update the older one."
+            )
+        target = identity.from_message(asked.target)
+        if wrong := identity.difference(target, self._target.identity):
+            raise RefusedError(f"The device drafts for another target: {wrong}.")
+        ids = self.text(asked.token_ids)
+        if not 1 <= asked.prompt_length <= len(ids) or message.turn < 1:
+            raise WireError("A turn has a number from 1 on, and a prompt within its text.")
+        return Opening(
+            turn=message.turn,
+            token_ids=ids,
+            prompt_length=asked.prompt_length,
+            sampling=wire.sampling_of(asked.sampling, self.limits),
+            grammar=asked.sampling.grammar,
+            asked=self._asked(asked),
+        )
+
+    def text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """A text that has room for another token.
+
+        Raises:
+            WireError: an empty one, one that is too long, or ids outside the vocabulary.
+        """
+        return wire.tokens_of(token_ids, self.limits, least=1, most=self.max_tokens - 1)
+
+    async def ruled(
+        self, sampling: SamplingParams, grammar: str, prompt_length: int, owner: str
+    ) -> SamplingParams:
+        """Settings with their grammar as a logits processor.
+
+        Compiling may take seconds, in which heartbeats of all devices are to be answered: so it
+        happens in another thread, for each owner one grammar after the other.
+
+        Raises:
+            RefusedError: a grammar that cannot be compiled here.
+        """
+        if not grammar:
+            return sampling
+        grammars = self._known_grammars()
+        turn = self._turns.setdefault(owner, asyncio.Lock())
+        try:
+            async with turn:
+                processor = await asyncio.to_thread(grammars.processor, grammar, prompt_length)
+        except InputError as error:
+            raise RefusedError(str(error)) from error
+        return replace(sampling, processors=(processor,))
+
+    def _known_grammars(self) -> Grammars:
+        try:
+            from moaspec.sampling.grammar import Grammars
+        except ImportError as error:
+            raise RefusedError(f"This server has no grammars: {error.name} is missing.") from error
+        self._grammars = self._grammars or Grammars(
+            self._target.tokenizer,
+            vocab_size=self._target.vocab_size,
+            stop_token_ids=self._target.stop_token_ids,
+        )
+        return self._grammars
+
+    def _asked(self, asked: pb.Open) -> RecordRequest | None:
+        """The activations that a device wants."""
+        if not asked.drafter:
+            return None
+        if asked.drafter != self._fingerprint or self._config is None:
+            have = self._fingerprint[:12] or "none"
+            raise RefusedError(
+                f"The device's drafter ({asked.drafter[:12]}) is not the one whose encoder runs "
+                f"here ({have}). Export the device bundle anew from the server's drafter."
+            )
+        if asked.num_target_layers not in self.layers:
+            raise RefusedError(
+                f"N={asked.num_target_layers} is not among {list(self.layers)} of this drafter."
+            )
+        layout = Layout.of(
+            self._config,
+            wire.codec_of(asked.codec),
+            asked.num_target_layers,
+            self._target.head_dim,
+        )
+        return RecordRequest(layout, wire.runs_of(asked.held, self.limits))
+
+
+def layers_offered(drafter: MoADrafter, num_layers: int) -> tuple[int, ...]:
+    """The N that devices may ask for: those with an exit; without exits any, within reason."""
+    recorded = drafter.config.num_target_layers
+    if drafter.exits:
+        return tuple(recorded)
+    return tuple(range(min(num_layers, max(*recorded, MOST_LAYERS)) + 1))

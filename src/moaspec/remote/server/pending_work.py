@@ -1,0 +1,127 @@
+"""What sessions have asked for: each does one thing at a time, and all of them share the passes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from moaspec.errors import MoaSpecError
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.server.attachments import Attachments
+from moaspec.remote.server.capabilities import Capabilities
+from moaspec.remote.server.server_session import Drafted, Opening, ServerSession
+from moaspec.remote.server.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+
+class Work:
+    """Reads turns and verifies drafts, and answers.
+
+    Args:
+        terms: compile grammars, and say how long a text may be.
+        attachments: carry answers.
+        observer: counts what happens.
+        remove: forgets a session that failed.
+    """
+
+    def __init__(
+        self,
+        terms: Capabilities,
+        attachments: Attachments,
+        observer: Telemetry,
+        remove: Callable[[ServerSession], None],
+    ) -> None:
+        self._terms, self._attachments = terms, attachments
+        self._observer, self._remove = observer, remove
+        self._tasks: dict[bytes, asyncio.Task[None]] = {}
+        self._next: dict[bytes, Opening | Drafted] = {}
+
+    def put(self, session: ServerSession, work: Opening | Drafted) -> None:
+        """Let a session do something; of what comes while it is busy, the latest counts."""
+        session.used_s = time.monotonic()
+        self._next[session.name] = work
+        if session.name not in self._tasks:
+            self._tasks[session.name] = asyncio.create_task(self._run(session))
+
+    def __contains__(self, session: ServerSession) -> bool:
+        """Whether a session has something to do."""
+        return session.name in self._tasks
+
+    def drop(self, session: ServerSession) -> None:
+        """The session is no more."""
+        self._next.pop(session.name, None)
+        task = self._tasks.pop(session.name, None)
+        if task is not None:
+            task.cancel()
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until nobody does anything, for at most so long."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
+
+    async def _run(self, session: ServerSession) -> None:
+        """Work on what a session asks for until it asks for nothing more."""
+        try:
+            while (work := self._next.pop(session.name, None)) is not None:
+                await self._do(session, work)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a session that fails must not hang its device
+            self._fail(session, error)
+        finally:
+            if self._tasks.get(session.name) is asyncio.current_task():
+                del self._tasks[session.name]
+
+    def _do(self, session: ServerSession, work: Opening | Drafted) -> Coroutine[Any, Any, None]:
+        if isinstance(work, Opening):
+            return self._begin(session, work)
+        return self._verify(session, work)
+
+    async def _begin(self, session: ServerSession, opening: Opening) -> None:
+        if opening.turn < session.turn:
+            return
+        if not session.knows(opening):
+            ruled = await self._terms.ruled(
+                opening.sampling, opening.grammar, opening.prompt_length, session.owner
+            )
+            session.begin(opening, ruled)
+        elif opening.asked is not None:
+            session.hold(opening.asked)
+        self._attachments.more(session)
+        if not session.decided:
+            with self._observer.work("prefill"):
+                async for _ in session.read():
+                    self._attachments.more(session)
+        self._attachments.answer(session, len(opening.token_ids))
+
+    async def _verify(self, session: ServerSession, drafted: Drafted) -> None:
+        committed, most = len(session.token_ids), self._terms.max_tokens
+        tell = self._attachments
+        if drafted.turn != session.turn:
+            return
+        if drafted.base > committed or not session.decided:
+            tell.problem(session, pb.Problem.LOST, "The text here is shorter.")
+        elif drafted.base < max(1, committed):
+            tell.answer(session, drafted.base)
+        elif committed >= most:
+            tell.problem(session, pb.Problem.REFUSED, f"Texts end at {most} tokens.")
+        else:
+            with self._observer.work("verify"):
+                activations = await session.verify(drafted.tree)
+            self._observer.verified(len(drafted.tree.tokens), len(session.token_ids) - committed)
+            tell.answer(session, committed, activations)
+
+    def _fail(self, session: ServerSession, error: Exception) -> None:
+        """A turn failed for this session alone; its device is told."""
+        self._observer.failed(type(error).__name__)
+        told = str(error)
+        if not isinstance(error, MoaSpecError):
+            # Never the message of a library's error: it might quote the text.
+            log.error("A session failed: %s", type(error).__name__)
+            told = "The pass failed."
+        self._attachments.problem(session, pb.Problem.REFUSED, told)
+        self._remove(session)

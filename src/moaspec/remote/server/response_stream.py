@@ -1,0 +1,102 @@
+"""One connection of a server: which session it is attached to, and what goes out when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+from moaspec.errors import LinkError
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.transport import Connection
+from moaspec.remote.server.server_session import ServerSession
+
+MAX_WAITING = 64
+"""Answers that may wait for a device which does not read; a device never needs as many."""
+
+
+class Stream:
+    """Sends answers first, and activations while there is nothing more urgent.
+
+    Args:
+        connection: to the device.
+        send_timeout_s: how long the device may take to read one message.
+        on_sent: told the size of every message that went out.
+
+    Attributes:
+        ended: why this stream is of no use any more, as soon as it is not.
+    """
+
+    def __init__(
+        self, connection: Connection, *, send_timeout_s: float, on_sent: Callable[[int], None]
+    ) -> None:
+        self.connection = connection
+        self.session: ServerSession | None = None
+        self.name: bytes | None = None
+        self.ended: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
+        self._timeout_s, self._on_sent = send_timeout_s, on_sent
+        self._waiting: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+
+    def answer(self, message: pb.ServerMessage) -> None:
+        """Send as soon as the device reads; a device that never does is given up."""
+        if len(self._waiting) >= MAX_WAITING:
+            self.stop(LinkError("The device does not read what it asks for."))
+            return
+        self._waiting.append(message.SerializeToString())
+        self._idle.clear()
+        self._wake.set()
+
+    def more(self) -> None:
+        """There may be new activations."""
+        self._idle.clear()
+        self._wake.set()
+
+    def stop(self, reason: LinkError) -> None:
+        """End this stream; what waits is dropped."""
+        if not self.ended.done():
+            self.ended.set_result(reason)
+        self._waiting.clear()
+        self._idle.set()
+        self._wake.set()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until everything is sent, for at most so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+    async def run(self) -> None:
+        """Send until cancelled.
+
+        Raises:
+            LinkError: the connection broke, or the device does not read.
+        """
+        while True:
+            frame = self._next()
+            if frame is None:
+                self._idle.set()
+                await self._wake.wait()
+                self._wake.clear()
+                continue
+            await self._send(frame)
+
+    def _next(self) -> bytes | None:
+        if self._waiting:
+            return self._waiting.popleft()
+        session = self.session
+        block = None if session is None or session.records is None else session.records.next_block()
+        if block is None or session is None:
+            return None
+        message = pb.ServerMessage(session=session.name, turn=session.turn, activations=block)
+        return message.SerializeToString()
+
+    async def _send(self, frame: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self.connection.send(frame)
+        except TimeoutError as error:
+            raise LinkError(f"The device read nothing for {self._timeout_s:g} s.") from error
+        self._on_sent(len(frame))

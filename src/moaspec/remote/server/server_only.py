@@ -1,0 +1,194 @@
+"""The server alone: plain decoding, or its own drafter beside its target, streamed.
+
+This is what client-server competes with, and what devices without a bundle can use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+from moaspec.drafting.draft_tree import AUTO
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.protocols import Drafter, VerifyRequest, VerifyResult
+from moaspec.engine.engine import Engine
+from moaspec.engine.result import Event, Source
+from moaspec.generation.api import RowOptions, check_options, sampling_params, token_ids
+from moaspec.model.moa import MoADrafter
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.activation_layout import Parts
+from moaspec.remote.server.shared_verifier import SharedVerifier
+from moaspec.sampling.params import GREEDY, SamplingParams
+from moaspec.sampling.stop_strings import stop_strings
+from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from moaspec.target.spec import TargetSpec
+from moaspec.target.target import Target
+
+if TYPE_CHECKING:
+    from moaspec.remote.protocol.grpc_transport import GrpcTransport
+
+SOURCES: tuple[Source, ...] = ("target", "draft", "copy")
+"""By their numbers on the wire."""
+
+
+class LeasedRow:
+    """A `Verifier` of one row that is lent by a `SharedVerifier` and read in stretches."""
+
+    def __init__(self, shared: SharedVerifier, owner: str, *, encode: bool) -> None:
+        self._shared, self._encode, self._row = shared, encode, shared.lease(owner)
+
+    async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
+        """See `Verifier`."""
+        (request,) = requests
+        request = replace(request, row=self._row, encode=self._encode)
+        size, total = (
+            self._shared.options.prefill_tokens,
+            request.num_verified + len(request.new_tokens),
+        )
+        while len(request.new_tokens) > size:
+            stretch = replace(
+                request,
+                new_tokens=request.new_tokens[:size],
+                sampling=GREEDY,
+                encode=False,
+                text_length=total,
+            )
+            await self._shared.decide(stretch)
+            request = replace(
+                request,
+                num_verified=request.num_verified + size,
+                new_tokens=request.new_tokens[size:],
+            )
+        verdict, _ = await self._shared.decide(request)
+        return [verdict]
+
+    def close(self, row: int) -> None:
+        """The row is given back by `release`, whatever became of the request."""
+
+    def release(self) -> None:
+        """Give the row back."""
+        self._shared.close(self._row)
+
+
+class _OwnDrafting(MoAProposer):
+    """The server's own drafter: takes features as its encoder makes them for devices."""
+
+    def observe(self, row: int, features: Parts) -> None:
+        super().observe(row, features[:2])
+
+
+async def decode_alone(
+    shared: SharedVerifier,
+    target: TargetSpec,
+    drafter: MoADrafter | None,
+    request: pb.GenerateRequest,
+    sampling: SamplingParams,
+    *,
+    owner: str,
+    max_tokens: int,
+) -> AsyncGenerator[pb.Generated]:
+    """Decode a request to its end, or to the longest text; whoever stops listening ends it."""
+    drafting: Drafter | None = None
+    # Where another engine runs the weights, there is no embedding and no head to draft with. And no
+    # layers are reused here, so that a drafter for other N alone is of no use.
+    if (
+        request.speculate
+        and drafter is not None
+        and 0 in drafter.config.num_target_layers
+        and isinstance(target, Target)
+    ):
+        drafting = _OwnDrafting(drafter, target, num_target_layers=0)
+    row = LeasedRow(shared, owner, encode=drafting is not None)
+    try:
+        engine = Engine(
+            row,
+            drafting,
+            vocab_size=target.vocab_size,
+            max_positions=max_tokens,
+            tokenizer=target.tokenizer,
+            rope_switches=target.rope_switches,
+            rope_growth=target.rope_growth,
+        )
+        engine.add(
+            request.token_ids,
+            max_new_tokens=request.max_new_tokens,
+            stop_token_ids=request.stop_token_ids,
+            stop=request.stop,
+            shape=AUTO,
+            sampling=sampling,
+        )
+        while engine.num_active:
+            for event in await engine.astep():
+                yield _generated(event)
+    finally:
+        row.release()
+
+
+def _generated(event: Event) -> pb.Generated:
+    sources = [SOURCES.index(source) for source in event.sources]
+    reason = event.stop_reason or ""
+    return pb.Generated(token_ids=event.token_ids, sources=sources, stop_reason=reason)
+
+
+class RemoteText:
+    """Text from a server that decodes by itself.
+
+    Args:
+        transport: leads to the server.
+        stop_token_ids: that end a turn where `stream` names none; a device knows its target's.
+        defaults: the target's; hold where `stream` says nothing else.
+    """
+
+    def __init__(
+        self,
+        transport: GrpcTransport,
+        stop_token_ids: frozenset[int] = frozenset(),
+        defaults: GenerationDefaults = NO_DEFAULTS,
+    ) -> None:
+        self._transport, self._stops, self._defaults = transport, stop_token_ids, defaults
+
+    async def stream(
+        self, prompt_ids: Sequence[int], *, speculate: bool = False, **options: Unpack[RowOptions]
+    ) -> AsyncGenerator[Event]:
+        """Verified tokens as they come.
+
+        Args:
+            prompt_ids: token ids.
+            speculate: let the server's own drafter draft.
+            **options: see `RowOptions`; what to draft is the server's to decide, and functions and
+                log-probabilities do not travel.
+
+        Raises:
+            InputError: options out of range.
+            LinkError: the link broke; there is no coming back.
+            RefusedError: the server refuses.
+        """
+        check_options(options, RowOptions)
+        request = self._request(prompt_ids, options)
+        request.speculate = speculate
+        async with contextlib.aclosing(self._transport.generate(request)) as messages:
+            async for message in messages:
+                yield _event(message)
+
+    def _request(self, prompt_ids: Sequence[int], options: RowOptions) -> pb.GenerateRequest:
+        stops = options.get("stop_token_ids")
+        return pb.GenerateRequest(
+            token_ids=token_ids(prompt_ids),
+            sampling=wire.sampling_message(self._sampling(options)),
+            max_new_tokens=options.get("max_new_tokens", 64),
+            stop_token_ids=self._stops if stops is None else stops,
+            stop=stop_strings(options.get("stop", ())),
+        )
+
+    def _sampling(self, options: RowOptions) -> SamplingParams:
+        wanted = options.get("generation_config", "auto") is not None
+        return sampling_params(options, self._defaults if wanted else NO_DEFAULTS)
+
+
+def _event(message: pb.Generated) -> Event:
+    reason: Any = message.stop_reason or None
+    sources = tuple(SOURCES[number] for number in message.sources)
+    return Event(0, tuple(message.token_ids), sources, reason)

@@ -1,0 +1,429 @@
+"""The server's side of the protocol, whatever carries its frames."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from moaspec.drafting.protocols import Verifier
+from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.errors import LinkError, RefusedError, WireError
+from moaspec.model.checkpoint.moa_checkpoint import check_target
+from moaspec.model.moa import MoADrafter
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol import wire
+from moaspec.remote.protocol.activation_layout import WireEncoder
+from moaspec.remote.protocol.activation_records import RecordRequest
+from moaspec.remote.protocol.transport import Connection
+from moaspec.remote.server.attachments import Attachments
+from moaspec.remote.server.capabilities import Capabilities, EngineCapabilities, layers_offered
+from moaspec.remote.server.pending_work import Work
+from moaspec.remote.server.quotas import Allowance, Quota
+from moaspec.remote.server.response_stream import Stream
+from moaspec.remote.server.server_only import decode_alone
+from moaspec.remote.server.server_session import Drafted, ServerSession
+from moaspec.remote.server.session_store import (
+    ForeignSessionError,
+    NoRoomError,
+    SessionStore,
+    StoreOptions,
+)
+from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier
+from moaspec.remote.server.telemetry import Telemetry
+from moaspec.target.spec import TargetSpec
+from moaspec.target.target import Target
+
+BUSY_RETRY_S = 0.5
+"""When a device that found no room may ask again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """Limits of a service.
+
+    Attributes:
+        max_tokens: longest text, prompt included; None takes the target's context.
+        max_cache_bytes: keys and values of all sessions at their longest; fewer sessions are
+            accepted where more would not fit.
+        max_messages_per_s: of one connection, averaged over `burst_s`.
+        burst_s: see above.
+        silent_s: a connection that says nothing for so long is closed; devices send heartbeats.
+        send_timeout_s: how long a device may take to read one message.
+        sessions: how many sessions there may be.
+        passes: what one pass of the target may hold.
+    """
+
+    max_tokens: int | None = None
+    max_cache_bytes: int = 8 << 30
+    max_messages_per_s: float = 200.0
+    burst_s: float = 5.0
+    silent_s: float = 10.0
+    send_timeout_s: float = 10.0
+    sessions: StoreOptions = field(default_factory=StoreOptions)
+    passes: PassOptions = field(default_factory=PassOptions)
+
+    def longest(self, target: TargetSpec) -> int:
+        """Tokens of the longest text."""
+        most = target.max_positions
+        return most if self.max_tokens is None else min(most, self.max_tokens)
+
+    @staticmethod
+    def token_bytes(target: TargetSpec) -> int:
+        """Of one token's keys and values."""
+        return target.num_layers * target.identity.kv_size * target.dtype.itemsize
+
+    def fitting(self, target: TargetSpec) -> StoreOptions:
+        """As many sessions as were asked for, or as many as fit into the memory for them."""
+        per_session = self.token_bytes(target) * self.longest(target)
+        fit = max(1, self.max_cache_bytes // per_session)
+        return replace(self.sessions, max_sessions=min(self.sessions.max_sessions, fit))
+
+
+class ServingVerifier(Verifier, Protocol):
+    """A verifier that a service can be built on."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values held."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory of rows back; none is in use."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingEngine:
+    """What decides in place of the target's own passes.
+
+    Attributes:
+        verifier: whose features are those of `wire_encoder`, where there is a drafter.
+        terms: what devices are told of it.
+    """
+
+    verifier: ServingVerifier
+    terms: EngineCapabilities
+
+
+class TargetService:
+    """Verifies the drafts of many devices with one target.
+
+    Args:
+        target: decides; a whole `Target`, unless an engine runs its weights.
+        drafter: whose encoder runs here; None gives devices no activations.
+        options: limits.
+        observer: counts what happens.
+        engine: runs the target; None: the target itself.
+
+    Raises:
+        MismatchError: the drafter belongs to another target.
+    """
+
+    def __init__(
+        self,
+        target: TargetSpec,
+        drafter: MoADrafter | None = None,
+        options: ServiceOptions | None = None,
+        observer: Telemetry | None = None,
+        engine: ServingEngine | None = None,
+    ) -> None:
+        self.target, self.options = target, options or ServiceOptions()
+        self.observer = observer or Telemetry()
+        self._drafter = drafter
+        own = EngineCapabilities() if engine is None else engine.terms
+        self.terms = Capabilities(target, drafter, self.options.longest(target), own)
+        self.verifier: Any
+        if engine is not None:
+            self.verifier = engine.verifier
+        else:
+            assert isinstance(target, Target), "without an engine the target itself decides"
+            encoder: Any = None if drafter is None else wire_encoder(drafter, target)
+            self.verifier = LocalVerifier(target, encoder)
+        self.shared = SharedVerifier(self.verifier, self.options.passes, self.verifier.release)
+        self._room = self.options.fitting(target)
+        self.sessions = SessionStore(self._room, self)
+        self._attachments = Attachments()
+        self._work = Work(self.terms, self._attachments, self.observer, self.sessions.remove)
+        self._connections: set[Stream] = set()
+        self._texts: set[asyncio.Future[None]] = set()
+        self._quota = Quota(self._room.connections_of, "connections")
+        self.draining = self._stopped = False
+        self._show()
+
+    def _show(self) -> None:
+        """What can be read off at any time."""
+        counts = self.shared.counts
+        for name, what, read in (
+            ("sessions", "Sessions that are held", lambda: len(self.sessions)),
+            ("connections", "Connections attached to one", lambda: len(self._attachments)),
+            ("evicted", "Sessions forgotten to make room", lambda: self.sessions.evicted),
+            ("waiting", "Requests that no pass has taken", lambda: self.shared.num_waiting),
+            ("cache_bytes", "Keys and values held", lambda: self.verifier.cache_bytes),
+            ("record_bytes", "Activations held", self._record_bytes),
+            ("passes", "Passes of the target", lambda: counts.passes),
+            ("pass_rows", "Rows of all passes", lambda: counts.rows),
+            ("pass_tokens", "Tokens of all passes", lambda: counts.tokens),
+            ("pass_seconds", "Seconds of all passes", lambda: counts.seconds),
+        ):
+            self.observer.gauge(name, what).set_function(read)
+
+    def _record_bytes(self) -> int:
+        """Memory of activations that devices may still ask for."""
+        return sum(s.records.num_bytes for s in self.sessions if s.records is not None)
+
+    @property
+    def max_sessions(self) -> int:
+        """Texts that may be held at once."""
+        return self._room.max_sessions
+
+    @property
+    def num_rows(self) -> int:
+        """Texts that are held, of sessions and of the server alone."""
+        return self.shared.num_rows
+
+    def rows_of(self, owner: str) -> int:
+        """See `Keeper`."""
+        return self.shared.rows_of(owner)
+
+    def make(self, name: bytes, owner: str) -> ServerSession:
+        """See `Keeper`."""
+        return ServerSession(
+            name=name,
+            owner=owner,
+            row=self.shared.lease(owner),
+            shared=self.shared,
+            switches=self.target.rope_switches,
+            growth=self.target.rope_growth,
+            max_tokens=self.terms.max_tokens,
+        )
+
+    def drop(self, session: ServerSession) -> None:
+        """See `Keeper`."""
+        self._work.drop(session)
+        self._attachments.release(session)
+        self.shared.close(session.row)
+
+    def is_connected(self, session: ServerSession) -> bool:
+        """See `Keeper`."""
+        return session in self._attachments
+
+    def is_working(self, session: ServerSession) -> bool:
+        """See `Keeper`."""
+        return session in self._work
+
+    async def converse(self, owner: str, connection: Connection) -> None:
+        """Serve one connection until it ends, whatever comes over it.
+
+        Args:
+            owner: whose credentials the connection has.
+            connection: carries frames.
+
+        Raises:
+            LinkError: it broke.
+            WireError: the device sent what no device sends; it was told so.
+            RefusedError: the device cannot be served; it was told why.
+            NoRoomError: too many connections with these credentials.
+        """
+        if self._stopped:
+            raise LinkError("The server has stopped.")
+        with self._quota.one(owner):
+            await self._converse(owner, connection)
+
+    async def _converse(self, owner: str, connection: Connection) -> None:
+        timeout_s = self.options.send_timeout_s
+        stream = Stream(connection, send_timeout_s=timeout_s, on_sent=self.observer.sent)
+        self._connections.add(stream)
+        sending = asyncio.create_task(stream.run())
+        reading = asyncio.create_task(self._read(owner, stream))
+        try:
+            waited: tuple[asyncio.Future[Any], ...] = (reading, stream.ended, sending)
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if stream.ended.done() and not reading.done():
+                raise stream.ended.result()
+            await (reading if reading.done() else sending)
+        except (WireError, RefusedError, ForeignSessionError) as error:
+            self.observer.refused(type(error).__name__)
+            told = _problem(pb.Problem.REFUSED, str(error))
+            told.session = stream.name or b""
+            stream.answer(told)
+            await stream.flush(1.0)
+            raise
+        finally:
+            self._connections.discard(stream)
+            self._attachments.detach(stream)
+            for task in (sending, reading):
+                task.cancel()
+            await asyncio.gather(sending, reading, return_exceptions=True)
+
+    async def _read(self, owner: str, stream: Stream) -> None:
+        allowance = Allowance(self.options.max_messages_per_s, self.options.burst_s)
+        while True:
+            frame = await self._receive(stream.connection)
+            self.observer.received(len(frame))
+            allowance.take()
+            self._handle(owner, stream, wire.parse_client(frame))
+
+    async def _receive(self, connection: Connection) -> bytes:
+        try:
+            async with asyncio.timeout(self.options.silent_s):
+                return await connection.receive()
+        except TimeoutError as error:
+            raise LinkError(f"The device said nothing for {self.options.silent_s:g} s.") from error
+
+    def _handle(self, owner: str, stream: Stream, message: pb.ClientMessage) -> None:
+        """One message of a device."""
+        if stream.name not in (None, message.session):
+            raise RefusedError("A connection carries one session; open another for this one.")
+        stream.name = message.session
+        if message.HasField("heartbeat"):
+            self._say(stream, message, pb.ServerMessage(heartbeat=message.heartbeat))
+            return
+        session = self.sessions.find(message.session, owner)
+        if message.HasField("open"):
+            self._open(owner, stream, session, message)
+        elif message.HasField("close"):
+            if session is not None:
+                self.sessions.remove(session)
+        elif session is None or message.turn > session.turn:
+            self._say(stream, message, _problem(pb.Problem.LOST, "There is no such session."))
+        elif message.turn == session.turn:
+            self._attachments.attach(stream, session)
+            self._go_on(stream, session, message)
+
+    def _open(
+        self,
+        owner: str,
+        stream: Stream,
+        session: ServerSession | None,
+        message: pb.ClientMessage,
+    ) -> None:
+        opening = self.terms.opening(message)
+        if session is not None and message.turn < session.turn:
+            return
+        # What has begun is brought to its end, also for a device that came back meanwhile.
+        begun = session is not None and message.turn == session.turn
+        if self.draining and not begun:
+            self._say(stream, message, _problem(pb.Problem.DRAINING, "The server is stopping."))
+            return
+        if session is None:
+            try:
+                session = self.sessions.create(message.session, owner)
+            except NoRoomError as error:
+                self._say(stream, message, _problem(pb.Problem.BUSY, str(error), BUSY_RETRY_S))
+                return
+        self._attachments.attach(stream, session)
+        self._work.put(session, opening)
+
+    def _go_on(self, stream: Stream, session: ServerSession, message: pb.ClientMessage) -> None:
+        """Messages of a session's current turn."""
+        limits = self.terms.limits
+        if message.HasField("draft"):
+            draft = message.draft
+            self._work.put(session, Drafted(session.turn, draft.base, wire.tree_of(draft, limits)))
+        elif message.HasField("resume"):
+            held = wire.runs_of(message.resume.held, limits)
+            if session.records is not None:
+                session.hold(RecordRequest(session.records.layout, held))
+            if session.decided and message.resume.base <= len(session.token_ids):
+                self._attachments.answer(session, message.resume.base)
+            stream.more()
+        elif message.HasField("fetch") and session.records is not None:
+            for start, stop in wire.runs_of(message.fetch.ranges, limits):
+                session.records.sent.discard(start, stop)
+            stream.more()
+
+    @staticmethod
+    def _say(stream: Stream, to: pb.ClientMessage, answer: pb.ServerMessage) -> None:
+        answer.session, answer.turn = to.session, to.turn
+        stream.answer(answer)
+
+    async def generate(
+        self, owner: str, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.Generated]:
+        """The server alone.
+
+        Raises:
+            WireError: values out of range.
+            RefusedError: a grammar that cannot be compiled here.
+            NoRoomError: too many texts at once, of these credentials or of all.
+        """
+        ids = self.terms.text(request.token_ids)
+        sampling = wire.sampling_of(request.sampling, self.terms.limits)
+        if self.draining or self.num_rows >= self._room.max_sessions:
+            raise NoRoomError("There is no room for another text; try again later.")
+        if self.rows_of(owner) >= self._room.share_of(owner):
+            raise NoRoomError(
+                f"These credentials have {self.rows_of(owner)} texts; try again later."
+            )
+        with self._counted():
+            sampling = await self.terms.ruled(sampling, request.sampling.grammar, len(ids), owner)
+            work = decode_alone(
+                self.shared,
+                self.target,
+                self._drafter,
+                request,
+                sampling,
+                owner=owner,
+                max_tokens=self.terms.max_tokens,
+            )
+            async with contextlib.aclosing(work) as messages:
+                async for message in messages:
+                    yield message
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Let `drain` wait for a text that the server decodes alone."""
+        ended = asyncio.get_running_loop().create_future()
+        self._texts.add(ended)
+        try:
+            yield
+        finally:
+            self._texts.discard(ended)
+            ended.set_result(None)
+
+    def sweep(self) -> None:
+        """Forget sessions that were idle for too long."""
+        self.sessions.sweep()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new turns, let running passes end, and tell devices to go elsewhere."""
+        self.draining = True
+        for stream in self._attachments.streams:
+            message = _problem(pb.Problem.DRAINING, "The server is stopping.")
+            message.session = stream.name or b""
+            stream.answer(message)
+        started = time.monotonic()
+        await self._work.settle(timeout_s)
+        if self._texts:
+            left_s = max(0.0, timeout_s - (time.monotonic() - started))
+            await asyncio.wait(list(self._texts), timeout=left_s)
+        flushed = (stream.flush(timeout_s) for stream in self._attachments.streams)
+        await asyncio.gather(*flushed)
+
+    async def stop(self) -> None:
+        """End all connections and forget all sessions."""
+        self._stopped = True
+        for stream in self._connections:
+            stream.stop(LinkError("The server has stopped."))
+        for session in self.sessions:
+            self.sessions.remove(session)
+        await self.shared.stop()
+
+
+def wire_encoder(drafter: MoADrafter, target: TargetSpec) -> WireEncoder:
+    """The drafter's encoder as a server runs it.
+
+    Raises:
+        MismatchError: the drafter belongs to another target.
+    """
+    check_target(drafter.config, None, target.identity, where="drafter")
+    most = max(layers_offered(drafter, target.num_layers))
+    return WireEncoder(drafter, most, target.num_kv_heads)
+
+
+def _problem(kind: pb.Problem.Kind, message: str, retry_s: float = 0.0) -> pb.ServerMessage:
+    return pb.ServerMessage(problem=pb.Problem(kind=kind, message=message, retry_s=retry_s))

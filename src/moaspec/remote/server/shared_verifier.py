@@ -1,0 +1,280 @@
+"""One target for many rows: what is asked at the same time shares its passes.
+
+Everybody asks for one row at a time and waits. Whatever came while a pass was running is the next
+pass, so batches form by themselves. Owners take turns, and each has a share of a pass: nobody's
+requests make another wait for longer than a pass of such shares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
+from moaspec.engine.engine import run_now
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassOptions:
+    """What one pass may hold.
+
+    Attributes:
+        max_rows: verifications at most.
+        prefill_tokens: tokens of prompts at most; a prompt is read in stretches of this size.
+        max_drafted: drafted tokens at most.
+        owner_drafted: drafted tokens of one owner at most, if several have asked lately. Of longer
+            drafts the first tokens are verified, which changes no text.
+        lately_s: see above.
+        min_pass_s: passes take at least so long, to hold a server's speed in experiments.
+    """
+
+    max_rows: int = 64
+    prefill_tokens: int = 128
+    max_drafted: int = 1024
+    owner_drafted: int = 64
+    lately_s: float = 5.0
+    min_pass_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Job:
+    request: VerifyRequest
+    owner: str
+    answer: asyncio.Future[tuple[VerifyResult, float]]
+
+    @property
+    def prefill(self) -> int:
+        """Tokens of text that are read, beyond the newest."""
+        return len(self.request.new_tokens) - 1
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that are drafted."""
+        return len(self.request.tree.tokens)
+
+    def cut(self, most: int) -> None:
+        """Verify the first drafted tokens only; the parents of each are among those before it."""
+        tree = self.request.tree
+        if len(tree.tokens) > most:
+            kept = DraftTree(tree.tokens[:most], tree.parents[:most])
+            self.request = replace(self.request, tree=kept)
+
+
+@dataclass
+class _Pass:
+    """What a pass has taken so far."""
+
+    options: PassOptions
+    owner_drafted: int
+    jobs: list[_Job] = field(default_factory=list)
+    prefill: int = 0
+    drafted: Counter[str] = field(default_factory=Counter)
+
+    def take(self, job: _Job) -> bool:
+        """Take a request if it fits; the first always does."""
+        drafted = min(job.drafted, self.owner_drafted)
+        fits = (
+            len(self.jobs) < self.options.max_rows
+            and (not job.prefill or self.prefill + job.prefill <= self.options.prefill_tokens)
+            and self.drafted[job.owner] + drafted <= self.owner_drafted
+            and self.drafted.total() + drafted <= self.options.max_drafted
+        )
+        if not fits and self.jobs:
+            return False
+        job.cut(self.owner_drafted)
+        self.jobs.append(job)
+        self.prefill += job.prefill
+        self.drafted[job.owner] += job.drafted
+        return True
+
+
+@dataclass
+class PassCounts:
+    """What passes have done so far."""
+
+    passes: int = 0
+    rows: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class SharedVerifier:
+    """Lends rows of a verifier and batches what is asked of them.
+
+    Args:
+        verifier: decides; called in a thread of its own, one pass at a time.
+        options: of passes.
+        on_idle: done whenever a row comes back and none is lent any more.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        options: PassOptions | None = None,
+        on_idle: Callable[[], None] | None = None,
+    ) -> None:
+        self._verifier, self.options = verifier, options or PassOptions()
+        self._on_idle = on_idle
+        self._jobs: deque[_Job] = deque()
+        self._used: dict[int, str] = {}  # the owner of each row
+        self._served: dict[str, int] = {}  # the latest pass of each owner
+        self._asked_s: dict[str, float] = {}
+        self._running: set[int] = set()
+        self._leaving: set[int] = set()
+        self._wake = asyncio.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="target")
+        self._task: asyncio.Task[None] | None = None
+        self.counts = PassCounts()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are lent."""
+        return len(self._used)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no pass has taken yet."""
+        return len(self._jobs)
+
+    def rows_of(self, owner: str) -> int:
+        """Rows that are lent to an owner."""
+        return sum(one == owner for one in self._used.values())
+
+    def lease(self, owner: str = "") -> int:
+        """A row of one's own, until `close`. The lowest free one, so that caches stay small."""
+        row = next(i for i in range(len(self._used) + 1) if i not in self._used)
+        self._used[row] = owner
+        return row
+
+    def close(self, row: int) -> None:
+        """Give a row back; one that a pass is working on becomes free when it is done."""
+        self._jobs = deque(job for job in self._jobs if job.request.row != row)
+        if row in self._running:
+            self._leaving.add(row)
+            return
+        self._verifier.close(row)
+        self._used.pop(row, None)
+        if self._on_idle is not None and not self._used:
+            self._on_idle()
+
+    async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
+        """See `Verifier`."""
+        answers = await asyncio.gather(*(self.decide(request) for request in requests))
+        return [verdict for verdict, _ in answers]
+
+    async def decide(self, request: VerifyRequest) -> tuple[VerifyResult, float]:
+        """One row's verdict, and the seconds of the pass that brought it."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        owner = self._used.get(request.row, "")
+        self._asked_s[owner] = time.monotonic()
+        job = _Job(request, owner, asyncio.get_running_loop().create_future())
+        self._jobs.append(job)
+        self._wake.set()
+        return await job.answer
+
+    async def stop(self) -> None:
+        """End after the running pass; what waits is cancelled."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        for job in self._jobs:
+            job.answer.cancel()
+        self._jobs.clear()
+        self._pool.shutdown(wait=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while jobs := self._next():
+                await self._decide_together(jobs)
+
+    def _next(self) -> list[_Job]:
+        """Requests of one pass: at least one, if there are any.
+
+        Owners take turns, first whoever was served longest ago; of each the oldest comes first.
+        """
+        jobs = [job for job in self._jobs if not job.answer.cancelled()]
+        seen: Counter[str] = Counter()
+        order: list[tuple[int, int, _Job]] = []
+        for job in jobs:
+            order.append((seen[job.owner], self._served.get(job.owner, 0), job))
+            seen[job.owner] += 1
+        taken = _Pass(self.options, self._owner_drafted())
+        left = [job for *_, job in sorted(order, key=lambda one: one[:2]) if not taken.take(job)]
+        waiting = set(map(id, left))
+        self._jobs = deque(job for job in jobs if id(job) in waiting)
+        self._served.update(dict.fromkeys(taken.drafted, self.counts.passes + 1))
+        return taken.jobs
+
+    def _owner_drafted(self) -> int:
+        """Drafted tokens of one owner in a pass: a share only if there is another owner."""
+        since = time.monotonic() - self.options.lately_s
+        self._asked_s = {owner: at for owner, at in self._asked_s.items() if at >= since}
+        self._served = {o: at for o, at in self._served.items() if o in self._asked_s}
+        waiting = {job.owner for job in self._jobs}
+        several = len(waiting | self._asked_s.keys()) > 1
+        return self.options.owner_drafted if several else self.options.max_drafted
+
+    async def _decide_together(self, jobs: list[_Job]) -> None:
+        self._running = {job.request.row for job in jobs}
+        started = time.monotonic()
+        answers: list[VerifyResult | Exception]
+        try:
+            answers = await self._pass([job.request for job in jobs])
+        except RuntimeError as error:  # the thread is gone; nobody should wait for it
+            answers = [error] * len(jobs)
+        finally:
+            self._free_left_rows()
+        seconds = time.monotonic() - started
+        if seconds < self.options.min_pass_s:
+            await asyncio.sleep(self.options.min_pass_s - seconds)
+            seconds = self.options.min_pass_s
+        self._count(jobs, seconds)
+        for job, answer in zip(jobs, answers, strict=True):
+            if job.answer.done():
+                continue
+            if isinstance(answer, VerifyResult):
+                job.answer.set_result((answer, seconds))
+            else:
+                job.answer.set_exception(answer)
+
+    def _count(self, jobs: list[_Job], seconds: float) -> None:
+        counts = self.counts
+        counts.passes += 1
+        counts.rows += len(jobs)
+        counts.tokens += sum(len(j.request.new_tokens) + len(j.request.tree.tokens) for j in jobs)
+        counts.seconds += seconds
+
+    def _free_left_rows(self) -> None:
+        self._running = set()
+        for row in list(self._leaving):
+            self._leaving.discard(row)
+            self.close(row)
+
+    async def _pass(self, requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
+        """One pass in the thread; where it fails, each row alone, so that one harms no other."""
+        loop = asyncio.get_running_loop()
+        working = loop.run_in_executor(self._pool, self._decide, requests)
+        try:
+            # Cancelled or not, the pass ends before its rows may be lent again.
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            await asyncio.wait([working])
+            raise
+
+    def _decide(self, requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
+        try:
+            return list(run_now(self._verifier.verify(requests)))
+        except Exception as error:  # noqa: BLE001 - whoever asked is told, the others go on
+            if len(requests) == 1:
+                return [error]
+            return [answer for one in requests for answer in self._decide([one])]

@@ -1,0 +1,76 @@
+"""What a server tells of itself: Prometheus metrics and OpenTelemetry traces, never any text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry import trace
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class Telemetry:
+    """Counts what happens.
+
+    Spans go to the tracer provider that the process has set; without one they cost nothing.
+
+    Attributes:
+        registry: for `prometheus_client`'s exposition.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._tracer = trace.get_tracer("moaspec.remote")
+        self._frames = self._counter("frames", "Messages", "direction")
+        self._bytes = self._counter("bytes", "Bytes of messages", "direction")
+        self._refused = self._counter("refused", "Connections that were refused", "reason")
+        self._failed = self._counter("failed", "Sessions whose pass failed", "error")
+        self._tokens = self._counter("tokens", "Tokens by what became of them", "kind")
+        self._work = Histogram(
+            "moaspec_work_seconds",
+            "From a request to its answer",
+            ["kind"],
+            registry=self.registry,
+            buckets=SECONDS,
+        )
+
+    def _counter(self, name: str, what: str, label: str) -> Counter:
+        return Counter(f"moaspec_{name}", what, [label], registry=self.registry)
+
+    def gauge(self, name: str, what: str) -> Gauge:
+        """A number that somebody else sets."""
+        return Gauge(f"moaspec_{name}", what, registry=self.registry)
+
+    def sent(self, size: int) -> None:
+        """A message of so many bytes went out."""
+        self._frames.labels("out").inc()
+        self._bytes.labels("out").inc(size)
+
+    def received(self, size: int) -> None:
+        """A message of so many bytes came in."""
+        self._frames.labels("in").inc()
+        self._bytes.labels("in").inc(size)
+
+    def refused(self, reason: str) -> None:
+        """A connection was refused."""
+        self._refused.labels(reason).inc()
+
+    def failed(self, error: str) -> None:
+        """A pass failed for a session."""
+        self._failed.labels(error).inc()
+
+    def verified(self, drafted: int, emitted: int) -> None:
+        """A round ended."""
+        self._tokens.labels("drafted").inc(drafted)
+        self._tokens.labels("emitted").inc(emitted)
+
+    @contextmanager
+    def work(self, kind: str) -> Iterator[None]:
+        """Time and trace one request."""
+        started = time.perf_counter()
+        with self._tracer.start_as_current_span(kind):
+            yield
+        self._work.labels(kind).observe(time.perf_counter() - started)

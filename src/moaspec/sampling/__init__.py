@@ -1,0 +1,1 @@
+"""Which token follows a prefix: parameters, processors, seeded noise, stop strings, grammars."""

@@ -1,0 +1,260 @@
+"""Text that follows a grammar: a logits processor over llguidance.
+
+The processor is a function of the prefix alone, as speculation needs: it keeps a matcher that has
+read some prefix, and rolls it back to what that and the next prefix have in common. Calls walk
+along a text, so this is a few tokens each time.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from torch import Tensor
+
+from moaspec import limits
+from moaspec.errors import InputError
+from moaspec.sampling import grammar_worker
+from moaspec.sampling.token_ids import common_length
+
+COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as Python and most training texts write it. Free white space would let a small model write
+blanks until its tokens are spent."""
+
+
+KEPT = 32
+"""Compiled grammars that are remembered: apps send the same schema again and again."""
+
+TRIED = 4096
+"""Digests of grammars that are known to compile."""
+
+TRIALS = 2
+"""Grammars that are tried at the same time."""
+
+WAIT_S = 60.0
+"""A trial is ended after so long; on a busy machine its processor time takes longer to come."""
+
+RULE = re.compile(r'^\s*[?!]?\w[^"/:\n]*:|\$ref\b', re.MULTILINE)
+"""Where a rule of Lark begins, or a reference of a JSON schema."""
+
+T = TypeVar("T")
+
+_STACKS = threading.Lock()
+"""Held while the stack size of new threads is another."""
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. May be called from several threads.
+
+    Args:
+        tokenizer: the target's, of transformers.
+        vocab_size: the target's.
+        stop_token_ids: ids that end a text; the grammar allows them where it is complete.
+    """
+
+    def __init__(self, tokenizer: Any, *, vocab_size: int, stop_token_ids: Collection[int]) -> None:
+        self._hf, self._vocab_size, self._stops = tokenizer, vocab_size, sorted(stop_token_ids)
+        self._known: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._tried: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._trials = threading.Semaphore(TRIALS)
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        """Made when it is first needed: it takes a second."""
+        if not self._stops:
+            raise InputError(
+                "This target has no token that ends a text, so no grammar can; ask for plain text."
+            )
+        return from_tokenizer(self._hf, n_vocab=self._vocab_size, eos_token=self._stops)
+
+    def json_schema(self, schema: dict[str, Any]) -> str:
+        """A grammar of the JSON texts that a schema allows.
+
+        Raises:
+            InputError: something that is no JSON schema, or uses what llguidance does not know.
+        """
+        if limits.too_deep(schema):
+            raise InputError(f"The JSON schema nests over {limits.MAX_JSON_DEPTH} levels deep.")
+        try:
+            return self._checked(LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT))
+        except InputError:
+            raise
+        except ValueError as error:
+            raise InputError(f"The JSON schema cannot be used: {error}") from error
+
+    def lark(self, text: str) -> str:
+        """A grammar in llguidance's own form of Lark.
+
+        Raises:
+            InputError: one that cannot be compiled.
+        """
+        return self._checked(LLMatcher.grammar_from_lark(text))
+
+    def processor(self, grammar: str, prompt_length: int) -> GrammarProcessor:
+        """The logits processor of one text."""
+        return GrammarProcessor(grammar, self._compiled(grammar).deep_copy(), prompt_length)
+
+    def _checked(self, grammar: str) -> str:
+        self._compiled(grammar)
+        return grammar
+
+    def _compiled(self, grammar: str) -> LLMatcher:
+        """A fresh matcher, to be copied: compiling takes up to seconds, copying does not."""
+        with self._lock:
+            if grammar in self._known:
+                self._known.move_to_end(grammar)
+                return self._known[grammar]
+        self._try(grammar)
+        matcher = _on_large_stack(lambda: LLMatcher(self.tokenizer, grammar, log_level=0))
+        if matcher.is_error():
+            raise InputError(f"The JSON schema cannot be used: {matcher.get_error()}")
+        with self._lock:
+            self._known[grammar] = matcher
+            _forget_oldest(self._known, KEPT)
+        return matcher
+
+    def _try(self, grammar: str) -> None:
+        """Refuse a grammar that could end this process.
+
+        Raises:
+            InputError: it is too large, or compiling it elsewhere failed.
+        """
+        digest = sha256(grammar.encode(errors="replace")).digest()
+        with self._lock:
+            if digest in self._tried:
+                self._tried.move_to_end(digest)
+                return
+        check_size(grammar)
+        with self._trials:
+            _compile_elsewhere(grammar, self._vocab_size)
+        with self._lock:
+            self._tried[digest] = None
+            _forget_oldest(self._tried, TRIED)
+
+
+def check_size(grammar: str) -> None:
+    """Refuse a grammar that is larger than any that is needed.
+
+    Raises:
+        InputError: too many characters, rules or references.
+    """
+    if len(grammar) > limits.MAX_GRAMMAR:
+        raise InputError(
+            f"The JSON schema or grammar has {len(grammar)} characters; at most "
+            f"{limits.MAX_GRAMMAR} are taken."
+        )
+    rules = sum(1 for _ in RULE.finditer(grammar))
+    if rules > limits.MAX_GRAMMAR_RULES:
+        raise InputError(
+            f"The JSON schema or grammar has {rules} rules and references; at most "
+            f"{limits.MAX_GRAMMAR_RULES} are taken."
+        )
+
+
+def _compile_elsewhere(grammar: str, vocab_size: int) -> None:
+    """Compile in a process of its own, which has less of everything than this one.
+
+    Raises:
+        InputError: it did not end well.
+    """
+    given = {
+        "grammar": grammar,
+        "vocab_size": vocab_size,
+        "path": sys.path,
+        "stack": limits.MAX_GRAMMAR_STACK,
+        "memory": limits.MAX_GRAMMAR_MEMORY,
+        "seconds": limits.MAX_GRAMMAR_S,
+    }
+    script = str(Path(grammar_worker.__file__))
+    try:
+        ended = subprocess.run(  # noqa: S603 - our own script
+            [sys.executable, "-I", script],
+            input=json.dumps(given).encode(),
+            capture_output=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _too_much() from None
+    except OSError as error:
+        raise InputError(f"No process can be started to try a grammar: {error}.") from error
+    if ended.returncode != 0:
+        raise _too_much()
+
+
+def _too_much() -> InputError:
+    return InputError(
+        "The JSON schema or grammar takes too much time or memory, or nests or refers too deeply; "
+        "make it simpler."
+    )
+
+
+def _on_large_stack(compute: Callable[[], T]) -> T:
+    """Run in a thread whose stack holds eight times what a grammar may take."""
+    with _STACKS:
+        before = threading.stack_size(8 * limits.MAX_GRAMMAR_STACK)
+        try:
+            pool = ThreadPoolExecutor(1)
+            running = pool.submit(compute)  # starts the thread
+        finally:
+            threading.stack_size(before)
+    with pool:
+        return running.result()
+
+
+def _forget_oldest(known: OrderedDict[Any, Any], most: int) -> None:
+    while len(known) > most:
+        known.popitem(last=False)
+
+
+class GrammarProcessor:
+    """Forbids tokens that the grammar does not allow after a prefix.
+
+    Where the matcher gives up (a grammar beyond its limits), everything is allowed again: the text
+    then ends by its other limits, and whoever reads it finds that it does not follow the grammar.
+
+    Args:
+        grammar: that it keeps to; it can travel, which a processor cannot.
+        matcher: of it, fresh.
+        prompt_length: tokens of a prefix that the grammar does not read.
+    """
+
+    def __init__(self, grammar: str, matcher: LLMatcher, prompt_length: int) -> None:
+        self.grammar = grammar
+        self._matcher, self._prompt_length = matcher, prompt_length
+        self._read: list[int] = []
+
+    def __call__(self, prefix_ids: Sequence[int], logits_V: Tensor) -> Tensor:
+        """See `LogitsProcessor`."""
+        self._go_to(list(prefix_ids[self._prompt_length :]))
+        if self._matcher.is_error():
+            return logits_V
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little", count=logits_V.shape[0])
+        forbidden_V = torch.from_numpy(allowed == 0).to(logits_V.device)
+        return logits_V.masked_fill(forbidden_V, -math.inf)
+
+    def _go_to(self, output: list[int]) -> None:
+        common = common_length(self._read, output)
+        if common < len(self._read):
+            self._matcher.rollback(len(self._read) - common)
+        self._matcher.consume_tokens(output[common:])
+        self._read = output

@@ -1,0 +1,125 @@
+"""Errors as HTTP answers, in OpenAI's shape: status, type and code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from moaspec.errors import BusyError, ContextError, InputError, MoaSpecError
+from moaspec.serve.openai.schema import ErrorResponse
+
+LOG = logging.getLogger(__name__)
+
+STATUSES = (400, 401, 404, 405, 408, 413, 429, 500, 503)
+"""Every status other than 200 that an endpoint may answer with."""
+
+_TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 429: "busy"}
+
+
+class RequestError(InputError):
+    """A request that cannot be served.
+
+    Args:
+        message: what was got, what was expected, what to do.
+        param: the field at fault.
+        code: OpenAI's code, where it has one.
+        status: of HTTP.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+def body(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    kind = _TYPES.get(status, "invalid_request_error")
+    code = code or _CODES.get(status)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def answer_to(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body. What went wrong inside is logged, not told."""
+    if isinstance(error, RequestError):
+        return error.status, body(error.status, str(error), param=error.param, code=error.code)
+    if isinstance(error, ContextError):
+        return 400, body(400, str(error), code="context_length_exceeded")
+    if isinstance(error, InputError):
+        return 400, body(400, str(error))
+    if isinstance(error, BusyError):
+        return 429, body(429, str(error))
+    if isinstance(error, MoaSpecError):
+        return 503, body(503, str(error))
+    LOG.error("A request failed.", exc_info=error)
+    return 500, body(500, "The server failed; its log says why.")
+
+
+def install(app: FastAPI) -> None:
+    """Let every error of an app have this shape."""
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(MoaSpecError, _ours)
+    app.add_exception_handler(Exception, _ours)
+
+
+def responses() -> dict[int | str, dict[str, Any]]:
+    """The same for an endpoint's OpenAPI description."""
+    return {status: {"model": ErrorResponse} for status in STATUSES}
+
+
+async def _ours(_: Request, error: Exception) -> JSONResponse:
+    status, content = answer_to(error)
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse(content, status, headers)
+
+
+async def _http(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException), "registered for this type"
+    headers: Mapping[str, str] | None = error.headers
+    return JSONResponse(body(error.status_code, str(error.detail)), error.status_code, headers)
+
+
+async def _invalid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError), "registered for this type"
+    # Of the alternatives that a field has, the one that fitted furthest says most.
+    first: Mapping[str, Any] = max(
+        error.errors(), key=lambda one: (len(one["loc"]), one["type"] in ("too_long", "too_short"))
+    )
+    if tuple(first["loc"]) == ("body",) and isinstance(error.body, bytes):
+        text = "The body is no JSON object; send one, with Content-Type: application/json."
+        return JSONResponse(body(400, text), 400)
+    param = _field(error.body, first)
+    where = f" at {param}" if param else ""
+    message = f"The request is invalid{where}: {first['msg']}."
+    return JSONResponse(body(400, message, param=param), 400)
+
+
+def _field(given: Any, error: Mapping[str, Any]) -> str | None:
+    """The field at fault as the client wrote it, without the names of our types."""
+    names: list[str] = []
+    for part in error["loc"][1:]:
+        in_list = isinstance(given, list) and isinstance(part, int) and part < len(given)
+        if in_list or (isinstance(given, dict) and part in given):
+            names.append(str(part))
+        else:
+            continue
+        given = given[part]
+    if error["type"] == "missing":
+        names.append(str(error["loc"][-1]))
+    return ".".join(names) or None

@@ -1,0 +1,1 @@
+"""OpenAI's endpoints: bodies, answers, tool calls."""

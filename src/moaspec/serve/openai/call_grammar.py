@@ -1,0 +1,187 @@
+"""A grammar of the tool calls that a model may write."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moaspec.data.messages import normal_tool
+from moaspec.data.templates.argument_types import as_text, properties_of, types_of
+from moaspec.data.templates.call_forms import CALL_ID_LENGTH, CallForm
+from moaspec.errors import InputError
+from moaspec.sampling.grammar import COMPACT
+
+ANY_TEXT = r"TEXT: /(.|\n)*/"
+ABOUT_OBJECTS = frozenset(
+    ("type", "properties", "required", "additionalProperties", "description", "title", "$schema")
+)
+"""Keywords that leave nothing open about an object without arguments."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        given: as the client described it, of the normal form.
+    """
+
+    given: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, function: Mapping[str, Any]) -> Tool:
+        """A tool from a function's `name`, `description` and `parameters`."""
+        return cls(normal_tool(function))
+
+    @property
+    def name(self) -> str:
+        """How it is called."""
+        return str(self.given["function"]["name"])
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The JSON schema of its arguments."""
+        found: Mapping[str, Any] = self.given["function"]["parameters"]
+        return found
+
+
+def call_grammar(
+    form: CallForm,
+    tools: Sequence[Tool],
+    *,
+    forced: bool,
+    parallel: bool,
+    special: Mapping[str, int],
+) -> str:
+    """A grammar, in llguidance's Lark, of texts whose calls are all well-formed.
+
+    Args:
+        form: how calls are written.
+        tools: which may be called.
+        forced: the text must be calls; else it may be anything, with calls in it.
+        parallel: more than one call is allowed.
+        special: tokens of the form's marks that are special ones.
+
+    Raises:
+        InputError: a schema that does not name the arguments, where calls are no JSON.
+    """
+    trigger = _mark(form.trigger, special)
+    joint = _quoted(form.joint)
+    calls = f"call ({joint} {'' if form.listed else trigger} call)*" if parallel else "call"
+    body = f"{_quoted(form.before)} {calls} {_quoted(form.after)}" if form.listed else calls
+    if forced:
+        lines = [f"start: {trigger} {body}"]
+    else:
+        lazy = "" if form.trigger in special else "[lazy]"
+        lines = [f"start: {'(head call)*' if parallel else '(head call)?'} rest"]
+        lines = [f"start: (head {body})? rest"] if form.listed else lines
+        lines += [f"head{lazy}: TEXT {trigger}", "rest: TEXT", ANY_TEXT]
+    lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        lines += _call_rules(form, tool, f"call_{i}", special)
+    if form.tags and not any(line.startswith("TEXT:") for line in lines):
+        lines.append(ANY_TEXT)
+    if form.identified:
+        lines.append(f"ID: /[a-zA-Z0-9]{{{CALL_ID_LENGTH}}}/")
+    return "%llguidance {}\n" + "\n".join(lines) + "\n"
+
+
+def _call_rules(form: CallForm, tool: Tool, rule: str, special: Mapping[str, int]) -> list[str]:
+    """Rules of one tool's calls; the first is named `rule`."""
+    if form.tags or form.python:
+        return _argument_rules(form, tool, rule, special)
+    schema = {**tool.parameters, "x-guidance": COMPACT}
+    return [
+        f"{rule}: {_one_call(form, tool, f'{rule}_args', special)}",
+        f"{rule}_args: %json {json.dumps(schema)}",
+    ]
+
+
+def _argument_rules(form: CallForm, tool: Tool, rule: str, special: Mapping[str, int]) -> list[str]:
+    """Arguments one by one, in the schema's order."""
+    if not lists_arguments(tool):
+        raise InputError(
+            f"This model writes arguments one by one, so the parameters of the tool {tool.name!r} "
+            "must be an object with `properties` that have all that is `required`."
+        )
+    required = tool.parameters.get("required", ())
+    rules: list[str] = []
+    parts: list[tuple[str, bool]] = []
+    for i, key in enumerate(properties_of(tool.parameters)):
+        name = f"{rule}_arg_{i}"
+        rules += _value_rules(form, tool, key, name, special)
+        parts.append((name, key in required))
+    if form.tags:
+        body = " ".join(name if needed else f"{name}?" for name, needed in parts)
+        opening = _marked(form.before + form.tags.opening(tool.name), special)
+        return [
+            f"{rule}: {opening} {body} {_marked(form.tags.close + form.after, special)}",
+            *rules,
+        ]
+    return [f'{rule}: {_quoted(f"{tool.name}(")} {rule}_first_0 ")"', *_commas(rule, parts), *rules]
+
+
+def _commas(rule: str, parts: Sequence[tuple[str, bool]]) -> list[str]:
+    """Rules of arguments, some of which are optional, with commas between them."""
+    lines = [f'{rule}_first_{len(parts)}: ""', f'{rule}_next_{len(parts)}: ""']
+    for i, (name, needed) in enumerate(parts):
+        following, left_out = f"{rule}_next_{i + 1}", f"{rule}_first_{i + 1}"
+        first, later = f"{name} {following}", f'", " {name} {following}'
+        lines.append(f"{rule}_first_{i}: {first}" + ("" if needed else f" | {left_out}"))
+        lines.append(f"{rule}_next_{i}: {later}" + ("" if needed else f" | {following}"))
+    return lines
+
+
+def lists_arguments(tool: Tool) -> bool:
+    """Whether the schema names every argument, so that they can be written one by one."""
+    schema, listed = tool.parameters, properties_of(tool.parameters)
+    open_ended = not listed and schema.keys() - ABOUT_OBJECTS
+    is_object = schema.get("type", "object") == "object"
+    return is_object and not open_ended and set(schema.get("required", ())) <= set(listed)
+
+
+def _value_rules(
+    form: CallForm, tool: Tool, key: str, name: str, special: Mapping[str, int]
+) -> list[str]:
+    """Rules of one argument."""
+    schema, root = properties_of(tool.parameters)[key], tool.parameters
+    definitions = {one: root[one] for one in ("$defs", "definitions") if one in root}
+    as_json = f"{name}_json: %json {json.dumps({**definitions, **schema, 'x-guidance': COMPACT})}"
+    if not form.tags:
+        return [f"{name}: {_quoted(f'{key}=')} {name}_json", as_json]
+    before, after = (_marked(one, special) for one in (form.tags.before(key), form.tags.after))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values:
+        one_of = " | ".join(f"{_quoted(as_text(value))}" for value in values)
+        return [f"{name}: {before} ({one_of}) {after}"]
+    if "string" not in types_of(schema, root):
+        return [f"{name}: {before} {name}_json {after}", as_json]
+    lazy = "" if form.tags.value_end in special else "[lazy]"
+    return [f"{name}: {before} {name}_text", f"{name}_text{lazy}: TEXT {after}"]
+
+
+def _one_call(form: CallForm, tool: Tool, arguments: str, special: Mapping[str, int]) -> str:
+    """The right side of one call's rule."""
+    if form.named:
+        identifier = f"{_mark(form.identified, special)} ID" if form.identified else ""
+        return f"{_quoted(tool.name)} {identifier} {_mark(form.named, special)} {arguments}"
+    opening = f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": '
+    before, after = ("", "") if form.listed else (form.before, form.after)
+    return f"{_quoted(before + opening)} {arguments} {_quoted('}' + after)}"
+
+
+def _mark(mark: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[mark]}]>" if mark in special else _quoted(mark)
+
+
+def _marked(text: str, special: Mapping[str, int]) -> str:
+    """A text with marks in it."""
+    parts = re.split("|".join(f"({re.escape(mark)})" for mark in special) or r"(?!)", text)
+    return " ".join(_mark(part, special) for part in parts if part)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""

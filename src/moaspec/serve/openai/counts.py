@@ -1,0 +1,75 @@
+"""Counts of one text, or of several: what usage and the extension report."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from moaspec.serve.sources.source import Update
+
+
+@dataclass
+class TokenCounts:
+    """Counts that grow with every update.
+
+    Attributes:
+        tokens: written.
+        rounds: target verifications, the prompt's not counted.
+        emitted: tokens that rounds gave.
+        drafted, accepted, copied: tokens that the drafter proposed, those of them that the target
+            chose, and chosen ones that free branches proposed.
+        reused: tokens of prompts that were not computed again.
+        started_s: on the clock of `time.perf_counter`.
+        first_s, latest_s: when the first and the latest tokens came; None before.
+    """
+
+    tokens: int = 0
+    rounds: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    copied: int = 0
+    reused: int = 0
+    started_s: float = field(default_factory=time.perf_counter)
+    first_s: float | None = None
+    latest_s: float | None = None
+
+    def take(self, update: Update) -> None:
+        """Count one update."""
+        self.reused = max(self.reused, update.num_reused_tokens)
+        if update.token_ids:
+            self.latest_s = time.perf_counter()
+            self.first_s = self.first_s or self.latest_s
+            self.tokens += len(update.token_ids)
+        if update.round is not None:
+            self.rounds += 1
+            self.emitted += update.round.emitted
+            self.drafted += len(update.round.tree.tokens) - update.round.tree.num_copied
+        self.accepted += update.sources.count("draft")
+        self.copied += update.sources.count("copy")
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per round; None before the first."""
+        return self.emitted / self.rounds if self.rounds else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """From the first token on; None before the second."""
+        if self.first_s is None or self.latest_s is None or self.latest_s <= self.first_s:
+            return None
+        return (self.tokens - 1) / (self.latest_s - self.first_s)
+
+    def stats(self) -> dict[str, Any]:
+        """As the extension's `stats`."""
+        return {
+            "tokens": self.tokens,
+            "rounds": self.rounds,
+            "tau": self.tau,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "copied": self.copied,
+            "tokens_per_second": self.tokens_per_second,
+            "elapsed_s": time.perf_counter() - self.started_s,
+        }

@@ -1,0 +1,259 @@
+"""Bodies of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from moaspec import limits
+from moaspec.serve.openai.call_grammar import Tool
+from moaspec.serve.openai.chat_schema import ToolName
+from moaspec.serve.openai.schema import (
+    Given,
+    JsonObject,
+    Name,
+    ObjectFormat,
+    ReasoningEffort,
+    Sampling,
+    TextFormat,
+    Variables,
+)
+
+
+class InputText(Given):
+    """A piece of a message's text."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputMessage(Given):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
+
+
+class InputCall(Given):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: ToolName
+    arguments: str
+
+
+class InputCallOutput(Given):
+    """What a function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
+
+
+InputItem = InputMessage | InputCall | InputCallOutput
+
+
+class ResponseTool(Given):
+    """A function that the model may call; templates may read further fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        """As the rest of the server knows it."""
+        return Tool.of(self.model_dump(exclude_none=True, exclude={"type"}))
+
+
+class ResponseToolChoice(Given):
+    """This function must be called."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class ResponseSchemaFormat(Given):
+    """JSON after a schema."""
+
+    type: Literal["json_schema"]
+    name: Name
+    description: str | None = None
+    schema_: Annotated[JsonObject, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class Reasoning(Given):
+    """How much the model thinks, where its chat template can be told."""
+
+    effort: ReasoningEffort | None = None
+
+
+class ResponseText(Given):
+    """The form of the text."""
+
+    verbosity: Literal["medium"] | None = None
+
+    format: (
+        Annotated[TextFormat | ObjectFormat | ResponseSchemaFormat, Field(discriminator="type")]
+        | None
+    ) = None
+
+
+def _can_be_included(name: str) -> str:
+    if name == "message.output_text.logprobs":
+        raise ValueError("responses have no logprobs here")
+    return name
+
+
+Included = Annotated[str, AfterValidator(_can_be_included)]
+"""Whatever else a response may include comes from tools of OpenAI's own, which are not here."""
+
+
+class ResponseRequest(Sampling):
+    """Body of /v1/responses."""
+
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=0)] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    text: ResponseText | None = None
+    include: list[Included] | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Variables | None = None
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as messages of a chat."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        messages: list[dict[str, Any]] = []
+        for item in self.input:
+            _append(messages, item)
+        return messages
+
+
+def _append(messages: list[dict[str, Any]], item: InputItem) -> None:
+    """One more item; calls in a row belong to one message."""
+    if isinstance(item, InputMessage):
+        messages.append({"role": item.role, "content": _content(item.content)})
+    elif isinstance(item, InputCallOutput):
+        output = _content(item.output)
+        messages.append({"role": "tool", "content": output, "tool_call_id": item.call_id})
+    else:
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call_json(item))
+
+
+def call_json(item: InputCall) -> dict[str, Any]:
+    """A call as chat templates read it."""
+    function = {"name": item.name, "arguments": item.arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def _content(content: str | list[InputText]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [part.model_dump() for part in content]
+
+
+class OutputText(BaseModel):
+    """Said text."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class OutputMessage(BaseModel):
+    """A message of the answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class OutputCall(BaseModel):
+    """A call of the answer."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputDetails(BaseModel):
+    """Of the input's tokens."""
+
+    cached_tokens: int
+
+
+class OutputDetails(BaseModel):
+    """Of the output's tokens."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    """Tokens of one response."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+    speculation: dict[str, Any]
+
+
+class IncompleteDetails(BaseModel):
+    """Why it ended early."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(BaseModel):
+    """Answer of /v1/responses."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    model: str
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: str | None = None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    moaspec: dict[str, Any] | None = None
+
+
+class Deleted(BaseModel):
+    """Answer of DELETE."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True

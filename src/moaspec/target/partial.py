@@ -1,0 +1,266 @@
+"""The parts of a target that a device needs: embedding, head, and the last layers where reused.
+
+Legend: V vocabulary, E hidden size, L target layers, N reused ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
+
+from moaspec.backends.fast_heads import draft_rows, pack_like
+from moaspec.backends.int8_rows import Int8Embedding, Int8Linear, quantise
+from moaspec.backends.linear_backends import can_pack
+from moaspec.backends.pack import pack_linears, return_freed_memory
+from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
+from moaspec.paths import cache_dir
+from moaspec.target.target import Target
+
+EMBEDDING, HEAD, NORM, LAYER = "embedding", "head", "norm", "layers"
+SCALE = ".row_scale"
+"""What the name of a quantised weight's scales ends with."""
+
+
+def excerpt_tensors(
+    target: Target, *, num_layers: int, head_token_ids: Tensor | None
+) -> dict[str, Tensor]:
+    """A target's embedding, head, final norm and last layers, by names of this file.
+
+    Args:
+        target: not packed.
+        num_layers: N; with 0 the final norm is left out too.
+        head_token_ids: rows of the head to keep, None for all. A head that is tied to the embedding
+            is not repeated.
+    """
+    embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    assert isinstance(head, nn.Linear)
+    tensors = {f"{EMBEDDING}.weight": embedding.weight}
+    if head.weight.data_ptr() != embedding.weight.data_ptr():
+        rows = head if head_token_ids is None else target.head_rows(head_token_ids)
+        tensors |= {f"{HEAD}.{name}": tensor for name, tensor in rows.state_dict().items()}
+    for index in range(num_layers):
+        state = target.layer_state(target.num_layers - num_layers + index)
+        tensors |= {f"{LAYER}.{index}.{name}": tensor for name, tensor in state.items()}
+    if num_layers:
+        norm = target.model.base_model.norm
+        tensors |= {f"{NORM}.{name}": tensor for name, tensor in norm.state_dict().items()}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def quantised_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with every matrix in eight bits, and its scales beside it."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and tensor.is_floating_point():
+            found[name], found[name + SCALE] = quantise(tensor)
+        else:
+            found[name] = tensor
+    return found
+
+
+class PartialTarget(Target):
+    """What drafting asks a target for, out of a few of its weights.
+
+    It embeds, runs the last N layers and gives logits of the tokens that can be drafted. It has no
+    other layers, and so no opinion on a text.
+
+    Args:
+        config: transformers' config of the whole target.
+        tensors: see `excerpt_tensors`; weights in eight bits where scales are beside them.
+        tokenizer: the target's.
+        num_layers: N.
+        head_token_ids: which rows of the head there are, None for all.
+        stop_token_ids: ids that end a turn.
+        dtype: to compute in.
+        generation_config: the target's; None where it is not known.
+
+    Raises:
+        CorruptCheckpointError: weights are missing or have impossible shapes.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tensors: Mapping[str, Tensor],
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        num_layers: int,
+        head_token_ids: Tensor | None,
+        stop_token_ids: frozenset[int],
+        dtype: torch.dtype,
+        generation_config: GenerationConfig | None = None,
+    ) -> None:
+        model = _last_layers(config, num_layers, dtype)
+        try:
+            _fill(model, tensors, dtype)
+        except (KeyError, RuntimeError, ValueError, IndexError) as error:
+            raise CorruptCheckpointError(
+                f"{name} is incomplete or inconsistent: {error}. Export it again."
+            ) from error
+        super().__init__(model, tokenizer, name=name)
+        self.stop_token_ids, self._generation_config = stop_token_ids, generation_config
+        self._head_token_ids, self._compute_dtype = head_token_ids, dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """To compute in; weights may have fewer bits."""
+        return self._compute_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter((*self.model.parameters(), *self.model.buffers()))).device
+
+    def pack(self) -> bool:
+        """See `Target.pack`; weights in eight bits stay as they are."""
+        self.packed = can_pack(self.dtype, self.device)
+        if self.packed:
+            pack_linears(self.model, keep=(self._lm_head,))
+            if isinstance(self._lm_head, nn.Linear):
+                self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
+        present = [layer for layer in self._base.layers if not isinstance(layer, _Absent)]
+        self.layers.fuse(present)
+        return_freed_memory()
+        return self.packed
+
+    def draft_head(self, token_ids: Tensor | None, moment_EE: Tensor | None = None) -> nn.Module:
+        """The head for the tokens that can be drafted; see `Target.draft_head`.
+
+        Raises:
+            MismatchError: it has other rows than these.
+        """
+        kept = self._head_token_ids
+        if token_ids is None or (kept is not None and torch.equal(kept, token_ids)):
+            return self._fast_head
+        if kept is not None:
+            raise MismatchError(
+                f"{self.name} holds {len(kept)} rows of the head, and they are not those of this "
+                "draft vocabulary. Export it with the drafter that is used."
+            )
+        head: Any = self._lm_head
+        if isinstance(head, Int8Linear):
+            return head.select(token_ids)
+        rows = self.head_rows(token_ids)
+        return draft_rows(rows, moment_EE)
+
+    def run(self, *_: Any, **__: Any) -> NoReturn:
+        """It has no whole pass.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            f"{self.name} holds a few of the target's layers and cannot verify; connect to a "
+            "server, or load the target itself."
+        )
+
+
+class _Absent(nn.Module):
+    """Stands where the target has a layer that was left out."""
+
+
+def _last_layers(config: Any, num_layers: int, dtype: torch.dtype) -> Any:
+    """A model of this config whose last N layers are there, weights and vocabulary still to come.
+
+    Transformers builds it, from a config of N layers and one token; so what is random is small.
+    """
+    total = int(config.num_hidden_layers)
+    small: dict[str, Any] = {"num_hidden_layers": max(1, num_layers), "vocab_size": 1}
+    small |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    if getattr(config, "layer_types", None) is not None:
+        small["layer_types"] = list(config.layer_types)[-max(1, num_layers) :]
+    values = config.to_dict() | small | {"tie_word_embeddings": False}
+    built = AutoConfig.for_model(**values)
+    model: Any = AutoModelForCausalLM.from_config(built, dtype=dtype, attn_implementation="sdpa")
+    layers = list(model.base_model.layers)[:num_layers]
+    for index, layer in enumerate(layers):
+        layer.self_attn.layer_idx = total - num_layers + index
+    absent = [_Absent() for _ in range(total - num_layers)]
+    model.base_model.layers = nn.ModuleList([*absent, *layers])
+    if not num_layers:
+        model.base_model.norm = _Absent()
+    config._attn_implementation = "sdpa"
+    model.config = config
+    return model
+
+
+def _fill(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Put the weights into the model, tying the head to the embedding where it has none."""
+    base = model.base_model
+    groups = grouped(tensors)
+    embedding = groups[EMBEDDING]
+    if f"weight{SCALE}" in embedding:
+        factor = float(getattr(base.embed_tokens, "embed_scale", 1.0))
+        parts = embedding["weight"], embedding[f"weight{SCALE}"]
+        base.embed_tokens = Int8Embedding(*parts, dtype, factor)
+    else:
+        weight = nn.Parameter(embedding["weight"].to(dtype), requires_grad=False)
+        base.embed_tokens.weight, base.embed_tokens.num_embeddings = weight, len(weight)
+        embedding = {"weight": weight}
+    model.lm_head = linear_of(groups.get(HEAD, embedding), dtype)
+    layers = [layer for layer in base.layers if not isinstance(layer, _Absent)]
+    if layers:
+        base.norm.load_state_dict(groups[NORM])
+    for index, layer in enumerate(layers):
+        state = groups[LAYER].items()
+        own = {k.removeprefix(f"{index}."): t for k, t in state if k.startswith(f"{index}.")}
+        fill_module(layer, own, dtype)
+
+
+def grouped(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Tensors by the first part of their names."""
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        first, _, rest = name.partition(".")
+        groups.setdefault(first, {})[rest] = tensor
+    return groups
+
+
+def fill_module(module: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Load a module's weights; linear layers whose weight has scales become `Int8Linear`.
+
+    Raises:
+        RuntimeError: names or shapes that are not the module's.
+    """
+    state = dict(state)
+    for name in [name for name in state if name.endswith(SCALE)]:
+        path = name.removesuffix(f".weight{SCALE}")
+        parts = {part: state.pop(f"{path}.{part}", None) for part in ("weight", "bias")}
+        parts[f"weight{SCALE}"] = state.pop(name)
+        plain = module.get_submodule(path)
+        if not isinstance(plain, nn.Linear) or parts["weight"] is None:
+            raise RuntimeError(f"{path} is no linear layer with a weight")
+        if parts["weight"].shape != plain.weight.shape:
+            raise RuntimeError(f"{path} has shape {tuple(parts['weight'].shape)}")
+        given = {part: tensor for part, tensor in parts.items() if tensor is not None}
+        module.set_submodule(path, linear_of(given, dtype))
+    module.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()})
+
+
+def linear_of(parts: Mapping[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """A linear layer over these very tensors, without a copy where the dtype is theirs."""
+    weight, bias, scale = (parts.get(name) for name in ("weight", "bias", "weight" + SCALE))
+    assert weight is not None
+    if scale is not None:
+        return Int8Linear(weight, scale, dtype, bias)
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.weight = (
+        weight
+        if isinstance(weight, nn.Parameter)
+        else nn.Parameter(weight.to(dtype), requires_grad=False)
+    )
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+    return linear

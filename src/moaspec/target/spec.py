@@ -1,0 +1,154 @@
+"""What is known of a target from its config and tokenizer, whoever runs its weights."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from moaspec.model.drafter_config import TargetIdentity
+from moaspec.target import families
+from moaspec.target.generation_defaults import GenerationDefaults
+
+
+class TargetSpec:
+    """A target without its weights.
+
+    Args:
+        config: transformers' own configuration object.
+        tokenizer: transformers' tokenizer, or None where only token ids are used.
+        name: how messages call it.
+        dtype: of weights, keys and values; None where a subclass has the weights.
+        generation_config: transformers' own; None where there is none.
+        device: where keys and values are.
+        quantize: what weights were rounded to ("int8", "int4"), so that nobody takes this for the
+            target that it was before; None where they were not.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        dtype: torch.dtype | None,
+        generation_config: Any = None,
+        device: str = "cpu",
+        quantize: str | None = None,
+    ) -> None:
+        self.config, self.tokenizer, self.name = config, tokenizer, name
+        self._dtype, self._generation_config = dtype, generation_config
+        self._device, self.quantize = torch.device(device), quantize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, keys and values."""
+        assert self._dtype is not None
+        return self._dtype
+
+    @property
+    def precision(self) -> str:
+        """Of its numbers, in words: what texts and costs go by."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dtype if self.quantize is None else f"{dtype}, {self.quantize} weights"
+
+    @property
+    def device(self) -> torch.device:
+        """Where keys and values are."""
+        return self._device
+
+    @cached_property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.config.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        """The context length, in tokens."""
+        return families.context_length(self.config)
+
+    @property
+    def rope_switches(self) -> tuple[int, ...]:
+        """Lengths beyond which the keys of a whole text change (LongRoPE), ascending.
+
+        What was cached before must be computed again from the text's start, as Hugging Face's
+        `generate` does for Phi-3. (For other families it goes on with mixed keys, so that the text
+        depends on where the prompt ended; here it never does.)
+        """
+        return families.rope_switches(self.config)
+
+    @cached_property
+    def rope_growth(self) -> int | None:
+        """Tokens beyond which keys depend on the length of the prompt (dynamic NTK), or None."""
+        return families.rope_growth(self.config)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+        return int(self.config.num_key_value_heads)
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return _head_dim(self.config)
+
+    @cached_property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Ids that end a turn: those of the generation config, else of the model config."""
+        ids = getattr(self._generation_config, "eos_token_id", None)
+        ids = self.config.eos_token_id if ids is None else ids
+        if ids is None:
+            return frozenset()
+        # Some configurations say -1 where they mean none.
+        return frozenset(one for one in ([ids] if isinstance(ids, int) else ids) if one >= 0)
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What its `generation_config.json` asks for, where nothing else is said of a text."""
+        return GenerationDefaults.of(self._generation_config, self.vocab_size)
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        """What a drafter's checkpoint records of this target."""
+        return identity_of(self.config, self.tokenizer)
+
+
+def identity_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> TargetIdentity:
+    """What a drafter's checkpoint records of a target, for whoever else runs that target.
+
+    Args:
+        config: the target's transformers config.
+        tokenizer: its tokenizer; None where it is not known, and then not compared.
+    """
+    return TargetIdentity(
+        model_type=config.model_type,
+        num_layers=int(config.num_hidden_layers),
+        hidden_size=int(config.hidden_size),
+        num_kv_heads=int(config.num_key_value_heads),
+        head_dim=_head_dim(config),
+        vocab_size=int(config.vocab_size),
+        tokenizer_hash=_tokenizer_hash(tokenizer),
+    )
+
+
+def _head_dim(config: Any) -> int:
+    explicit = getattr(config, "head_dim", None)
+    return int(explicit or config.hidden_size // config.num_attention_heads)
+
+
+def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Identity of a vocabulary: SHA-256 over its sorted (token, id) pairs."""
+    if tokenizer is None:
+        return None
+    digest = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{index}\0{token}\0".encode())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Training rows: read, written by the target, compared with evaluation sets."""

@@ -1,0 +1,124 @@
+"""Training examples from data of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moaspec.data.conversations import Conversation, read_conversations
+from moaspec.data.loss_mask import masked_tokens
+from moaspec.data.row_sources import OnMalformed, refuse
+from moaspec.data.templates.chat_template import ChatTemplate
+from moaspec.data.unused_rows import ReadReport
+from moaspec.errors import DataError
+from moaspec.train.dataset.examples import Example
+
+
+def read_examples(
+    sources: Iterable[str | Path],
+    *,
+    vocab_size: int,
+    max_length: int,
+    tokenizer: Any = None,
+    stop_token_ids: Collection[int] = (),
+    on_malformed: OnMalformed = refuse,
+    report: ReadReport | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Example]:
+    """Read every source, cutting examples to `max_length` tokens.
+
+    Examples in which no response of two tokens is left teach nothing; they are left out and
+    counted.
+
+    Args:
+        sources: files and data sets, see `read_conversations`.
+        vocab_size: of the target, to check ids.
+        max_length: tokens of one example.
+        tokenizer: the target's; rows of `prompt_ids` and `response_ids` need none.
+        stop_token_ids: ids that end a turn.
+        on_malformed: called for each malformed row.
+        report: counts columns, files and examples that are not used.
+        stopped: asked before each row whether those before have to do.
+
+    Raises:
+        DataError: a source is missing, or a row is malformed; the message names file and line.
+    """
+    found: list[Example] = []
+    report = ReadReport() if report is None else report
+    template = ChatTemplate(tokenizer)
+    previous = Conversation(where="")
+    names = list(map(str, sources))
+    for conversation in read_conversations(names, on_malformed, report):
+        if stopped():
+            break
+        try:
+            example = _example(conversation, template, stop_token_ids, report)
+            _check_ids(example, vocab_size, conversation.where)
+        except DataError as error:
+            on_malformed(error)
+            continue
+        if _follows(previous, conversation):
+            example = _joined(found, example)
+        found.append(example)
+        previous = conversation
+    kept = list(_cut(found, max_length, report))
+    report.forget_columns_of(template.source)
+    if not kept:
+        raise DataError(
+            f"No usable training examples in {', '.join(names)}: every source was empty or its "
+            "prompts too long. Give other data, or a larger max_length."
+        )
+    return kept
+
+
+def _example(
+    conversation: Conversation,
+    template: ChatTemplate,
+    stop_token_ids: Collection[int],
+    report: ReadReport,
+) -> Example:
+    if not conversation.prompt_ids:
+        masked = masked_tokens(template, conversation, stop_token_ids)
+        report.turns_without_loss += masked.turns - masked.turns_with_loss
+        return Example.from_mask(masked.token_ids, masked.written)
+    if conversation.response_ids is None:
+        raise DataError(
+            f"{conversation.where}: 'prompt_ids' without 'response_ids'. Let the target write "
+            "responses: moaspec data regenerate."
+        )
+    return Example(conversation.prompt_ids, conversation.response_ids)
+
+
+def _check_ids(example: Example, vocab_size: int, where: str) -> None:
+    for token in example.token_ids:
+        if not 0 <= token < vocab_size:
+            raise DataError(
+                f"{where}: token id {token} is outside 0..{vocab_size - 1}. "
+                "The row is another target's: name that one, or give text."
+            )
+
+
+def _follows(previous: Conversation, conversation: Conversation) -> bool:
+    """Whether both are rows of one conversation, in token ids."""
+    named = bool(conversation.name) and conversation.name == previous.name
+    return named and bool(conversation.prompt_ids and previous.prompt_ids)
+
+
+def _joined(found: list[Example], example: Example) -> Example:
+    """Put a conversation's next turn behind the earlier ones, if it begins with exactly those."""
+    prompt, response = example.pieces
+    earlier = found[-1].token_ids
+    if prompt[: len(earlier)] != earlier:
+        return example
+    return Example(*found.pop().pieces, prompt[len(earlier) :], response)
+
+
+def _cut(examples: Iterable[Example], max_length: int, report: ReadReport) -> Iterator[Example]:
+    for example in examples:
+        kept = example.cut(max_length)
+        if kept is None:
+            report.without_response += 1
+            continue
+        report.cut += len(example) > max_length
+        yield kept

@@ -1,0 +1,221 @@
+"""`moaspec data regenerate`: the target writes the responses itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from moaspec.data.answers import read_answer
+from moaspec.data.conversations import Conversation
+from moaspec.data.loss_mask import prompt_ids
+from moaspec.data.messages import Message, normal_messages
+from moaspec.data.templates.chat_template import ChatTemplate
+from moaspec.engine.result import GenerationResult
+from moaspec.errors import DataError
+from moaspec.target.target import Target
+from moaspec.train.dataset.journal import Journal
+from moaspec.train.dataset.response_writer import Author, ResponseWriter, Row, WriteRequest
+
+REMEDY = "Mend or remove the row, or leave such rows out with --skip-malformed."
+
+
+def regenerate(
+    scribe: ResponseWriter, conversations: Sequence[Conversation], journal: Journal
+) -> None:
+    """Write the responses of all conversations that the journal does not have yet.
+
+    Each assistant turn becomes a row of `id`, `source`, `turn`, `prompt_ids`, `response_ids`,
+    `stop_reason` and, for conversations in messages, `messages` up to and with that turn. Turns are
+    written one after another, each on what the target wrote before. Assistant turns with tool calls
+    stay as they are, because their results follow. A turn that was cut short or calls tools ends
+    its conversation, as does a prompt that leaves no room in the target's context.
+
+    Args:
+        scribe: who writes, and how.
+        conversations: in a fixed order.
+        journal: where rows go, opened with `fingerprint(conversations)` among its settings.
+
+    Raises:
+        DataError: a conversation that the chat template refuses.
+        TrainingError: the disk refuses to be written.
+    """
+    size, template = scribe.writing.group_size, ChatTemplate(scribe.target.tokenizer)
+    for start in range(journal.groups * size, len(conversations), size):
+        group = conversations[start : start + size]
+        authors = [_author(scribe.target, template, c, start + i) for i, c in enumerate(group)]
+        journal.commit(scribe.write(authors))
+
+
+def check_prompts(
+    target: Target, conversations: Sequence[Conversation], on_malformed: Callable[[DataError], None]
+) -> list[Conversation]:
+    """Conversations that the target can be asked, before hours are spent on the others.
+
+    Args:
+        target: whose tokenizer and context.
+        conversations: to be checked.
+        on_malformed: called for each that its chat template or its context refuses.
+    """
+    kept, template = [], ChatTemplate(target.tokenizer)
+    for conversation in conversations:
+        try:
+            asked = _asked(conversation)
+            _require_room(target, asked, _prompt(template, asked))
+            kept.append(conversation)
+        except DataError as error:
+            on_malformed(error)
+    return kept
+
+
+def _asked(conversation: Conversation) -> Conversation:
+    """What the target is asked first; later turns depend on what it writes."""
+    if not conversation.messages:
+        return conversation
+    stop, _ = next(_turns(conversation.messages), (0, 0))
+    if not stop:
+        raise DataError(
+            f"{conversation.where}: there is nothing in it that the target can answer. {REMEDY}"
+        )
+    return dataclasses.replace(conversation, messages=conversation.messages[:stop])
+
+
+def _require_room(target: Target, conversation: Conversation, ids: Sequence[int]) -> None:
+    if len(ids) >= target.max_positions:
+        raise DataError(
+            f"{conversation.where}: the prompt has {len(ids)} tokens, the target's context is "
+            f"{target.max_positions}. {REMEDY}"
+        )
+    outside = [token for token in ids if not 0 <= token < target.vocab_size]
+    if outside or not ids:
+        raise DataError(
+            f"{conversation.where}: the prompt is empty or has ids outside "
+            f"0..{target.vocab_size - 1}: {outside[:3]}. {REMEDY}"
+        )
+
+
+def fingerprint(conversations: Sequence[Conversation]) -> str:
+    """Short name of these conversations, so that a resumed run is known to have the same."""
+    digest = hashlib.sha256()
+    for c in conversations:
+        digest.update(repr((c.messages, c.tools, c.plain, c.prompt_ids)).encode())
+        if c.variables:
+            digest.update(repr(c.variables).encode())
+    return digest.hexdigest()[:16]
+
+
+def with_system_prompts(
+    conversations: Sequence[Conversation], prompts: Sequence[str], *, without: float, seed: int
+) -> list[Conversation]:
+    """Give conversations that have no system message one of these, drawn evenly.
+
+    Args:
+        conversations: in a fixed order; those of token ids only stay as they are.
+        prompts: system prompts; none leaves everything as it is.
+        without: share that stays without one.
+        seed: of the draw.
+    """
+    if not prompts:
+        return list(conversations)
+    generator = torch.Generator().manual_seed(seed)
+    left_out = torch.rand(len(conversations), generator=generator) < without
+    drawn = torch.randint(len(prompts), (len(conversations),), generator=generator)
+    return [
+        conversation if skip else _with_system(conversation, prompts[which])
+        for conversation, skip, which in zip(
+            conversations, left_out.tolist(), drawn.tolist(), strict=True
+        )
+    ]
+
+
+def _with_system(conversation: Conversation, text: str) -> Conversation:
+    messages = conversation.messages
+    if not messages or any(message["role"] in ("system", "developer") for message in messages):
+        return conversation
+    system = {"role": "system", "content": text}
+    return dataclasses.replace(conversation, messages=(system, *messages), plain=False)
+
+
+def _author(
+    target: Target, template: ChatTemplate, conversation: Conversation, number: int
+) -> Author:
+    """Writes one conversation, turn by turn."""
+    if not conversation.messages:
+        return (yield from _one_turn(conversation, number))
+    rows: list[Row] = []
+    history: list[Message] = []
+    done = 0
+    for stop, resume in _turns(conversation.messages):
+        history += conversation.messages[done:stop]
+        done = resume
+        asked = dataclasses.replace(conversation, messages=tuple(history))
+        ids = _next_prompt(target, template, asked)
+        if ids is None:
+            break
+        result = yield WriteRequest(ids, number)
+        answer = read_answer(template, result.token_ids, conversation.tools, target.stop_token_ids)
+        history = list(normal_messages([*history, answer]))
+        row = _row(conversation, number, ids, result)
+        rows.append({**row, "turn": len(rows), "messages": [dict(message) for message in history]})
+        if result.stop_reason != "stop_token" or "tool_calls" in answer:
+            break
+    return rows
+
+
+def _next_prompt(
+    target: Target, template: ChatTemplate, conversation: Conversation
+) -> list[int] | None:
+    """The next turn's prompt; None where context or template end the conversation."""
+    try:
+        ids = _prompt(template, conversation)
+        _require_room(target, conversation, ids)
+    except DataError:
+        return None  # `check_prompts` has reported those that cannot even begin.
+    return ids
+
+
+def _one_turn(conversation: Conversation, number: int) -> Author:
+    """Continues token ids, which have no further turn."""
+    result = yield WriteRequest(conversation.prompt_ids, number)
+    return [{**_row(conversation, number, conversation.prompt_ids, result), "turn": 0}]
+
+
+def _turns(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
+    """Where the target writes: (end of what it is given, where the conversation goes on).
+
+    In the place of each assistant turn without tool calls, and after questions that nobody answers.
+    """
+    for index, message in enumerate(messages):
+        follows = messages[index + 1]["role"] if index + 1 < len(messages) else None
+        if message["role"] == "assistant" and not message.get("tool_calls") and index:
+            yield index, index + 1
+        elif (message["role"], follows) in _UNANSWERED:
+            yield index + 1, index + 1
+
+
+_UNANSWERED = {("user", None), ("user", "user"), ("tool", None)}
+
+
+def _prompt(template: ChatTemplate, conversation: Conversation) -> list[int]:
+    if not conversation.messages:
+        return list(conversation.prompt_ids)
+    return prompt_ids(template, conversation)
+
+
+def _row(
+    conversation: Conversation, number: int, ids: Sequence[int], result: GenerationResult
+) -> Row:
+    row: Row = {
+        "id": str(number),
+        "source": conversation.name or conversation.where,
+        "prompt_ids": list(ids),
+        "response_ids": list(result.token_ids),
+        "stop_reason": result.stop_reason,
+    }
+    if conversation.tools:
+        row["tools"] = list(conversation.tools)
+    if conversation.variables:
+        row["chat_template_kwargs"] = dict(conversation.variables)
+    return row

@@ -1,0 +1,1 @@
+"""One training process or many, and how they share weights and optimiser state."""

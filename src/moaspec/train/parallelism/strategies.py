@@ -1,0 +1,215 @@
+"""How the processes of a run share a drafter's weights, gradients and optimiser.
+
+`none`: each has all of them, gradients are averaged (accelerate's DDP). `fsdp`: all are shared out
+(torch's `fully_shard`, which also runs on CPUs, where accelerate's own does not). `deepspeed`:
+gradients and optimiser are (see `moaspec.train.parallelism.zero`).
+
+What is saved is whole and the same for all of them, so that a run may go on with another number of
+processes and another sharing.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from moaspec.errors import InputError, TrainingError
+from moaspec.train.run_config import TrainConfig
+
+
+class ParallelStrategy(ABC):
+    """A drafter in training.
+
+    Attributes:
+        module: the drafter.
+        model: what is called in its place: this process's part in the common pass.
+        optimizer: AdamW over this process's share.
+    """
+
+    def __init__(
+        self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.module, self.model, self.optimizer = module, model, optimizer
+
+    def begin(self, learning_rate: float) -> None:
+        """Start a step: no gradients yet, and this rate."""
+        self.forget_gradients()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    @abstractmethod
+    def forget_gradients(self) -> None:
+        """Of an earlier step."""
+
+    @abstractmethod
+    def syncing(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Around one pass of a step; gradients need to be exchanged in the last one only."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Add this process's gradients of a pass; those of all processes are averaged."""
+
+    @abstractmethod
+    def update(self, clip: float) -> float:
+        """Change the weights by the step's gradients, whose norm is clipped first.
+
+        Returns:
+            The norm as it was. Where it is not finite, nothing is changed (by DeepSpeed it is).
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights (`model.*`) and optimiser state (`optimizer.KIND.PARAMETER`), whole, on the CPU.
+
+        All processes must call it: shares are collected.
+        """
+        tensors = {
+            f"model.{name}": whole(value) for name, value in self.module.state_dict().items()
+        }
+        for name, parameter in self.module.named_parameters():
+            for kind, value in self.moments(parameter).items():
+                tensors[f"optimizer.{kind}.{name}"] = whole(value)
+        return tensors
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give this process its share of what `state` returned.
+
+        Raises:
+            TrainingError: they are of another drafter.
+        """
+        weights, moments = parts_of(tensors)
+        try:
+            current = self.module.state_dict()
+            self.module.load_state_dict(
+                {name: _placed(value, current[name]) for name, value in weights.items()}
+            )
+            for name, parameter in self.module.named_parameters():
+                if name in moments:
+                    self.set_moments(parameter, moments[name])
+        except (RuntimeError, KeyError) as error:
+            raise TrainingError(
+                "The saved state is of a run with other sizes; use another output directory, or "
+                f"delete its state/ to start again ({error})."
+            ) from error
+
+    @abstractmethod
+    def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        """The optimiser's state of a parameter by kind; empty before its first step."""
+
+    @abstractmethod
+    def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
+        """The reverse of `moments`, from whole tensors on the CPU."""
+
+
+class TorchStrategy(ParallelStrategy):
+    """`none` and `fsdp`."""
+
+    def __init__(self, accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> None:
+        if config.sharding == "fsdp":
+            mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if config.mixed_precision == "bf16" else None,
+                output_dtype=torch.float32,
+            )
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+            model = module
+        else:
+            model = accelerator.prepare_model(module)
+        super().__init__(module, model, adamw(module, config))
+        self._accelerator = accelerator
+
+    def forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def syncing(self, *, last: bool) -> AbstractContextManager[Any]:
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+            return nullcontext()
+        return nullcontext() if last else self._accelerator.no_sync(self.model)
+
+    def backward(self, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
+
+    def update(self, clip: float) -> float:
+        norm = float(whole(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
+        if math.isfinite(norm):
+            self.optimizer.step()
+        return norm
+
+    def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        return self.optimizer.state.get(parameter, {})
+
+    def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
+        self.optimizer.state[parameter] = {
+            kind: _placed(value, parameter) for kind, value in moments.items()
+        }
+
+
+def share(accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> ParallelStrategy:
+    """Share a module out as the config says.
+
+    Raises:
+        InputError: one process has nobody to share with; see `ZeroStrategy` too.
+    """
+    if config.sharding != "none" and accelerator.num_processes == 1:
+        raise InputError(
+            f"sharding={config.sharding} needs several processes: start with torchrun "
+            "--nproc-per-node 2 -m moaspec train ..., or leave it out."
+        )
+    if config.sharding == "deepspeed":
+        # Imported here: DeepSpeed is optional, and importing it takes a while.
+        from moaspec.train.parallelism.zero import ZeroStrategy
+
+        return ZeroStrategy(accelerator, module, config)
+    return TorchStrategy(accelerator, module, config)
+
+
+def adamw(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """The optimiser of a run."""
+    return torch.optim.AdamW(
+        module.parameters(),
+        lr=config.learning_rate,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+    )
+
+
+def parts_of(
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Weights by name, and optimiser states by parameter."""
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        if part == "model":
+            weights[rest] = tensor
+        else:
+            kind, _, parameter = rest.partition(".")
+            moments.setdefault(parameter, {})[kind] = tensor
+    return weights, moments
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be shared out, on the CPU."""
+    collected: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return collected.detach().cpu()
+
+
+def _placed(value: Tensor, like: Tensor) -> Tensor:
+    """On the device of `like`, in shards where it is; AdamW keeps its step count on the CPU."""
+    if value.ndim == 0:
+        return value
+    value = value.to(like.device)
+    if isinstance(like, DTensor):
+        return distribute_tensor(value, like.device_mesh, like.placements)
+    return value

@@ -1,0 +1,128 @@
+"""Sharing through DeepSpeed: ZeRO stage 2, each process holds all weights and computes with them.
+
+Gradients and the optimiser's state are shared out. DeepSpeed's engine is used as it is, not through
+accelerate, which has it on GPUs only. (Stage 3, weights shared out too, is what `fsdp` does.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import convert_outputs_to_fp32
+from torch import Tensor, nn
+
+from moaspec.train.parallelism.strategies import ParallelStrategy, adamw
+from moaspec.train.run_config import TrainConfig
+
+STEP = "step"
+
+
+class ZeroStrategy(ParallelStrategy):
+    """`deepspeed`.
+
+    The optimiser sees one flat tensor per process, a share of all parameters in a row. DeepSpeed
+    knows which piece of it belongs to which parameter once there are moments, so they are made
+    here, as AdamW would make them in its first step.
+
+    Raises:
+        InputError: DeepSpeed is not installed.
+    """
+
+    def __init__(self, accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> None:
+        deepspeed = _deepspeed(accelerator.device)
+        self._tools = deepspeed.utils
+        self._engine, self._zero, _, _ = deepspeed.initialize(
+            model=_in_precision(module, accelerator.device, config),
+            optimizer=adamw(module, config),
+            config={
+                "train_micro_batch_size_per_gpu": 1,  # losses are normalised by the trainer
+                "gradient_accumulation_steps": 1,
+                "gradient_clipping": config.clip,
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": 2, "overlap_comm": False},
+            },
+        )
+        super().__init__(module, self._engine, self._zero.optimizer)
+        self._start_moments()
+
+    def forget_gradients(self) -> None:
+        self._engine.zero_grad()
+
+    @contextmanager
+    def _pass(self, last: bool) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def syncing(self, *, last: bool) -> AbstractContextManager[Any]:
+        return self._pass(last)
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def update(self, _clip: float) -> float:
+        # The engine was told of the clipping when it was made, and tells the norm afterwards only.
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm() or 0.0)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load(tensors)
+        # What AdamW changes are copies of the weights.
+        self._zero.refresh_fp32_params()
+
+    def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        steps = self._flat_states()[0][STEP]
+        if not steps:
+            return {}
+        found = {
+            kind: self._tools.safe_get_full_optimizer_state(parameter, kind)
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        return {STEP: steps.clone(), **found}
+
+    def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
+        for kind, value in moments.items():
+            if kind == STEP:
+                for state in self._flat_states():
+                    state[STEP].copy_(value)
+            else:
+                moved = value.to(parameter.device)
+                self._tools.safe_set_full_optimizer_state(parameter, moved, kind)
+
+    def _flat_states(self) -> list[dict[str, Tensor]]:
+        return [self.optimizer.state[flat] for flat in self._zero.single_partition_of_fp32_groups]
+
+    def _start_moments(self) -> None:
+        for flat, parameters in zip(
+            self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups, strict=True
+        ):
+            self.optimizer.state[flat] = {
+                STEP: torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(flat),
+                "exp_avg_sq": torch.zeros_like(flat),
+            }
+            self._tools.lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
+
+
+def _deepspeed(device: torch.device) -> Any:
+    """The library, which asks the machine by itself for a GPU, told what the run computes on."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    import deepspeed
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    if device.type == "cpu":
+        set_accelerator(CPU_Accelerator())
+    return deepspeed
+
+
+def _in_precision(module: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
+    """Compute in bf16 over float32 weights where the config wants that."""
+    if config.mixed_precision == "bf16":
+        forward = torch.autocast(device.type, torch.bfloat16)(module.forward)
+        module.forward = convert_outputs_to_fp32(forward)
+    return module

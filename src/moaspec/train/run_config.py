@@ -1,0 +1,350 @@
+"""The settings of a training run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BeforeValidator
+
+from moaspec.errors import InputError
+from moaspec.model.drafter_config import DrafterConfig, LayerConfig, activation_name, text_rope
+from moaspec.model.stack import StackConfig
+from moaspec.target.target import Target
+from moaspec.train.students.losses import LossWeights
+
+_AT_LEAST_ONE = (
+    "batch_size",
+    "accumulation",
+    "steps",
+    "shortest_block",
+    "save_every",
+    "max_length",
+    "warm_start_tokens",
+)
+_NOT_NEGATIVE = (
+    "held_out",
+    "batch_tokens",
+    "pass_tokens",
+    "warmup_steps",
+    "decay_steps",
+    "weight_decay",
+    "shard_mb",
+)
+_WITHIN = {
+    "clip": (1e-9, 1e9),
+    "learning_rate": (1e-12, 1.0),
+    "final_lr": (0.0, 1.0),
+    "frozen_lsa": (0.0, 1.0),
+    "seed": (0, 2**63 - 1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSizes:
+    """Sizes of a new drafter; 0 means a default derived from the target.
+
+    Attributes:
+        lsa_heads: query heads of LSA; default: K / target head dim. Must divide K.
+        lsa_kv_heads: key and value heads of LSA.
+        lsa_intermediate: MLP width of LSA; default K.
+        sa_intermediate, ca_intermediate: MLP widths; default: the target's.
+        sa_kv_heads, ca_kv_heads: default: the target's.
+        draft_vocab: size of the trimmed draft vocabulary; 0 keeps the full one.
+        layers: layers of an independent drafter.
+        without: parts that are left out, to measure what they bring; see `DrafterConfig`.
+    """
+
+    lsa_heads: int = 0
+    lsa_kv_heads: int = 0
+    lsa_intermediate: int = 0
+    sa_intermediate: int = 0
+    sa_kv_heads: int = 0
+    ca_intermediate: int = 0
+    ca_kv_heads: int = 0
+    draft_vocab: int = 0
+    layers: int = 2
+    without: tuple[Literal["lsa", "sa", "ca"], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run (`moaspec train CONFIG.yaml key=value ...`).
+
+    Attributes:
+        target: alias, directory, GGUF file or hub id of the frozen target.
+        data: files of `prompt_ids` and `response_ids`, see `moaspec.train.dataset.examples`.
+        output: directory of the run: checkpoints, log, exported drafter.
+        max_length: tokens of one example, prompt included.
+        held_out: examples set aside for measuring.
+        batch_size: examples of one optimiser step, over all processes and accumulation steps.
+        batch_tokens: if not 0, a step has as many examples of like length as fit into so many
+            tokens, pads included, instead of `batch_size`.
+        accumulation: passes that a process splits its share of a step into, at least.
+        pass_tokens: a process makes about one pass for every so many tokens of its share; 0: 512 on
+            a CPU, where few pads are worth more than large products, no limit on a GPU.
+            It changes rounding only.
+        steps: optimiser steps.
+        learning_rate: peak, reached after `warmup_steps`; falls along a cosine to `final_lr`.
+        final_lr: fraction of the peak at the end.
+        decay_steps: steps of the fall; 0 takes the rest of the run. The rate stays where it is
+            afterwards, so the paper's recipe is a peak of 20 times its rate and `final_lr` 1/20.
+        shortest_block, longest_block: lengths of T-step bounded blocks.
+        staircase: start with SA restricted to its own block, fading out over half of training.
+        warm_start: start from the target's own weights and states, see
+            `moaspec.train.students.warm_start`.
+        initial: a drafter to go on from, an alias, directory or hub id; its sizes are kept, and its
+            N, in place of which or beside which a drafter without exits can get others (an exit
+            each, by regression).
+            `warm_start` means nothing then, and of `sizes` only `draft_vocab` does something: if
+            not 0, the vocabulary grows to so many tokens by the most frequent others of the data.
+        warm_start_tokens: tokens whose activations `warm_start` looks at.
+        frozen_lsa: share of the steps, from the first on, in which LSA keeps its initial weights.
+            Its means over layers are then computed once per example and kept on disk, and a step
+            costs a fraction; with N > 0 the target still runs, for its last layers.
+        activation_cache: keep the target's activations on disk; of a baseline, the target's final
+            states only.
+        drafter: "moa", or a baseline: "eagle" (EAGLE-2's head) or "independent" (a small language
+            model between the target's embeddings and its head).
+        num_target_layers: N, target layers that drafts reuse; several values train one drafter
+            with an exit for each, the first being its default.
+        save_every: steps between checkpoints.
+        shard_mb: largest file of a checkpoint, in MB of 10^6 bytes; 0 for no limit.
+        seed: of initial weights, order and blocks.
+        threads: torch threads; 0 leaves torch's default.
+        device: "cpu" or "cuda"; each process takes a GPU of its own.
+        target_dtype: of the target's weights.
+        mixed_precision: "bf16" lets the drafter compute in bf16 over float32 weights.
+        sharding: "fsdp" shares out weights, gradients and optimiser over the processes;
+            "deepspeed" gradients and optimiser (ZeRO stage 2, needs DeepSpeed); "none" keeps all of
+            them in each (DDP).
+        trackers: where to log besides `log.jsonl`: names that accelerate knows (tensorboard, ...).
+    """
+
+    target: str
+    data: tuple[str, ...]
+    output: str
+    max_length: int = 768
+    held_out: int = 32
+    batch_size: int = 8
+    batch_tokens: int = 0
+    accumulation: int = 1
+    pass_tokens: int = 0
+    steps: int = 2000
+    learning_rate: float = 1e-3
+    final_lr: float = 0.05
+    decay_steps: int = 0
+    warmup_steps: int = 50
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    shortest_block: int = 5
+    longest_block: int = 15
+    staircase: bool = False
+    warm_start: bool = True
+    initial: str = ""
+    warm_start_tokens: int = 12000
+    frozen_lsa: float = 0.0
+    activation_cache: bool = True
+    drafter: Literal["moa", "eagle", "independent"] = "moa"
+    num_target_layers: tuple[int, ...] = (0,)
+    save_every: int = 200
+    shard_mb: float = 0.0
+    seed: int = 0
+    threads: int = 0
+    device: str = "cpu"
+    target_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # YAML reads an unquoted no as false.
+    mixed_precision: Annotated[
+        Literal["no", "bf16"], BeforeValidator(lambda value: "no" if value is False else value)
+    ] = "no"
+    sharding: Literal["none", "fsdp", "deepspeed"] = "none"
+    trackers: tuple[str, ...] = ()
+    loss: LossWeights = field(default_factory=LossWeights)
+    sizes: DrafterSizes = field(default_factory=DrafterSizes)
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        if self.longest_block < self.shortest_block:
+            raise InputError(
+                f"longest_block ({self.longest_block}) is below shortest_block "
+                f"({self.shortest_block}). Raise it, or lower the other."
+            )
+        layers = self.num_target_layers
+        if not layers or min(layers) < 0 or len(set(layers)) < len(layers):
+            raise InputError(
+                f"num_target_layers must be different numbers of layers, 0 or more; got {layers}."
+            )
+        if self.drafter != "moa" and (max(layers) or self.frozen_lsa or self.loss.summary):
+            raise InputError(
+                f"drafter={self.drafter} has no LSA and reuses no layers: leave out "
+                "num_target_layers, frozen_lsa and loss.summary."
+            )
+        if self.drafter != "moa" and (self.sizes.without or self.staircase):
+            raise InputError(
+                f"drafter={self.drafter} has neither parts to leave out nor a staircase: drop "
+                "sizes.without and staircase."
+            )
+        if self.initial and self.drafter != "moa":
+            raise InputError("initial goes on from a Mixture-of-Attentions drafter: drafter=moa.")
+        if self.frozen_lsa and self.sharding != "none":
+            raise InputError("frozen_lsa works with sharding=none only.")
+        if not self.data:
+            raise InputError("data must name at least one file.")
+
+    def _check_numbers(self) -> None:
+        for name in _AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in _NOT_NEGATIVE:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"{name} must be 0 or more, got {getattr(self, name)}.")
+        for name, (low, high) in _WITHIN.items():
+            if not low <= getattr(self, name) <= high:
+                raise InputError(
+                    f"{name} must be within {low:g}..{high:g}, got {getattr(self, name)}."
+                )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"betas must be at least 0 and below 1, got {self.betas}.")
+
+    @property
+    def shard_bytes(self) -> int:
+        """Largest file of a checkpoint; 0 for no limit."""
+        return int(self.shard_mb * 1e6)
+
+
+def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a YAML file and apply `key=value` overrides (`loss.kl=0.5` reaches inside).
+
+    Raises:
+        InputError: unreadable YAML, an unknown key, or a value of the wrong type.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        if not isinstance(values, dict):
+            raise InputError(f"The training config {path} must be a mapping of settings.")
+        for item in overrides:
+            _override(values, item)
+        return pydantic.TypeAdapter(TrainConfig).validate_python(_known(TrainConfig, values))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise InputError(
+            f"Cannot read the training config {path}: {error}. moaspec train --init writes one."
+        ) from error
+    except pydantic.ValidationError as error:
+        problems = "; ".join(map(_problem, error.errors()))
+        raise InputError(f"Training config {path}: {problems}.") from error
+    except InputError as error:
+        raise InputError(f"Training config {path}: {error}") from error
+
+
+def _problem(error: Any) -> str:
+    """One of pydantic's errors, in words of YAML."""
+    place = ".".join(map(str, error["loc"]))
+    if error["type"] == "tuple_type":
+        return f"{place} must be a list, for example {place}='[a]'"
+    said = str(error["msg"]).removeprefix("Value error, ").rstrip(".")
+    return f"{place}: {said}" if place else said
+
+
+def _known(kind: Any, values: Any) -> Any:
+    """Reject keys that no field has."""
+    names = {f.name for f in dataclasses.fields(kind)}
+    if not isinstance(values, Mapping):
+        raise InputError(f"Expected a mapping of {', '.join(sorted(names))}; got {values!r}.")
+    unknown = sorted(map(str, set(values) - names))
+    if unknown:
+        raise InputError(f"Unknown key(s) {unknown}; known: {', '.join(sorted(names))}.")
+    nested = {"loss": LossWeights, "sizes": DrafterSizes}
+    return {k: _known(nested[k], v) if k in nested else v for k, v in values.items()}
+
+
+def _override(values: dict[str, Any], item: str) -> None:
+    key, separator, text = item.partition("=")
+    if not separator:
+        raise InputError(f"Expected key=value, got {item!r}.")
+    *path, last = key.split(".")
+    for name in path:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise InputError(f"{key}: {name} is a single value, nothing is inside it. Set {name}.")
+    values[last] = yaml.safe_load(text)
+
+
+def stack_config(target: Target, config: TrainConfig) -> StackConfig:
+    """Config of a new baseline drafter: layers as the target's, widths as `sizes.sa_*` say."""
+    shape = drafter_config(target, config.sizes)
+    return StackConfig(
+        layer=dataclasses.replace(shape.self_attention, qkv_bias=False, o_bias=False),
+        num_layers=config.sizes.layers if config.drafter == "independent" else 1,
+        rms_norm_eps=shape.rms_norm_eps,
+        hidden_act=shape.hidden_act,
+        rope_parameters=shape.rope_parameters,
+        max_position_embeddings=shape.max_position_embeddings,
+        target=target.identity,
+    )
+
+
+def drafter_config(
+    target: Target, sizes: DrafterSizes, num_target_layers: tuple[int, ...] = (0,)
+) -> DrafterConfig:
+    """Config of a new drafter for this target, with biases where published drafters have them.
+
+    Raises:
+        InputError: sizes that do not fit the target, or more reused layers than it has.
+    """
+    config, identity = target.config, target.identity
+    head_dim = target.head_dim
+    lsa_heads = sizes.lsa_heads or identity.kv_size // head_dim
+    if identity.kv_size % lsa_heads:
+        raise InputError(
+            f"lsa_heads={lsa_heads} does not divide K={identity.kv_size}. Choose a divisor."
+        )
+    if max(num_target_layers) > target.num_layers:
+        raise InputError(
+            f"num_target_layers={num_target_layers}: the target has {target.num_layers} layers. "
+            "Ask for as many at most."
+        )
+
+    first_layer = target.layer_state(0)
+
+    def text_layer(intermediate: int, kv_heads: int, *, biases: bool) -> LayerConfig:
+        return LayerConfig(
+            hidden_size=identity.hidden_size,
+            num_heads=int(config.num_attention_heads),
+            num_kv_heads=kv_heads or target.num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=intermediate or int(config.intermediate_size),
+            qkv_bias=biases and "self_attn.q_proj.bias" in first_layer,
+            o_bias=biases and "self_attn.o_proj.bias" in first_layer,
+            mlp_bias=biases and "mlp.gate_proj.bias" in first_layer,
+        )
+
+    rope_parameters = text_rope(config)
+    return DrafterConfig(
+        hidden_size=identity.hidden_size,
+        kv_size=identity.kv_size,
+        layer_self_attention=LayerConfig(
+            hidden_size=identity.kv_size,
+            num_heads=lsa_heads,
+            num_kv_heads=sizes.lsa_kv_heads or lsa_heads,
+            head_dim=identity.kv_size // lsa_heads,
+            intermediate_size=sizes.lsa_intermediate or identity.kv_size,
+            qkv_bias=True,
+        ),
+        self_attention=text_layer(sizes.sa_intermediate, sizes.sa_kv_heads, biases=True),
+        cross_attention=text_layer(sizes.ca_intermediate, sizes.ca_kv_heads, biases=False),
+        rms_norm_eps=float(config.rms_norm_eps),
+        hidden_act=activation_name(config),
+        rope_theta=float(rope_parameters["rope_theta"]),
+        rope_parameters=rope_parameters,
+        max_position_embeddings=int(config.max_position_embeddings),
+        num_target_layers=num_target_layers,
+        target=identity,
+        without=sizes.without,
+    )

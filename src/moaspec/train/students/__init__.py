@@ -1,0 +1,1 @@
+"""What is trained: students, their losses, and the target activations that they learn from."""

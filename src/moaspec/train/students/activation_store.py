@@ -1,0 +1,216 @@
+"""Numbers about examples that are computed once and kept on disk, as flat arrays of bf16.
+
+The frozen target gives the same keys, values and states for an example in every epoch, and a frozen
+LSA the same means; reading them back costs a fraction of computing them.
+
+Legend: B batch, T tokens, L layers, K one layer's key and value, E hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moaspec.errors import TrainingError
+from moaspec.model.drafter_config import TargetIdentity
+from moaspec.model.moa import TargetPass
+from moaspec.target.target import Target
+from moaspec.train.dataset.examples import Batch, Example
+
+
+class ExampleStore:
+    """Arrays with one row per token of a fixed list of examples.
+
+    Args:
+        directory: where the files live, created when missing.
+        examples: the examples, in an order that does not change.
+        widths: numbers per token of each named array.
+
+    Raises:
+        TrainingError: the disk has too little room; the message says how much is needed.
+    """
+
+    def __init__(
+        self, directory: Path, examples: Sequence[Example], widths: Mapping[str, int]
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        lengths = np.array([len(example) for example in examples])
+        self._ends = lengths.cumsum()
+        self._starts = self._ends - lengths
+        tokens = int(self._ends[-1])
+        _require_room(directory, tokens * 2 * sum(widths.values()))
+        self._files = {
+            name: _flat_file(directory / f"{name}-{tokens}x{width}.bf16", (tokens, width))
+            for name, width in widths.items()
+        }
+        self._done = np.memmap(
+            _sized(directory / f"done-{len(examples)}-{'+'.join(widths)}.bool", len(examples)),
+            dtype=np.bool_,
+            mode="r+",
+        )
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether every example of the batch is stored."""
+        return all(self._done[i] for i in batch.example_ids)
+
+    def write(self, batch: Batch, **arrays_BT: Tensor) -> None:
+        """Store every named array, each (B, T, ...), for the examples of a batch."""
+        for row, example in enumerate(batch.example_ids):
+            span = slice(self._starts[example], self._ends[example])
+            for name, tensor in arrays_BT.items():
+                flat = tensor[row, : span.stop - span.start].flatten(1)
+                self._files[name][span] = flat.to(torch.bfloat16).contiguous().view(
+                    torch.int16
+                ).numpy()  # fmt: skip
+            self._done[example] = True
+
+    def read(self, name: str, batch: Batch) -> Tensor:
+        """One array of a batch's examples, (B, T, width) bf16; pads are zero."""
+        rows = [self._read(name, i) for i in batch.example_ids]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def _read(self, name: str, example: int) -> Tensor:
+        flat = np.array(self._files[name][self._starts[example] : self._ends[example]])
+        return torch.from_numpy(flat).view(torch.bfloat16)
+
+
+def bytes_per_token(identity: TargetIdentity) -> int:
+    """What the cache of one token takes on disk."""
+    return 2 * sum(_widths(identity).values())
+
+
+def _widths(identity: TargetIdentity) -> dict[str, int]:
+    """Numbers of one token in each file."""
+    return {"kv": identity.num_layers * identity.kv_size, "hidden": identity.hidden_size}
+
+
+class ActivationCache:
+    """Target activations of a fixed list of examples, filled on first use.
+
+    Args:
+        directory: each list of examples and target has a folder in it, which later runs reuse.
+        examples: the examples, in an order that does not change.
+        identity: the target, for the sizes.
+        before: the N > 0 of which the states that enter the last N layers are kept too.
+
+    Raises:
+        TrainingError: the disk has too little room; the message says how much is needed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        examples: Sequence[Example],
+        identity: TargetIdentity,
+        before: Sequence[int] = (),
+    ) -> None:
+        self._kv_shape = (identity.num_layers, identity.kv_size)
+        self._before = tuple(before)
+        self._store = ExampleStore(
+            directory / fingerprint(examples, identity),
+            examples,
+            _widths(identity) | {f"before{n}": identity.hidden_size for n in before},
+        )
+
+    def passes(self, target: Target, batch: Batch) -> TargetPass:
+        """The batch's activations, read back or computed and stored: bf16, pads are zero."""
+        store, device = self._store, target.device
+        if not store.holds(batch):
+            result = target.encode(batch.input_ids_BT, batch.attention_mask_BT, self._before)
+            entering = {f"before{n}": states.cpu() for n, states in result.before.items()}
+            kv_BTX, hidden_BTE = result.kv_BTLK.flatten(2), result.hidden_BTE
+            store.write(batch, kv=kv_BTX.cpu(), hidden=hidden_BTE.cpu(), **entering)
+        kv_BTX = store.read("kv", batch).to(device)
+        return TargetPass(
+            kv_BTX.unflatten(2, self._kv_shape),
+            store.read("hidden", batch).to(device),
+            {n: store.read(f"before{n}", batch).to(device) for n in self._before},
+        )
+
+
+class FinalStates:
+    """The target's final states alone of a fixed list of examples, filled on first use.
+
+    They are all that a baseline learns from: 1.2 KB a token for SmolLM2-135M, where keys and values
+    take 23.
+
+    Args:
+        directory: each list of examples and target has a folder in it, which later runs reuse.
+        examples: the examples, in an order that does not change.
+        identity: the target, for the sizes.
+
+    Raises:
+        TrainingError: the disk has too little room; the message says how much is needed.
+    """
+
+    def __init__(
+        self, directory: Path, examples: Sequence[Example], identity: TargetIdentity
+    ) -> None:
+        widths = {"hidden": identity.hidden_size}
+        self._store = ExampleStore(directory / fingerprint(examples, identity), examples, widths)
+
+    def read(self, target: Target, batch: Batch) -> Tensor:
+        """The batch's states (B, T, E), read back or computed and stored: bf16, pads are zero."""
+        if not self._store.holds(batch):
+            result = target.encode(batch.input_ids_BT, batch.attention_mask_BT)
+            self._store.write(batch, hidden=result.hidden_BTE.cpu())
+        return self._store.read("hidden", batch).to(target.device)
+
+
+def fingerprint(
+    examples: Sequence[Example],
+    identity: TargetIdentity,
+    weights: Mapping[str, Tensor] | None = None,
+) -> str:
+    """Short name of these examples, in this order, under this target and these weights."""
+    digest = hashlib.sha256(repr(identity).encode())
+    for example in examples:
+        digest.update(repr(example.pieces).encode())
+    for name, tensor in (weights or {}).items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _require_room(directory: Path, num_bytes: int) -> None:
+    held = sum(file.stat().st_blocks * 512 for file in directory.glob("*.bf16"))
+    free = shutil.disk_usage(directory).free + held
+    if free < num_bytes * 1.02:
+        raise TrainingError(
+            f"Keeping activations needs {num_bytes / 1e9:.1f} GB in {directory}, "
+            f"{free / 1e9:.1f} GB are free. Free some space, use fewer examples or train "
+            "with activation_cache=false."
+        )
+
+
+def _flat_file(path: Path, shape: tuple[int, int]) -> np.memmap:
+    _sized(path, 2 * shape[0] * shape[1])
+    return np.memmap(path, dtype=np.int16, mode="r+", shape=shape)
+
+
+def _sized(path: Path, num_bytes: int) -> Path:
+    """Create a file of that size, or keep the one that is there.
+
+    Its room is taken at once: a mapped file that finds the disk full later kills the process.
+    """
+    if path.exists() and path.stat().st_size == num_bytes:
+        return path
+    try:
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            file.truncate(num_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise TrainingError(
+            f"Keeping activations needs {num_bytes / 1e9:.3g} GB for {path}: {error}. Free some "
+            "space, use fewer examples or train with activation_cache=false."
+        ) from error
+    return path

@@ -1,0 +1,144 @@
+"""How good the drafts are on held-out conversations, from training passes alone.
+
+Held-out responses are cut into blocks of `MEASURED_BLOCK`. At each block's start the drafter
+drafts a greedy chain of that length. The training pass feeds it the response's own tokens, which
+are what a chain has drafted for as long as it agrees; so the length of the agreeing prefix is
+exactly that of a real chain. **Simulated tau** is its mean over all whole blocks, plus 1 for the
+token that the target adds. EAGLE gets none, because its chain reads its own predictions. A draft
+agrees when the response, which the target wrote, goes on with it.
+
+Legend: M queries with loss, X blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moaspec.train.data_order import BatchPart, split
+from moaspec.train.dataset.examples import Example, collate
+from moaspec.train.students.blocks import fixed_blocks
+from moaspec.train.students.losses import CHUNK, ExitStates, LogitsOf
+from moaspec.train.students.students import StudentPass
+
+MEASURED_BLOCK = 8
+"""Drafts in a row."""
+RANKS = 8
+"""Drafts beside one another: so many of the likeliest are looked at."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One exit on held-out conversations.
+
+    Attributes:
+        accuracy: by draft step, the share of first choices that are the target's, given that all
+            tokens before are the target's.
+        tau: simulated tokens per round of a chain; None when no response fills a block.
+        acceptance: by rank, the share of drafts that are the target's first choice, over all steps.
+        moment_EE: the mean of products of the states that the head is given; None without any.
+    """
+
+    accuracy: list[float]
+    tau: float | None
+    acceptance: tuple[float, ...]
+    moment_EE: Tensor | None
+
+
+def measure(
+    run: Callable[[BatchPart], StudentPass],
+    examples: Sequence[Example],
+    ids: Sequence[int],
+    *,
+    batch_size: int,
+    draft_token_ids: Tensor | None,
+    place: tuple[int, int],
+    total: Callable[[Tensor], Tensor],
+    head: LogitsOf,
+) -> list[Measured]:
+    """Measure every exit.
+
+    Args:
+        run: the student's pass.
+        examples: conversations.
+        ids: those that are held out; none gives an empty list.
+        batch_size: of them in one pass.
+        draft_token_ids: the trimmed vocabulary.
+        place: number of this process, and of how many.
+        total: adds up over processes.
+        head: the target's, over its full vocabulary.
+    """
+    sums: list[Tensor] = []
+    by_length = sorted(ids, key=lambda i: len(examples[i]))
+    for start in range(0, len(by_length), batch_size):
+        batch = collate(examples, by_length[start : start + batch_size])
+        whole = BatchPart(batch, fixed_blocks(batch, MEASURED_BLOCK), None)
+        part = split(whole, place[1])[place[0]]
+        found = [_sums(one, part, draft_token_ids, head) for one in run(part).exits]
+        sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+    return [_measured(total(one)) for one in sums]
+
+
+def _sums(
+    states: ExitStates, part: BatchPart, draft_token_ids: Tensor | None, head: LogitsOf
+) -> Tensor:
+    """Hits and queries by step, hits by rank, agreeing drafts, whole blocks, products of states."""
+    drafted, best = [], []
+    for mine, target in zip(
+        states.drafted_ME.split(CHUNK), states.target_ME.split(CHUNK), strict=True
+    ):
+        logits_MV = states.drafted_logits(mine)
+        drafted.append(logits_MV.topk(min(RANKS, logits_MV.shape[-1])).indices)
+        best.append(head(target).argmax(-1))
+    ids = None if draft_token_ids is None else draft_token_ids.cpu()
+    drafted_MR, best_M = torch.cat(drafted).cpu(), torch.cat(best).cpu()
+    drafted_MR = drafted_MR if ids is None else ids[drafted_MR]
+    right_MR = (drafted_MR == best_M[:, None]).float()
+    loss_BT = part.blocks.loss_BT
+    written_M = part.batch.input_ids_BT.roll(-1, dims=1)[loss_BT]
+    step_M = part.blocks.step_BT[loss_BT]
+    agreed_M = drafted_MR[:, 0] == written_M
+    prefixes = agreeing_prefixes(agreed_M, step_M)
+    return torch.cat(
+        (
+            torch.zeros(MEASURED_BLOCK).index_add_(0, step_M, right_MR[:, 0]),
+            torch.zeros(MEASURED_BLOCK).index_add_(0, step_M, torch.ones(len(step_M))),
+            F.pad(right_MR.sum(0), (0, RANKS - right_MR.shape[1])),
+            torch.tensor([float(prefixes.sum()), float(len(prefixes))]),
+            (states.drafted_ME.T @ states.drafted_ME).flatten().cpu(),
+        )
+    ).double()
+
+
+def agreeing_prefixes(agreed_M: Tensor, step_M: Tensor) -> Tensor:
+    """Length of the agreeing prefix of every whole block, (X,).
+
+    Args:
+        agreed_M: bool, queries in order of blocks.
+        step_M: the step of each in its block, from 0.
+    """
+    if not len(step_M):
+        return step_M
+    block_M = (step_M == 0).cumsum(0) - 1
+    agreed_X8 = torch.zeros(int(block_M[-1]) + 1, MEASURED_BLOCK, dtype=torch.long)
+    agreed_X8[block_M, step_M] = agreed_M.long()
+    whole_X = torch.bincount(block_M, minlength=len(agreed_X8)) == MEASURED_BLOCK
+    return agreed_X8[whole_X].cumprod(1).sum(1)
+
+
+def _measured(sums: Tensor) -> Measured:
+    sizes = [MEASURED_BLOCK, MEASURED_BLOCK, RANKS, 2]
+    hits, counts, ranks, rest, products = sums.split([*sizes, len(sums) - sum(sizes)])
+    agreed, blocks = rest.tolist()
+    moment_EE = (products / counts.sum()).unflatten(0, (math.isqrt(len(products)), -1)).float()
+    by_rank = (ranks / counts.sum().clamp(min=1)).tolist()
+    accuracy = (hits / counts.clamp(min=1)).tolist()
+    tau = round(agreed / blocks + 1, 4) if blocks else None
+    acceptance = tuple(round(value, 4) for value in by_rank)
+    accuracy = [round(value, 4) for value in accuracy]
+    return Measured(accuracy, tau, acceptance, moment_EE if counts.any() else None)

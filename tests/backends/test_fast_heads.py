@@ -1,0 +1,111 @@
+"""LM heads beside embeddings that share a weight, and their rows for drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bits import needs_kernels, needs_packing
+from moaspec.backends.fast_heads import StreamedLinear, draft_rows, map_into_memory, pack_like
+from moaspec.backends.pack import PackedLinear
+
+pytestmark = pytest.mark.kernels
+
+
+@needs_packing
+def test_a_tied_head_is_packed_and_its_rows_are_read_from_a_file(tmp_path: Path) -> None:
+    head, embedding = nn.Linear(32, 50).bfloat16(), nn.Embedding(50, 32).bfloat16()
+    head.requires_grad_(requires_grad=False)
+    embedding.weight = head.weight
+    before, x, ids = head.weight.clone(), torch.randn(3, 32).bfloat16(), torch.tensor([[49, 0]])
+    expected = head(x)
+    packed, forget = pack_like(head, directory=tmp_path / "new")
+    assert isinstance(packed, PackedLinear)
+    torch.testing.assert_close(packed(x), expected, atol=2e-2, rtol=0)
+    assert torch.equal(head.weight, before)
+    forget()
+    assert torch.equal(embedding(ids), before[ids])
+    assert list(tmp_path.iterdir()) == [tmp_path / "new"]
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_without_room_for_a_file_a_table_stays_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    table = torch.randn(4, 3)
+    before, place = table.clone(), table.data_ptr()
+    map_into_memory(table, tmp_path / "file" / "below")
+    assert table.data_ptr() == place
+    map_into_memory(table, tmp_path)
+    assert table.data_ptr() != place
+    assert torch.equal(table, before)
+
+
+def test_memory_of_rows_that_were_read_is_given_back(tmp_path: Path) -> None:
+    table = torch.randn(1 << 22)
+    before = table.clone()
+    forget = map_into_memory(table, tmp_path)
+    total = float(table.sum())
+    read = psutil.Process().memory_info().rss
+    forget()
+    assert psutil.Process().memory_info().rss < read - table.nbytes // 2
+    assert float(table.sum()) == total
+    assert torch.equal(table, before)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(0,), (1,), (2,), (16,), (17,), (2, 3), (1, 1), (2, 0)])
+def test_streamed_linear_computes_the_same(bias: bool, shape: tuple[int, ...]) -> None:
+    linear = nn.Linear(24, 40, bias=bias)
+    x = torch.randn(*shape, 24)
+    with torch.inference_mode():
+        streamed, expected = StreamedLinear(linear)(x), linear(x)
+    assert streamed.shape == expected.shape
+    assert streamed.is_contiguous()
+    torch.testing.assert_close(streamed, expected, atol=1e-5, rtol=0)
+
+
+def test_a_head_is_streamed_for_those_rows_for_which_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    linear = nn.Linear(1024, 1024, bias=False)
+    times = iter([(1.0, 2.0), (2.0, 1.0), (2.0, 1.0)])  # by F.linear and streamed; 1, 4, 16 rows
+    monkeypatch.setattr("moaspec.backends.fast_heads.fastest_s", lambda _: next(times))
+    head = StreamedLinear(linear)
+    seen: list[int] = []
+    stream = head._stream
+
+    def watched(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return stream(x)
+
+    monkeypatch.setattr(head, "_stream", watched)
+    with torch.inference_mode():
+        for rows in (1, 2, 5, 16, 17):
+            x = torch.randn(rows, 1024)
+            # Sums of 1,024 float32 products in another order.
+            torch.testing.assert_close(head(x), linear(x), atol=1e-4, rtol=0)
+    assert seen == [2, 5, 16]
+
+
+@needs_kernels
+def test_rows_for_drafts_are_rounded_only_where_it_is_known_what_they_are_multiplied_with() -> None:
+    torch.manual_seed(0)
+    rows = nn.Linear(64, 48, bias=False).bfloat16().requires_grad_(requires_grad=False)
+    states = torch.randn(512, 6) @ torch.randn(6, 64) + 0.1 * torch.randn(512, 64)
+    exact, few = draft_rows(rows, None), draft_rows(rows, states.T @ states / len(states))
+    assert isinstance(exact, PackedLinear)
+    assert isinstance(few, PackedLinear)
+    assert exact.matrix is not None
+    assert few.matrix is not None
+    assert (exact.matrix.bits, few.matrix.bits) == (16, 4)
+    expected = exact.single(states.bfloat16())
+    torch.testing.assert_close(expected, rows(states.bfloat16()).float(), atol=0.05, rtol=0.02)
+    error = (few.single(states.bfloat16()) - expected).square().mean() / expected.square().mean()
+    assert error < 0.001
+    single = nn.Linear(64, 48).requires_grad_(requires_grad=False)
+    whole = draft_rows(single, torch.eye(64)).state_dict()["weight"]
+    assert torch.equal(whole, single.weight)

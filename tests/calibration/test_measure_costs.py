@@ -1,0 +1,131 @@
+"""Measuring a machine, and finding the measurement again."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moaspec
+import tiny
+from caches import new_cache
+from moaspec.calibration.choose_exit import known_exits
+from moaspec.calibration.measure_costs import calibrate, fingerprint, stored_costs
+from moaspec.drafting.policy.policies import AdaptivePolicy
+from moaspec.generation.api import shaping_for
+from moaspec.model.moa import MoADrafter
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOASPEC_CACHE", str(new_cache(tmp_path)))
+    return tmp_path / "calibration"
+
+
+def drafter(**sizes: Any) -> MoADrafter:
+    ids = torch.arange(0, tiny.VOCAB, 2)
+    return tiny.random_drafter(tiny.target(), draft_token_ids=ids, **sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [0, 1])
+def test_what_was_measured_is_found_again_and_used(cache: Path, layers: int) -> None:
+    module = drafter()
+    parts: list[str] = []
+    assert stored_costs(tiny.target(), module, num_target_layers=layers) is None
+    costs = calibrate(tiny.target(), module, num_target_layers=layers, advance=parts.append)
+    assert stored_costs(tiny.target(), module, num_target_layers=layers) == costs
+    assert stored_costs(tiny.target(), module, num_target_layers=2) is None
+    assert len(list(cache.iterdir())) == 1
+    assert costs.plain_s(64) > 0 < costs.root_s
+    lines = (*costs.pass_s, costs.step_s, costs.logits_s)
+    assert all(list(line) == sorted(line) for line in lines)
+    assert len(costs.logits_s) == len(costs.head_s)
+    assert len(parts) > 5
+    shaping = shaping_for(tiny.target(), module, num_target_layers=layers)
+    assert isinstance(shaping.policy(), AdaptivePolicy)
+    assert shaping.lags is (layers == 0)
+    result = moaspec.generate(
+        tiny.target(),
+        tiny.PROMPTS[0],
+        drafter=module,
+        max_new_tokens=tiny.NEW_TOKENS,
+        num_target_layers=layers,
+    )
+    assert tuple(result.token_ids) == tiny.own_texts("llama")[0]
+
+
+@pytest.mark.slow
+def test_every_exit_is_measured_beside_the_others(cache: Path) -> None:
+    module = drafter(exits=(2, 0))
+    costs = calibrate(tiny.target(), module)
+    assert len(list(cache.iterdir())) == 2
+    first, other = (one.costs for one in known_exits(tiny.target(), module))
+    assert first == costs == stored_costs(tiny.target(), module)
+    assert other is not None
+    assert other == stored_costs(tiny.target(), module, num_target_layers=0)
+    # What the target does is one measurement, and what drafts do another for each exit.
+    for name in ("contexts", "pass_s", "head_s", "plain_rest_s"):
+        assert getattr(other, name) == getattr(costs, name)
+    assert costs.widths == other.widths != ()
+    for name in ("root_s", "encode_s"):
+        assert getattr(other, name) != getattr(costs, name)
+
+
+@pytest.mark.slow
+def test_one_exit_is_measured_where_it_is_named(cache: Path) -> None:
+    module = drafter(exits=(2, 0))
+    costs = calibrate(tiny.target(), module, num_target_layers=0)
+    assert len(list(cache.iterdir())) == 1
+    assert stored_costs(tiny.target(), module, num_target_layers=0) == costs
+    assert [one.costs for one in known_exits(tiny.target(), module)] == [None, costs]
+
+
+def test_a_planted_table_is_not_read(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    calibrate(tiny.target(), quick=True)
+    (table,) = cache.iterdir()
+    table.chmod(0o666)
+    assert stored_costs(tiny.target()) is None
+
+
+@pytest.mark.slow
+def test_the_target_alone(cache: Path) -> None:
+    costs = calibrate(tiny.target())
+    assert costs.widths == ()
+    assert costs.draft_s(3, 2, 1) == 0.0
+    assert stored_costs(tiny.target()) == costs
+    assert cache.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", ["", "{}", '{"format_version": 1, "costs": {"tokens": [1]}}'])
+def test_a_damaged_file_is_as_good_as_none(cache: Path, content: str) -> None:
+    calibrate(tiny.target())
+    (file,) = cache.iterdir()
+    file.write_text(content)
+    assert stored_costs(tiny.target()) is None
+
+
+def test_the_fingerprint_tells_settings_apart() -> None:
+    other = tiny.fresh_target("qwen2")
+    half = tiny.fresh_target()
+    half.model.bfloat16()
+    settings = [
+        fingerprint(tiny.target()),
+        fingerprint(other),
+        fingerprint(half),
+        fingerprint(tiny.target(), drafter()),
+        fingerprint(tiny.target(), drafter(sa_intermediate=24)),
+        fingerprint(tiny.target(), tiny.random_drafter(tiny.target())),
+        fingerprint(tiny.target(), drafter(), 1),
+    ]
+    texts = {json.dumps(facts, sort_keys=True) for facts in settings}
+    assert len(texts) == len(settings)
+    assert fingerprint(tiny.target(), drafter(), 0) == fingerprint(tiny.target(), drafter())

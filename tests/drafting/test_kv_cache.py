@@ -1,0 +1,188 @@
+"""The engine's key and value cache, and the masks over it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, PassSizes, prefix_mask, tree_mask
+
+LAYERS, HEADS, DIM = 2, 3, 4
+CPU = torch.device("cpu")
+
+
+def empty_cache(rows: int = 0, slots: int = 0) -> KVCache:
+    cache = KVCache(
+        num_layers=LAYERS, num_heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU
+    )
+    cache.reserve(rows, slots)
+    return cache
+
+
+def some_kv(batch: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    key, value = torch.randn(2, batch, HEADS, tokens, DIM, generator=generator)
+    return key, value
+
+
+def read(cache: KVCache, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of these slots, (L, H, T, D) each."""
+    both_TLH2D = cache.features(row, start, stop)[0].unflatten(2, (-1, 2, DIM))
+    key_LHTD, value_LHTD = both_TLH2D.permute(3, 1, 2, 0, 4)
+    return key_LHTD, value_LHTD
+
+
+def test_capacity_grows_in_buckets_and_keeps_what_is_stored() -> None:
+    cache = empty_cache()
+    assert cache.num_bytes == 0
+    cache.reserve(2, 3)
+    per_slot = LAYERS * 2 * HEADS * DIM * 4
+    assert cache.num_bytes == 2 * SLOT_BUCKET * per_slot
+    key, value = some_kv(LAYERS, 3)
+    cache.append(1, 0, key, value)
+    cache.reserve(5, SLOT_BUCKET + 1)
+    assert cache.num_bytes == 5 * 2 * SLOT_BUCKET * per_slot
+    got_key, got_value = read(cache, 1, 0, 3)
+    assert_close(got_key, key, rtol=0, atol=0)
+    assert_close(got_value, value, rtol=0, atol=0)
+    before = cache.num_bytes
+    cache.reserve(1, 1)
+    assert cache.num_bytes == before
+
+
+def test_what_grew_inside_inference_mode_is_written_outside() -> None:
+    """A device drafts beyond the capacity, and takes in what the server sends after that."""
+    with torch.inference_mode():
+        cache = empty_cache()
+        cache.reserve(1, 2)
+    key, value = some_kv(LAYERS, 2)
+    cache.append(0, 0, key, value)
+    assert_close(read(cache, 0, 0, 2), (key, value))
+    with torch.inference_mode():
+        cache.release()
+    cache.reserve(1, 2)
+    cache.append(0, 0, key, value)
+
+
+def test_more_rows_alone_keep_the_slots() -> None:
+    cache = empty_cache(1, 10)
+    key, value = some_kv(LAYERS, 10)
+    cache.append(0, 0, key, value)
+    cache.reserve(3, 5)
+    assert_close(read(cache, 0, 0, 10)[0], key, rtol=0, atol=0)
+
+
+def test_release_gives_all_memory_back() -> None:
+    cache = empty_cache(2, 20)
+    cache.release()
+    assert cache.num_bytes == 0
+    cache.reserve(1, 1)
+    assert cache.num_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "starts"), [([0], [4]), ([2], [1]), ([0, 1], [3, 0]), ([3, 1], [0, 5])]
+)
+def test_writer_stores_and_hands_back(rows: list[int], starts: list[int]) -> None:
+    cache = empty_cache(4, 16)
+    expected = torch.zeros(2, LAYERS, 4, HEADS, 10, DIM)
+    for row in range(4):
+        key, value = some_kv(LAYERS, 10, seed=row)
+        cache.append(row, 0, key, value)
+        expected[:, :, row] = torch.stack((key, value))
+    write = cache.writer(rows, starts, num_tokens=2, visible=9)
+    for layer in range(LAYERS):
+        new = some_kv(len(rows), 2, seed=10 + layer)
+        got = write(layer, *new)
+        for part in range(2):
+            for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+                expected[part, layer, row, :, start : start + 2] = new[part][i]
+            assert_close(got[part], expected[part, layer, rows, :, :9], rtol=0, atol=0)
+    for row in range(4):
+        assert_close(read(cache, row, 0, 10)[0], expected[0, :, row], rtol=0, atol=0)
+        assert_close(read(cache, row, 0, 10)[1], expected[1, :, row], rtol=0, atol=0)
+
+
+def test_read_of_a_stretch() -> None:
+    cache = empty_cache(1, 8)
+    key, value = some_kv(LAYERS, 6)
+    cache.append(0, 2, key, value)
+    got_key, got_value = read(cache, 0, 3, 5)
+    assert_close(got_key, key[:, :, 1:3], rtol=0, atol=0)
+    assert_close(got_value, value[:, :, 1:3], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("slots", [[4, 5, 6], [5, 7, 9], [4, 9], [9], []])
+def test_commit_moves_kept_slots_together(slots: list[int]) -> None:
+    cache = empty_cache(2, 12)
+    for row in range(2):
+        cache.append(row, 0, *some_kv(LAYERS, 12, seed=row))
+    before = [read(cache, row, 0, 12)[0].clone() for row in range(2)]
+    cache.commit(1, 4, slots)
+    after = read(cache, 1, 0, 4 + len(slots))[0]
+    assert_close(after, before[1][:, :, [0, 1, 2, 3, *slots]], rtol=0, atol=0)
+    assert_close(read(cache, 0, 0, 12)[0], before[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [2, 0]])
+def test_view(rows: list[int]) -> None:
+    cache = KVCache(num_layers=1, num_heads=HEADS, head_dim=DIM, dtype=torch.float32, device=CPU)
+    cache.reserve(3, 8)
+    for row in range(3):
+        cache.append(row, 0, *some_kv(1, 8, seed=row))
+    key, value = cache.view(rows, 5)
+    assert_close(key, torch.cat([read(cache, row, 0, 5)[0] for row in rows]), rtol=0, atol=0)
+    assert_close(value, torch.cat([read(cache, row, 0, 5)[1] for row in rows]), rtol=0, atol=0)
+
+
+def test_prefix_mask() -> None:
+    mask = prefix_mask([0, 2, 3], 3, CPU)
+    assert mask.shape == (3, 1, 1, 3)
+    assert mask[:, 0, 0].int().tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def test_tree_mask() -> None:
+    own = torch.tensor([[[1, 0], [1, 1]], [[1, 0], [0, 1]]], dtype=torch.bool)
+    mask = tree_mask([1, 3], own, visible=6)
+    assert mask.shape == (2, 1, 2, 6)
+    assert mask[:, 0].int().tolist() == [
+        [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]],
+        [[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0]],
+    ]
+
+
+@pytest.mark.parametrize("rows", [[0], [2], [0, 1], [1, 2], [2, 0], [0, 2]])
+def test_neighbouring_rows_are_read_without_copies(rows: list[int]) -> None:
+    cache = empty_cache(3, 6)
+    key, value = some_kv(len(rows), 2)
+    starts = [3 + row for row in rows]
+    write = cache.writer(rows, starts, 2, 6 if max(rows) < 2 else 7)
+    got_key, got_value = write(1, key, value)
+    for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        assert_close(got_key[i, :, start : start + 2], key[i], rtol=0, atol=0)
+        assert_close(got_value[i, :, start : start + 2], value[i], rtol=0, atol=0)
+        assert_close(read(cache, row, start, start + 2)[0][1], key[i], rtol=0, atol=0)
+    neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
+    assert (got_key._base is not None) is neighbours
+
+
+@pytest.mark.parametrize(
+    ("rows", "starts", "longest", "expected"),
+    [
+        ([0], [0], 1, PassSizes(1, SLOT_BUCKET, steady=True)),
+        ([0], [254], 2, PassSizes(2, SLOT_BUCKET, steady=True)),
+        ([0], [254], 3, PassSizes(4, 2 * SLOT_BUCKET, steady=True)),
+        ([4, 1], [10, 300], 5, PassSizes(8, 2 * SLOT_BUCKET, steady=True)),
+        ([0], [0], 64, PassSizes(64, SLOT_BUCKET, steady=True)),
+        ([0], [7], 65, PassSizes(65, 72, steady=False)),
+        ([1, 1], [0, 16], 16, PassSizes(16, 32, steady=False)),
+    ],
+)
+def test_sizes_of_recorded_passes_are_few(
+    rows: list[int], starts: list[int], longest: int, expected: PassSizes
+) -> None:
+    assert PassSizes.of(rows, starts, longest, recorded=True) == expected
+    plain = PassSizes(longest, max(starts) + longest, steady=False)
+    assert PassSizes.of(rows, starts, longest, recorded=False) == plain

@@ -1,0 +1,336 @@
+"""In bf16 by kernels, speculation gives the very ids of plain decoding.
+
+A token's numbers are the same bits in a pass over one token, a chain, a tree or a batch. So ties,
+of which bf16 has many, are broken alike, and sampling draws the same; for prompts of so many tokens
+as kernels attend from at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import moaspec
+from bits import needs_packed_kernels
+from moaspec import Target
+from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
+from moaspec.backends.cpu.fused_drafting import draft_tree
+from moaspec.drafting import moa_proposer
+from moaspec.drafting.draft_tree import DraftTree, PricedTree
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.protocols import RowText
+from moaspec.drafting.tree_proposer import layer_cache
+from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.model.moa import MoADrafter
+from moaspec.target.partial import PartialTarget, excerpt_tensors
+from tiny import PROMPTS, kernel_target, random_drafter
+
+pytestmark = [needs_packed_kernels, pytest.mark.kernels]
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3")
+ALL_PROMPTS = (*PROMPTS, *(tuple((7 * step * i + 3) % 64 for i in range(n)) for step, n in (
+    (1, 40), (3, MOST_QUERIES),
+)))  # fmt: skip
+SHAPES = (moaspec.Chain(4), moaspec.Tree(3, 3, 8))
+LENGTH = 30
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "top_p": 0.95, "seed": 5},
+    "penalised": {"repetition_penalty": 1.3},
+}
+
+
+@functools.cache
+def fused_target(family: str) -> Target:
+    target = kernel_target(family)
+    assert target.pack()
+    assert target.layers.fused is not None
+    return target
+
+
+@functools.cache
+def parts(family: str, exits: tuple[int, ...] = (0,)) -> tuple[Target, MoADrafter]:
+    """A fused target, and a drafter that disagrees with it."""
+    target = fused_target(family)
+    drafter = random_drafter(target, exits=exits).bfloat16()
+    for n in drafter.exits:
+        drafter.adapter(int(n)).scale.fill_(3.0)  # type: ignore[union-attr]
+    return target, drafter
+
+
+def text(family: str, prompt: Sequence[int], law: str, **options: Any) -> list[int]:
+    result = moaspec.generate(
+        parts(family)[0], prompt, max_new_tokens=LENGTH, **LAWS[law], **options
+    )
+    return list(result.token_ids)
+
+
+@functools.cache
+def plain_texts(family: str, law: str) -> list[list[int]]:
+    """Each prompt decoded plainly and by itself."""
+    return [text(family, prompt, law) for prompt in ALL_PROMPTS]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    ("shape", "num_target_layers"), [(SHAPES[0], 0), (SHAPES[1], 0), (SHAPES[1], 2)], ids=str
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_change_no_id(
+    family: str, shape: moaspec.Tree, num_target_layers: int, law: str
+) -> None:
+    options = {"drafter": parts(family)[1], "tree": shape, "num_target_layers": num_target_layers}
+    drafted = [text(family, prompt, law, **options) for prompt in ALL_PROMPTS]
+    assert drafted == plain_texts(family, law)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("shape", [None, *SHAPES], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_change_no_id(family: str, shape: moaspec.Tree | None, law: str) -> None:
+    target, drafter = parts(family)
+    drafted: dict[str, Any] = {} if shape is None else {"drafter": drafter, "tree": shape}
+    results = moaspec.generate(target, ALL_PROMPTS, max_new_tokens=LENGTH, **drafted, **LAWS[law])
+    assert [result.token_ids for result in results] == plain_texts(family, law)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_out_of_the_text_change_no_id(family: str) -> None:
+    for drafter in (moaspec.NgramProposer(), parts(family)[1]):
+        options = {"drafter": drafter, "free_branches": True}
+        drafted = [text(family, prompt, "greedy", **options) for prompt in ALL_PROMPTS]
+        assert drafted == plain_texts(family, "greedy")
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_threads_change_no_id(num_threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        options = {"drafter": parts("llama")[1], "tree": SHAPES[1]}
+        drafted = [text("llama", prompt, "greedy", **options) for prompt in ALL_PROMPTS]
+        assert drafted == plain_texts("llama", "greedy")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_texts_are_no_repetition() -> None:
+    """Which would hide a difference, as it comes back to the same."""
+    for family in FAMILIES:
+        for one in plain_texts(family, "sampled"):
+            assert len(set(one)) > 5
+
+
+DRAWN = [
+    moaspec.Chain(1),
+    moaspec.Chain(5),
+    moaspec.Tree(1, 4, 4),
+    moaspec.Tree(3, 2, 6),
+    moaspec.Tree(6, 8, 62),
+    PricedTree(6, 4, 16, prices=tuple(0.05 * n for n in range(1, 17)), least=0.02),
+]
+
+
+DRAFTED_BY: dict[str, moaspec.SamplingParams] = {
+    "greedy": moaspec.SamplingParams(),
+    "sampled": moaspec.SamplingParams(temperature=0.9, seed=5),
+    "cold": moaspec.SamplingParams(temperature=1e-300, seed=2**64 - 1, choice=2),
+    "hot": moaspec.SamplingParams(temperature=30.0, seed=6),
+}
+
+
+def both_ways(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> int:
+    """Draft in one call and by levels, which give the same: how often one call was enough."""
+    calls: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return draft_tree(*args, **kwargs)
+
+    monkeypatch.setattr(moa_proposer, "draft_tree", counted)
+    in_one_call = drafts(*args, **options)
+    assert len(calls) in {0, len(in_one_call)}
+    monkeypatch.setattr(moa_proposer.MoADraftRound, "grow", lambda *_: None)
+    by_levels = drafts(*args, **options)
+    for got, expected in zip(in_one_call, by_levels, strict=True):
+        assert paths(got) == paths(expected)
+        assert (got.levels, got.num_read) == (expected.levels, expected.num_read)
+    return len(calls)
+
+
+@pytest.mark.parametrize("law", DRAFTED_BY)
+@pytest.mark.parametrize("shape", DRAWN, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_in_one_call_is_what_levels_draft(
+    family: str, shape: moaspec.Tree, law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert both_ways(monkeypatch, family, shape, DRAFTED_BY[law])
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+@pytest.mark.parametrize(
+    ("exits", "num_target_layers"), [((0,), 1), ((0,), 3), ((0, 2), 0), ((0, 2), 2)], ids=str
+)
+@pytest.mark.parametrize("shape", [DRAWN[1], DRAWN[3], DRAWN[4]], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_so_it_is_through_exits_and_reused_layers(
+    family: str,
+    shape: moaspec.Tree,
+    exits: tuple[int, ...],
+    num_target_layers: int,
+    behind: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    law = DRAFTED_BY["sampled" if behind else "greedy"]
+    options = {"exits": exits, "num_target_layers": num_target_layers, "behind": behind}
+    assert both_ways(monkeypatch, family, shape, law, **options)
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3"])
+def test_layers_that_go_by_a_window_or_the_texts_length_are_reused_level_by_level(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not both_ways(monkeypatch, family, DRAWN[3], DRAFTED_BY["greedy"], num_target_layers=2)
+
+
+def test_a_device_drafts_what_its_whole_target_does() -> None:
+    target, drafter = parts("llama", (0, 2))
+    whole = kernel_target("llama")
+    excerpt = PartialTarget(
+        whole.config,
+        excerpt_tensors(whole, num_layers=2, head_token_ids=None),
+        None,
+        name="excerpt",
+        num_layers=2,
+        head_token_ids=None,
+        stop_token_ids=frozenset(),
+        dtype=torch.bfloat16,
+    )
+    # The target's was rounded with all the rest of it.
+    inv_freq = whole.model.base_model.rotary_emb.inv_freq
+    excerpt.model.base_model.rotary_emb.inv_freq.copy_(inv_freq)
+    assert excerpt.pack()
+    local = MoAProposer(drafter, target, num_target_layers=2)
+    local.share_target_cache(LocalVerifier(target).cache)
+    on_device = MoAProposer(drafter, excerpt, num_target_layers=2)
+    on_device.share_target_cache(layer_cache(target, drafter.config.self_attention, num_layers=2))
+    assert on_device.kernels() is not None
+    for row, prompt in enumerate(ALL_PROMPTS):
+        for drafting in (local, on_device):
+            _read(drafting, target, row, prompt)
+        texts = [RowText(row, prompt)]
+        assert on_device.propose(texts, DRAWN[3]) == local.propose(texts, DRAWN[3])
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.2}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_a_tree_in_one_call_has_what_filters_leave(
+    family: str, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's way fills a tree up with drafts of no hope."""
+    sampling = moaspec.SamplingParams(temperature=0.9, seed=5, **filters)
+    in_one_call = drafts(family, moaspec.Tree(2, 4, 20), sampling)
+    monkeypatch.setattr(moa_proposer.MoADraftRound, "grow", lambda *_: None)
+    by_levels = drafts(family, moaspec.Tree(2, 4, 20), sampling)
+    for few, more in zip(in_one_call, by_levels, strict=True):
+        assert 0 < len(few.tokens) <= len(more.tokens)
+        assert paths(few) <= paths(more)
+    assert any(len(few.tokens) < 20 for few in in_one_call)
+
+
+@pytest.mark.parametrize("num_target_layers", [0, 2])
+@pytest.mark.parametrize("rows", [2, 3, moa_proposer.MOST_ROWS, moa_proposer.MOST_ROWS + 1])
+def test_rows_together_draft_what_they_draft_alone(rows: int, num_target_layers: int) -> None:
+    """Row by row in calls of their own, or all of them by PyTorch."""
+    target, drafter = parts("llama")
+
+    def new_drafting() -> MoAProposer:
+        made = MoAProposer(drafter, target, num_target_layers=num_target_layers)
+        made.share_target_cache(LocalVerifier(target).cache)
+        return made
+
+    laws = list(DRAFTED_BY.values())
+    texts = [
+        RowText(i, ALL_PROMPTS[i % len(ALL_PROMPTS)], laws[i % len(laws)]) for i in range(rows)
+    ]
+    drafting = new_drafting()
+    for one in texts:
+        _read(drafting, target, one.row, one.token_ids)
+    together = drafting.propose(texts, moaspec.Tree(3, 3, 8))
+    alone = []
+    for one in texts:
+        drafting = new_drafting()
+        _read(drafting, target, one.row, one.token_ids)
+        alone += drafting.propose([one], moaspec.Tree(3, 3, 8))
+    assert together == alone
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 64, 150])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoding_in_one_call_is_what_its_parts_give(family: str, tokens: int) -> None:
+    target, drafter = parts(family)
+    module = MoAProposer(drafter, target).module
+    assert module.encoder.in_one_call is not None
+    generator = torch.Generator().manual_seed(tokens)
+    size = (1, tokens, target.num_layers, target.identity.kv_size)
+    kv_1TLK = torch.randn(size, generator=generator).bfloat16()
+    positions_1T = torch.arange(7, 7 + tokens)[None]
+    with torch.inference_mode():
+        expected = module.project_kv(module.aggregate(kv_1TLK), positions_1T)
+        for got, wanted in zip(module.encode(kv_1TLK, positions_1T), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    """Each draft, as the tokens from the root to it."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return set(found)
+
+
+def _read(
+    drafting: MoAProposer, target: Target, row: int, text: Sequence[int], behind: int = 0
+) -> None:
+    """Let it read what was verified: all but the newest token, or tokens."""
+    known = torch.tensor([text[: max(1, len(text) - 1 - behind)]])
+    kv_1TLK = target.encode(known, torch.ones_like(known)).kv_BTLK
+    size = known.shape[1]
+    (features,) = drafting.encode(kv_1TLK, torch.arange(size)[None], [size])
+    drafting.close(row)
+    drafting.place(row, 0, features)
+    if drafting.target_cache is not None:
+        kv_TLH2D = kv_1TLK[0].unflatten(-1, (target.num_kv_heads, 2, -1))
+        kv_2LHTD = kv_TLH2D.permute(3, 1, 2, 0, 4)
+        drafting.target_cache.reserve(row + 1, size)
+        layers = len(drafting.target_cache.data)
+        drafting.target_cache.append(row, 0, *kv_2LHTD[:, -layers:])
+
+
+def drafts(
+    family: str,
+    shape: moaspec.Tree,
+    sampling: moaspec.SamplingParams = DRAFTED_BY["greedy"],
+    *,
+    exits: tuple[int, ...] = (0,),
+    num_target_layers: int = 0,
+    behind: int = 0,
+) -> list[DraftTree]:
+    """What is drafted after the ends of all prompts, as each grows token by token."""
+    target, drafter = parts(family, exits)
+    drafting = MoAProposer(drafter, target, num_target_layers=num_target_layers)
+    if num_target_layers:
+        drafting.share_target_cache(LocalVerifier(target).cache)
+    drafted = []
+    for row, prompt in enumerate(ALL_PROMPTS):
+        for length in range(max(2, len(prompt) - 3), len(prompt) + 1):
+            _read(drafting, target, row, prompt[:length], behind)
+            ends = [switch for switch in target.rope_switches if switch >= length]
+            limited = shape.limited(min(ends) - length) if ends else shape  # as `Engine` does
+            if limited is not None:
+                drafted += drafting.propose([RowText(row, prompt[:length], sampling)], limited)
+    return drafted

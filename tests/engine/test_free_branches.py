@@ -1,0 +1,137 @@
+"""Candidates out of the text itself, beside the drafter's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moaspec
+import moaspec.generation.api
+import tiny
+from moaspec import Chain, GenerationResult, NgramProposer, SamplingParams, Tree
+from moaspec.drafting.draft_tree import DraftTree, merged
+from moaspec.drafting.ngram_proposer import NgramIndex
+from moaspec.engine.request_state import COPY_NGRAMS
+
+pytestmark = pytest.mark.kernels
+
+LOOP: dict[str, Any] = {"logit_bias": {3: 60.0, 4: 60.0, 5: 60.0}, "frequency_penalty": 0.1}
+"""Settings that make the tiny target repeat itself."""
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.data())
+def test_an_index_that_grew_is_one_that_was_built_at_once(
+    text: list[int], data: st.DataObject
+) -> None:
+    grown, whole = NgramIndex(COPY_NGRAMS), NgramIndex(COPY_NGRAMS)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=4))
+    for cut in [*sorted(cuts), len(text)]:
+        grown.extend(text[:cut])
+    whole.extend(text)
+    shape = Tree(3, 2, 6)
+    assert grown.paths(shape) == whole.paths(shape)
+    for path in whole.paths(shape):
+        size = len(path)
+        assert any(tuple(text[i : i + size]) == path for i in range(len(text)))
+
+
+def test_another_text_replaces_the_first() -> None:
+    index = NgramIndex((2,))
+    index.extend([1, 2, 3, 1, 2])
+    assert index.paths(Chain(1)) == [(3,)]
+    index.extend([1, 2, 9, 1, 2, 7])
+    assert index.paths(Chain(1)) == []
+    index.extend([1, 2, 9, 1, 2])
+    assert index.paths(Chain(1)) == [(9,)]
+
+
+def test_copies_share_the_drafters_beginnings() -> None:
+    drafts = DraftTree((5, 6, 7), (-1, 0, -1))
+    tree = merged([(5, 6, 8), (5, 9), (5, 6)], 10, drafts)
+    assert tree == DraftTree((5, 6, 7, 8, 9), (-1, 0, -1, 1, 0), num_copied=2)
+    assert merged([(1, 2, 3)], 4, drafts) == DraftTree((5, 6, 7, 1), (-1, 0, -1, -1), 1)
+    assert merged([], 4, drafts) == drafts
+
+
+def test_depths_and_ancestors_of_a_merged_tree() -> None:
+    tree = merged([(5, 6, 8)], 9, DraftTree((5, 6), (-1, 0)))
+    assert tree.depths == [1, 2, 3]
+
+
+def results(
+    *, free_branches: bool, drafter: Any, sampling: dict[str, Any], tree: Tree
+) -> list[GenerationResult]:
+    return moaspec.generate(
+        tiny.target(),
+        [*tiny.PROMPTS, (3, 4, 5, 3, 4, 5, 3, 4)],
+        drafter=drafter,
+        free_branches=free_branches,
+        tree=tree,
+        max_new_tokens=20,
+        **sampling,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{}, LOOP, {"temperature": 0.7, "seed": 4, **LOOP}], ids=str)
+@pytest.mark.parametrize("who", ["moa", "lookup", "nobody"])
+def test_free_branches_never_change_the_text(who: str, sampling: dict[str, Any]) -> None:
+    drafters = {
+        "moa": tiny.random_drafter(tiny.target()),
+        "lookup": NgramProposer(),
+        "nobody": None,
+    }
+    plain = results(free_branches=False, drafter=None, sampling=sampling, tree=Chain(1))
+    for shape in (Chain(2), Tree(2, 2, 4)):
+        got = results(free_branches=True, drafter=drafters[who], sampling=sampling, tree=shape)
+        assert [one.token_ids for one in got] == [one.token_ids for one in plain]
+        for one in got:
+            assert one.sources.count("copy") == one.num_copied
+            assert sum(one.accept_lengths) == len(one.token_ids) - 1
+            assert len(one.copied_lengths) == one.num_rounds
+    if sampling and who != "lookup":
+        assert sum(one.num_copied for one in got) > 10
+
+
+def test_copies_are_reported_apart() -> None:
+    (one,) = results(free_branches=True, drafter=None, sampling=LOOP, tree=Chain(1))[-1:]
+    assert one.num_drafted == 0
+    assert one.acceptance_by_depth == []
+    assert one.tau is not None
+    assert one.tau > 1.2
+    assert one.tau_without_copies == 1.0
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma3_text"])
+def test_families_with_windows_and_switches(family: str) -> None:
+    target = tiny.target(family)
+    prompt = (3, 4, 5, 3, 4, 5, 3)
+    sampling = SamplingParams(**LOOP)
+    texts = []
+    for branches in (None, Tree(5, 2, 8)):
+        engine = moaspec.generation.api.local_engine(target)
+        handle = engine.add(prompt, max_new_tokens=30, free_branches=branches, sampling=sampling)
+        result = engine.result(handle)
+        while engine.num_active:
+            engine.step()
+        texts.append(result.token_ids)
+    assert texts[0] == texts[1]
+    assert result.num_copied > 5
+
+
+def test_branches_end_with_the_context() -> None:
+    target = tiny.fresh_target(max_position_embeddings=14)
+    prompt = (3, 4, 5, 3, 4, 5, 3, 4)
+    plain = moaspec.generate(target, prompt, max_new_tokens=40, **LOOP)
+    got = moaspec.generate(
+        target,
+        prompt,
+        free_branches=True,
+        max_new_tokens=40,
+        **LOOP,
+    )
+    assert got.token_ids == plain.token_ids
+    assert got.stop_reason == "context"

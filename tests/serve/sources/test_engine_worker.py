@@ -1,0 +1,153 @@
+"""What fails in one step ends the requests that were in it, and nothing else."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import serving
+from moaspec.errors import BusyError, InputError
+from moaspec.sampling.params import SamplingParams
+from moaspec.serve.sources.engine_worker import EngineWorker, Ticket
+from moaspec.serve.sources.source import Job, Update
+
+
+@pytest.fixture
+def worker() -> Any:
+    source = serving.source(active=2, waiting=1)
+    made = source._worker
+    made.start()
+    yield made
+    made.stop()
+
+
+def ticket(client: str = "", **sampling: Any) -> tuple[Ticket, queue.Queue[Update | Exception]]:
+    told: queue.Queue[Update | Exception] = queue.Queue()
+    settings = SamplingParams(**sampling)
+    job = Job(prompt_ids=(1, 2, 3), max_new_tokens=4, sampling=settings, client=client)
+    return Ticket(job, told.put), told
+
+
+def last(told: queue.Queue[Update | Exception]) -> Update | Exception:
+    """What ends a ticket."""
+    while True:
+        news = told.get(timeout=300)
+        if isinstance(news, Exception) or news.stop_reason is not None:
+            return news
+
+
+def broken(_: Any, __: Tensor) -> Tensor:
+    raise RuntimeError("broken")
+
+
+def test_a_failing_step_ends_its_requests_only(worker: EngineWorker) -> None:
+    bad, bad_told = ticket(processors=(broken,))
+    good, good_told = ticket()
+    worker.submit([bad, good])
+    assert isinstance(last(bad_told), RuntimeError)
+    last(good_told)
+    again, told = ticket()
+    worker.submit([again])
+    ended = last(told)
+    assert isinstance(ended, Update)
+    assert ended.stop_reason == "max_new_tokens"
+    assert worker.load.active == worker.load.waiting == 0
+
+
+def test_all_or_none(worker: EngineWorker) -> None:
+    with pytest.raises(InputError, match="takes 3"):
+        worker.submit([ticket()[0] for _ in range(4)])
+    goes_on = threading.Event()
+
+    def waiting(_: Any, logits_V: Tensor) -> Tensor:
+        assert goes_on.wait(timeout=300)
+        return logits_V
+
+    held = [ticket(processors=(waiting,)) for _ in range(2)]
+    worker.submit([one for one, _ in held])
+    with pytest.raises(BusyError):
+        worker.submit([ticket()[0] for _ in range(2)])
+    goes_on.set()
+    for _, told in held:
+        last(told)
+    assert worker.load.waiting == 0
+
+
+def test_what_is_unfinished_hears_of_the_end() -> None:
+    source = serving.source(active=1)
+    source._worker.start()
+    tickets = [ticket() for _ in range(3)]
+    source._worker.submit([one for one, _ in tickets])
+    source._worker.stop()
+    ends = [last(told) for _, told in tickets]
+    assert all(isinstance(one, BusyError) or one.stop_reason for one in ends)  # type: ignore[union-attr]
+
+
+def test_a_key_has_a_share_of_the_places() -> None:
+    source = serving.source(active=4, waiting=4)
+    worker = source._worker
+    worker.submit([ticket("mallory")[0] for _ in range(4)])
+    with pytest.raises(InputError, match="takes 4"):
+        worker.submit([ticket("bob")[0] for _ in range(5)])
+    with pytest.raises(BusyError, match="may have 4"):
+        worker.submit([ticket("mallory")[0]])
+    worker.submit([ticket("alice")[0] for _ in range(4)])
+
+
+def test_keys_take_turns() -> None:
+    """Of the rows, too, a key has a share; who has the fewest rows joins first."""
+    source = serving.source(active=4, waiting=8)
+    worker = source._worker
+    told = [(name, *ticket(name)) for name in ["mallory"] * 5 + ["alice", "bob"]]
+    for _, one, _ in told:
+        worker.submit([one])
+    while not worker._inbox.empty():
+        command = worker._inbox.get()
+        assert command is not None
+        command()
+    worker._admit()
+    joined = [one.job.client for one in worker._active.values()]
+    assert joined == ["mallory", "alice", "bob", "mallory"]
+    worker.start()
+    for _, _, news in told:
+        assert isinstance(last(news), Update)
+    assert worker.load.active == worker.load.waiting == 0
+    worker.stop()
+
+
+def ended(worker: EngineWorker, tenant: str, first: int) -> None:
+    """A row that is kept after its end."""
+    made, told = ticket()
+    made.job = replace(made.job, tenant=tenant, prompt_ids=(first, 2, 3))
+    worker.submit([made])
+    last(told)
+
+
+def test_a_tenants_rows_do_not_push_out_anothers(worker: EngineWorker) -> None:
+    ended(worker, "alice", 1)
+    for number in range(8):
+        ended(worker, "mallory", 10 + number)
+    assert [one.tenant for one in worker._parked] == ["alice", *["mallory"] * 3]
+    assert worker._parked[-1].token_ids[0] == 17
+
+
+def test_memory_goes_back_where_nobody_asks_for_long() -> None:
+    source = serving.source(parked_s=0.05)
+    worker = source._worker
+    worker.start()
+    try:
+        ended(worker, "alice", 1)
+        deadline = time.monotonic() + 60
+        while (source.cache.num_bytes or worker._parked) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert source.cache.num_bytes == 0
+        assert worker._parked == []
+        ended(worker, "alice", 1)
+    finally:
+        worker.stop()

@@ -1,0 +1,97 @@
+"""Prompts are tokenised in few threads, in turn, and only while somebody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+
+from moaspec import limits
+from moaspec.data.templates.chat_template import ChatTemplate
+from moaspec.errors import BusyError
+from moaspec.serve.sources.preparing import Preparation
+from serving import CONTEXT, MODEL, Served, say
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_long_texts_are_refused_before_they_are_tokenised(
+    served: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokenize(*_: Any, **__: Any) -> Any:
+        raise AssertionError("tokenised")
+
+    text = "x" * (CONTEXT * served.source.facts.longest_token + 1)
+    monkeypatch.setattr(ChatTemplate, "tokenize", tokenize)
+    monkeypatch.setattr(type(served.source.facts.tokenizer), "__call__", tokenize)
+    said: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": say(text)},
+        "completions": {"prompt": text},
+    }
+    with served.http() as http:
+        body = {"model": MODEL, **said.get(path, {"input": text})}
+        answer = http.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_one_client_does_not_hold_up_another() -> None:
+    hold = threading.Event()
+
+    async def run() -> None:
+        preparation = Preparation()
+        greedy = [asyncio.create_task(preparation.in_turn("a", hold.wait)) for _ in range(8)]
+        try:
+            await asyncio.sleep(0)
+            assert await asyncio.wait_for(preparation.in_turn("b", lambda: 7), 60) == 7
+        finally:
+            hold.set()
+        await asyncio.gather(*greedy)
+
+    asyncio.run(run())
+
+
+def test_a_client_that_waits_too_often_is_refused() -> None:
+    hold = threading.Event()
+
+    async def run() -> None:
+        preparation = Preparation()
+        number = limits.MAX_PREPARING_WAITING
+        tasks = [asyncio.create_task(preparation.in_turn("a", hold.wait)) for _ in range(number)]
+        try:
+            while preparation._waiting["a"] < number:
+                await asyncio.sleep(0)
+            with pytest.raises(BusyError, match="not read yet"):
+                await preparation.in_turn("a", hold.wait)
+        finally:
+            hold.set()
+        await asyncio.gather(*tasks)
+        assert await preparation.in_turn("a", lambda: 1) == 1
+        assert not preparation._waiting
+
+    asyncio.run(run())
+
+
+def test_work_of_clients_that_left_is_given_up() -> None:
+    begun: list[int] = []
+    hold = threading.Event()
+
+    async def run() -> None:
+        preparation = Preparation()
+        first = asyncio.create_task(preparation.in_turn("a", hold.wait))
+        left = [
+            asyncio.create_task(preparation.in_turn("a", partial(begun.append, i)))
+            for i in range(3)
+        ]
+        await asyncio.sleep(0)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        hold.set()
+        await first
+        assert await preparation.in_turn("a", lambda: 1) == 1
+
+    asyncio.run(run())
+    assert begun == []

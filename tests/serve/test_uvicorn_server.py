@@ -1,0 +1,120 @@
+"""How a server ends: answers may finish, and whoever still listens after that hears why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+import serving
+from commands import text_target
+from edges import Edge
+from moaspec.serve.sources.source import TextSource
+from serving import LONGEST, MODEL, Served, own_text, say
+
+Ask = Callable[[Served, int], Any]
+
+
+@pytest.fixture
+def ask() -> Iterator[Ask]:
+    """Streams whose client outlives the server."""
+    clients: list[OpenAI] = []
+
+    def stream(served: Served, max_tokens: int) -> Any:
+        clients.append(OpenAI(base_url=served.api, api_key="none", max_retries=0, timeout=300))
+        messages: Any = say("hello")
+        return clients[-1].chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=max_tokens, temperature=0, stream=True
+        )
+
+    yield stream
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize("make", [serving.source, lambda: Edge().source])
+def test_who_still_listens_hears_why(ask: Ask, make: Callable[[], TextSource]) -> None:
+    source = make()
+    with serving.serving(source, grace_s=0.2) as served:
+        stream = ask(served, 1900)
+        next(stream)
+        ended: list[str] = []
+
+        def read() -> None:
+            try:
+                for _ in stream:
+                    pass
+            except openai.APIError as error:
+                ended.append(str(error))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        while not source.load.active:
+            time.sleep(0.01)
+    reader.join(120)
+    assert ended == ["The server is shutting down."]
+
+
+@pytest.mark.slow
+def test_answers_that_are_under_way_may_end(ask: Ask) -> None:
+    with serving.serving(serving.source(), grace_s=60) as served:
+        stream = ask(served, LONGEST)
+        chunks = [next(stream)]
+    chunks += stream
+    text = "".join(one.delta.content or "" for chunk in chunks for one in chunk.choices)
+    assert text == own_text("hello")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.slow
+def test_the_command_from_start_to_sigterm(tmp_path: Path) -> None:
+    target = text_target()
+    target.model.save_pretrained(tmp_path)
+    assert target.tokenizer is not None
+    target.tokenizer.save_pretrained(tmp_path)
+    port = free_port()
+    arguments = ["serve", "--model", str(tmp_path), "--no-speculation", "--port", str(port)]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moaspec", *arguments, "--threads", "1"],
+        env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        with httpx.Client(base_url=url, timeout=60) as http:
+            deadline = (
+                time.monotonic() + 240
+            )  # loading takes a few seconds, and longer on a busy machine
+            while not answers(http):
+                assert server.poll() is None, "the command ended"
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            assert "<title>moaspec" in http.get("/").text
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(120) == 0
+    finally:
+        server.kill()
+
+
+def answers(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health").status_code == 200
+    except httpx.ConnectError:
+        return False

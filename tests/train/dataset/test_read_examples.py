@@ -1,0 +1,77 @@
+"""Training examples from rows of any shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chats
+import tiny
+from moaspec.errors import DataError
+from moaspec.train.dataset.examples import Example
+from moaspec.train.dataset.read_examples import read_examples
+
+ASKED = (0, 3, 8, 20, 1, 8, 0, 4, 8)
+TALK = {"messages": list(chats.talk("w20", "w30 w31").messages)}
+
+
+def read(path: Path, rows: list[Any], **options: Any) -> list[Example]:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    values = {"vocab_size": tiny.VOCAB, "max_length": 50} | options
+    return read_examples([path], **values)
+
+
+def test_messages_are_masked_by_the_chat_template(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tokenizer": chats.tokenizer(), "stop_token_ids": {chats.END}}
+    sharegpt = {
+        "conversations": [{"from": "human", "value": "w20"}, {"from": "gpt", "value": "w30 w31"}]
+    }
+    alpaca = {"instruction": "w20", "output": "w30 w31"}
+    examples = read(tmp_path / "a.jsonl", [TALK, sharegpt, alpaca], **options)
+    assert examples == [Example(ASKED, (30, 31, 1))] * 3
+
+
+def test_turns_of_one_conversation_are_joined(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "prompt_ids": [1, 2], "response_ids": [3, 4]},
+        {"id": "a", "prompt_ids": [1, 2, 3, 4, 5], "response_ids": [6, 7]},
+        {"id": "b", "prompt_ids": [1, 2, 3, 4, 5, 6, 7, 8], "response_ids": [9, 9]},
+        {"id": "b", "prompt_ids": [1, 2], "response_ids": [8, 8]},
+        {"prompt_ids": [1], "response_ids": [2, 2]},
+        {"prompt_ids": [1, 2, 2], "response_ids": [2, 2]},
+    ]
+    assert read(tmp_path / "a.jsonl", rows) == [
+        Example((1, 2), (3, 4), (5,), (6, 7)),
+        Example((1, 2, 3, 4, 5, 6, 7, 8), (9, 9)),
+        Example((1, 2), (8, 8)),
+        Example((1,), (2, 2)),
+        Example((1, 2, 2), (2, 2)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "not JSON"),
+        ({"prompt_ids": [1]}, "without 'response_ids'"),
+        ({"prompt": "w20"}, "no assistant turn"),
+        ({"prompt_ids": [1], "response_ids": [2, 64]}, "64 is outside"),
+    ],
+    ids=str,
+)
+def test_malformed_rows_are_named_or_skipped(row: Any, message: str, tmp_path: Path) -> None:
+    rows = [TALK, row, TALK]
+    options: dict[str, Any] = {"tokenizer": chats.tokenizer(), "stop_token_ids": {chats.END}}
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{message}"):
+        read(tmp_path / "a.jsonl", rows, **options)
+    seen: list[DataError] = []
+    assert len(read(tmp_path / "a.jsonl", rows, on_malformed=seen.append, **options)) == 2
+    assert len(seen) == 1
+
+
+def test_messages_need_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokenizer"):
+        read(tmp_path / "a.jsonl", [TALK])

@@ -1,0 +1,31 @@
+"""Counts, coverage, padding and the cache's size."""
+
+from __future__ import annotations
+
+import pytest
+
+import tiny
+from moaspec.train.dataset import statistics as module
+from moaspec.train.dataset.examples import Example
+from moaspec.train.dataset.statistics import statistics
+
+
+def test_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "VOCABULARIES", (2, 8))
+    examples = [Example((1, 2), (5, 5, 5, 6)), Example((1,), (7, 5), (3,), (6, 9))]
+    facts = statistics(examples, tiny.target().identity, always=[9])
+    assert (facts.examples, facts.responses) == (2, 3)
+    assert (facts.tokens, facts.response_tokens, facts.distinct_tokens) == (12, 8, 4)
+    assert facts.lengths == {50: 6, 90: 6, 99: 6, 100: 6}
+    # 9 is always kept, and 5 is the most frequent: five of eight.
+    assert facts.coverage == {2: 5 / 8, 8: 1.0}
+    # Two bytes for each of 3 layers x 2 heads x (key and value of 8), and for a state of 48.
+    assert facts.bytes_per_token == 2 * (3 * 2 * 2 * 8 + 48)
+    assert facts.cache_bytes == 12 * facts.bytes_per_token
+
+
+def test_padding() -> None:
+    examples = [Example((1,), (2,) * n) for n in (4, 4, 9, 9, 9, 9, 9, 19)]
+    facts = statistics(examples, tiny.target().identity, always=[])
+    # One batch of eight: 80 of 160 are pads. By tokens (10 a row, 80): seven rows of 10, then one.
+    assert facts.padding == {"batch_size=8": 0.5, "batch_tokens=80": pytest.approx(1 / 9)}

@@ -1,0 +1,104 @@
+"""Prompts that the target imagines: different ones, whole ones, the same after any interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chats
+from moaspec.engine.engine import Engine
+from moaspec.engine.result import Event
+from moaspec.errors import DataError, TrainingError
+from moaspec.target.target import Target
+from moaspec.train.dataset.journal import Journal
+from moaspec.train.dataset.overlap import words
+from moaspec.train.dataset.response_writer import ResponseWriter, Writing
+from moaspec.train.dataset.synth import PromptGenerator, synth
+
+PLAIN_END = (
+    "{% for m in messages %}{{ m.role + '\n' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
+)
+
+
+def imagine(
+    target: Target, path: Path, num: int, systems: tuple[str, ...] = (), **changes: Any
+) -> list[dict[str, Any]]:
+    values = {"max_new_tokens": 40, "batch_size": 3, "group_size": 8, "temperature": 1.0} | changes
+    imagination = PromptGenerator(target, systems)
+    scribe = ResponseWriter(
+        target, None, Writing(**values), stop_token_ids=imagination.stop_token_ids
+    )
+    with Journal(path, scribe.settings(num=num)) as journal:
+        synth(scribe, imagination, journal, num)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_prompts_are_different_and_whole(tmp_path: Path) -> None:
+    rows = imagine(chats.target(), tmp_path / "a.jsonl", 12)
+    texts = [row["messages"][-1]["content"] for row in rows]
+    assert len({words(text) for text in texts}) == len(texts) == 12
+    assert all(text.strip() == text and "<|" not in text for text in texts)
+    assert {len(row["messages"]) for row in rows} == {1}
+
+
+def test_system_prompts_take_turns(tmp_path: Path) -> None:
+    rows = imagine(chats.target(), tmp_path / "a.jsonl", 12, ("w12", "w13"))
+    systems = [row["messages"][0]["content"] for row in rows if len(row["messages"]) == 2]
+    assert set(systems) == {"w12", "w13"}
+    assert len(systems) < 12
+
+
+@pytest.mark.slow
+def test_another_seed_gives_other_prompts(tmp_path: Path) -> None:
+    target = chats.target()
+    first, again, other = (
+        imagine(target, tmp_path / f"{i}.jsonl", 6, seed=seed) for i, seed in enumerate((0, 0, 1))
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [3, 30, 55])
+def test_interrupted_and_continued(
+    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = chats.target()
+    imagine(target, tmp_path / "whole.jsonl", 12)
+    step, calls = Engine.step, []
+
+    def interrupted(self: Engine) -> list[Event]:
+        calls.append(1)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        imagine(target, tmp_path / "cut.jsonl", 12)
+    imagine(target, tmp_path / "cut.jsonl", 12)
+    assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_nothing_new(tmp_path: Path) -> None:
+    """Greedy decoding imagines one prompt only."""
+    with pytest.raises(TrainingError, match=r"of 5 are in.*temperature"):
+        imagine(chats.target(), tmp_path / "a.jsonl", 5, temperature=0.0, group_size=1)
+
+
+def test_a_template_that_ends_turns_with_plain_text(tmp_path: Path) -> None:
+    """A line break ends the user's turn there, and no stop token does."""
+    target = chats.target(PLAIN_END.replace("m.content + '\n'", "m.content + ' w63\n'"))
+    rows = imagine(target, tmp_path / "a.jsonl", 3, max_new_tokens=60)
+    assert all("w63" not in row["messages"][0]["content"] for row in rows)
+
+
+def test_without_a_chat_template() -> None:
+    with pytest.raises(DataError, match="no chat template"):
+        PromptGenerator(chats.target(None))

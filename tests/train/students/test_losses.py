@@ -1,0 +1,149 @@
+"""Losses against closed forms, in value and gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from moaspec.train.students.losses import (
+    ExitStates,
+    LossParts,
+    LossWeights,
+    divergence,
+    exit_loss,
+    feature_loss,
+)
+
+
+def test_feature_loss_by_hand() -> None:
+    drafted = torch.tensor([[0.5, -3.0], [0.0, 0.0]], requires_grad=True)
+    target = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    loss = feature_loss(drafted, target)
+    # Below 1: d^2 / 2; from 1 on: |d| - 1/2. Mean over the two numbers of a state, then a sum.
+    assert loss.item() == pytest.approx((0.125 + 2.5) / 2 + (0 + 0.5) / 2)
+    loss.backward()
+    assert drafted.grad is not None
+    assert_close(drafted.grad, torch.tensor([[0.5, -1.0], [0.0, -1.0]]) / 2)
+
+
+def test_forward_kl_by_hand() -> None:
+    p, q = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]), torch.tensor([[0.2, 0.4, 0.4]] * 2)
+    logits = (q.log() + 3).requires_grad_()
+    loss = divergence(logits, p.log() - 1)
+    by_hand = sum(
+        pi * math.log(pi / qi)
+        for row_p, row_q in zip(p.tolist(), q.tolist(), strict=True)
+        for pi, qi in zip(row_p, row_q, strict=True)
+    )
+    assert loss.item() == pytest.approx(by_hand)
+    loss.backward()
+    assert logits.grad is not None
+    assert_close(logits.grad, q - p)
+    assert divergence(p.log(), p.log()).item() == pytest.approx(0, abs=1e-6)
+
+
+def states(seed: int) -> Tensor:
+    return torch.randn(7, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def run(chunk: int, weights: LossWeights) -> tuple[LossParts, Tensor]:
+    torch.manual_seed(0)
+    head, body = nn.Linear(4, 5).requires_grad_(False), nn.Linear(4, 4)
+    found = ExitStates(body(states(1)), states(2), head, head)
+    proxy, parts = exit_loss(found, weights, scale=1 / 7, chunk=chunk)
+    proxy.backward()
+    assert body.weight.grad is not None
+    assert head.weight.grad is None
+    return parts, body.weight.grad
+
+
+WEIGHTS = LossWeights(feature=0.7, kl=0.3)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 6, 7, 512])
+def test_chunks_change_neither_value_nor_gradient(chunk: int) -> None:
+    torch.manual_seed(0)
+    head, body = nn.Linear(4, 5).requires_grad_(False), nn.Linear(4, 4)
+    drafted, target = body(states(1)), states(2)
+    feature, kl = feature_loss(drafted, target), divergence(head(drafted), head(target))
+    total = 0.7 * feature + 0.3 * kl
+    (total / 7).backward()
+    parts, gradient = run(chunk, WEIGHTS)
+    assert parts.total == pytest.approx(total.item(), rel=1e-5)
+    assert parts.feature == pytest.approx(feature.item(), rel=1e-5)
+    assert parts.kl == pytest.approx(kl.item(), rel=1e-5)
+    assert parts.count == 7
+    assert parts.hits == int((head(drafted).argmax(-1) == head(target).argmax(-1)).sum())
+    assert_close(gradient, body.weight.grad)
+
+
+@pytest.mark.parametrize("weights", [LossWeights(kl=0.0), LossWeights(feature=0.0, kl=1.0)])
+def test_a_weight_of_zero_leaves_one_loss(weights: LossWeights) -> None:
+    parts, gradient = run(3, weights)
+    assert parts.total == pytest.approx(weights.feature * parts.feature + weights.kl * parts.kl)
+    assert bool(gradient.any())
+
+
+P, Q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.2, 0.4, 0.4]])
+
+
+def test_reverse_kl_by_hand() -> None:
+    logits = (Q.log() + 3).requires_grad_()
+    loss = divergence(logits, P.log() - 1, "reverse_kl")
+    ratio = (Q / P).log()
+    assert_close(loss, (Q * ratio).sum())
+    loss.backward()
+    assert logits.grad is not None
+    # d/dz_i of sum q log(q / p) with q = softmax(z) is q_i (log(q_i / p_i) - KL).
+    assert_close(logits.grad, Q * (ratio - loss.detach()))
+
+
+def test_total_variation_by_hand() -> None:
+    logits = (Q.log() + 3).requires_grad_()
+    loss = divergence(logits, P.log() - 1, "total_variation")
+    assert loss.item() == pytest.approx(0.3)  # one minus the sum of minima, 0.2 + 0.25 + 0.25
+    loss.backward()
+    assert logits.grad is not None
+    sign = (Q - P).sign() / 2
+    assert_close(logits.grad, Q * (sign - (Q * sign).sum()))
+
+
+def test_relative_features_do_not_depend_on_size() -> None:
+    """What tells exits apart whose states differ by tens in size."""
+    small = feature_loss(states(1), states(2), relative=True)
+    assert_close(feature_loss(30 * states(1), 30 * states(2), relative=True), small)
+
+
+def test_the_inner_states_share_the_feature_loss() -> None:
+    drafted, target = states(1).requires_grad_(), states(2)
+    inner = (states(3).requires_grad_(), states(4))
+    head = nn.Linear(4, 5).requires_grad_(False)
+    found = ExitStates(drafted, target, head, head, inner=inner)
+    proxy, parts = exit_loss(found, LossWeights(feature=0.8, kl=0.0), scale=0.5)
+    proxy.backward()
+    expected = 0.5 * (feature_loss(drafted, target) + feature_loss(*inner))
+    assert parts.feature == pytest.approx(expected.item(), rel=1e-5)
+    assert parts.total == pytest.approx(0.8 * expected.item(), rel=1e-5)
+    gradients = torch.autograd.grad(0.5 * 0.8 * expected, (drafted, inner[0]))
+    assert drafted.grad is not None
+    assert inner[0].grad is not None
+    assert_close(drafted.grad, gradients[0])
+    assert_close(inner[0].grad, gradients[1])
+
+
+def test_no_queries_give_no_loss_and_zero_gradients() -> None:
+    """A process whose rows have run out takes part all the same."""
+    drafted = states(1).requires_grad_()
+    head = nn.Linear(4, 5).requires_grad_(False)
+    none = torch.zeros(7, dtype=torch.bool)
+    proxy, parts = exit_loss(
+        ExitStates(drafted[none], states(2)[none], head, head), WEIGHTS, scale=1.0
+    )
+    proxy.backward()
+    assert parts == LossParts()
+    assert drafted.grad is not None
+    assert not drafted.grad.any()

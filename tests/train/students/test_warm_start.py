@@ -1,0 +1,145 @@
+"""Initial weights from what is known without training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import tiny
+from moaspec.model.rope import Rope, rotate
+from moaspec.model.target_encoder import TargetEncoder
+from moaspec.train.dataset.examples import Example, collate
+from moaspec.train.students.warm_start import (
+    TOKEN_SLOPES,
+    balanced,
+    copy_first_layer,
+    distance_query,
+    fit_linear,
+    prefer_recent,
+    read_last_layers,
+    warm_start,
+)
+
+
+def test_regression_recovers_a_linear_map() -> None:
+    torch.manual_seed(0)
+    truth, fitted = nn.Linear(6, 4), nn.Linear(6, 4)
+    inputs = torch.randn(4000, 6) + 2
+    with torch.no_grad():
+        fit_linear(fitted, inputs, truth(inputs))
+    # The ridge shrinks weights by about one part in a hundred.
+    assert_close(fitted.weight, truth.weight, atol=2e-2, rtol=0)
+    assert_close(fitted(inputs), truth(inputs), atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("slope", [1.2, 0.4])
+def test_a_constant_query_scores_by_distance(slope: float) -> None:
+    """Fitted coefficients, put through real rotary embedding, give the wanted order of scores."""
+    rope, distances = Rope.plain(64, 10000.0), torch.arange(200)
+    query_D = distance_query(
+        rope.inv_freq, distances, (-slope * distances).clamp(min=-12), weights=1 / (1 + distances)
+    )
+    query_HD, key_CD = balanced(query_D[None], 1)
+    cos_sin = rope(distances[None])
+    queries, keys = (
+        rotate(x.expand(200, -1)[None, None], cos_sin)[0, 0] for x in (query_HD, key_CD)
+    )
+    scores = queries[199] @ keys.T / 64**0.5
+    assert scores.argmax() == 199
+    near = scores[190:].flip(0)
+    assert (near[:-1] > near[1:]).all()
+    # A sum of few cosines follows the line only nearly.
+    assert (near[0] - near[-1]).item() == pytest.approx(9 * slope, rel=0.35)
+    assert scores[:150].max() < scores[195:].min()
+
+
+def test_newest_tokens_win_in_the_drafter_itself() -> None:
+    drafter = tiny.random_drafter(tiny.fresh_target(head_dim=64))
+    config = drafter.config.cross_attention
+    tokens_NE = torch.randn(60, config.hidden_size) * 0.1 + 1.0
+    query, key = drafter.decoder.cross_attention.self_attn, drafter.encoder.memory_key_value
+    with torch.no_grad():
+        query.q_proj.weight.zero_()
+        key.k_proj.weight.zero_()
+        prefer_recent(drafter, queries_NE=tokens_NE, keys_NE=tokens_NE)
+        cos_sin = Rope.plain(config.head_dim, 10000.0)(torch.arange(60)[None])
+        query_HTD = query.query(tokens_NE[None], cos_sin)[0]
+        key_CTD = key(tokens_NE[None], cos_sin)[0][0]
+    group = config.num_heads // config.num_kv_heads
+    for head in range(config.num_heads):
+        share = (query_HTD[head, 59] @ key_CTD[head // group].T / 64**0.5).softmax(-1)
+        if head % len(TOKEN_SLOPES) < 2:
+            assert share[55:].sum() > 0.6
+        else:  # the last kind prefers nothing
+            assert share[55:].sum() < 0.2
+
+
+def test_lsa_reads_the_last_layers_and_what_predicts_the_final_state() -> None:
+    """Only the last layer predicts; the mean over layers must carry it through."""
+    torch.manual_seed(0)
+    target = tiny.fresh_target(num_hidden_layers=12, head_dim=8)
+    encoder = tiny.random_drafter(target).encoder
+    kv_NLK = torch.randn(3000, 12, target.identity.kv_size)
+    final_NE = kv_NLK[:, -1] @ torch.randn(target.identity.kv_size, target.identity.hidden_size)
+    with torch.no_grad():
+        before = _explained(encoder, kv_NLK, final_NE)
+        read_last_layers(encoder, kv_NLK, final_NE)
+        after = _explained(encoder, kv_NLK, final_NE)
+        shuffled = kv_NLK[:, torch.randperm(12)]
+        order_lost = _explained(encoder, shuffled, final_NE, fit_on=kv_NLK)
+    assert after > before + 0.2
+    assert after > order_lost + 0.2
+
+
+def _explained(
+    encoder: TargetEncoder, kv_NLK: torch.Tensor, final_NE: torch.Tensor, *, fit_on: Any = None
+) -> float:
+    """Share of the final state's variance that a regression on the means explains."""
+    mean_NK = encoder.mean_over_layers((kv_NLK if fit_on is None else fit_on)[None])[0]
+    linear = nn.Linear(mean_NK.shape[1], final_NE.shape[1])
+    fit_linear(linear, mean_NK, final_NE)
+    error = linear(encoder.mean_over_layers(kv_NLK[None])[0]) - final_NE
+    return 1 - float(error.square().sum() / (final_NE - final_NE.mean(0)).square().sum())
+
+
+def test_rotation_keeps_a_preference_relative() -> None:
+    """Shifting query and key together changes no score."""
+    rope = Rope.plain(8, 10000.0)
+    x = torch.randn(1, 1, 1, 8)
+    near, far = (
+        (rotate(x, rope(torch.tensor([[p + 3]]))) * rotate(x, rope(torch.tensor([[p]])))).sum()
+        for p in (0, 200)
+    )
+    assert_close(near, far)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_sa_starts_as_the_first_layer_where_that_is_a_plain_one(family: str) -> None:
+    target = tiny.target(family)
+    drafter = tiny.random_drafter(target)
+    layer = drafter.decoder.self_attention
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    copy_first_layer(target, drafter)
+    changed = {name for name, value in layer.state_dict().items() if not value.equal(before[name])}
+    plain = family in ("llama", "qwen2", "mistral", "phi3")
+    assert changed == (set(before) if plain else set())
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+def test_a_warm_start_for_families_with_layers_of_their_own(family: str) -> None:
+    """The regression starts from the target's states, whatever SA starts from."""
+    target = tiny.target(family)
+    drafter = tiny.random_drafter(target)
+    texts = zip(tiny.PROMPTS, tiny.own_texts(family), strict=True)
+    examples = [Example(prompt, text) for prompt, text in texts]
+    batches = [collate(examples, [index]) for index in range(len(examples))]
+    passes = [target.encode(one.input_ids_BT, one.attention_mask_BT) for one in batches]
+    warm_start(target, drafter, zip(batches, passes, strict=True))
+    ids = torch.tensor([[*tiny.PROMPTS[2], *tiny.own_texts(family)[2]]])
+    seen = target.encode(ids, torch.ones_like(ids))
+    error = (drafter.aggregate(seen.kv_BTLK) - seen.hidden_BTE).square().mean()
+    assert error < 0.5 * seen.hidden_BTE.square().mean()

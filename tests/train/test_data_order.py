@@ -1,0 +1,54 @@
+"""What a step trains on, and each process's part of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moaspec.train.data_order import DataOrder, split
+from moaspec.train.dataset.examples import Example
+from moaspec.train.run_config import TrainConfig
+
+EXAMPLES = [Example(range(3), range(10 + i)) for i in range(7)]
+
+
+def order(**changes: Any) -> DataOrder:
+    settings: dict[str, Any] = {"target": "t", "data": ("d",), "output": "o", "held_out": 0}
+    return DataOrder(EXAMPLES, TrainConfig(**settings | changes))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 9])
+def test_parts_hold_every_query_of_the_step_once(number: int) -> None:
+    whole = order(batch_size=7, staircase=True).next_part(0)
+    parts = split(whole, number)
+    assert len(parts) == number
+    assert sum(int(p.blocks.loss_BT.sum()) for p in parts) == int(whole.blocks.loss_BT.sum())
+    for part in parts:
+        assert part.batch.input_ids_BT.shape[0] >= 1
+        # No column is a pad in every row.
+        assert bool(part.batch.attention_mask_BT.any(0).all())
+        for row, example in enumerate(part.batch.example_ids):
+            at = whole.batch.example_ids.index(example)
+            width = part.blocks.block_start_BT.shape[1]
+            expected = whole.blocks.block_start_BT[at, :width]
+            assert torch.equal(part.blocks.block_start_BT[row], expected)
+
+
+def test_a_restored_order_goes_on_in_the_middle_of_an_epoch() -> None:
+    first, second = order(batch_size=2), order(batch_size=2)
+    for step in range(2):
+        first.next_part(step)
+    second.restore(first.state())
+    for step in range(2, 12):
+        a, b = first.next_part(step), second.next_part(step)
+        assert a.batch.example_ids == b.batch.example_ids
+        assert torch.equal(a.blocks.block_start_BT, b.blocks.block_start_BT)
+
+
+def test_an_epoch_has_every_example_once(tmp_path: Path) -> None:
+    data = order(batch_size=2, output=str(tmp_path), held_out=1)
+    seen = [i for step in range(3) for i in data.next_part(step).batch.example_ids]
+    assert sorted(seen) == data.train_ids

@@ -1,0 +1,261 @@
+"""Settings of a run: validation, YAML, overrides."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from moaspec.errors import InputError
+from moaspec.train.recipes import RECIPES
+from moaspec.train.run_config import DrafterSizes, TrainConfig, drafter_config, read_train_config
+from moaspec.train.students.losses import LossWeights
+
+BASE = "target: tiny\ndata: [a.jsonl, b.jsonl]\noutput: out\n"
+
+
+def read(tmp_path: Path, text: str = BASE, *overrides: str) -> TrainConfig:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return read_train_config(path, overrides)
+
+
+def test_yaml_and_defaults(tmp_path: Path) -> None:
+    config = read(tmp_path, BASE + "loss: {kl: 0.5}\nbetas: [0.8, 0.9]\nsteps: 7\n")
+    assert config.data == ("a.jsonl", "b.jsonl")
+    assert config.steps == 7
+    assert config.betas == (0.8, 0.9)
+    assert (config.loss.kl, config.loss.feature) == (0.5, 1.0)
+    assert config.sizes == DrafterSizes()
+
+
+def test_overrides_win_and_reach_inside(tmp_path: Path) -> None:
+    text = BASE + "steps: 7\nloss: {feature: 2.0}\n"
+    config = read(
+        tmp_path, text, "steps=9", "loss.kl=0.25", "sizes.draft_vocab=16", "data=[c.jsonl]"
+    )
+    assert config.steps == 9
+    assert (config.loss.kl, config.loss.feature) == (0.25, 2.0)
+    assert config.sizes.draft_vocab == 16
+    assert config.data == ("c.jsonl",)
+
+
+def test_a_value_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    assert read(tmp_path, BASE, "output=a=b").output == "a=b"
+
+
+@pytest.mark.parametrize(
+    "override", ["stps=3", "loss.k1=3", "sizes.heads=2", "loss.kl.more=1", "optimizer.lr=1"]
+)
+def test_unknown_keys(override: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read(tmp_path, BASE, override)
+
+
+def test_an_unknown_key_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"stps.*known.*steps"):
+        read(tmp_path, BASE, "stps=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("steps=many", "steps"),
+        ("learning_rate=[1]", "learning_rate"),
+        ("data=3", "data"),
+        ("loss=3", "mapping"),
+        ("betas=[0.9]", "betas"),
+        ("loss.kl=much", r"loss\.kl"),
+    ],
+)
+def test_wrong_types(override: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=name):
+        read(tmp_path, BASE, override)
+
+
+@pytest.mark.parametrize("override", ["steps", "", "steps 3", "loss.kl: 3"])
+def test_overrides_are_key_value(override: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="key=value"):
+        read(tmp_path, BASE, override)
+
+
+def test_overrides_that_are_no_yaml(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read(tmp_path, BASE, "data=[a")
+
+
+@pytest.mark.parametrize("text", ["", "target: tiny\n", "a: [", "- 1\n- 2\n", "just text", "3"])
+def test_unusable_files(text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read(tmp_path, text)
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "just text"])
+def test_an_override_of_what_is_no_mapping(text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read(tmp_path, text, "steps=3")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nowhere"):
+        read_train_config(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch_size": 0},
+        {"steps": 0},
+        {"shortest_block": 0},
+        {"save_every": 0},
+        {"max_length": 0},
+        {"shortest_block": 9, "longest_block": 8},
+        {"data": ()},
+        {"held_out": -1},
+        {"learning_rate": -1.0},
+        {"learning_rate": float("nan")},
+        {"clip": 0.0},
+        {"warmup_steps": -1},
+    ],
+    ids=str,
+)
+def test_impossible_values(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        TrainConfig(**{"target": "tiny", "data": ("a",), "output": "out"} | change)
+
+
+@pytest.mark.parametrize("change", [{"steps": 0}, {"longest_block": 1}])
+def test_impossible_values_in_a_file(change: dict[str, int], tmp_path: Path) -> None:
+    (key, value) = next(iter(change.items()))
+    with pytest.raises(InputError, match=key):
+        read(tmp_path, BASE, f"{key}={value}")
+
+
+def test_default_sizes_are_the_targets() -> None:
+    config = drafter_config(tiny.target(), DrafterSizes())
+    lsa, sa = config.layer_self_attention, config.self_attention
+    assert (lsa.num_heads, lsa.num_kv_heads, lsa.head_dim, lsa.intermediate_size) == (4, 4, 8, 32)
+    assert (sa.num_heads, sa.num_kv_heads, sa.head_dim, sa.intermediate_size) == (6, 2, 8, 56)
+    assert config.cross_attention == sa
+    assert config.target == tiny.target().identity
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_drafter_for_every_family(family: str) -> None:
+    target = tiny.target(family)
+    config = drafter_config(target, DrafterSizes())
+    biases = family == "qwen2"
+    assert config.self_attention.head_dim == config.cross_attention.head_dim == target.head_dim
+    assert config.kv_size == 2 * 2 * target.head_dim
+    assert config.self_attention.qkv_bias == biases
+    assert config.layer_self_attention.qkv_bias  # the warm start writes its preferences there
+    assert not config.cross_attention.qkv_bias
+    assert config.rms_norm_eps == target.config.rms_norm_eps
+    assert config.hidden_act == ("gelu_pytorch_tanh" if family == "gemma3_text" else "silu")
+
+
+def test_sa_takes_the_rope_of_full_attention() -> None:
+    config = drafter_config(tiny.target("gemma3_text"), DrafterSizes())
+    assert config.rope_theta == 5000.0
+    assert config.rope_parameters["rope_type"] == "linear"
+    longrope = drafter_config(tiny.target("phi3"), DrafterSizes()).rope_parameters
+    assert longrope["original_max_position_embeddings"] == tiny.SWITCH
+
+
+def test_sizes_of_ones_own() -> None:
+    sizes = DrafterSizes(
+        lsa_heads=2,
+        lsa_kv_heads=1,
+        lsa_intermediate=10,
+        sa_intermediate=11,
+        sa_kv_heads=6,
+        ca_intermediate=12,
+        ca_kv_heads=1,
+    )
+    config = drafter_config(tiny.target(), sizes)
+    lsa = config.layer_self_attention
+    assert (lsa.num_heads, lsa.num_kv_heads, lsa.head_dim, lsa.intermediate_size) == (2, 1, 16, 10)
+    assert config.self_attention.num_kv_heads == 6
+    assert config.self_attention.intermediate_size == 11
+    assert config.cross_attention.num_kv_heads == 1
+    assert config.cross_attention.intermediate_size == 12
+
+
+@pytest.mark.parametrize("heads", [3, 32, -1])
+def test_heads_that_do_not_fit(heads: int) -> None:
+    with pytest.raises(InputError):
+        drafter_config(tiny.target(), DrafterSizes(lsa_heads=heads))
+
+
+OURS = Path(__file__).parents[2] / "configs"
+READY = sorted([*OURS.rglob("*.yaml"), *RECIPES.glob("*.yaml")])
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_ready_configs_are_valid(path: Path) -> None:
+    assert read_train_config(path, ["data=[mine.jsonl]"]).data == ("mine.jsonl",)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_target_layers": ()},
+        {"num_target_layers": (1, 1)},
+        {"num_target_layers": (-1,)},
+        {"sharding": "fsdp", "frozen_lsa": 0.5},
+        {"drafter": "eagle", "num_target_layers": (1,)},
+        {"drafter": "independent", "frozen_lsa": 0.5},
+        {"accumulation": 0},
+        {"shard_mb": -1.0},
+        {"weight_decay": math.nan},
+        {"learning_rate": 1e38},
+        {"learning_rate": 0.0},
+        {"final_lr": math.nan},
+        {"final_lr": -3.0},
+        {"frozen_lsa": 2.0},
+        {"betas": (2.0, 3.0)},
+        {"seed": 2**80},
+        {"drafter": "eagle", "staircase": True},
+        {"drafter": "eagle", "sizes": DrafterSizes(without=("sa",))},
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        TrainConfig(**{"target": "tiny", "data": ("a",), "output": "out"} | change)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_weights_of_losses(weight: float) -> None:
+    with pytest.raises(InputError, match=r"loss\.kl"):
+        LossWeights(kl=weight)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"\xff", "Cannot read"),
+        (b"1: 2", r"c\.yaml: Unknown key"),
+        (b"loss: 3", r"c\.yaml: Expected a mapping"),
+        (b"target: t\noutput: o\ndata: a.jsonl", r"data must be a list, for example data="),
+        (b"target: t\noutput: o\ndata: [a]\nseed: -1", r"c\.yaml: seed must be within"),
+    ],
+)
+def test_files_that_are_no_config(text: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text)
+    with pytest.raises(InputError, match=message):
+        read_train_config(path)
+
+
+def test_more_reused_layers_than_there_are() -> None:
+    with pytest.raises(InputError, match="3 layers"):
+        drafter_config(tiny.target(), DrafterSizes(), (4,))
+
+
+@pytest.mark.parametrize("written", ["no", "'no'", "No"])
+def test_no_is_a_word_in_yaml(written: str, tmp_path: Path) -> None:
+    assert read(tmp_path, BASE, f"mixed_precision={written}").mixed_precision == "no"

@@ -1,0 +1,131 @@
+"""What breaks under a run: a clear message, the last state intact, the same weights afterwards."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import DistBackendError
+
+import tiny
+from moaspec.errors import InputError, TrainingError
+from moaspec.train.dataset.examples import Example
+from moaspec.train.run_config import TrainConfig
+from moaspec.train.trainer import Trainer
+from moaspec.train.training_state import StateFiles
+
+EXAMPLES = [Example(p, t) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
+
+
+def trainer(output: Path, examples: list[Example] = EXAMPLES, **changes: Any) -> Trainer:
+    values: dict[str, Any] = {
+        "target": "tiny",
+        "data": ("unused",),
+        "output": str(output),
+        "held_out": 1,
+        "batch_size": 2,
+        "steps": 5,
+        "warmup_steps": 1,
+        "save_every": 2,
+        "activation_cache": False,
+    }
+    return Trainer(tiny.target(), examples, TrainConfig(**values | changes))
+
+
+def weights(output: Path) -> dict[str, Tensor]:
+    state = StateFiles(output / "state").load()
+    assert state is not None
+    return state[0]
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let any file of this process grow further, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.AcceleratorError("CUDA error: device is lost\nCompile with ..."), "device is lost"),
+        (DistBackendError("NCCL error: remote process exited"), "remote process exited"),
+        (RuntimeError("[/gloo/tcp/pair.cc:537] Connection closed by peer"), "closed by peer"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), "smaller batches"),
+    ],
+    ids=["lost", "peer", "gloo", "memory"],
+)
+def test_a_device_that_disappears(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of step 4: the run goes on from step 2 and ends with the same weights."""
+    trainer(tmp_path / "whole").run()
+    run = trainer(tmp_path / "lost")
+    real, passes = run.student.run, []
+
+    def lose(*arguments: Any) -> Any:
+        passes.append(run.step)
+        if run.step == 3:
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(run.student, "run", lose)
+    with pytest.raises(TrainingError, match=message) as caught:
+        run.run()
+    assert "step-2" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    again = trainer(tmp_path / "lost")
+    assert again.step == 2
+    again.run()
+    expected = weights(tmp_path / "whole")
+    for name, tensor in weights(tmp_path / "lost").items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_full_disk_while_saving(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    for _ in range(2):
+        run.train_step()
+    run.save()
+    with files_of_at_most(10_000), pytest.raises(TrainingError, match="step 4"):
+        run.run()
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-2"]
+    again = trainer(tmp_path)
+    assert again.step == 2
+    again.run()
+    assert again.step == 5
+
+
+def test_a_full_disk_while_the_drafter_is_written(tmp_path: Path) -> None:
+    trainer(tmp_path).run()
+    again = trainer(tmp_path)
+    with files_of_at_most(10_000), pytest.raises(TrainingError, match="step-5"):
+        again.run()
+    trainer(tmp_path).run()
+    assert (tmp_path / "drafter" / "model.safetensors").exists()
+
+
+def test_a_full_disk_when_the_cache_is_made(tmp_path: Path) -> None:
+    """Room is taken before it is needed: a mapped file on a full disk would kill the process."""
+    with files_of_at_most(1_000), pytest.raises(TrainingError, match="activation_cache=false"):
+        trainer(tmp_path, activation_cache=True)
+    trainer(tmp_path, activation_cache=True).run()
+
+
+def test_three_examples_are_enough_and_fewer_say_so(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "three", EXAMPLES[:3])
+    run.run()
+    assert run.step == 5
+    with pytest.raises(InputError, match=r"held_out=3.*give more data, or set held_out below 3"):
+        trainer(tmp_path / "none", EXAMPLES[:3], held_out=3)

@@ -1,0 +1,134 @@
+"""Measuring one case on the device's side of a link."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from edge_bench.case import Case, Measured
+from edge_bench.emulated_device import HeldDevice
+from moaspec.drafting.draft_tree import Chain
+from moaspec.drafting.oracle_proposer import OracleProposer
+from moaspec.engine.result import Event
+from moaspec.remote.device.local_parts import Device
+from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
+from moaspec.remote.emulation.pacer import COHERENT_S
+from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.protocol.transport import Transport
+from moaspec.remote.server.server_only import RemoteText
+
+PINGS = 30
+
+
+async def measure_case(
+    case: Case,
+    device: Device,
+    transport: GrpcTransport,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    texts: Sequence[Sequence[int]] = (),
+    through: Transport | None = None,
+) -> Measured:
+    """Decode all prompts greedily, one after another, a new session for each.
+
+    Args:
+        case: how.
+        device: drafts.
+        transport: leads to the server.
+        prompts: token ids.
+        max_new_tokens: of each.
+        texts: what plain decoding gave for each; the replay drafter proposes it.
+        through: a transport around `transport` for sessions, None for itself.
+    """
+    found = Measured(prompts=[list(one) for one in prompts])
+    for index, prompt in enumerate(prompts):
+        if case.mode in ("plain", "server"):
+            stream = RemoteText(
+                transport, device.stop_token_ids, device.generation_defaults
+            ).stream(prompt, speculate=case.mode == "server", max_new_tokens=max_new_tokens)
+            await _alone(found, stream)
+        else:
+            known = [*prompt, *texts[index]] if case.drafter == "replay" else None
+            held = HeldDevice(device, case.step_s, _replay(known, case, index))
+            session = RemoteSession(held, through or transport, _options(case))
+            await _session(found, session, prompt, max_new_tokens)
+            found.step_s += held.steps.mean_s
+    found.step_s = found.step_s / len(prompts)
+    found.pass_s = found.pass_s / max(1, found.rounds)
+    found.hits = found.hits / max(1, found.rounds)
+    return found
+
+
+def _replay(known: list[int] | None, case: Case, seed: int) -> Any:
+    if known is None:
+        return None
+    return lambda: OracleProposer([known], agreement=case.agreement, seed=seed)
+
+
+async def _alone(found: Measured, stream: AsyncIterator[Event]) -> None:
+    """The server alone; every message that arrives is a round."""
+    started, text, arrived = time.perf_counter(), list[int](), list[float]()
+    async for event in stream:
+        text += event.token_ids
+        arrived.append(time.perf_counter())
+    _add_text(found, text, started, arrived)
+    found.rounds += len(arrived) - 1
+
+
+def _options(case: Case) -> RemoteOptions:
+    return RemoteOptions(
+        codec=case.codec,
+        num_target_layers=case.num_target_layers if case.drafter == "moa" else None,
+        draft=Chain(case.drafted) if case.drafted else "auto",
+        draft_ahead=case.mode == "ahead",
+    )
+
+
+async def _session(
+    found: Measured, session: RemoteSession, prompt: Sequence[int], max_new_tokens: int
+) -> None:
+    started, text, arrived = time.perf_counter(), list[int](), list[float]()
+    async for event in session.stream(prompt, max_new_tokens=max_new_tokens):
+        text[event.start :] = event.token_ids
+        arrived.append(time.perf_counter())
+    await session.close()
+    _add_text(found, text, started, arrived)
+    # The first verdict is the prefill's, which is no round.
+    rounds = list(session.stats.rounds)[1:]
+    found.rounds += len(rounds)
+    found.drafted += sum(one.drafted for one in rounds)
+    found.pass_s += sum(one.pass_s for one in rounds)
+    found.hits += session.stats.ahead_hits
+    found.bytes_up += session.stats.bytes_up
+    found.bytes_down += session.stats.bytes_down
+
+
+def _add_text(found: Measured, text: list[int], started: float, arrived: list[float]) -> None:
+    found.texts.append(text)
+    found.tokens += len(text)
+    found.seconds += arrived[-1] - arrived[0]
+    found.first_token_s.append(arrived[0] - started)
+
+
+async def round_trip_s(address: str) -> float:
+    """Mean seconds of a small question over an idle connection: gRPC's health check.
+
+    A mean, not a median: a round waits for the slow packets too. The questions are far enough apart
+    for coherent delays to have changed between them.
+    """
+    async with grpc.aio.insecure_channel(address) as channel:
+        ask: Any = health_pb2_grpc.HealthStub(channel)
+        await ask.Check(health_pb2.HealthCheckRequest())
+        seconds = 0.0
+        for _ in range(PINGS):
+            await asyncio.sleep(COHERENT_S)
+            started = time.perf_counter()
+            await ask.Check(health_pb2.HealthCheckRequest())
+            seconds += time.perf_counter() - started
+        return seconds / PINGS
