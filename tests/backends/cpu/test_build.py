@@ -306,7 +306,7 @@ def test_another_source_is_compiled(
     shutil.copytree(build.SOURCES, changed)
     monkeypatch.setattr(build, "SOURCES", changed)
     monkeypatch.setattr(build, "MAIN", changed / build.MAIN.name)
-    for source in ("cpu.cpp", "attention.h"):
+    for source in ("kernels.cpp", "attention.h"):
         with (changed / source).open("a") as file:
             file.write("\n")
         build._loaded.cache_clear()
