@@ -17,7 +17,7 @@ import pytest
 import serving
 from moaspec import limits
 from moaspec.serve import uvicorn_server
-from moaspec.serve.guard import Guarded
+from moaspec.serve.guard import GuardSettings
 from moaspec.serve.server_context import ServeSettings
 from serving import MODEL, Served, say
 
@@ -36,7 +36,7 @@ def strict() -> Iterator[Served]:
 @contextmanager
 def guarding(*, body_timeout_s: float = 60.0, send_timeout_s: float = 60.0) -> Iterator[Served]:
     """A guarded server; on a busy machine only those who never come may be late."""
-    guarded = Guarded(
+    guarded = GuardSettings(
         api_keys=(KEY,),
         max_body_bytes=LARGEST,
         body_timeout_s=body_timeout_s,
@@ -227,14 +227,14 @@ def head(path: str, *more: str, host: str = "127.0.0.1") -> bytes:
 def test_heads_that_never_come(
     strict: Served, monkeypatch: pytest.MonkeyPatch, text: bytes
 ) -> None:
-    monkeypatch.setattr(uvicorn_server, "HEAD_S", 0.3)
+    monkeypatch.setattr(uvicorn_server, "HEAD_TIMEOUT_S", 0.3)
     assert raw(strict, text) == b""
 
 
 def test_heads_that_never_come_after_an_answer(
     strict: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uvicorn_server, "HEAD_S", 0.3)
+    monkeypatch.setattr(uvicorn_server, "HEAD_TIMEOUT_S", 0.3)
     whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     port = int(strict.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:

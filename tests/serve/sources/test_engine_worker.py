@@ -14,7 +14,7 @@ from torch import Tensor
 import serving
 from moaspec.errors import BusyError, InputError
 from moaspec.sampling.params import SamplingParams
-from moaspec.serve.sources.engine_worker import EngineWorker, Ticket
+from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob
 from moaspec.serve.sources.source import Job, Update
 
 
@@ -27,11 +27,11 @@ def worker() -> Any:
     made.stop()
 
 
-def ticket(client: str = "", **sampling: Any) -> tuple[Ticket, queue.Queue[Update | Exception]]:
+def ticket(client: str = "", **sampling: Any) -> tuple[QueuedJob, queue.Queue[Update | Exception]]:
     told: queue.Queue[Update | Exception] = queue.Queue()
     settings = SamplingParams(**sampling)
     job = Job(prompt_ids=(1, 2, 3), max_new_tokens=4, sampling=settings, client=client)
-    return Ticket(job, told.put), told
+    return QueuedJob(job, told.put), told
 
 
 def last(told: queue.Queue[Update | Exception]) -> Update | Exception:

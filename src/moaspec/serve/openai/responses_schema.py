@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses."""
+"""Request and response bodies of /v1/responses."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from moaspec import limits
 from moaspec.serve.openai.call_grammar import Tool
 from moaspec.serve.openai.chat_schema import ToolName
 from moaspec.serve.openai.schema import (
-    Given,
     JsonObject,
     Name,
     ObjectFormat,
     ReasoningEffort,
+    RequestModel,
     Sampling,
     TextFormat,
     Variables,
 )
 
 
-class InputText(Given):
-    """A piece of a message's text."""
+class InputText(RequestModel):
+    """A text part of a message."""
 
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class InputMessage(Given):
+class InputMessage(RequestModel):
     """A message of the conversation."""
 
     type: Literal["message"] = "message"
@@ -36,8 +36,8 @@ class InputMessage(Given):
     content: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
 
 
-class InputCall(Given):
-    """A call that the model made."""
+class InputCall(RequestModel):
+    """A function call of the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -45,8 +45,8 @@ class InputCall(Given):
     arguments: str
 
 
-class InputCallOutput(Given):
-    """What a function gave."""
+class InputCallOutput(RequestModel):
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -56,8 +56,8 @@ class InputCallOutput(Given):
 InputItem = InputMessage | InputCall | InputCallOutput
 
 
-class ResponseTool(Given):
-    """A function that the model may call; templates may read further fields."""
+class ResponseTool(RequestModel):
+    """A function that the model may call. Chat templates may read extra fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -68,19 +68,19 @@ class ResponseTool(Given):
     strict: bool | None = None
 
     def tool(self) -> Tool:
-        """As the rest of the server knows it."""
+        """Convert to the server's type."""
         return Tool.of(self.model_dump(exclude_none=True, exclude={"type"}))
 
 
-class ResponseToolChoice(Given):
-    """This function must be called."""
+class ResponseToolChoice(RequestModel):
+    """A tool choice that requires one function."""
 
     type: Literal["function"]
     name: ToolName
 
 
-class ResponseSchemaFormat(Given):
-    """JSON after a schema."""
+class ResponseSchemaFormat(RequestModel):
+    """Format of JSON with a schema."""
 
     type: Literal["json_schema"]
     name: Name
@@ -89,14 +89,14 @@ class ResponseSchemaFormat(Given):
     strict: bool | None = None
 
 
-class Reasoning(Given):
-    """How much the model thinks, where its chat template can be told."""
+class Reasoning(RequestModel):
+    """The reasoning effort, for chat templates that read it."""
 
     effort: ReasoningEffort | None = None
 
 
-class ResponseText(Given):
-    """The form of the text."""
+class ResponseText(RequestModel):
+    """The format of the text."""
 
     verbosity: Literal["medium"] | None = None
 
@@ -113,11 +113,11 @@ def _can_be_included(name: str) -> str:
 
 
 Included = Annotated[str, AfterValidator(_can_be_included)]
-"""Whatever else a response may include comes from tools of OpenAI's own, which are not here."""
+"""All other values concern OpenAI's own tools, which do not exist here."""
 
 
 class ResponseRequest(Sampling):
-    """Body of /v1/responses."""
+    """Request body of /v1/responses."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
     instructions: str | None = None
@@ -133,7 +133,7 @@ class ResponseRequest(Sampling):
     chat_template_kwargs: Variables | None = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as messages of a chat."""
+        """The input as chat messages."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[dict[str, Any]] = []
@@ -143,7 +143,7 @@ class ResponseRequest(Sampling):
 
 
 def _append(messages: list[dict[str, Any]], item: InputItem) -> None:
-    """One more item; calls in a row belong to one message."""
+    """Append an item. Consecutive calls share one message."""
     if isinstance(item, InputMessage):
         messages.append({"role": item.role, "content": _content(item.content)})
     elif isinstance(item, InputCallOutput):
@@ -156,7 +156,7 @@ def _append(messages: list[dict[str, Any]], item: InputItem) -> None:
 
 
 def call_json(item: InputCall) -> dict[str, Any]:
-    """A call as chat templates read it."""
+    """A call in the format of chat messages."""
     function = {"name": item.name, "arguments": item.arguments}
     return {"id": item.call_id, "type": "function", "function": function}
 
@@ -166,7 +166,7 @@ def _content(content: str | list[InputText]) -> str | list[dict[str, Any]]:
 
 
 class OutputText(BaseModel):
-    """Said text."""
+    """A text part of the answer."""
 
     type: Literal["output_text"] = "output_text"
     text: str
@@ -175,7 +175,7 @@ class OutputText(BaseModel):
 
 
 class OutputMessage(BaseModel):
-    """A message of the answer."""
+    """The message of the answer."""
 
     id: str
     type: Literal["message"] = "message"
@@ -185,7 +185,7 @@ class OutputMessage(BaseModel):
 
 
 class OutputCall(BaseModel):
-    """A call of the answer."""
+    """A function call of the answer."""
 
     id: str
     type: Literal["function_call"] = "function_call"
@@ -196,19 +196,19 @@ class OutputCall(BaseModel):
 
 
 class InputDetails(BaseModel):
-    """Of the input's tokens."""
+    """Details of the input's tokens."""
 
     cached_tokens: int
 
 
 class OutputDetails(BaseModel):
-    """Of the output's tokens."""
+    """Details of the output's tokens."""
 
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(BaseModel):
-    """Tokens of one response."""
+    """Token usage of one response."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -219,13 +219,13 @@ class ResponseUsage(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why it ended early."""
+    """Why the response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseObject(BaseModel):
-    """Answer of /v1/responses."""
+    """Response body of /v1/responses."""
 
     id: str
     object: Literal["response"] = "response"
@@ -252,7 +252,7 @@ class ResponseObject(BaseModel):
 
 
 class Deleted(BaseModel):
-    """Answer of DELETE."""
+    """Response body of a deletion."""
 
     id: str
     object: Literal["response"] = "response"
