@@ -14,7 +14,7 @@ from moaspec.serve.sources.source import LinkState
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The endpoints' router."""
+    """Create the router of the endpoints."""
     routes = APIRouter(responses=http_errors.responses())
 
     @routes.get("/v1/models")
@@ -25,7 +25,7 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Model:
-        """Describe one model."""
+        """Describe the model of a name."""
         context.check_model(name)
         return _model(context, name)
 

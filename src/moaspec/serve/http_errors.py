@@ -101,7 +101,7 @@ async def _http(_: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError), "registered for this type"
-    # Of a field's alternatives, report the error of the one that matched furthest.
+    # A field may have several types. Report the error of the type that matched furthest.
     first: Mapping[str, Any] = max(
         error.errors(),
         key=lambda each: (len(each["loc"]), each["type"] in ("too_long", "too_short")),

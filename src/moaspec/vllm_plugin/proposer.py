@@ -153,8 +153,8 @@ class MoAProposer(CustomProposer):
     def _sample(self, logits_NV: Tensor, metadata: Any) -> Any:
         """Sample as vLLM does, but verify no drafts in a step with a sampled request.
 
-        Such a step can still have drafts: those of greedy requests that a sampled one joined, and
-        those that vLLM adds itself, after a prefix cache hit or near a text's limit.
+        Such a step can still have drafts: of greedy requests that a sampled one joined, and drafts
+        that vLLM adds itself after a prefix cache hit or near a text's limit.
 
         Args:
             logits_NV: logits of each request's newest token, then of its drafts.

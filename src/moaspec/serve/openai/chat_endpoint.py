@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""The chat endpoint, /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from moaspec.serve.sources.text_writer import Piece
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The endpoint's router."""
+    """Create the router of the endpoint."""
     routes = APIRouter(prefix="/v1", responses=http_errors.responses())
 
     @routes.post(
         "/chat/completions", response_model=ChatCompletion, response_model_exclude_none=True
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
-        """Answer a conversation."""
+        """Answer a conversation as a chat completion."""
         context.check_model(body.model)
         refuse_unsupported(body)
         chat, redactor = _conversation(body), context.redactor()

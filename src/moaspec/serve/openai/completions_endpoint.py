@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""The completions endpoint, /v1/completions."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ DEFAULT_TOKENS = 16
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The endpoint's router."""
+    """Create the router of the endpoint."""
     routes = APIRouter(prefix="/v1", responses=http_errors.responses())
 
     @routes.post("/completions", response_model=Completion, response_model_exclude_none=True)
     async def create_completion(body: CompletionRequest, request: Request) -> Any:
-        """Continue texts."""
+        """Continue one or several texts."""
         context.check_model(body.model)
         refuse_unsupported(body)
         _check(body)

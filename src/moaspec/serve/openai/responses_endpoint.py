@@ -1,4 +1,4 @@
-"""/v1/responses."""
+"""The endpoints below /v1/responses."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from moaspec.serve.server_context import ServerContext, fresh_id
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The endpoints' router."""
+    """Create the router of the endpoints."""
     routes = APIRouter(prefix="/v1", responses=http_errors.responses())
     store = ResponseStore()
 
     @routes.post("/responses", response_model=ResponseObject, response_model_exclude_none=True)
     async def create_response(body: ResponseRequest, request: Request) -> Any:
-        """Answer a conversation."""
+        """Answer a conversation as a response."""
         context.check_model(body.model)
         refuse_unsupported(body)
         answer_format, tenant = _answer_format(body), request.state.tenant

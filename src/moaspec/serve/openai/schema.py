@@ -61,7 +61,7 @@ ReasoningEffort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
 
 
 class StreamOptions(RequestModel):
-    """OpenAI's object `stream_options`."""
+    """The request field `stream_options`."""
 
     include_usage: bool = False
 

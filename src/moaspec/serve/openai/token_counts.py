@@ -17,7 +17,7 @@ class TokenCounts:
         tokens: generated tokens.
         rounds: target verifications, except that of the prompt.
         emitted: tokens emitted by rounds.
-        drafted, accepted: tokens that the drafter proposed, and those that the target accepted.
+        drafted, accepted: tokens that the drafter proposed, and accepted tokens among them.
         copied: accepted tokens that n-gram branches proposed.
         reused: prompt tokens found in a cache.
         started_s: start time, from `time.perf_counter`.

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.engine.request_state import check_bias, check_prompt
-from moaspec.engine.result import Event
 from moaspec.errors import BusyError, InputError
-from moaspec.generation.api import RowOptions
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.transport import Transport
+from moaspec.remote.server.server_only import RemoteText
 from moaspec.sampling.grammar import GrammarProcessor, Grammars
 from moaspec.sampling.token_ids import common_length
 from moaspec.serve.sources.edge_reader import EventReader, link_state, row_options
@@ -64,16 +63,6 @@ class Cuttable(Protocol):
     """An emulated link. While `cut` is True no message passes."""
 
     cut: bool
-
-
-class ServerOnlySource(Protocol):
-    """Decoding by the server without a drafter; see `remote.server.server_only.RemoteText`."""
-
-    def stream(
-        self, prompt_ids: Sequence[int], *, speculate: bool = False, **options: Unpack[RowOptions]
-    ) -> AsyncIterator[Event]:
-        """Yield events with verified tokens."""
-        ...
 
 
 @dataclass(eq=False)
@@ -129,7 +118,7 @@ class EdgeSource:
         options: RemoteOptions | None = None,
         limits: EdgeLimits | None = None,
         faults: Cuttable | None = None,
-        server_only: ServerOnlySource | None = None,
+        server_only: RemoteText | None = None,
         defaults: GenerationDefaults | None = None,
     ) -> None:
         self._device, self._transport = device, transport

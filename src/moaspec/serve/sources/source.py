@@ -193,7 +193,7 @@ class TextSource(Protocol):
 
     @property
     def load(self) -> Load:
-        """Current load."""
+        """Current number of texts."""
         ...
 
     @property

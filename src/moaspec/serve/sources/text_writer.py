@@ -20,7 +20,7 @@ class Piece:
         text: see `docs/serve.md`. All pieces joined are the text.
         token_id: the token.
         source: proposer of the token.
-        hidden: whether the token is not part of the text: a special token, or one that ended it.
+        hidden: whether the token is not part of the text: a special or final token.
         logprob, top_logprobs: log-probabilities, if requested.
         begins_turn: whether it is the first token of a turn's text.
     """
@@ -43,7 +43,7 @@ class TextWriter:
         tokenizer: tokenizer of the target.
         stop: stop strings.
         after: token ids of the prompt, which the text continues.
-        specials: whether special tokens are part of the text, except the one that ends it.
+        specials: whether special tokens are part of the text; the final one never is.
         hidden: tokens that are not part of the text.
     """
 
