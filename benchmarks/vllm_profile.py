@@ -186,7 +186,7 @@ def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -
     from moaspec.backends.pack import PackedLinear
     from moaspec.model import target_encoder
     from moaspec.model.layers import AttentionBlock
-    from moaspec.vllm_plugin.capture import KVCapture
+    from moaspec.vllm_plugin.capture import VLLMCapture
 
     parts = drafter._parts
     for module in parts.drafter.modules():
@@ -197,7 +197,7 @@ def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -
             around(module, "forward", "proposer: products")
     around(parts.head, "_choose", "proposer: products")
     around(target_encoder, "masked_attention", "proposer: attention")
-    around(KVCapture, "_take", "proposer: capture")
+    around(VLLMCapture, "_take", "proposer: capture")
     around(drafter, "propose", "proposer: other")
     around(drafter, "finish_step", "proposer: other")
     around(drafter._drafter, "encode", "proposer: encode")

@@ -61,7 +61,7 @@ def test_tokens_stream_coloured_by_source(browser: Browser, local: Served) -> No
         visited.shows("CSS.highlights.get('draft').size > 3")
         visited.shows(DONE)
         assert raw_text(visited) == ANSWER
-        # What stands in the tree of the last pass is painted at the end of the text.
+        # The tokens of the last pass's tree are coloured at the end of the text.
         assert visited.text(".answer .text").split() == ANSWER.split()
         words = painted(visited)
         assert words["draft"]

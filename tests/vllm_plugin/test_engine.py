@@ -1,4 +1,4 @@
-"""Inside a real vLLM: its text is that of plain vLLM, whatever the drafter and the scheduling.
+"""Inside a real vLLM: its text equals that of plain vLLM for all drafters and schedules.
 
 Each engine takes seconds to start, so one engine answers several questions.
 """
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def crowd() -> tuple[list[list[int]], list[int]]:
-    """Prompts of which many begin alike, of 3 to 90 tokens, and how much each wants."""
+    """Prompts of 3 to 90 tokens, many with a common prefix, and the length of each answer."""
     chance = random.Random(0)
     shared = [chance.randrange(tiny.VOCAB) for _ in range(70)]
     prompts = [
@@ -109,7 +109,7 @@ def test_drafts_are_those_of_moaspecs_own_chain(models: Models) -> None:
         got = serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
         rounds = serving.counter(llm, "spec_decode_num_drafts")
     assert got == [result.token_ids for result in own]
-    # vLLM counts a last draft that the text's end cuts off as a round too, and so do we.
+    # vLLM counts a last draft that the text's end cuts off as a round, as this count does.
     assert rounds == sum(result.num_rounds for result in own)
     assert rounds < 0.6 * sum(lengths)
 

@@ -1,4 +1,4 @@
-"""Devices whose drafts vLLM verifies: the text is the local one, whatever they ask for.
+"""Devices whose drafts vLLM verifies get the text of a local target with all settings.
 
 One engine answers all questions, because it takes seconds to start.
 """
@@ -72,13 +72,13 @@ class Served:
         return TargetService(self.facts, self.drafter, OPTIONS, engine=self.engine)
 
     def session(self, transport: Any, draft: Tree, **options: Any) -> RemoteSession:
-        """A device's."""
+        """A session of a device."""
         link = LinkOptions(backoff_s=0.02, retry_s=0.2)
         remote = RemoteOptions(draft=draft, link=link, **options)
         return RemoteSession(LocalDevice(self.target, self.drafter), transport, remote)
 
     def local(self, prompt: list[int], **options: Any) -> list[int]:
-        """Plain decoding."""
+        """Token ids of plain decoding."""
         return moaspec.generate(self.target, prompt, stop_token_ids=(), **options).token_ids
 
     def verify(self, *requests: VerifyRequest) -> list[Any]:
@@ -156,7 +156,7 @@ def test_drafts_are_accepted_as_by_a_local_target(served: Served) -> None:
 
 
 def test_a_session_may_return_to_an_earlier_text(served: Served) -> None:
-    """Blocks of it are still there, and activations of what they hold were dropped meanwhile."""
+    """Its blocks are still cached, but their features were dropped."""
     first, second = [*LONG, 5, 6], [*LONG[:5], *range(3, 60)]
 
     async def work() -> None:

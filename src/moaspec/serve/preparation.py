@@ -15,9 +15,7 @@ from fastapi import Request
 
 from moaspec import limits
 from moaspec.errors import BusyError
-from moaspec.serve.http_errors import RequestError
-from moaspec.serve.openai.request_texts import CLIENT_CLOSED_REQUEST, until_disconnect
-from moaspec.serve.sources.source import end_tasks
+from moaspec.serve.openai.request_texts import unless_disconnected
 
 T = TypeVar("T")
 
@@ -38,15 +36,7 @@ class PreparationPool:
             BusyError: the client has too many requests waiting.
             RequestError: the client disconnected first.
         """
-        working = asyncio.create_task(self.in_turn(client_of(request), work))
-        leaving = asyncio.create_task(until_disconnect(request.receive))
-        try:
-            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise RequestError("The client left.", status=CLIENT_CLOSED_REQUEST)
-            return working.result()
-        finally:
-            await end_tasks(working, leaving)
+        return await unless_disconnected(request.receive, self.in_turn(client_of(request), work))
 
     async def in_turn(self, client: str, work: Callable[[], T]) -> T:
         """Wait for this client's turn and for a thread, then run `work`.

@@ -20,7 +20,7 @@ from moaspec.serve.http_errors import RequestError
 from moaspec.serve.metrics import Metrics
 from moaspec.serve.openai.redaction import ChatInput, MakeVault, RequestRedactor
 from moaspec.serve.openai.request_texts import RequestTexts
-from moaspec.serve.openai.schema import Sampling
+from moaspec.serve.openai.schema import GenerationRequest
 from moaspec.serve.preparation import PreparationPool
 from moaspec.serve.sources.source import Job, SourceFacts, TextSource
 
@@ -161,7 +161,7 @@ class ServerContext:
     def jobs(
         self,
         request: Request,
-        body: Sampling,
+        body: GenerationRequest,
         prompts: Iterable[Sequence[int]],
         *,
         max_tokens: int,
@@ -207,11 +207,11 @@ class ServerContext:
         """Limit `max_tokens` to the rest of the context. `check_prompt` refuses longer prompts."""
         return max(min(max_tokens, self.facts.max_positions - prompt_length), 0)
 
-    def _sampling(self, body: Sampling, logprobs: int | None) -> SamplingParams:
+    def _sampling(self, body: GenerationRequest, logprobs: int | None) -> SamplingParams:
         """Sampling parameters: the request's, else the model's defaults, else OpenAI's."""
         defaults = self.facts.defaults
         default_temperature = 1.0 if defaults.temperature is None else defaults.temperature
-        shared = Sampling.model_fields.keys() & RowOptions.__annotations__.keys()
+        shared = GenerationRequest.model_fields.keys() & RowOptions.__annotations__.keys()
         options = {
             **{name: getattr(body, name) for name in shared},
             "temperature": default_temperature if body.temperature is None else body.temperature,

@@ -64,7 +64,7 @@ class HeadShare:
         return gathered[:, :, :: max(1, self.ranks // self.total)]
 
 
-class KVCapture:
+class VLLMCapture:
     """The keys and values that all layers wrote in the current step.
 
     Args:

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from moaspec.vllm_plugin import hooks
-from moaspec.vllm_plugin.capture import HeadShare, KVCapture, require_capturable
+from moaspec.vllm_plugin.capture import HeadShare, VLLMCapture, require_capturable
 from moaspec.vllm_plugin.refusals import check_settings
 
 
@@ -53,7 +53,7 @@ class CustomProposer:
         dtype = self.vllm_config.model_config.dtype
         return torch.empty(0, dtype=dtype, device=next(target.parameters()).device)
 
-    def capture(self, target: Any, *, may_hold: bool = False) -> KVCapture:
+    def capture(self, target: Any, *, may_hold: bool = False) -> VLLMCapture:
         """Capture the target's keys and values. Call it before the drafter adds its own layers.
 
         Raises:
@@ -67,7 +67,7 @@ class CustomProposer:
             total=config.model_config.get_total_num_kv_heads(),
             ranks=config.parallel_config.tensor_parallel_size,
         )
-        return KVCapture(
+        return VLLMCapture(
             layers,
             max_tokens=config.scheduler_config.max_num_batched_tokens,
             share=share,

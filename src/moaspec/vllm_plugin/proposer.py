@@ -34,7 +34,7 @@ from moaspec.vllm_plugin.custom_proposer import CustomProposer
 from moaspec.vllm_plugin.refusals import check_drafter
 from moaspec.vllm_plugin.vllm_drafting import DrafterParts, DraftRoots, PagedDrafter
 from moaspec.vllm_plugin.vllm_settings import drafter_name
-from moaspec.vllm_plugin.vllm_target_layers import TrimmedHead, embedding_of
+from moaspec.vllm_plugin.vllm_target_layers import DraftHead, embedding_of
 
 logger = init_logger(__name__)
 
@@ -94,7 +94,7 @@ class MoAProposer(CustomProposer):
         self._parts = DrafterParts(
             drafter=packed_copy(drafter, exact=[drafter.encoder]),
             embed=embedding_of(target, target.embed_input_ids, VocabParallelEmbedding),
-            head=TrimmedHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
+            head=DraftHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
             self_attention=self._paged(index, drafter.config.self_attention, "self_attn"),
             cross_attention=self._paged(index + 1, drafter.config.cross_attention, "cross_attn"),
             capture=capture,

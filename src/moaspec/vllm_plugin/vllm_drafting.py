@@ -17,8 +17,8 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from moaspec.model.moa import MoADrafter
 from moaspec.model.rope import CosSin
 from moaspec.vllm_plugin.caches import CacheGroup, PagedAttend, PagedLayer
-from moaspec.vllm_plugin.capture import Integers, KVCapture, verified_index
-from moaspec.vllm_plugin.vllm_target_layers import Embed, TrimmedHead
+from moaspec.vllm_plugin.capture import Integers, VLLMCapture, verified_index
+from moaspec.vllm_plugin.vllm_target_layers import DraftHead, Embed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,10 @@ class DrafterParts:
 
     drafter: MoADrafter
     embed: Embed
-    head: TrimmedHead
+    head: DraftHead
     self_attention: PagedLayer
     cross_attention: PagedLayer
-    capture: KVCapture
+    capture: VLLMCapture
 
 
 class PagedDrafter:

@@ -21,7 +21,7 @@ from vllm.v1.outputs import SamplerOutput
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest
 from moaspec.engine.accept import Acceptance, accept
-from moaspec.vllm_plugin.capture import KVCapture
+from moaspec.vllm_plugin.capture import VLLMCapture
 from moaspec.vllm_plugin.custom_proposer import CustomProposer
 from moaspec.vllm_plugin.vllm_settings import CONFIG_KEY
 
@@ -85,7 +85,7 @@ class SeededSampler(CustomProposer):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
         self.pending: dict[str, PendingVerification] = {}
-        self._capture: KVCapture | None = None
+        self._capture: VLLMCapture | None = None
 
     def load_model(self, target: Any) -> None:
         """Capture the target's keys and values if a drafter's encoder reads them."""

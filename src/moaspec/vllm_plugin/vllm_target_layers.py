@@ -46,7 +46,7 @@ def embedding_of(target: nn.Module, own: Embed, kind: type[nn.Module]) -> Embed:
     return look_up if torch.equal(look_up(ids_N), own(ids_N)) else own
 
 
-class TrimmedHead:
+class DraftHead:
     """The most probable draft token of each state.
 
     With a trimmed draft vocabulary, every rank holds a copy of the trimmed rows of the head.

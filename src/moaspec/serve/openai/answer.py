@@ -13,8 +13,8 @@ from moaspec.serve.openai.redaction import RequestRedactor
 from moaspec.serve.openai.request_texts import EventStream, RequestTexts, unless_disconnected
 from moaspec.serve.openai.schema import (
     CompletionDetails,
+    GenerationRequest,
     PromptDetails,
-    Sampling,
     Speculation,
     StreamOptions,
     Usage,
@@ -43,7 +43,7 @@ class Answer:
     def __init__(
         self,
         context: ServerContext,
-        body: Sampling,
+        body: GenerationRequest,
         texts: RequestTexts,
         redactor: RequestRedactor,
         answer_format: AnswerFormat | None = None,
@@ -75,14 +75,17 @@ class Answer:
 
     async def respond(self, request: Request, *, stream: bool | None) -> Any:
         """Send the answer. The texts are cancelled when the client disconnects."""
-        if not stream:
-            return await unless_disconnected(request, self._texts, self._whole())
-        return EventStream(
-            self._texts,
-            self._events(),
-            named=self.named_events,
-            send_timeout_s=self._context.settings.send_timeout_s,
-        )
+        if stream:
+            return EventStream(
+                self._texts,
+                self._events(),
+                named=self.named_events,
+                send_timeout_s=self._context.settings.send_timeout_s,
+            )
+        try:
+            return await unless_disconnected(request.receive, self._whole())
+        finally:
+            await self._texts.close()
 
     async def _whole(self) -> Any:
         async for index, update in self._texts.updates():

@@ -13,7 +13,7 @@ from moaspec.data.templates.call_reader import CallReader
 from moaspec.serve.http_errors import RequestError
 from moaspec.serve.openai.call_grammar import Tool, call_grammar, lists_arguments
 from moaspec.serve.openai.redaction import ChatInput, RequestRedactor
-from moaspec.serve.openai.schema import Sampling
+from moaspec.serve.openai.schema import GenerationRequest
 from moaspec.serve.server_context import ServerContext
 from moaspec.serve.sources.source import Job
 
@@ -95,7 +95,7 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversation:
+class ConversationRequest:
     """A chat or response request in the form that both endpoints share.
 
     Attributes:
@@ -119,7 +119,11 @@ class Conversation:
     template_options: Mapping[str, bool] = field(default_factory=dict)
 
     def jobs(
-        self, context: ServerContext, request: Request, body: Sampling, redactor: RequestRedactor
+        self,
+        context: ServerContext,
+        request: Request,
+        body: GenerationRequest,
+        redactor: RequestRedactor,
     ) -> list[Job]:
         """Redact and tokenise the conversation, and make a job for every choice."""
         answer_format, limit = self.answer_format, self.max_tokens

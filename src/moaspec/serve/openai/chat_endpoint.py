@@ -12,7 +12,7 @@ from moaspec.data.templates.call_reader import Call
 from moaspec.serve import http_errors
 from moaspec.serve.http_errors import RequestError
 from moaspec.serve.openai.answer import Answer
-from moaspec.serve.openai.answer_format import ANY_OBJECT, AnswerFormat, Conversation
+from moaspec.serve.openai.answer_format import ANY_OBJECT, AnswerFormat, ConversationRequest
 from moaspec.serve.openai.chat_schema import (
     AnswerMessage,
     ChatChoice,
@@ -55,7 +55,7 @@ def router(context: ServerContext) -> APIRouter:
     return routes
 
 
-def _conversation(body: ChatRequest) -> Conversation:
+def _conversation(body: ChatRequest) -> ConversationRequest:
     answer_format = _answer_format(body)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
@@ -66,7 +66,7 @@ def _conversation(body: ChatRequest) -> Conversation:
             param="continue_final_message",
         )
     limit = body.max_completion_tokens
-    return Conversation(
+    return ConversationRequest(
         messages=body.conversation(),
         answer_format=answer_format,
         variables=body.chat_template_kwargs,

@@ -17,11 +17,11 @@ from moaspec import limits
 from moaspec.serve.openai.call_grammar import Tool
 from moaspec.serve.openai.schema import (
     FinishReason,
+    GenerationRequest,
     JsonObject,
     ReasoningEffort,
     RequestModel,
     ResponseFormat,
-    Sampling,
     StreamOptions,
     Usage,
     Variables,
@@ -146,7 +146,7 @@ class NamedChoice(RequestModel):
     function: FunctionName
 
 
-class ChatRequest(Sampling):
+class ChatRequest(GenerationRequest):
     """Request body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]

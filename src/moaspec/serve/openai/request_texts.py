@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from fastapi import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from moaspec.serve.http_errors import error_response
+from moaspec.serve.http_errors import RequestError, error_response
 from moaspec.serve.metrics import Metrics
 from moaspec.serve.openai.token_counts import TokenCounts
 from moaspec.serve.sources.source import Job, TextSource, Update, end_tasks
+
+T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client disconnected. Only logs show it."""
@@ -71,18 +73,26 @@ class RequestTexts:
         self._metrics.count(self._endpoint, outcome, prompt_tokens, self.counts[index])
 
 
-async def unless_disconnected(
-    request: Request, texts: RequestTexts, work: Coroutine[Any, Any, Any]
-) -> Any:
-    """Return the result of `work`. If the client disconnects first, cancel it and the texts."""
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`.
+
+    Raises:
+        RequestError: the client disconnected first.
+    """
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(until_disconnect(request.receive))
+    leaving = asyncio.create_task(_until_disconnect(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+        if not working.done():
+            raise RequestError("The client left.", status=CLIENT_CLOSED_REQUEST)
+        return working.result()
     finally:
         await end_tasks(working, leaving)
-        await texts.close()
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class EventStream(StreamingResponse):
@@ -114,12 +124,10 @@ class EventStream(StreamingResponse):
             async with asyncio.timeout(self._send_timeout_s):
                 await send(message)
 
-        sending = asyncio.create_task(self.stream_response(send_in_time))
-        leaving = asyncio.create_task(until_disconnect(receive))
         try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(Exception):  # nothing can be sent any more
+                await unless_disconnected(receive, self.stream_response(send_in_time))
         finally:
-            await end_tasks(sending, leaving)
             await self._texts.close()
 
 
@@ -142,9 +150,3 @@ async def _lines(events: AsyncGenerator[dict[str, Any]], named: bool) -> AsyncIt
 def _line(event: dict[str, Any], name: str | None) -> str:
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(event, separators=(',', ':'))}\n\n"
-
-
-async def until_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

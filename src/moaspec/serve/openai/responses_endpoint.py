@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from moaspec.data.templates.call_reader import Call
 from moaspec.serve import http_errors
 from moaspec.serve.openai.answer import Answer
-from moaspec.serve.openai.answer_format import ANY_OBJECT, AnswerFormat, Conversation
+from moaspec.serve.openai.answer_format import ANY_OBJECT, AnswerFormat, ConversationRequest
 from moaspec.serve.openai.choice import Delta
 from moaspec.serve.openai.redaction import RequestRedactor
 from moaspec.serve.openai.request_texts import RequestTexts
@@ -47,7 +47,7 @@ def router(context: ServerContext) -> APIRouter:
         answer_format, tenant = _answer_format(body), request.state.tenant
         messages, redactor = _messages(body, store, tenant), context.redactor()
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        conversation = Conversation(
+        conversation = ConversationRequest(
             messages=[*system, *messages],
             answer_format=answer_format,
             variables=body.chat_template_kwargs,

@@ -10,12 +10,12 @@ from moaspec import limits
 from moaspec.serve.openai.call_grammar import Tool
 from moaspec.serve.openai.chat_schema import ToolName
 from moaspec.serve.openai.schema import (
+    GenerationRequest,
     JsonObject,
     Name,
     ObjectFormat,
     ReasoningEffort,
     RequestModel,
-    Sampling,
     TextFormat,
     Variables,
 )
@@ -116,7 +116,7 @@ Included = Annotated[str, AfterValidator(_can_be_included)]
 """All other values concern OpenAI's own tools, which do not exist here."""
 
 
-class ResponseRequest(Sampling):
+class ResponseRequest(GenerationRequest):
     """Request body of /v1/responses."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_MESSAGES)]

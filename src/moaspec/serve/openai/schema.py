@@ -66,7 +66,7 @@ class StreamOptions(RequestModel):
     include_usage: bool = False
 
 
-class Sampling(RequestModel):
+class GenerationRequest(RequestModel):
     """Request fields that all endpoints share."""
 
     model_config = ConfigDict(extra="allow")  # for `refuse_unsupported`
@@ -100,7 +100,7 @@ class Sampling(RequestModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(GenerationRequest):
     """Request body of /v1/completions."""
 
     prompt: (

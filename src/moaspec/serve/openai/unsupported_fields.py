@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moaspec.serve.http_errors import RequestError
-from moaspec.serve.openai.schema import Sampling
+from moaspec.serve.openai.schema import GenerationRequest
 
 OFF = (False,)
 EMPTY: tuple[Any, ...] = ("", [], {})
@@ -88,7 +88,7 @@ OTHER_ENDPOINTS: Mapping[str, tuple[Any, ...]] = {
 NEUTRAL = {**OPENAI, **OTHER_SERVERS, **OTHER_ENDPOINTS}
 
 
-def refuse_unsupported(body: Sampling) -> None:
+def refuse_unsupported(body: GenerationRequest) -> None:
     """Refuse a request with an unsupported field.
 
     Raises:
