@@ -41,39 +41,29 @@ Content = str | Annotated[list[TextPart], Field(max_length=limits.MAX_PARTS)]
 
 
 class SystemMessage(RequestModel):
-    """A system or developer message."""
-
     role: Literal["system", "developer"]
     content: Content
     name: str | None = None
 
 
 class UserMessage(RequestModel):
-    """A message of the user."""
-
     role: Literal["user"]
     content: Content
     name: str | None = None
 
 
 class FunctionCall(RequestModel):
-    """A function call with its arguments as JSON text."""
-
     name: ToolName
     arguments: str
 
 
 class ToolCall(RequestModel):
-    """A tool call of the model."""
-
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class AssistantMessage(RequestModel):
-    """A message of the model."""
-
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
@@ -86,8 +76,6 @@ class AssistantMessage(RequestModel):
 
 
 class ToolMessage(RequestModel):
-    """The result of a tool call."""
-
     role: Literal["tool"]
     content: Content
     tool_call_id: str
@@ -134,8 +122,6 @@ class FunctionTool(RequestModel):
 
 
 class FunctionName(RequestModel):
-    """The name of a function."""
-
     name: ToolName
 
 
@@ -192,8 +178,6 @@ def _message(message: ChatMessage) -> dict[str, Any]:
 
 
 class AnswerMessage(BaseModel):
-    """The message of an answer."""
-
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: None = None
@@ -207,8 +191,6 @@ class AnswerMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One choice of an answer."""
-
     index: int
     message: AnswerMessage
     logprobs: dict[str, Any] | None = None

@@ -22,23 +22,17 @@ from moaspec.serve.openai.schema import (
 
 
 class InputText(RequestModel):
-    """A text part of a message."""
-
     type: Literal["input_text", "output_text"]
     text: str
 
 
 class InputMessage(RequestModel):
-    """A message of the conversation."""
-
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
 
 
 class InputCall(RequestModel):
-    """A function call of the model."""
-
     type: Literal["function_call"]
     call_id: str
     name: ToolName
@@ -46,8 +40,6 @@ class InputCall(RequestModel):
 
 
 class InputCallOutput(RequestModel):
-    """The result of a function call."""
-
     type: Literal["function_call_output"]
     call_id: str
     output: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
@@ -80,8 +72,6 @@ class ResponseToolChoice(RequestModel):
 
 
 class ResponseSchemaFormat(RequestModel):
-    """Format of JSON with a schema."""
-
     type: Literal["json_schema"]
     name: Name
     description: str | None = None
@@ -96,8 +86,6 @@ class Reasoning(RequestModel):
 
 
 class ResponseText(RequestModel):
-    """The format of the text."""
-
     verbosity: Literal["medium"] | None = None
 
     format: (
@@ -166,8 +154,6 @@ def _content(content: str | list[InputText]) -> str | list[dict[str, Any]]:
 
 
 class OutputText(BaseModel):
-    """A text part of the answer."""
-
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = []
@@ -175,8 +161,6 @@ class OutputText(BaseModel):
 
 
 class OutputMessage(BaseModel):
-    """The message of the answer."""
-
     id: str
     type: Literal["message"] = "message"
     status: Literal["in_progress", "completed", "incomplete"]
@@ -185,8 +169,6 @@ class OutputMessage(BaseModel):
 
 
 class OutputCall(BaseModel):
-    """A function call of the answer."""
-
     id: str
     type: Literal["function_call"] = "function_call"
     status: Literal["in_progress", "completed", "incomplete"] = "completed"
@@ -196,20 +178,14 @@ class OutputCall(BaseModel):
 
 
 class InputDetails(BaseModel):
-    """Details of the input's tokens."""
-
     cached_tokens: int
 
 
 class OutputDetails(BaseModel):
-    """Details of the output's tokens."""
-
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(BaseModel):
-    """Token usage of one response."""
-
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
@@ -219,8 +195,6 @@ class ResponseUsage(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why the response is incomplete."""
-
     reason: Literal["max_output_tokens"]
 
 

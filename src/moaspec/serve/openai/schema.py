@@ -61,8 +61,6 @@ ReasoningEffort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
 
 
 class StreamOptions(RequestModel):
-    """The request field `stream_options`."""
-
     include_usage: bool = False
 
 
@@ -122,8 +120,6 @@ class CompletionRequest(GenerationRequest):
 
 
 class SchemaFormat(RequestModel):
-    """A JSON schema with its name."""
-
     name: Name = "schema"
     description: str | None = None
     schema_: Annotated[JsonObject, Field(alias="schema")]
@@ -131,20 +127,14 @@ class SchemaFormat(RequestModel):
 
 
 class TextFormat(RequestModel):
-    """Format of free text."""
-
     type: Literal["text"]
 
 
 class ObjectFormat(RequestModel):
-    """Format of any JSON object."""
-
     type: Literal["json_object"]
 
 
 class JSONSchemaFormat(RequestModel):
-    """Format of JSON with a schema."""
-
     type: Literal["json_schema"]
     json_schema: SchemaFormat
 
@@ -155,8 +145,6 @@ ResponseFormat = Annotated[
 
 
 class Speculation(BaseModel):
-    """Statistics of speculative decoding."""
-
     rounds: int
     tau: float | None = None
     drafted: int
@@ -165,22 +153,16 @@ class Speculation(BaseModel):
 
 
 class PromptDetails(BaseModel):
-    """Details of the prompt's tokens."""
-
     cached_tokens: int
 
 
 class CompletionDetails(BaseModel):
-    """Details of the generated tokens."""
-
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class Usage(BaseModel):
-    """Token usage of one request."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -190,8 +172,6 @@ class Usage(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One choice of a completion."""
-
     index: int
     text: str
     logprobs: dict[str, Any] | None = None
@@ -212,8 +192,6 @@ class Completion(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Description of an error."""
-
     message: str
     type: str
     param: str | None = None
@@ -227,8 +205,6 @@ class ErrorResponse(BaseModel):
 
 
 class Model(BaseModel):
-    """An entry of the model list."""
-
     id: str
     object: Literal["model"] = "model"
     created: int
