@@ -82,18 +82,18 @@ def services(
     """Makes servers, each of which has forgotten what the one before knew."""
     if args.engine == "torch":
         return lambda: TargetService(target, drafter)
-    from moaspec.vllm_plugin.vllm_settings import Verifying
+    from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
     from moaspec.vllm_plugin.vllm_verifier import vllm_engine
 
     options = ServiceOptions(max_tokens=1024)
     facts = target_facts("smollm2-135m", dtype="float32")
-    verifying = Verifying(
+    verifying = VLLMVerifierSettings(
         model=find_weights("smollm2-135m"),
         dtype="float32",
         max_rows=2,
         max_tokens=options.longest(facts),
         token_bytes=options.token_bytes(facts),
-        changes={"enforce_eager": True},
+        extra_arguments={"enforce_eager": True},
     )
     engine = vllm_engine(verifying, wire_encoder(drafter, facts))
     return lambda: TargetService(facts, drafter, options, engine=engine)

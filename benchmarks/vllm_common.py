@@ -13,7 +13,7 @@ from typing import Any
 
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.target.registry import find_weights, load_tokenizer
-from moaspec.vllm_plugin.vllm_settings import Serving
+from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
 
 SYSTEM = (
     "You are a careful assistant. Answer the question that is asked, and only that one. Say so "
@@ -72,7 +72,7 @@ def speculative(
     """Arguments of `vllm.LLM` for a method: plain, ngram or moa."""
     model = find_weights(args.model)
     if method == "moa":
-        arguments = Serving(
+        arguments = VLLMServeSettings(
             model=model,
             drafter=drafter or args.drafter,
             num_speculative_tokens=args.draft_tokens,

@@ -186,7 +186,7 @@ def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -
     from moaspec.backends.pack import PackedLinear
     from moaspec.model import target_encoder
     from moaspec.model.layers import AttentionBlock
-    from moaspec.vllm_plugin.capture import KVCapture
+    from moaspec.vllm_plugin.capture import VLLMCapture
 
     parts = drafter._parts
     for module in parts.drafter.modules():
@@ -195,13 +195,13 @@ def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -
                 around(module.fused, name, "proposer: products")
         elif isinstance(module, PackedLinear | nn.Linear):
             around(module, "forward", "proposer: products")
-    around(parts.head, "_chosen", "proposer: products")
+    around(parts.head, "_choose", "proposer: products")
     around(target_encoder, "masked_attention", "proposer: attention")
-    around(KVCapture, "_take", "proposer: capture")
+    around(VLLMCapture, "_take", "proposer: capture")
     around(drafter, "propose", "proposer: other")
-    around(drafter, "settle", "proposer: other")
-    around(drafter._drafting, "encode", "proposer: encode")
-    around(drafter._drafting, "draft", "proposer: draft")
+    around(drafter, "finish_step", "proposer: other")
+    around(drafter._drafter, "encode", "proposer: encode")
+    around(drafter._drafter, "draft", "proposer: draft")
 
 
 def _row(

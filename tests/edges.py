@@ -115,7 +115,7 @@ class Edge:
     @property
     def _written_alone(self) -> int:
         """Tokens that devices have written without a link."""
-        return sum(seat.session.stats.provisional for seat in self.source._seats)
+        return sum(seat.session.stats.provisional for seat in self.source._sessions)
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def over_grpc() -> Iterator[EdgeSource]:
             transport,
             name=serving.MODEL,
             options=RemoteOptions(link=PATIENT, draft="chain:2"),
-            alone=RemoteText(transport, target.stop_token_ids),
+            server_only=RemoteText(transport, target.stop_token_ids),
         )
     finally:
         loop.call_soon_threadsafe(stop.set)

@@ -13,7 +13,7 @@ from typing import Any
 import tiny
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.target.target import Target
-from moaspec.vllm_plugin.vllm_settings import Serving
+from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
 
 DRAFT_TOKENS = 3
 NEW_TOKENS = 24
@@ -62,7 +62,7 @@ def arguments(models: Models, drafter: Path | None) -> dict[str, Any]:
     """What vLLM is started with."""
     if drafter is None:
         return {"model": str(models.path)}
-    serving = Serving(
+    serving = VLLMServeSettings(
         model=str(models.path), drafter=str(drafter), num_speculative_tokens=DRAFT_TOKENS
     )
     return serving.engine_arguments

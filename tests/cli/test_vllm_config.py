@@ -9,7 +9,7 @@ from pathlib import Path
 import tiny
 from commands import Cli
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec.vllm_plugin.vllm_settings import Serving
+from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
 
 
 def test_it_prints_a_command_that_a_shell_can_run(cli: Cli, tmp_path: Path) -> None:
@@ -19,7 +19,9 @@ def test_it_prints_a_command_that_a_shell_can_run(cli: Cli, tmp_path: Path) -> N
         training={"config": {"target": "someone/model"}},
     )
     done = cli("vllm-config", str(tmp_path), "--num-speculative-tokens", "2")
-    serving = Serving(model="someone/model", drafter=str(tmp_path), num_speculative_tokens=2)
+    serving = VLLMServeSettings(
+        model="someone/model", drafter=str(tmp_path), num_speculative_tokens=2
+    )
     assert done.code == 0
     assert shlex.split(done.out) == serving.command
     done = cli("vllm-config", str(tmp_path), "--model", "other/one", "--json")

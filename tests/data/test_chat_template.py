@@ -31,7 +31,7 @@ from moaspec.data.templates.call_forms import (
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import InputError
 from moaspec.serve.openai.chat_schema import ChatRequest
-from moaspec.serve.openai.hiding import Asked
+from moaspec.serve.openai.redaction import ChatInput
 from moaspec.serve.server_context import ServerContext, ServeSettings
 
 Row = dict[str, Any]
@@ -269,7 +269,7 @@ def served_ids(name: str, messages: list[Row], tools: list[Row]) -> list[int]:
     asked = ChatRequest.model_validate_json(json.dumps(body))
     given = desk(name).normal(asked.conversation())
     functions = [one.tool().given for one in asked.tools or ()]
-    return desk(name).prompt(Asked(messages=given, tools=functions))
+    return desk(name).prompt(ChatInput(messages=given, tools=functions))
 
 
 @pytest.mark.parametrize("name", templates.TOOL_TEMPLATES)

@@ -18,7 +18,7 @@ from moaspec.data.loss_mask import masked_tokens, prompt_ids
 from moaspec.data.row_sources import Record
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.data.templates.control_tokens import GUARD, ControlTokens
-from moaspec.serve.openai.hiding import Asked
+from moaspec.serve.openai.redaction import ChatInput
 from moaspec.serve.server_context import ServerContext, ServeSettings
 
 MARKS = (
@@ -101,7 +101,7 @@ def test_training_regenerating_and_serving_agree(text: str) -> None:
     desk = ServerContext(serving.source(), ServeSettings())
     of = desk.template
     question = {"role": "user", "content": text}
-    served = desk.prompt(Asked(messages=[question]))
+    served = desk.prompt(ChatInput(messages=[question]))
     asked = parse(Record("row 1", {"messages": [question]}))
     row = {"messages": [question, {"role": "assistant", "content": "yes"}]}
     answered = parse(Record("row 2", row))

@@ -17,7 +17,7 @@ import pytest
 import serving
 from moaspec import limits
 from moaspec.serve import uvicorn_server
-from moaspec.serve.guard import Guarded
+from moaspec.serve.guard import GuardSettings
 from moaspec.serve.server_context import ServeSettings
 from serving import MODEL, Served, say
 
@@ -35,8 +35,8 @@ def strict() -> Iterator[Served]:
 
 @contextmanager
 def guarding(*, body_timeout_s: float = 60.0, send_timeout_s: float = 60.0) -> Iterator[Served]:
-    """A guarded server; on a busy machine only those who never come may be late."""
-    guarded = Guarded(
+    """A guarded server. Its time limits hold on a busy machine too."""
+    guarded = GuardSettings(
         api_keys=(KEY,),
         max_body_bytes=LARGEST,
         body_timeout_s=body_timeout_s,
@@ -53,7 +53,7 @@ def guarding(*, body_timeout_s: float = 60.0, send_timeout_s: float = 60.0) -> I
 def http(strict: Served) -> Iterator[httpx.Client]:
     with strict.http(headers={"Authorization": f"Bearer {KEY}"}) as client:
         yield client
-        alive = client.post(CHAT, json=GOOD)  # whatever happened before
+        alive = client.post(CHAT, json=GOOD)  # after all earlier requests
         assert alive.status_code == 200, alive.text
 
 
@@ -133,7 +133,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
     ids=str,
 )
 def test_a_template_is_the_servers(http: httpx.Client, variables: dict[str, Any]) -> None:
-    """Clients set what a template reads, never which template, or how it is rendered."""
+    """Clients set variables of the template, but neither the template nor its rendering."""
     answer = http.post(CHAT, json={**GOOD, "chat_template_kwargs": variables}, timeout=60)
     assert error(answer, 400)["param"] == "chat_template_kwargs"
     fine = {"enable_thinking": False, "date_string": "today"}
@@ -178,7 +178,7 @@ def test_a_failure_ends_no_connection(served: Served, monkeypatch: pytest.Monkey
 
     with served.http() as client:
         with monkeypatch.context() as patch:
-            patch.setattr("moaspec.serve.openai.chat_endpoint._jobs", fail)
+            patch.setattr("moaspec.serve.openai.answer_format.ConversationRequest.jobs", fail)
             error(client.post(CHAT, json=GOOD), 500)
         assert client.post(CHAT, json=GOOD).status_code == 200
 
@@ -227,14 +227,14 @@ def head(path: str, *more: str, host: str = "127.0.0.1") -> bytes:
 def test_heads_that_never_come(
     strict: Served, monkeypatch: pytest.MonkeyPatch, text: bytes
 ) -> None:
-    monkeypatch.setattr(uvicorn_server, "HEAD_S", 0.3)
+    monkeypatch.setattr(uvicorn_server, "HEAD_TIMEOUT_S", 0.3)
     assert raw(strict, text) == b""
 
 
 def test_heads_that_never_come_after_an_answer(
     strict: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uvicorn_server, "HEAD_S", 0.3)
+    monkeypatch.setattr(uvicorn_server, "HEAD_TIMEOUT_S", 0.3)
     whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     port = int(strict.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
@@ -355,7 +355,7 @@ def test_too_many_requests(strict: Served, http: httpx.Client) -> None:
 
 
 def test_requests_that_never_fit(http: httpx.Client) -> None:
-    """Waiting would not help, so nobody is told to try again."""
+    """Waiting would not help, so the error does not ask to try again."""
     answer = http.post(CHAT, json={**GOOD, "n": 7})
     assert "ask for fewer" in error(answer, 400)["message"]
     assert "retry-after" not in answer.headers

@@ -28,7 +28,7 @@ SAMPLED = ("-o", "temperature", "0.9", "-o", "seed", "5")
 
 
 def command() -> str:
-    """`llm` wherever it is: $MOASPEC_LLM, beside this Python, or on the path."""
+    """The command `llm`: $MOASPEC_LLM, beside this Python, or on the path."""
     beside = shutil.which("llm", path=str(Path(sys.executable).parent))
     found = os.environ.get("MOASPEC_LLM") or beside or shutil.which("llm")
     if not found:

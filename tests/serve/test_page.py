@@ -20,7 +20,7 @@ from moaspec.remote.emulation.emulated_link import LinkProfile
 from moaspec.remote.emulation.shaped_transport import Faults, ShapedTransport
 from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.server.service import TargetService
-from moaspec.serve.guard import Guarded
+from moaspec.serve.guard import GuardSettings
 from moaspec.serve.server_context import ServeSettings
 from moaspec.serve.sources.edge_source import EdgeSource
 from serving import Served
@@ -61,7 +61,7 @@ def test_tokens_stream_coloured_by_source(browser: Browser, local: Served) -> No
         visited.shows("CSS.highlights.get('draft').size > 3")
         visited.shows(DONE)
         assert raw_text(visited) == ANSWER
-        # What stands in the tree of the last pass is painted at the end of the text.
+        # The tokens of the last pass's tree are coloured at the end of the text.
         assert visited.text(".answer .text").split() == ANSWER.split()
         words = painted(visited)
         assert words["draft"]
@@ -349,7 +349,7 @@ def test_theme_is_remembered(browser: Browser, local: Served) -> None:
 
 
 def test_errors_in_words_and_retried(browser: Browser) -> None:
-    settings = ServeSettings(guarded=Guarded(api_keys=("right",)))
+    settings = ServeSettings(guarded=GuardSettings(api_keys=("right",)))
     with (
         serving.serving(local_source(), settings) as served,
         browsing.visit(browser, served.url) as visited,
@@ -377,7 +377,7 @@ def test_errors_in_words_and_retried(browser: Browser) -> None:
 
 
 def test_a_key_that_is_no_longer_right_is_asked_for_again(browser: Browser) -> None:
-    settings = ServeSettings(guarded=Guarded(api_keys=("right",)))
+    settings = ServeSettings(guarded=GuardSettings(api_keys=("right",)))
     with (
         serving.serving(local_source(), settings) as served,
         browsing.visit(browser, served.url) as visited,

@@ -290,7 +290,7 @@ def test_settings_are_remembered_and_sent(browser: Browser, local: Served) -> No
         body = bodies[0]
         assert body["messages"][0] == {"role": "system", "content": "Be brief."}
         names = ("temperature", "top_p", "seed", "max_completion_tokens")
-        # What was wrong was not taken.
+        # Invalid conversations are not imported.
         assert [body[name] for name in names] == [0.7, 0.9, 5, 33]
         assert body["moaspec"]["speculation"] is False
         page.click("#show-settings")

@@ -10,7 +10,7 @@ import pytest
 
 import serving
 from moaspec.serve.app import page_directory
-from moaspec.serve.guard import Guarded
+from moaspec.serve.guard import GuardSettings
 from moaspec.serve.server_context import ServeSettings
 from serving import Served
 
@@ -83,7 +83,7 @@ def test_headers_of_all_responses(served: Served, method: str, path: str) -> Non
 
 
 def test_headers_of_what_the_guard_refuses() -> None:
-    settings = ServeSettings(guarded=Guarded(api_keys=("key",)))
+    settings = ServeSettings(guarded=GuardSettings(api_keys=("key",)))
     with serving.serving(serving.source(), settings) as served, served.http() as client:
         answer = client.get("/v1/models", headers={"Authorization": "Bearer wrong"})
     assert answer.status_code == 401

@@ -176,7 +176,7 @@ def test_hostile_questions_titles_and_system_prompts_are_text(
 
 
 def test_hostile_files_are_inert(browser: Browser, local: Served, tmp_path: Path) -> None:
-    """Imported conversations are built anew out of what is known, whatever the file says."""
+    """Imported conversations are rebuilt from known fields only."""
     answer = {"id": 2, "parent": 1, "role": "assistant", "text": "\n\n".join(HTML)}
     verdict = {"same": True, "text": f"<img src={EVIL}>"}
     question = {"id": 1, "parent": None, "role": "user", "text": f"<img src={EVIL}>"}

@@ -1,4 +1,4 @@
-"""How a server ends: answers may finish, and whoever still listens after that hears why."""
+"""Shutdown of a server: answers may finish, and unfinished ones end with an error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ask() -> Iterator[Ask]:
 
 
 @pytest.mark.parametrize("make", [serving.source, lambda: Edge().source])
-def test_who_still_listens_hears_why(ask: Ask, make: Callable[[], TextSource]) -> None:
+def test_unfinished_answers_end_with_an_error(ask: Ask, make: Callable[[], TextSource]) -> None:
     source = make()
     with serving.serving(source, grace_s=0.2) as served:
         stream = ask(served, 1900)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moaspec.errors import ServingError
 from moaspec.model.target_encoder import layer_features
-from moaspec.vllm_plugin.capture import HeadShare, KVCapture, require_capturable, verified_index
+from moaspec.vllm_plugin.capture import HeadShare, VLLMCapture, require_capturable, verified_index
 
 HEADS, DIM, LAYERS, TOKENS = 4, 6, 3, 5
 
@@ -57,7 +57,7 @@ def test_ranks_join_to_what_the_encoder_reads(ranks: int) -> None:
         first = rank * HEADS // ranks
         own = slice(first, first + share.own)
         layers = [Layer() for _ in range(LAYERS)]
-        capture = KVCapture(layers, max_tokens=8, share=share, like=torch.empty(0))
+        capture = VLLMCapture(layers, max_tokens=8, share=share, like=torch.empty(0))
         feed(layers, key_LTHD[:, :, own], value_LTHD[:, :, own])
         captures.append(capture)
     chosen = torch.tensor([0, 3, 4])
@@ -72,7 +72,7 @@ def test_ranks_join_to_what_the_encoder_reads(ranks: int) -> None:
 def test_layers_go_on_writing_their_own_caches() -> None:
     layers = [Layer() for _ in range(LAYERS)]
     share = HeadShare(total=HEADS, ranks=1)
-    capture = KVCapture(layers, max_tokens=8, share=share, like=torch.empty(0))
+    capture = VLLMCapture(layers, max_tokens=8, share=share, like=torch.empty(0))
     key_LTHD, value_LTHD = states(1)
     assert not capture.pending
     feed(layers, key_LTHD, value_LTHD)
@@ -84,7 +84,7 @@ def test_layers_go_on_writing_their_own_caches() -> None:
 def test_padding_beyond_the_buffer_is_left_out() -> None:
     layers = [Layer()]
     share = HeadShare(total=HEADS, ranks=1)
-    capture = KVCapture(layers, max_tokens=TOKENS - 2, share=share, like=torch.empty(0))
+    capture = VLLMCapture(layers, max_tokens=TOKENS - 2, share=share, like=torch.empty(0))
     key_LTHD, value_LTHD = states(2)
     feed(layers, key_LTHD[:1], value_LTHD[:1])
     read = capture.read(slice(0, 2), gather_of([]))
@@ -95,7 +95,7 @@ def test_what_is_held_reads_like_what_is_copied() -> None:
     share, reads = HeadShare(total=HEADS, ranks=1), []
     for may_hold in (False, True):
         layers = [Layer() for _ in range(LAYERS)]
-        capture = KVCapture(
+        capture = VLLMCapture(
             layers, max_tokens=999, share=share, like=torch.empty(0), may_hold=may_hold
         )
         own = []
@@ -143,4 +143,4 @@ def test_a_layer_without_the_hook_is_named() -> None:
     layer = SimpleNamespace(head_size=DIM, impl=SimpleNamespace())
     share = HeadShare(total=HEADS, ranks=1)
     with pytest.raises(ServingError, match="do_kv_cache_update"):
-        KVCapture([layer], max_tokens=1, share=share, like=torch.empty(0))
+        VLLMCapture([layer], max_tokens=1, share=share, like=torch.empty(0))

@@ -1,4 +1,4 @@
-"""Inside a real vLLM: its text is that of plain vLLM, whatever the drafter and the scheduling.
+"""Inside a real vLLM: its text equals that of plain vLLM for all drafters and schedules.
 
 Each engine takes seconds to start, so one engine answers several questions.
 """
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def crowd() -> tuple[list[list[int]], list[int]]:
-    """Prompts of which many begin alike, of 3 to 90 tokens, and how much each wants."""
+    """Prompts of 3 to 90 tokens, many with a common prefix, and the length of each answer."""
     chance = random.Random(0)
     shared = [chance.randrange(tiny.VOCAB) for _ in range(70)]
     prompts = [
@@ -109,7 +109,7 @@ def test_drafts_are_those_of_moaspecs_own_chain(models: Models) -> None:
         got = serving.texts(llm, tiny.PROMPTS, lengths, concurrency=4)
         rounds = serving.counter(llm, "spec_decode_num_drafts")
     assert got == [result.token_ids for result in own]
-    # vLLM counts a last draft that the text's end cuts off as a round too, and so do we.
+    # vLLM counts a last draft that the text's end cuts off as a round, as this count does.
     assert rounds == sum(result.num_rounds for result in own)
     assert rounds < 0.6 * sum(lengths)
 
@@ -118,15 +118,15 @@ def test_fewer_tokens_are_drafted_for_more_requests(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An option of vLLM's says how many; its scheduler would not tell a custom class."""
-    from moaspec.vllm_plugin.vllm_drafting import Drafting
+    from moaspec.vllm_plugin.vllm_drafting import PagedDrafter
 
-    draft, asked = Drafting.draft, set()
+    draft, asked = PagedDrafter.draft, set()
 
     def noted(self: Any, roots: Any, depth: int) -> Any:
         asked.add((len(roots.rows), depth))
         return draft(self, roots, depth)
 
-    monkeypatch.setattr(Drafting, "draft", noted)
+    monkeypatch.setattr(PagedDrafter, "draft", noted)
     speculative = serving.arguments(models, models.taught)["speculative_config"]
     schedule = {"num_speculative_tokens_per_batch_size": [(1, 1, 3), (2, 2, 1), (3, 3, 0)]}
     prompts, lengths = tiny.PROMPTS[:3], [6, 12, 24]
@@ -152,12 +152,12 @@ def test_published_forms_load(models: Models, tmp_path: Path, form: Any) -> None
 def test_a_failing_drafter_never_fails_requests(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moaspec.vllm_plugin.vllm_drafting import Drafting
-    from moaspec.vllm_plugin.vllm_metrics import FAILURES
+    from moaspec.vllm_plugin.proposer import FAILURES
+    from moaspec.vllm_plugin.vllm_drafting import PagedDrafter
 
     with serving.engine(models, None) as plain:
         expected = serving.texts(plain, tiny.PROMPTS, [16] * 4, concurrency=4)
-    draft, encode, calls = Drafting.draft, Drafting.encode, Counter[str]()
+    draft, encode, calls = PagedDrafter.draft, PagedDrafter.encode, Counter[str]()
 
     def sometimes(name: str, call: Any) -> Any:
         def run(*arguments: Any) -> Any:
@@ -168,8 +168,8 @@ def test_a_failing_drafter_never_fails_requests(
 
         return run
 
-    monkeypatch.setattr(Drafting, "draft", sometimes("draft", draft))
-    monkeypatch.setattr(Drafting, "encode", sometimes("encode", encode))
+    monkeypatch.setattr(PagedDrafter, "draft", sometimes("draft", draft))
+    monkeypatch.setattr(PagedDrafter, "encode", sometimes("encode", encode))
     before = FAILURES._value.get()
     with serving.engine(models, models.taught) as llm:
         assert serving.texts(llm, tiny.PROMPTS, [16] * 4, concurrency=4) == expected

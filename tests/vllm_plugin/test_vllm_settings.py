@@ -1,15 +1,25 @@
-"""What vLLM is told."""
+"""The options that vLLM is started with."""
 
 from __future__ import annotations
 
+import ast
 import json
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from moaspec.errors import InputError, ServingError
-from moaspec.vllm_plugin.vllm_settings import PROPOSER, SCHEDULER, WORKER, Serving, drafter_name
+from moaspec.vllm_plugin.vllm_settings import (
+    PROPOSER,
+    SAMPLER,
+    SCHEDULER,
+    WORKER,
+    VLLMServeSettings,
+    drafter_name,
+)
 
-SERVING = Serving(model="some/model", drafter="my drafter", num_speculative_tokens=4)
+SERVING = VLLMServeSettings(model="some/model", drafter="my drafter", num_speculative_tokens=4)
 
 
 def test_the_command_carries_the_engines_arguments() -> None:
@@ -39,4 +49,15 @@ def test_a_missing_drafter_is_named(config: object) -> None:
 
 def test_an_empty_draft_is_refused() -> None:
     with pytest.raises(InputError, match="at least 1"):
-        Serving(model="m", drafter="d", num_speculative_tokens=0)
+        VLLMServeSettings(model="m", drafter="d", num_speculative_tokens=0)
+
+
+@pytest.mark.parametrize("path", [PROPOSER, SAMPLER, SCHEDULER, WORKER])
+def test_vllm_is_told_of_classes_that_exist(path: str) -> None:
+    """The modules import vLLM, so their source is searched instead."""
+    module, name = path.rsplit(".", 1)
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text())
+    assert name in [node.name for node in tree.body if isinstance(node, ast.ClassDef)]

@@ -1,4 +1,4 @@
-"""Devices whose drafts vLLM verifies: the text is the local one, whatever they ask for.
+"""Devices whose drafts vLLM verifies get the text of a local target with all settings.
 
 One engine answers all questions, because it takes seconds to start.
 """
@@ -32,7 +32,7 @@ from moaspec.remote.server.session_store import StoreOptions
 from moaspec.remote.server.shared_verifier import PassOptions
 from moaspec.target.registry import target_facts
 from moaspec.target.target import Target
-from moaspec.vllm_plugin.vllm_settings import Verifying
+from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -72,13 +72,13 @@ class Served:
         return TargetService(self.facts, self.drafter, OPTIONS, engine=self.engine)
 
     def session(self, transport: Any, draft: Tree, **options: Any) -> RemoteSession:
-        """A device's."""
+        """A session of a device."""
         link = LinkOptions(backoff_s=0.02, retry_s=0.2)
         remote = RemoteOptions(draft=draft, link=link, **options)
         return RemoteSession(LocalDevice(self.target, self.drafter), transport, remote)
 
     def local(self, prompt: list[int], **options: Any) -> list[int]:
-        """Plain decoding."""
+        """Token ids of plain decoding."""
         return moaspec.generate(self.target, prompt, stop_token_ids=(), **options).token_ids
 
     def verify(self, *requests: VerifyRequest) -> list[Any]:
@@ -94,14 +94,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from moaspec.vllm_plugin.vllm_verifier import vllm_engine
 
-    options = Verifying(
+    options = VLLMVerifierSettings(
         model=str(models.path),
         dtype="float32",
         max_rows=8,
         max_tokens=MOST,
         token_bytes=facts.num_layers * facts.identity.kv_size * 4,
         max_drafted=6,
-        changes={"enforce_eager": True, "seed": 0},
+        extra_arguments={"enforce_eager": True, "seed": 0},
     )
     engine: Any = vllm_engine(options, wire_encoder(drafter, facts))
     yield Served(models, engine, drafter)
@@ -156,7 +156,7 @@ def test_drafts_are_accepted_as_by_a_local_target(served: Served) -> None:
 
 
 def test_a_session_may_return_to_an_earlier_text(served: Served) -> None:
-    """Blocks of it are still there, and activations of what they hold were dropped meanwhile."""
+    """Its blocks are still cached, but their features were dropped."""
     first, second = [*LONG, 5, 6], [*LONG[:5], *range(3, 60)]
 
     async def work() -> None:
@@ -221,7 +221,7 @@ def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(served: Served) -> N
     verifier = served.engine.verifier
     options = replace(verifier._options, max_rows=10**9)
     with pytest.raises(ServingError, match="fewer or shorter"):
-        VLLMVerifier(replace(options, changes={"load_format": "nonsense"}))
+        VLLMVerifier(replace(options, extra_arguments={"load_format": "nonsense"}))
     verifier._options, own = options, verifier._options
     with pytest.raises(ServingError, match="Ask for fewer or shorter ones"):
         verifier._require_room()

@@ -1,4 +1,4 @@
-"""The HTTP application: endpoints, page, and what stands before them."""
+"""The HTTP application: endpoints, page, guard and headers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import moaspec
-from moaspec.serve import about
-from moaspec.serve import http_errors as failures
+from moaspec.serve import about, http_errors
 from moaspec.serve.guard import HttpGuard
-from moaspec.serve.openai import chat_endpoint as chat
-from moaspec.serve.openai import completions, responses
+from moaspec.serve.openai import chat_endpoint, completions_endpoint, responses_endpoint
 from moaspec.serve.server_context import ServerContext, ServeSettings
 from moaspec.serve.sources.source import TextSource
 
@@ -29,7 +27,7 @@ EVENT: dict[str, Any] = {
     "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
     "required": ["data"],
 }
-"""One server-sent event, for the OpenAPI document."""
+"""Schema of a server-sent event in the OpenAPI document."""
 
 PAGE_POLICY = "; ".join(
     (
@@ -41,7 +39,7 @@ PAGE_POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # Text becomes elements only by the page's sanitiser.
+        # Text becomes HTML elements only through the page's sanitiser.
         "require-trusted-types-for 'script'",
         "trusted-types dompurify",
     )
@@ -50,8 +48,8 @@ PAGE_HEADERS = (
     (b"content-security-policy", PAGE_POLICY.encode()),
     (b"cache-control", b"no-cache"),
 )
-"""The page needs nothing from elsewhere, so nothing from elsewhere may be loaded into it. Browsers
-ask whether a file has changed, so that an update never mixes old scripts with new ones."""
+"""Headers of the page. It may load nothing from other origins. Browsers revalidate each file, so an
+update never mixes old scripts with new ones."""
 
 HEADERS = (
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
@@ -63,18 +61,18 @@ HEADERS = (
     (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
     (b"cache-control", b"no-store"),
 )
-"""Of every response that says nothing else; refusals and errors are among them."""
+"""Default headers of all responses, errors included."""
 
 
 def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASGIApp:
-    """The application, for uvicorn or any other ASGI server.
+    """Create the application for an ASGI server such as uvicorn.
 
     Args:
-        source: decodes; started and closed with the application.
+        source: decodes the requests; started and closed with the application.
         settings: see `ServeSettings`.
     """
     settings = settings or ServeSettings()
-    desk = ServerContext(source, settings)
+    context = ServerContext(source, settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -89,54 +87,57 @@ def create_app(source: TextSource, settings: ServeSettings | None = None) -> ASG
         version=moaspec.__version__,
         description="OpenAI-compatible endpoints over Mixture of Attentions speculative decoding.",
         lifespan=lifespan,
-        docs_url=None,  # their pages load scripts from elsewhere
+        docs_url=None,  # their pages load scripts from other origins
         redoc_url=None,
     )
-    failures.install(app)
-    routers = [part.router(desk) for part in (completions, chat, responses, about)]
+    http_errors.install(app)
+    modules = (completions_endpoint, chat_endpoint, responses_endpoint, about)
+    routers = [module.router(context) for module in modules]
     for router in routers:
         app.include_router(router)
-    app.mount("/", _Page(page_directory(), [one for router in routers for one in router.routes]))
+    app.mount(
+        "/", _Page(page_directory(), [route for router in routers for route in router.routes])
+    )
     _describe(app, keys=bool(settings.guarded.api_keys))
-    guarded: ASGIApp = HttpGuard(app, settings.guarded)
+    guarded_app: ASGIApp = HttpGuard(app, settings.guarded)
     if settings.cors_origins:
-        guarded = CORSMiddleware(
-            guarded,
+        guarded_app = CORSMiddleware(
+            guarded_app,
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    return with_headers(guarded, HEADERS)
+    return with_headers(guarded_app, HEADERS)
 
 
 def with_headers(app: ASGIApp, headers: Sequence[tuple[bytes, bytes]]) -> ASGIApp:
-    """An application whose responses have these headers, where they have none of that name."""
+    """Wrap an application: add these headers to responses that lack them."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_more(message: Message) -> None:
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 given = list(message.get("headers", ()))
                 names = {name.lower() for name, _ in given}
-                more = [one for one in headers if one[0] not in names]
-                message = {**message, "headers": [*given, *more]}
+                missing = [(name, value) for name, value in headers if name not in names]
+                message = {**message, "headers": [*given, *missing]}
             await send(message)
 
-        await app(scope, receive, send_more)
+        await app(scope, receive, send_with_headers)
 
-    return answer
+    return wrapped
 
 
 def page_directory() -> Path:
-    """Where the page's files are."""
+    """Directory of the page's files."""
     return Path(str(importlib.resources.files("moaspec"))) / "serve" / "page"
 
 
 class _Page:
-    """The page's static files: what no endpoint has answered.
+    """The page's static files, for requests that no endpoint answers.
 
     Args:
-        directory: of the files.
-        endpoints: come first.
+        directory: directory of the files.
+        endpoints: routes of the endpoints.
     """
 
     def __init__(self, directory: Path, endpoints: Sequence[BaseRoute]) -> None:
@@ -148,9 +149,9 @@ class _Page:
         await self._files(scope, receive, send)
 
     def _refuse_other_methods(self, scope: Scope) -> None:
-        """Endpoints exist for other methods than theirs too; paths below /v1 are no files."""
-        asked = [route for route in self._endpoints if route.matches(scope)[0] is Match.PARTIAL]
-        methods = {name for route in asked for name in getattr(route, "methods", None) or ()}
+        """Refuse wrong methods of endpoints with 405, and unknown paths below /v1 with 404."""
+        partial = [route for route in self._endpoints if route.matches(scope)[0] is Match.PARTIAL]
+        methods = {name for route in partial for name in getattr(route, "methods", None) or ()}
         if methods:
             raise HTTPException(405, headers={"Allow": ", ".join(sorted(methods))})
         if scope["path"].startswith("/v1/"):
@@ -158,7 +159,7 @@ class _Page:
 
 
 def _describe(app: FastAPI, *, keys: bool) -> None:
-    """Make the OpenAPI document say what is true: 400 for bad requests, keys, streams."""
+    """Correct the OpenAPI document: 400 for bad requests, API keys, streams."""
     make = app.openapi
 
     def describe() -> dict[str, Any]:
@@ -175,11 +176,11 @@ def _describe(app: FastAPI, *, keys: bool) -> None:
                 document["components"]["securitySchemes"] = {"key": scheme}
         return app.openapi_schema or {}
 
-    app.openapi = describe  # type: ignore[method-assign]  # FastAPI's own way to change it
+    app.openapi = describe  # type: ignore[method-assign]  # the documented way to change it
 
 
 def _allow_streams(operation: dict[str, Any]) -> None:
-    """Endpoints that take `stream` may answer with events."""
+    """Describe the event streams of endpoints that take `stream`."""
     if operation["operationId"].startswith("create_"):
         content = operation["responses"]["200"]["content"]
         content["text/event-stream"] = {"schema": EVENT}

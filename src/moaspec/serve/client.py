@@ -1,4 +1,4 @@
-"""A small client of our own endpoints, for `moaspec chat --url`."""
+"""A client of the endpoints, for `moaspec chat --url`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import httpx
 from moaspec.errors import InputError, ServerError
 
 CONNECT_S, READ_S = 5.0, 300.0
-"""A server that is busy, or cut off, may be silent for minutes."""
+"""A server that is busy or disconnected may send nothing for minutes."""
 
 
 class ServedChat:
-    """Talks to `moaspec serve` or `moaspec edge`.
+    """A chat client of `moaspec serve` or `moaspec edge`.
 
     Args:
-        url: base URL, with or without its /v1.
-        key: API key, where the server wants one.
+        url: base URL, with or without /v1.
+        key: API key, if the server requires one.
 
     Attributes:
-        model: the server's.
+        model: name of the server's model.
+        mode: "local" or "edge".
 
     Raises:
-        ServerError: nobody there, or something else than our server.
+        ServerError: no moaspec server answers.
     """
 
     def __init__(self, url: str, key: str = "") -> None:
@@ -43,22 +44,22 @@ class ServedChat:
     def stream(
         self, messages: Sequence[Mapping[str, str]], *, provisional: bool, **settings: Any
     ) -> Iterator[dict[str, Any]]:
-        """The chunks of an answer, with the extension of docs/serve.md.
+        """Yield the chunks of an answer, with the extension of docs/serve.md.
 
         Args:
             messages: the conversation.
-            provisional: ask for text that may be taken back too.
-            **settings: fields of the request.
+            provisional: whether to request unverified text too.
+            **settings: further fields of the request.
 
         Raises:
-            ServerError: refused, failed or gone.
+            ServerError: the request was refused or failed, or the connection broke.
         """
-        wanted = {"sources": True, "stats": True, "link": True, "provisional": provisional}
+        extension = {"sources": True, "stats": True, "link": True, "provisional": provisional}
         body = {
             "model": self.model,
             "messages": list(messages),
             "stream": True,
-            "moaspec": wanted,
+            "moaspec": extension,
             **{name: value for name, value in settings.items() if value is not None},
         }
         try:
@@ -71,7 +72,7 @@ class ServedChat:
             raise ServerError(f"The connection to {self._http.base_url} broke: {error}.") from error
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the HTTP connection."""
         self._http.close()
 
     def _about(self) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def _check(answer: httpx.Response) -> None:
 
 
 def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Events until [DONE]; one that tells of an error raises it."""
+    """Yield events until [DONE]; an error event raises `ServerError`."""
     for line in answer.iter_lines():
         if not line.startswith("data: {"):
             continue

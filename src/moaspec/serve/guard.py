@@ -1,6 +1,6 @@
-"""What stands before the endpoints: keys, sizes of bodies, time to send them, known hosts.
+"""Checks before the endpoints: API keys, body size and time, `Host` header.
 
-Plain ASGI: a refused request never reaches the parser, and streams pass through untouched.
+This is plain ASGI: a refused request does not reach the parser, and streams pass unchanged.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from moaspec import limits
 from moaspec.serve import http_errors
 from moaspec.slow_imports import SlowDown
 
-CLOSED = ("/v1", "/metrics")
-"""What a key protects: these paths and all below them."""
+PROTECTED_PATHS = ("/v1", "/metrics")
+"""Paths that require a key, with all paths below them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guarded:
-    """What the guard allows.
+class GuardSettings:
+    """Settings of `HttpGuard`.
 
     Attributes:
-        api_keys: any of them opens the endpoints; none: everybody may.
-        max_body_bytes: of a request.
-        body_timeout_s: time to send it.
-        hosts: names that the `Host` header may have; none: any. Where only this machine can
-            connect, this keeps web pages of others from reaching it under a name of their own.
+        api_keys: accepted API keys; if empty, no key is required.
+        max_body_bytes: maximum size of a request body.
+        body_timeout_s: maximum time to receive the body.
+        hosts: accepted names in the `Host` header; if empty, all are. On a loopback address this
+            prevents DNS rebinding by web pages.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Guarded:
 
 
 class _RefusedError(Exception):
-    """A body that is too large or too slow."""
+    """A body is too large or too slow."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -51,19 +51,19 @@ class _RefusedError(Exception):
 
 
 class HttpGuard:
-    """An ASGI application around another.
+    """An ASGI middleware that refuses invalid requests.
 
     Args:
-        app: what is guarded.
-        allowed: see `Guarded`.
+        app: the guarded application.
+        settings: see `GuardSettings`.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Guarded) -> None:
-        self._app, self._allowed = app, allowed
-        self._slow = SlowDown()
+    def __init__(self, app: ASGIApp, settings: GuardSettings) -> None:
+        self._app, self._settings = app, settings
+        self._slow_down = SlowDown()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse, or pass on."""
+        """Refuse a request or pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -71,78 +71,84 @@ class HttpGuard:
         refusal = self._refusal(scope["path"], headers)
         if refusal is not None:
             if refusal[0] == 401:
-                await self._slow.wait()
+                await self._slow_down.wait()
             await _refuse(send, *refusal)
             return
         name = tenant(_key(headers))
-        # Where no key is asked for, clients could take any number of them.
-        client = name if len(self._allowed.api_keys) > 1 else ""
+        # Without required keys, a client could use any number of them.
+        client = name if len(self._settings.api_keys) > 1 else ""
         scope.setdefault("state", {}).update(tenant=name, client=client)
         try:
-            # Read before anything is answered: handlers only ever see whole bodies.
+            # Read the whole body before the application sees the request.
             received = await self._body(receive)
         except _RefusedError as error:
             await _refuse(send, error.status, str(error))
             return
-        await self._answered(scope, _replayed(received, receive), send)
+        await self._call_app(scope, _replayed(received, receive), send)
 
-    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Starlette raises an error again after answering it, and servers then cut connections."""
-        whole = False
+    async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application. Drop its error if it has sent a whole response.
 
-        async def watched(message: Message) -> None:
-            nonlocal whole
+        Starlette raises errors again after its response, and servers then cut the connection.
+        """
+        complete = False
+
+        async def send_and_watch(message: Message) -> None:
+            nonlocal complete
             await send(message)
-            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+            complete = message["type"] == "http.response.body" and not message.get(
+                "more_body", False
+            )
 
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send_and_watch)
         except Exception:
-            if not whole:
+            if not complete:
                 raise
 
     def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
-        hosts = self._allowed.hosts
+        hosts = self._settings.hosts
         if hosts and _host(headers.get("host", "")) not in hosts:
             return 400, "This server is not known under the name in the Host header."
-        if self._closed(path) and not self._opens(_key(headers)):
+        if _is_protected(path) and not self._accepts(_key(headers)):
             return 401, "Incorrect API key. Send one of this server's as a bearer token."
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._allowed.max_body_bytes:
+        if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
             return 413, self._too_large()
         return None
 
-    def _closed(self, path: str) -> bool:
-        return any(path == one or path.startswith(one + "/") for one in CLOSED)
-
-    def _opens(self, key: str) -> bool:
-        keys = self._allowed.api_keys
-        found = [hmac.compare_digest(key.encode(), one.encode()) for one in keys]
-        return any(found) or not keys
+    def _accepts(self, key: str) -> bool:
+        keys = self._settings.api_keys
+        matches = [hmac.compare_digest(key.encode(), accepted.encode()) for accepted in keys]
+        return any(matches) or not keys
 
     async def _body(self, receive: Receive) -> list[Message]:
-        """All messages up to the body's end."""
+        """Receive all messages up to the end of the body."""
         messages: list[Message] = []
         size = 0
         try:
-            async with asyncio.timeout(self._allowed.body_timeout_s):
+            async with asyncio.timeout(self._settings.body_timeout_s):
                 while not messages or messages[-1].get("more_body", False):
                     messages.append(await receive())
                     size += len(messages[-1].get("body", b""))
-                    if size > self._allowed.max_body_bytes:
+                    if size > self._settings.max_body_bytes:
                         raise _RefusedError(413, self._too_large())
         except TimeoutError:
             raise _RefusedError(
-                408, f"The body did not arrive within {self._allowed.body_timeout_s:g} s."
+                408, f"The body did not arrive within {self._settings.body_timeout_s:g} s."
             ) from None
         return messages
 
     def _too_large(self) -> str:
-        return f"The body is larger than this server takes ({self._allowed.max_body_bytes} bytes)."
+        return f"The body is larger than this server takes ({self._settings.max_body_bytes} bytes)."
+
+
+def _is_protected(path: str) -> bool:
+    return any(path == root or path.startswith(root + "/") for root in PROTECTED_PATHS)
 
 
 def tenant(key: str) -> str:
-    """Whose request it is, without the key itself."""
+    """Tenant of a request: a hash of its key."""
     return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""
 
 
@@ -152,24 +158,24 @@ def _key(headers: Headers) -> str:
 
 
 def _host(header: str) -> str:
-    """The name without its port; IPv6 addresses keep their brackets."""
+    """Host name without the port. IPv6 addresses keep their brackets."""
     name, colon, port = header.rpartition(":")
     return (name if colon and port.isdecimal() else header).lower()
 
 
 def _replayed(messages: Sequence[Message], receive: Receive) -> Receive:
-    """What was received, then whatever comes: the client's leaving."""
-    left = iter(messages)
+    """Replay received messages, then receive further ones."""
+    remaining = iter(messages)
 
     async def replay() -> Message:
-        message = next(left, None)
+        message = next(remaining, None)
         return await receive() if message is None else message
 
     return replay
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
-    content = json.dumps(http_errors.body(status, message)).encode()
+    content = json.dumps(http_errors.error_body(status, message)).encode()
     headers: list[Any] = [(b"content-type", b"application/json"), (b"connection", b"close")]
     headers.append((b"content-length", str(len(content)).encode()))
     if status == 401:

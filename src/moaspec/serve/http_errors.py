@@ -1,4 +1,4 @@
-"""Errors as HTTP answers, in OpenAI's shape: status, type and code."""
+"""Errors as HTTP responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moaspec.serve.openai.schema import ErrorResponse
 LOG = logging.getLogger(__name__)
 
 STATUSES = (400, 401, 404, 405, 408, 413, 429, 500, 503)
-"""Every status other than 200 that an endpoint may answer with."""
+"""All error statuses of the endpoints."""
 
 _TYPES = {
     401: "authentication_error",
@@ -29,13 +29,13 @@ _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 4
 
 
 class RequestError(InputError):
-    """A request that cannot be served.
+    """A request is invalid.
 
     Args:
-        message: what was got, what was expected, what to do.
-        param: the field at fault.
-        code: OpenAI's code, where it has one.
-        status: of HTTP.
+        message: the value received, the expected one and the remedy.
+        param: the invalid field.
+        code: OpenAI's error code, if there is one.
+        status: HTTP status.
     """
 
     def __init__(
@@ -45,33 +45,35 @@ class RequestError(InputError):
         self.param, self.code, self.status = param, code, status
 
 
-def body(
+def error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """OpenAI's form of an error."""
+    """Error in OpenAI's format."""
     kind = _TYPES.get(status, "invalid_request_error")
     code = code or _CODES.get(status)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def answer_to(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body. What went wrong inside is logged, not told."""
+def error_response(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body for an error. Internal errors are logged and not described."""
     if isinstance(error, RequestError):
-        return error.status, body(error.status, str(error), param=error.param, code=error.code)
+        return error.status, error_body(
+            error.status, str(error), param=error.param, code=error.code
+        )
     if isinstance(error, ContextError):
-        return 400, body(400, str(error), code="context_length_exceeded")
+        return 400, error_body(400, str(error), code="context_length_exceeded")
     if isinstance(error, InputError):
-        return 400, body(400, str(error))
+        return 400, error_body(400, str(error))
     if isinstance(error, BusyError):
-        return 429, body(429, str(error))
+        return 429, error_body(429, str(error))
     if isinstance(error, MoaSpecError):
-        return 503, body(503, str(error))
+        return 503, error_body(503, str(error))
     LOG.error("A request failed.", exc_info=error)
-    return 500, body(500, "The server failed; its log says why.")
+    return 500, error_body(500, "The server failed; its log says why.")
 
 
 def install(app: FastAPI) -> None:
-    """Let every error of an app have this shape."""
+    """Register handlers for all errors of an application."""
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(MoaSpecError, _ours)
@@ -79,12 +81,12 @@ def install(app: FastAPI) -> None:
 
 
 def responses() -> dict[int | str, dict[str, Any]]:
-    """The same for an endpoint's OpenAPI description."""
+    """Error responses for the OpenAPI document."""
     return {status: {"model": ErrorResponse} for status in STATUSES}
 
 
 async def _ours(_: Request, error: Exception) -> JSONResponse:
-    status, content = answer_to(error)
+    status, content = error_response(error)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse(content, status, headers)
 
@@ -92,26 +94,29 @@ async def _ours(_: Request, error: Exception) -> JSONResponse:
 async def _http(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException), "registered for this type"
     headers: Mapping[str, str] | None = error.headers
-    return JSONResponse(body(error.status_code, str(error.detail)), error.status_code, headers)
+    return JSONResponse(
+        error_body(error.status_code, str(error.detail)), error.status_code, headers
+    )
 
 
 async def _invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError), "registered for this type"
-    # Of the alternatives that a field has, the one that fitted furthest says most.
+    # A field may have several types. Report the error of the type that matched furthest.
     first: Mapping[str, Any] = max(
-        error.errors(), key=lambda one: (len(one["loc"]), one["type"] in ("too_long", "too_short"))
+        error.errors(),
+        key=lambda each: (len(each["loc"]), each["type"] in ("too_long", "too_short")),
     )
     if tuple(first["loc"]) == ("body",) and isinstance(error.body, bytes):
         text = "The body is no JSON object; send one, with Content-Type: application/json."
-        return JSONResponse(body(400, text), 400)
+        return JSONResponse(error_body(400, text), 400)
     param = _field(error.body, first)
     where = f" at {param}" if param else ""
     message = f"The request is invalid{where}: {first['msg']}."
-    return JSONResponse(body(400, message, param=param), 400)
+    return JSONResponse(error_body(400, message, param=param), 400)
 
 
 def _field(given: Any, error: Mapping[str, Any]) -> str | None:
-    """The field at fault as the client wrote it, without the names of our types."""
+    """Path of the invalid field, without the names of our types."""
     names: list[str] = []
     for part in error["loc"][1:]:
         in_list = isinstance(given, list) and isinstance(part, int) and part < len(given)

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus. No user's text, and no label that a client can choose."""
+"""Metrics for Prometheus. They contain no user's text, and clients choose no labels."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from moaspec.serve.openai.counts import TokenCounts
+from moaspec.serve.openai.token_counts import TokenCounts
 from moaspec.serve.sources.source import TextSource
 
 _SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
-    """Counts of one app.
+    """Metrics of one application.
 
     Args:
-        source: whose load and link are shown.
+        source: its load and link are reported.
     """
 
     def __init__(self, source: TextSource) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Now(source))
+        self.registry.register(_Gauges(source))
         self._requests = Counter(
             "moaspec_requests", "Texts asked for.", ["endpoint", "outcome"], registry=self.registry
         )
@@ -38,30 +38,34 @@ class Metrics:
         self._first = self._histogram("moaspec_first_token_seconds", "Until the first token.")
         self._total = self._histogram("moaspec_text_seconds", "Until the last token.")
 
-    def count(self, endpoint: str, outcome: str, prompt_tokens: int, tally: TokenCounts) -> None:
-        """Count a text that ended: "done", "cancelled" or "failed"."""
+    def count(self, endpoint: str, outcome: str, prompt_tokens: int, counts: TokenCounts) -> None:
+        """Count a text whose outcome is "done", "cancelled" or "failed"."""
         self._requests.labels(endpoint, outcome).inc()
-        self._prompt.labels("yes").inc(tally.reused)
-        self._prompt.labels("no").inc(max(prompt_tokens - tally.reused, 0))
-        own = tally.tokens - tally.accepted - tally.copied
-        for source, number in (("draft", tally.accepted), ("copy", tally.copied), ("target", own)):
+        self._prompt.labels("yes").inc(counts.reused)
+        self._prompt.labels("no").inc(max(prompt_tokens - counts.reused, 0))
+        own = counts.tokens - counts.accepted - counts.copied
+        for source, number in (
+            ("draft", counts.accepted),
+            ("copy", counts.copied),
+            ("target", own),
+        ):
             self._tokens.labels(source).inc(number)
-        self._rounds.inc(tally.rounds)
-        self._drafted.inc(tally.drafted)
-        if tally.first_s is not None:
-            self._first.observe(tally.first_s - tally.started_s)
-            self._total.observe(time.perf_counter() - tally.started_s)
+        self._rounds.inc(counts.rounds)
+        self._drafted.inc(counts.drafted)
+        if counts.first_s is not None:
+            self._first.observe(counts.first_s - counts.started_s)
+            self._total.observe(time.perf_counter() - counts.started_s)
 
     def text(self) -> bytes:
-        """In Prometheus' own format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _histogram(self, name: str, what: str) -> Histogram:
-        return Histogram(name, what, buckets=_SECONDS, registry=self.registry)
+    def _histogram(self, name: str, description: str) -> Histogram:
+        return Histogram(name, description, buckets=_SECONDS, registry=self.registry)
 
 
-class _Now(Collector):
-    """What is true at the moment of asking."""
+class _Gauges(Collector):
+    """Gauges that are read when Prometheus collects them."""
 
     def __init__(self, source: TextSource) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""What all endpoints share: the source, the settings, and how a request becomes jobs."""
+"""State that all endpoints share, and the conversion of a request into jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from fastapi import Request
 
@@ -15,66 +15,49 @@ from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import ContextError, InputError
 from moaspec.generation.api import RowOptions, sampling_params
 from moaspec.sampling.params import SamplingParams
-from moaspec.serve.guard import Guarded
+from moaspec.serve.guard import GuardSettings
 from moaspec.serve.http_errors import RequestError
 from moaspec.serve.metrics import Metrics
-from moaspec.serve.openai.hiding import Asked, Hiding, MakeVault
+from moaspec.serve.openai.redaction import ChatInput, MakeVault, RequestRedactor
 from moaspec.serve.openai.request_texts import RequestTexts
-from moaspec.serve.openai.schema import Sampling
-from moaspec.serve.sources.preparing import Preparation
+from moaspec.serve.openai.schema import GenerationRequest
+from moaspec.serve.preparation import PreparationPool
 from moaspec.serve.sources.source import Job, SourceFacts, TextSource
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """How the endpoints behave.
+    """Settings of the endpoints.
 
     Attributes:
-        names: further names under which the model answers; "*" is any name.
-        default_max_tokens: of chats and responses that give no limit.
-        cors_origins: web pages of these origins may call the endpoints; "*": all.
-        guarded: see `Guarded`.
-        send_timeout_s: how long a client may leave its connection full before it is let go.
-        make_vault: makes what hides private text of a request; None: nothing leaves this machine.
+        names: further names of the model; "*" accepts any name.
+        default_max_tokens: limit of chats and responses that set none.
+        cors_origins: origins of web pages that may call the endpoints; "*" accepts all.
+        guarded: see `GuardSettings`.
+        send_timeout_s: maximum time that a client may leave its connection full.
+        make_vault: makes the vault of a request's private text; None if text stays on this machine.
     """
 
     names: tuple[str, ...] = ()
     default_max_tokens: int = 1024
     cors_origins: tuple[str, ...] = ()
-    guarded: Guarded = field(default_factory=Guarded)
+    guarded: GuardSettings = field(default_factory=GuardSettings)
     send_timeout_s: float = 60.0
     make_vault: MakeVault | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationSpec:
-    """What endpoints ask for under names of their own.
-
-    Attributes:
-        max_tokens: at most so many.
-        n: choices per prompt.
-        logprobs: alternatives to report with log-probabilities; None: no log-probabilities.
-        grammar: that the text follows.
-        stop: strings that end the text.
-    """
-
-    max_tokens: int
-    n: int = 1
-    logprobs: int | None = None
-    grammar: str | None = None
-    stop: tuple[str, ...] = ()
-
-
 class ServerContext:
-    """Turns requests into runs.
+    """State that all endpoints share.
 
     Args:
-        source: decodes.
+        source: decodes the jobs.
         settings: see `ServeSettings`.
 
     Attributes:
-        template: renders conversations.
-        preparation: tokenises prompts and compiles grammars.
+        metrics: counts of the server.
+        template: chat template of the model.
+        created: start time, seconds since 1970.
+        preparation: threads that tokenise prompts and compile grammars.
     """
 
     def __init__(self, source: TextSource, settings: ServeSettings) -> None:
@@ -82,15 +65,15 @@ class ServerContext:
         self.metrics = Metrics(source)
         self.template = ChatTemplate(source.facts.tokenizer, source.facts.name)
         self.created = created_now()
-        self.preparation = Preparation()
+        self.preparation = PreparationPool()
 
     @property
     def facts(self) -> SourceFacts:
-        """Of the target."""
+        """Properties of the model."""
         return self.source.facts
 
     def check_model(self, name: str) -> None:
-        """Refuse names of models that are not here."""
+        """Refuse the names of other models."""
         names = (self.facts.name, *self.settings.names)
         if name not in names and "*" not in names:
             raise RequestError(
@@ -106,11 +89,11 @@ class ServerContext:
         """Variables of the chat template.
 
         Args:
-            given: from the client.
-            reasoning_effort: OpenAI's, which some templates read.
+            given: variables that the client set.
+            reasoning_effort: OpenAI's field, which some templates read.
 
         Raises:
-            RequestError: this template does not.
+            RequestError: this template does not read it.
         """
         if reasoning_effort is None:
             return dict(given or {})
@@ -122,27 +105,33 @@ class ServerContext:
             )
         return {"reasoning_effort": reasoning_effort, **(given or {})}
 
-    def hiding(self) -> Hiding:
-        """What hides the private text of one request."""
-        longest = self.facts.max_positions * self.facts.longest_token
-        return Hiding(self.settings.make_vault, longest)
+    @property
+    def max_characters(self) -> int:
+        """Upper bound of the characters that fit into the context."""
+        return self.facts.max_positions * self.facts.longest_token
+
+    def redactor(self) -> RequestRedactor:
+        """A new redactor for the private text of one request."""
+        return RequestRedactor(self.settings.make_vault, self.max_characters)
 
     def normal(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Messages of OpenAI's form in the normal one."""
+        """Normalise messages of OpenAI's format."""
         try:
             return normal_messages(messages)
         except MalformedError as error:
             raise RequestError(f"The conversation cannot be read: {error}") from error
 
-    def prompt(self, asked: Asked, *, with_tools: bool = True, **how: bool) -> list[int]:
+    def prompt(
+        self, chat: ChatInput, *, with_tools: bool = True, **template_options: bool
+    ) -> list[int]:
         """Token ids of a conversation.
 
         Args:
-            asked: the conversation, tools and variables of the template.
-            with_tools: whether the model is told of the tools.
-            **how: see `ChatTemplate.ids`.
+            chat: the conversation, tools and variables of the template.
+            with_tools: whether the prompt describes the tools.
+            **template_options: see `ChatTemplate.rendered`.
         """
-        template, variables = self.template, asked.variables or {}
+        template, variables = self.template, chat.variables or {}
         if not template.exists:
             raise InputError(
                 f"{self.facts.name} has no chat template, so it holds no conversation; use "
@@ -152,82 +141,94 @@ class ServerContext:
             template.check_variables(variables)
         except InputError as error:
             raise RequestError(str(error), param="chat_template_kwargs") from error
-        tools = asked.tools if with_tools else ()
-        text = template.rendered(asked.messages, tools, variables, **how)
+        tools = chat.tools if with_tools else ()
+        text = template.rendered(chat.messages, tools, variables, **template_options)
         return self.tokens(text, template.tokenize)
 
     def tokens(self, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
-        """Token ids of a prompt, which is not tokenised where no tokens of it could fit.
+        """Tokenise a prompt, unless its length shows that it cannot fit.
 
         Raises:
-            ContextError: it is too long.
+            ContextError: the prompt is too long.
         """
-        facts = self.facts
-        if len(text) > facts.max_positions * facts.longest_token:
+        if len(text) > self.max_characters:
             raise ContextError(
-                f"The prompt has {len(text)} characters, which no {facts.max_positions} tokens of "
-                "this model hold. Shorten the prompt."
+                f"The prompt has {len(text)} characters, which no {self.facts.max_positions} "
+                "tokens of this model hold. Shorten the prompt."
             )
         return tokenize(text)
 
     def jobs(
         self,
         request: Request,
-        asked: Sampling,
+        body: GenerationRequest,
         prompts: Iterable[Sequence[int]],
-        order: GenerationSpec,
+        *,
+        max_tokens: int,
+        n: int = 1,
+        logprobs: int | None = None,
+        grammar: str | None = None,
+        stop: tuple[str, ...] = (),
     ) -> list[Job]:
-        """A job for every choice of every prompt."""
-        sampling = self._sampling(asked, order)
+        """A job for every choice of every prompt.
+
+        Args:
+            request: identifies the client.
+            body: sampling parameters.
+            prompts: token ids of each prompt.
+            max_tokens: maximum number of generated tokens of each choice.
+            n: choices per prompt.
+            logprobs: number of alternatives to report; None reports no log-probabilities.
+            grammar: see `Job`.
+            stop: stop strings.
+        """
+        sampling = self._sampling(body, logprobs)
         return [
             Job(
                 prompt_ids=tuple(prompt),
-                max_new_tokens=self._room(len(prompt), order.max_tokens),
-                stop=order.stop,
+                max_new_tokens=self._room(len(prompt), max_tokens),
+                stop=stop,
                 sampling=replace(sampling, choice=choice),
-                grammar=order.grammar,
-                speculation=asked.extension.speculation,
-                provisional=asked.extension.provisional,
+                grammar=grammar,
+                speculation=body.extension.speculation,
+                provisional=body.extension.provisional,
                 tenant=request.state.tenant,
                 client=request.state.client,
             )
             for prompt in prompts
-            for choice in range(order.n)
+            for choice in range(n)
         ]
 
-    def run(self, jobs: Sequence[Job], endpoint: str) -> RequestTexts:
-        """Begin to decode."""
+    def decode(self, jobs: Sequence[Job], endpoint: str) -> RequestTexts:
+        """Start decoding jobs of an endpoint."""
         return RequestTexts(self.source, jobs, endpoint=endpoint, metrics=self.metrics)
 
-    def _room(self, prompt_length: int, asked: int) -> int:
-        """At most what the context has left; prompts beyond it are refused elsewhere."""
-        return max(min(asked, self.facts.max_positions - prompt_length), 0)
+    def _room(self, prompt_length: int, max_tokens: int) -> int:
+        """Limit `max_tokens` to the rest of the context. `check_prompt` refuses longer prompts."""
+        return max(min(max_tokens, self.facts.max_positions - prompt_length), 0)
 
-    def _sampling(self, asked: Sampling, order: GenerationSpec) -> SamplingParams:
-        """What is asked for, else the model's defaults, else OpenAI's. Seeds may be negative."""
+    def _sampling(self, body: GenerationRequest, logprobs: int | None) -> SamplingParams:
+        """Sampling parameters: the request's, else the model's defaults, else OpenAI's."""
         defaults = self.facts.defaults
-        usual = 1.0 if defaults.temperature is None else defaults.temperature
-        options: RowOptions = {
-            "temperature": usual if asked.temperature is None else asked.temperature,
-            "top_p": asked.top_p,
-            "top_k": None if asked.top_k is None else max(asked.top_k, 0),
-            "min_p": asked.min_p,
-            "repetition_penalty": asked.repetition_penalty,
-            "presence_penalty": asked.presence_penalty,
-            "frequency_penalty": asked.frequency_penalty,
-            "logit_bias": {int(token): bias for token, bias in (asked.logit_bias or {}).items()},
-            "seed": None if asked.seed is None else asked.seed % 2**64,
-            "logprobs": order.logprobs is not None,
-            "top_logprobs": order.logprobs or 0,
+        default_temperature = 1.0 if defaults.temperature is None else defaults.temperature
+        shared = GenerationRequest.model_fields.keys() & RowOptions.__annotations__.keys()
+        options = {
+            **{name: getattr(body, name) for name in shared},
+            "temperature": default_temperature if body.temperature is None else body.temperature,
+            "top_k": None if body.top_k is None else max(body.top_k, 0),
+            "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()},
+            "seed": None if body.seed is None else body.seed % 2**64,  # it may be negative
+            "logprobs": logprobs is not None,
+            "top_logprobs": logprobs or 0,
         }
-        return sampling_params(options, defaults)
+        return sampling_params(cast("RowOptions", options), defaults)
 
 
 def created_now() -> int:
-    """Seconds since 1970, as answers carry them."""
+    """Current time in seconds since 1970."""
     return int(time.time())
 
 
 def fresh_id(kind: str) -> str:
-    """An id that nobody can guess."""
+    """A random id with a prefix."""
     return f"{kind}-{secrets.token_hex(12)}"

@@ -1,4 +1,4 @@
-"""Running the application with uvicorn."""
+"""Runs the application with uvicorn."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from moaspec.serve.sources.source import TextSource
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
-"""The same as the `Host` header has them."""
+"""Loopback names in the `Host` header."""
 
-HEAD_S = 30.0
-"""A request's first line and headers must arrive within so long."""
+HEAD_TIMEOUT_S = 30.0
+"""Maximum time to receive a request's first line and headers."""
 
 GRACE_S = 5.0
-"""Answers that are under way when the server is told to end may take so much longer."""
+"""Time that running answers have to finish when the server shuts down."""
 
-FAREWELL_S = 5.0
-"""For the clients of those that take longer to hear of it."""
+ERROR_S = 5.0
+"""Additional time to send an error to the clients of unfinished answers."""
 
 
 def serve(
@@ -42,23 +42,23 @@ def serve(
     listener: socket.socket,
     ready: Callable[[], None],
 ) -> None:
-    """Serve until interrupted or terminated; see `Server` for how that ends.
+    """Serve until interrupted or terminated.
 
     Args:
-        source: decodes.
-        settings: see `ServeSettings`; where only this machine can connect, foreign names in the
-            `Host` header are refused too.
+        source: decodes the requests.
+        settings: see `ServeSettings`. On a loopback address, other names in the `Host` header are
+            refused too.
         host: address to listen on.
-        listener: bound to it; closed at the end.
-        ready: called once requests are answered.
+        listener: socket bound to the address; closed at the end.
+        ready: called when the server answers requests.
 
     Raises:
-        InputError: another program has begun to listen there.
+        InputError: another program listens on the address.
     """
     if host in LOOPBACK and not settings.guarded.hosts:
         settings = replace(settings, guarded=replace(settings.guarded, hosts=LOOPBACK_HOSTS))
     server = Server(config(create_app(source, settings)), source, ready=ready)
-    # Uvicorn repeats the signal that ended it; both are a proper end.
+    # Uvicorn raises the signal that ended it again.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with contextlib.suppress(KeyboardInterrupt), listener:
@@ -72,46 +72,45 @@ def serve(
 
 
 class HeadDeadline(H11Protocol):
-    """Uvicorn's protocol, which closes connections on which no whole request arrives.
+    """Uvicorn's protocol with a deadline for request headers and a limit per address.
 
-    Such connections would count among `MAX_HTTP_CONNECTIONS` for ever. And of one
-    address there may be a part of these only.
+    Without the deadline, idle connections would occupy `MAX_HTTP_CONNECTIONS` forever.
     """
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio."""
+        """Accept the connection unless its address has too many."""
         super().connection_made(transport)
-        if self._same_address() > limits.MAX_HTTP_CONNECTIONS_PER_ADDRESS:
+        if self._num_same_address() > limits.MAX_HTTP_CONNECTIONS_PER_ADDRESS:
             transport.abort()
             return
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
+        """Handle data, then restart or stop the deadline."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
+        """Stop the deadline of a closed connection."""
         self._stop()
         super().connection_lost(exc)
 
-    def _same_address(self) -> int:
-        """Connections of this one's address."""
+    def _num_same_address(self) -> int:
+        """Number of connections from the same address."""
         if self.client is None:
             return 1
-        clients = [getattr(one, "client", None) for one in self.connections]
+        clients = [getattr(connection, "client", None) for connection in self.connections]
         return sum(client is not None and client[0] == self.client[0] for client in clients)
 
     def _watch(self) -> None:
-        """The clock runs from the connection's, or a head's, first byte to the head's last."""
-        awaited = self.cycle is None or self.cycle.response_complete
-        if not awaited:
+        """Run the deadline while the server waits for a request's headers."""
+        waiting = self.cycle is None or self.cycle.response_complete
+        if not waiting:
             self._stop()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
+            self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self.timeout_keep_alive_handler)
 
     def _stop(self) -> None:
         if self._deadline is not None:
@@ -120,13 +119,13 @@ class HeadDeadline(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server, which lets answers end before it ends itself.
+    """Uvicorn's server, which lets running answers finish at shutdown.
 
     Args:
-        settings: of uvicorn.
-        source: decodes; closed when the time is up, so that whoever still listens hears why.
-        grace_s: how long answers that are under way may take.
-        ready: called once requests are answered.
+        settings: settings of uvicorn.
+        source: decodes the requests. Closed after `grace_s`, which ends answers with an error.
+        grace_s: time that running answers have to finish.
+        ready: called when the server answers requests.
     """
 
     def __init__(
@@ -137,29 +136,29 @@ class Server(uvicorn.Server):
         *,
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        settings.timeout_graceful_shutdown = round(grace_s + FAREWELL_S)
+        settings.timeout_graceful_shutdown = round(grace_s + ERROR_S)
         super().__init__(settings)
         self._source, self._grace_s, self._ready = source, grace_s, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
+        """Start the server and call `ready`."""
         await super().startup(sockets)
         if self.started:
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
-        ending = asyncio.create_task(self._end())
+        """Shut down; close the source if answers take too long."""
+        closing = asyncio.create_task(self._close_source())
         await super().shutdown(sockets)
-        ending.cancel()
+        closing.cancel()
 
-    async def _end(self) -> None:
+    async def _close_source(self) -> None:
         await asyncio.sleep(self._grace_s)
         await self._source.close()
 
 
 def config(app: Any, **options: Any) -> uvicorn.Config:
-    """Uvicorn's settings, the same for users and tests."""
+    """Uvicorn's settings, shared by the command and the tests."""
     return uvicorn.Config(
         app,
         http=HeadDeadline,
@@ -172,6 +171,6 @@ def config(app: Any, **options: Any) -> uvicorn.Config:
 
 
 def page_url(host: str, port: int) -> str:
-    """Where a browser finds the page."""
+    """URL of the page."""
     name = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104 - not bound here
     return f"http://{f'[{name}]' if ':' in name else name}:{port}/"

@@ -1,6 +1,6 @@
-"""Drafting inside vLLM: an out-of-tree proposer for stock vLLM, never a patch.
+"""Drafting inside vLLM: an out-of-tree proposer for an unmodified vLLM.
 
-vLLM keeps what is its own: batching, chunked prefill, prefix caching, verification, the server. It
-is told of this package by five options, which `moaspec vllm-config` prints. `proposer` and its
-neighbours are the only modules that import vLLM; `settings` can be used without it.
+vLLM keeps batching, chunked prefill, prefix caching, verification and its server. Five options,
+which `moaspec vllm-config` prints, make it load this package. `vllm_settings`, `hooks`, `refusals`,
+`capture` and `vllm_target_layers` import nothing of vLLM.
 """

@@ -1,10 +1,10 @@
-"""SA's and CA's keys and values in vLLM's paged cache, beside the target's.
+"""Keys and values of the drafter's self-attention (SA) and cross-attention (CA) in vLLM's cache.
 
-They live in the same blocks as the target's, at the same slots, so that prefix caching, preemption
-and reordering carry them along without a line of code here.
+They use the same blocks and slots as the target's, so vLLM's prefix caching, preemption and
+reordering apply to them too.
 
 Legend: R requests, N tokens, H heads, C KV heads, D head dim, X = H + 2 * C, M blocks of a request,
-S drafted tokens of each.
+S draft steps.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from moaspec.vllm_plugin.capture import Integers
 
 
 class PagedLayer:
-    """One of the drafter's attentions as vLLM runs it.
+    """An attention layer of the drafter that uses vLLM's paged cache.
 
     Args:
-        config: sizes; every rank holds all heads.
-        prefix: vLLM's name of it, with exactly one number in it.
-        cache_config: vLLM's.
+        config: sizes of the layer. Every rank holds all heads.
+        prefix: vLLM's name of the layer, with exactly one number in it.
+        cache_config: vLLM's cache configuration.
     """
 
     def __init__(self, config: LayerConfig, *, prefix: str, cache_config: Any) -> None:
-        # A target's sliding window is not the drafter's.
+        # The target's sliding window does not apply to the drafter.
         unlimited = copy.copy(cache_config)
         unlimited.sliding_window = None
         self.name = prefix
@@ -48,19 +48,19 @@ class PagedLayer:
         )
 
     def write(self, key_1CND: Tensor, value_1CND: Tensor, slots_N: Tensor) -> None:
-        """Store keys and values at their slots."""
+        """Store keys and values (1, C, N, D) at their slots."""
         self.write_tokens(_by_token(key_1CND), _by_token(value_1CND), slots_N)
 
     def write_tokens(self, key_NCD: Tensor, value_NCD: Tensor, slots_N: Tensor) -> None:
-        """The same for keys and values as vLLM lays them out."""
+        """Store keys and values in vLLM's layout, (N, C, D), at their slots."""
         layer = self.attention
         layer.impl.do_kv_cache_update(layer, key_NCD, value_NCD, layer.kv_cache, slots_N)
 
     def read(self, query_NHD: Tensor, metadata: Any) -> Tensor:
-        """What each query reads of its row, (N, H, D).
+        """Attention of each query over its request's tokens, (N, H, D).
 
-        Straight from vLLM's implementation: its layer would look for the metadata in a context
-        of the whole model, at more cost than the attention of a draft step.
+        Calls vLLM's implementation directly: its layer would look up the metadata in the model's
+        forward context, which takes longer than the attention of a draft step.
         """
         layer, out_NHD = self.attention, query_NHD.new_empty(query_NHD.shape)
         layer.impl.forward(layer, query_NHD, None, None, layer.kv_cache, metadata, output=out_NHD)
@@ -69,12 +69,12 @@ class PagedLayer:
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """What a draft step of one of the layers reads: a `SelfAttend`, or a `CrossAttend`.
+    """Attention of one layer in one draft step: a `SelfAttend` or a `CrossAttend`.
 
     Attributes:
-        layer: whose keys and values.
-        metadata: vLLM's, of one query per row.
-        slots_N: where SA's tokens store their own keys and values before they read; None for CA.
+        layer: the layer whose keys and values are read.
+        metadata: vLLM's attention metadata for one query per request.
+        slots_N: slots where SA stores the new tokens' keys and values first; None for CA.
     """
 
     layer: PagedLayer
@@ -82,12 +82,12 @@ class PagedAttend:
     slots_N: Tensor | None = None
 
     def __call__(self, *heads_1XND: Tensor) -> Tensor:
-        """From queries, and SA's keys and values: (1, H, N, D)."""
+        """Attend with queries, and for SA new keys and values: (1, H, N, D)."""
         read_NHD = self._attend(*(_by_token(part_1XND) for part_1XND in heads_1XND))
         return read_NHD.transpose(0, 1)[None]
 
     def joined(self, heads_1NXD: Tensor) -> Tensor:
-        """The same of all heads in one tensor, side by side: (1, N, H * D)."""
+        """Attend with all heads concatenated in one tensor: (1, N, H * D)."""
         heads_NXD = heads_1NXD[0]
         parts = (heads_NXD,) if self.slots_N is None else heads_NXD.split(self.layer.heads, dim=1)
         return self._attend(*parts).view(1, len(heads_NXD), -1)
@@ -100,16 +100,16 @@ class PagedAttend:
 
 
 def _by_token(x_1HND: Tensor) -> Tensor:
-    """(1, H, N, D) -> (N, H, D), as vLLM lays tokens out."""
+    """(1, H, N, D) -> (N, H, D), vLLM's layout."""
     return x_1HND[0].transpose(0, 1)
 
 
 class CacheGroup:
-    """One of the drafter's layers in vLLM's cache, once vLLM has divided that up.
+    """The KV cache group of one of the drafter's layers.
 
     Args:
         runner: vLLM's model runner, its caches allocated.
-        layer: whose group.
+        layer: a layer of the group.
     """
 
     def __init__(self, runner: Any, layer: PagedLayer) -> None:
@@ -124,31 +124,31 @@ class CacheGroup:
 
     @property
     def table(self) -> Any:
-        """VLLM's block table; it may replace its batch, so none is kept."""
+        """VLLM's block table. vLLM may replace its batch, so the table is looked up each time."""
         return self._runner.input_batch.block_table[self.group.kv_cache_group_id]
 
     def room(self, count: int) -> Integers:
-        """Tokens that the blocks of each of the first requests have slots for."""
+        """Number of allocated slots of each of the first `count` requests."""
         table = self.table
         return table.num_blocks_per_row[:count] * int(table.block_size)
 
     def slots(self, tokens_N: Tensor | slice) -> Tensor:
-        """Slots of some of the step's tokens, int64."""
+        """Cache slots of some of the step's tokens, int64."""
         return self.table.slot_mapping.gpu[tokens_N]
 
     def slots_of(self, rows_R: Integers, position_SR: Integers) -> Integers:
-        """Slots of some positions of the given rows, int64."""
+        """Cache slots of positions of the given requests, (S, R) int64."""
         size = int(self.table.block_size)
         place_SR, offset_SR = np.divmod(position_SR, size)
         block_SR = self.table.get_numpy_array()[rows_R, place_SR]
         return np.multiply(block_SR, size, dtype=np.int64) + offset_SR
 
     def queries(self, rows_R: Integers, num_reqs: int) -> CommonAttentionMetadata:
-        """What all metadata of a round share: one query for each of the given rows.
+        """The common metadata of a draft: one query for each of the given requests.
 
         Args:
-            rows_R: places in the batch, in order.
-            num_reqs: of the batch.
+            rows_R: batch indices of the requests, in order.
+            num_reqs: number of requests in the batch.
         """
         count, table_RM = len(rows_R), self.table.get_device_tensor(num_reqs)
         if count < num_reqs:
@@ -170,13 +170,13 @@ class CacheGroup:
     def metadata(
         self, queries: CommonAttentionMetadata, slots_R: Tensor, lengths_R: Tensor, longest: int
     ) -> Any:
-        """VLLM's metadata of one query per row, for this layer's backend.
+        """Metadata of one query per request for this layer's attention backend.
 
         Args:
-            queries: from `queries`; it is changed.
-            slots_R: where the queries' own keys go, if anywhere.
-            lengths_R: how many of a row's first tokens its query reads, int32, on the host.
-            longest: the largest of them.
+            queries: from `queries`; modified in place.
+            slots_R: slots for the keys of the queries' tokens. CA ignores them.
+            lengths_R: number of tokens that each query reads, int32, on the host.
+            longest: maximum of `lengths_R`.
         """
         queries.slot_mapping, queries.seq_lens = slots_R, lengths_R.to(slots_R.device)
         queries.seq_lens_cpu_upper_bound, queries.max_seq_len = lengths_R, longest

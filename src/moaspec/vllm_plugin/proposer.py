@@ -1,4 +1,8 @@
-"""The class that vLLM instantiates (`method: custom_class`) and asks for drafts after each step."""
+"""The proposer that vLLM instantiates and asks for drafts after each step.
+
+Its metrics appear under vLLM's `/metrics` if `PROMETHEUS_MULTIPROC_DIR` names an empty directory
+before vLLM starts, because a vLLM worker is a separate process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from prometheus_client import Counter
 from torch import Tensor
 from vllm.config import CompilationMode
 from vllm.distributed import tensor_model_parallel_all_reduce
@@ -24,33 +29,42 @@ from moaspec.model.moa import MoADrafter
 from moaspec.target.registry import load_tokenizer
 from moaspec.target.spec import identity_of
 from moaspec.vllm_plugin import hooks
-from moaspec.vllm_plugin import vllm_metrics as metrics
 from moaspec.vllm_plugin.caches import PagedLayer
-from moaspec.vllm_plugin.custom_classes import Joined
-from moaspec.vllm_plugin.draft_head import TrimmedHead
-from moaspec.vllm_plugin.embedding import embedding_of
+from moaspec.vllm_plugin.custom_proposer import CustomProposer
 from moaspec.vllm_plugin.refusals import check_drafter
-from moaspec.vllm_plugin.vllm_drafting import Drafting, DraftInputs, Roots
+from moaspec.vllm_plugin.vllm_drafting import DrafterParts, DraftRoots, PagedDrafter
 from moaspec.vllm_plugin.vllm_settings import drafter_name
+from moaspec.vllm_plugin.vllm_target_layers import DraftHead, embedding_of
 
 logger = init_logger(__name__)
 
+FAILURES = Counter(
+    "moaspec:drafter_failures",
+    "Steps of vLLM in which the drafter failed; their requests went on without drafts.",
+)
+SECONDS = Counter(
+    "moaspec:drafter_seconds",
+    "Host seconds that the drafter took, by part: encode (once per verified token) and draft.",
+    ["part"],
+)
+SECONDS_OF = {part: SECONDS.labels(part) for part in ("encode", "draft")}
+
 NO_DRAFT: list[int] = []
-EVERYTHING = 2**31
-"""More tokens than any request has."""
+ALL_TOKENS = 2**31
+"""A length beyond that of any request."""
 
 
-class MoAProposer(Joined):
+class MoAProposer(CustomProposer):
     """Drafts chains with a Mixture-of-Attentions drafter inside vLLM.
 
-    vLLM constructs it, hands it the target (`load_model`), and calls `propose` after every step;
-    our worker calls `start` and `settle`.
+    vLLM constructs it, passes it the target (`load_model`) and calls `propose` after every step.
+    `MoAWorker` calls `start` and `finish_step`.
 
     Args:
         vllm_config: vLLM's whole configuration.
 
     Raises:
-        ServingError: this vLLM, or a setting of it, cannot be drafted for.
+        ServingError: this vLLM version or one of its settings is not supported.
         UnsupportedTargetError: the target's keys and values cannot be captured.
     """
 
@@ -60,28 +74,29 @@ class MoAProposer(Joined):
         super().__init__(vllm_config)
         self._depths = _depths(vllm_config)
         self._name = drafter_name(vllm_config.additional_config)
-        self._parts: DraftInputs | None = None
-        self._drafting: Drafting | None = None
-        self._verify: Callable[[Tensor, Any], Any] | None = None
+        self._parts: DrafterParts | None = None
+        self._drafter: PagedDrafter | None = None
+        self._vllm_sample: Callable[[Tensor, Any], Any] | None = None
 
     def load_model(self, target: Any) -> None:
-        """Load the drafter, join it to the target, and ask vLLM for its caches.
+        """Load the drafter, connect it to the target and request its caches from vLLM.
 
         Raises:
-            CheckpointError: the drafter is damaged, for another target, or needs N > 0.
-            ServingError: the target's keys and values cannot be read in this vLLM.
+            CheckpointError: the drafter is damaged, is for another target or needs N > 0.
+            ServingError: the target's keys and values cannot be captured in this vLLM.
         """
         for name in hooks.TARGET_HOOKS:
             hooks.require(target, name, owner_name=type(target).__name__)
-        capture, like = self.capture(target, may_hold=self._eager), self.like(target)
+        capture = self.capture(target, may_hold=self._eager)
+        like = self.empty_like_target(target)
         drafter = self._load_drafter().to(like).requires_grad_(False)
         index = len(capture)
-        self._parts = DraftInputs(
+        self._parts = DrafterParts(
             drafter=packed_copy(drafter, exact=[drafter.encoder]),
             embed=embedding_of(target, target.embed_input_ids, VocabParallelEmbedding),
-            head=TrimmedHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
-            text=self._paged(index, drafter.config.self_attention, "self_attn"),
-            memory=self._paged(index + 1, drafter.config.cross_attention, "cross_attn"),
+            head=DraftHead(target, drafter.draft_token_ids, tensor_model_parallel_all_reduce),
+            self_attention=self._paged(index, drafter.config.self_attention, "self_attn"),
+            cross_attention=self._paged(index + 1, drafter.config.cross_attention, "cross_attn"),
             capture=capture,
         )
 
@@ -90,16 +105,16 @@ class MoAProposer(Joined):
         return self.vllm_config.compilation_config.mode == CompilationMode.NONE
 
     def start(self, runner: Any) -> None:
-        """Find everything that a step needs; vLLM's caches are allocated.
+        """Connect the drafter to vLLM's caches, and work around wrong temperatures if needed.
 
         Raises:
-            ServingError: this vLLM's model runner lacks something.
+            ServingError: the model runner lacks one of `runner_hooks`.
         """
         super().start(runner)
         assert self._parts is not None, "vLLM loads the model before it allocates caches"
-        self._drafting = Drafting(self._parts, runner)
+        self._drafter = PagedDrafter(self._parts, runner)
         if not hooks.verifies_sampled_drafts(runner.positions.device):
-            self._verify, runner._sample = runner._sample, self._sample
+            self._vllm_sample, runner._sample = runner._sample, self._sample
             logger.warning(
                 "vLLM %s applies no request's temperature to drafted tokens here. Steps are "
                 "drafted while all of their requests are greedy.",
@@ -113,90 +128,90 @@ class MoAProposer(Joined):
         *_: Any,
         **__: Any,
     ) -> list[list[int]]:
-        """Drafts for each request of the batch, in its order; none for one still in its prompt.
+        """Draft for each request of the batch, in order; an unfinished prompt gets no draft.
 
         Args:
-            sampled_token_ids: what the step verified and sampled, per request.
-            num_tokens_no_spec: tokens of each request, those included.
+            sampled_token_ids: tokens that the step verified and sampled, per request.
+            num_tokens_no_spec: number of tokens of each request, including the sampled ones.
         """
         drafts: list[list[int]] = [NO_DRAFT for _ in sampled_token_ids]
-        if self._drafting is None:
+        if self._drafter is None:
             return drafts
         lengths_R = num_tokens_no_spec[: len(drafts)].tolist()
         newest = {row: lengths_R[row] - 1 for row, new in enumerate(sampled_token_ids) if new}
-        with self._never_failing():
-            # Of a request that is still in its prompt, all that was computed is verified.
-            self._encode([newest.get(row, EVERYTHING) for row in range(len(drafts))])
+        with self._failures_logged():
+            # All computed tokens of an unfinished prompt are verified.
+            self._encode([newest.get(row, ALL_TOKENS) for row in range(len(drafts))])
             depth = self._depths[len(drafts)]
             rows = self._to_draft(newest, depth)
             tokens = [sampled_token_ids[row][-1] for row in rows]
-            roots = Roots(rows=rows, tokens=tokens, positions=[newest[row] for row in rows])
+            roots = DraftRoots(rows=rows, tokens=tokens, positions=[newest[row] for row in rows])
             for row, chain in zip(rows, self._chains(roots, depth), strict=True):
                 drafts[row] = chain
         return drafts
 
     def _sample(self, logits_NV: Tensor, metadata: Any) -> Any:
-        """As vLLM does it, but no drafts are verified in a step that has a temperature.
+        """Sample as vLLM does, but verify no drafts in a step with a sampled request.
 
-        There may be some all the same: those of greedy requests that another has joined, and those
-        that vLLM fills in itself, where a prompt's blocks are found or a text is near its limit.
+        Such a step can still have drafts: of greedy requests that a sampled one joined, and drafts
+        that vLLM adds itself after a prefix cache hit or near a text's limit.
 
         Args:
-            logits_NV: of each request those of its newest token, then of its drafts.
-            metadata: vLLM's, of the drafts; None: there are none.
+            logits_NV: logits of each request's newest token, then of its drafts.
+            metadata: vLLM's metadata of the drafts; None if there are none.
         """
-        assert self._verify is not None
+        assert self._vllm_sample is not None
         if metadata is not None and not self.runner.input_batch.all_greedy:
             newest_R = np.cumsum([0, *metadata.num_draft_tokens[:-1]])
             newest_R += np.arange(len(newest_R))
             logits_NV, metadata = logits_NV[torch.from_numpy(newest_R)], None
-        return self._verify(logits_NV, metadata)
+        return self._vllm_sample(logits_NV, metadata)
 
-    def settle(self) -> None:
-        """Encode a step for which vLLM wanted no drafts, because a text is near its limit.
+    def finish_step(self) -> None:
+        """Encode a step for which vLLM requested no drafts, because a text is near its limit.
 
-        Other requests may yet find its blocks by their prefix.
+        Other requests may still reuse its blocks by prefix.
         """
         if self._parts is not None and self._parts.capture.pending:
-            with self._never_failing():
+            with self._failures_logged():
                 self._encode(None)
 
     def _to_draft(self, newest: dict[int, int], depth: int) -> list[int]:
-        """Rows with room for drafts, and drafts that can be verified.
+        """Requests with cache room for a draft that vLLM would verify.
 
         Args:
-            newest: positions of rows' newest tokens.
-            depth: how many tokens would be drafted.
+            newest: position of each request's newest token.
+            depth: length of a draft.
         """
-        assert self._drafting is not None
+        assert self._drafter is not None
         batch = self.runner.input_batch
-        if self._verify is not None and not batch.all_greedy:
+        if self._vllm_sample is not None and not batch.all_greedy:
             return []
-        room_R = self._drafting.room(batch.num_reqs)
+        room_R = self._drafter.room(batch.num_reqs)
         return [row for row, last in newest.items() if 0 < depth <= room_R[row] - last]
 
     def _encode(self, lengths_R: list[int] | None) -> None:
         assert self._parts is not None
-        assert self._drafting is not None
-        # Whatever comes of it: a step is encoded once, or not at all.
+        assert self._drafter is not None
+        # Reset before encoding: a step that fails is not encoded a second time.
         self._parts.capture.pending = False
         with _timed("encode"):
-            self._drafting.encode(lengths_R)
+            self._drafter.encode(lengths_R)
 
-    def _chains(self, roots: Roots, depth: int) -> list[list[int]]:
-        assert self._drafting is not None
+    def _chains(self, roots: DraftRoots, depth: int) -> list[list[int]]:
+        assert self._drafter is not None
         if not roots.rows:
             return []
         with _timed("draft"):
-            return self._drafting.draft(roots, depth)
+            return self._drafter.draft(roots, depth)
 
     @contextmanager
-    def _never_failing(self) -> Iterator[None]:
-        """Requests do not depend on drafts, so they must not suffer from a failing drafter."""
+    def _failures_logged(self) -> Iterator[None]:
+        """Log an exception of the drafter: requests continue without drafts."""
         try:
             yield
         except Exception:
-            metrics.FAILURES.inc()
+            FAILURES.inc()
             logger.exception("The drafter failed; this step's requests go on without drafts.")
 
     def _load_drafter(self) -> MoADrafter:
@@ -218,7 +233,7 @@ class MoAProposer(Joined):
 
 
 def _depths(vllm_config: Any) -> list[int]:
-    """Tokens to draft, by the number of requests in a step."""
+    """Draft length by the number of requests in a step."""
     settings, most = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
     depth = int(settings.num_speculative_tokens)
     schedule = settings.num_speculative_tokens_per_batch_size
@@ -231,4 +246,4 @@ def _depths(vllm_config: Any) -> list[int]:
 def _timed(part: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
-    metrics.SECONDS_OF[part].inc(time.perf_counter() - started)
+    SECONDS_OF[part].inc(time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Settings of vLLM that drafting cannot work with, each refused at start with its reason."""
+"""Checks at start that refuse unsupported settings of vLLM and unsupported drafters."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def _captures_whole_passes(compilation_config: Any) -> bool:
 
 
 def check_settings(vllm_config: Any) -> None:
-    """Refuse settings that drafting cannot work with.
+    """Refuse settings of vLLM that drafting does not support.
 
     Raises:
-        ServingError: says which, why, and what to do.
-        UnsupportedTargetError: keys and values of this family cannot be captured.
+        ServingError: names the setting, the reason and the remedy.
+        UnsupportedTargetError: the target family's keys and values cannot be captured.
     """
     for applies, reason in _RULES:
         if applies(vllm_config):
@@ -78,10 +78,10 @@ def check_settings(vllm_config: Any) -> None:
 
 
 def check_drafter(drafter: MoADrafter) -> None:
-    """Refuse drafters that need what is not implemented here.
+    """Refuse drafters with parts that are not implemented inside vLLM.
 
     Raises:
-        MismatchError: says what.
+        MismatchError: names the part.
     """
     config = drafter.config
     if 0 not in config.num_target_layers:

@@ -1,8 +1,7 @@
-"""vLLM's scheduler, told that drafts need cache slots.
+"""vLLM's scheduler with cache slots reserved for drafted tokens.
 
-Drafted tokens are written into SA's cache behind the newest token while the draft grows. vLLM
-reserves slots for its own drafters' tokens and none for those of a custom class. Where drafts come
-from devices, a request also goes on only when its device has sent some.
+While a draft grows, its tokens are written into the self-attention cache behind the newest token.
+vLLM reserves slots for the drafts of its own drafters, but not for those of a custom class.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ class MoAScheduler(Scheduler):
     """The stock scheduler with lookahead slots.
 
     Attributes:
-        wanted: requests that the next steps are for, where somebody else says when each goes on;
-            the others keep their slots and wait. None: steps are for all, as in stock vLLM.
+        wanted: ids of the requests that the next steps run. The other requests keep their slots
+            and wait, for example until their device has sent drafts. None: every step runs all
+            requests, as in stock vLLM.
     """
 
     running: list[Any]
@@ -33,12 +33,12 @@ class MoAScheduler(Scheduler):
         self.wanted: set[str] | None = None
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """The next step."""
+        """Schedule the next step."""
         if self.wanted is None:
             return super().schedule(*args, **kwargs)
-        parked = [one for one in self.running if one.request_id not in self.wanted]
-        self.running = [one for one in self.running if one.request_id in self.wanted]
+        waiting = [request for request in self.running if request.request_id not in self.wanted]
+        self.running = [request for request in self.running if request.request_id in self.wanted]
         try:
             return super().schedule(*args, **kwargs)
         finally:
-            self.running += parked
+            self.running += waiting

@@ -1,6 +1,6 @@
-"""The drafter's two halves on vLLM's batch: encode what is verified, draft a chain per request.
+"""The drafter on vLLM's batch: encode verified tokens, then draft a chain for each request.
 
-Legend: R requests, N tokens, S drafted tokens of each request, D head dim, E hidden size.
+Legend: R requests, N tokens, S draft steps, D head dim, E hidden size.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from moaspec.model.moa import MoADrafter
 from moaspec.model.rope import CosSin
 from moaspec.vllm_plugin.caches import CacheGroup, PagedAttend, PagedLayer
-from moaspec.vllm_plugin.capture import Integers, KVCapture, verified_index
-from moaspec.vllm_plugin.draft_head import TrimmedHead
-from moaspec.vllm_plugin.embedding import Embed
+from moaspec.vllm_plugin.capture import Integers, VLLMCapture, verified_index
+from moaspec.vllm_plugin.vllm_target_layers import DraftHead, Embed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roots:
-    """The newest tokens of some requests: verified themselves, their activations not yet there.
+class DraftRoots:
+    """The newest tokens of some requests. They are verified but have no activations yet.
 
     Attributes:
-        rows: the requests' places in the batch.
-        tokens: ids.
-        positions: theirs, and so how many tokens before each have activations.
+        rows: batch indices of the requests.
+        tokens: token ids.
+        positions: positions of the tokens, so the number of earlier tokens with activations.
     """
 
     rows: Sequence[int]
@@ -38,65 +37,66 @@ class Roots:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftInputs:
-    """What drafting is made of, all of it on this rank.
+class DrafterParts:
+    """The drafter and its connections to the target, all on this rank.
 
     Attributes:
-        drafter: as it runs fastest here, see `packed_copy`.
+        drafter: packed for this CPU, see `packed_copy`.
+        self_attention, cross_attention: its layers in vLLM's cache.
     """
 
     drafter: MoADrafter
     embed: Embed
-    head: TrimmedHead
-    text: PagedLayer
-    memory: PagedLayer
-    capture: KVCapture
+    head: DraftHead
+    self_attention: PagedLayer
+    cross_attention: PagedLayer
+    capture: VLLMCapture
 
 
-class Drafting:
-    """A drafter on vLLM's caches.
+class PagedDrafter:
+    """A drafter that uses vLLM's caches.
 
     Args:
-        parts: what it is made of.
+        parts: see `DrafterParts`.
         runner: vLLM's model runner, its caches allocated.
     """
 
-    def __init__(self, parts: DraftInputs, runner: Any) -> None:
+    def __init__(self, parts: DrafterParts, runner: Any) -> None:
         self._parts, self._runner = parts, runner
-        self._text = CacheGroup(runner, parts.text)
-        # Of one size, both have their tokens at the same slots.
-        alike = parts.memory.name in self._text.group.layer_names
-        self._memory = self._text if alike else CacheGroup(runner, parts.memory)
+        self._self_group = CacheGroup(runner, parts.self_attention)
+        # Layers of equal size are in one group and have a token's keys at the same slot.
+        same = parts.cross_attention.name in self._self_group.group.layer_names
+        self._cross_group = self._self_group if same else CacheGroup(runner, parts.cross_attention)
 
     def room(self, count: int) -> list[int]:
-        """Tokens that each of the first requests has slots for."""
-        room_R = self._text.room(count)
-        if self._memory is not self._text:
-            room_R = np.minimum(room_R, self._memory.room(count))
+        """Number of tokens that each of the first `count` requests has slots for."""
+        room_R = self._self_group.room(count)
+        if self._cross_group is not self._self_group:
+            room_R = np.minimum(room_R, self._cross_group.room(count))
         return room_R.tolist()
 
     def encode(self, lengths_R: Sequence[int] | None = None) -> None:
-        """Write what later drafts read of the step's tokens.
+        """Write the drafter's keys and values of the step's verified tokens.
 
         Args:
-            lengths_R: how many of each request's tokens are verified and have activations; as many
-                as it has, or more, where all that the step computed are. None: all are of all.
+            lengths_R: number of each request's tokens that are verified and have activations. It
+                may exceed the computed tokens. None: all tokens of all requests.
         """
         parts, runner = self._parts, self._runner
-        kept = self._kept(lengths_R)
-        position_1N, ids_N = runner.positions[kept][None], runner.input_ids.gpu[kept]
-        read_NLK = parts.capture.read(kept, tensor_model_parallel_all_gather)
+        verified = self._verified(lengths_R)
+        position_1N, ids_N = runner.positions[verified][None], runner.input_ids.gpu[verified]
+        read_NLK = parts.capture.read(verified, tensor_model_parallel_all_gather)
         states_1NE = parts.drafter.aggregate(read_NLK[None])
-        slots_N = self._memory.slots(kept)
-        parts.memory.write(*parts.drafter.project_kv(states_1NE, position_1N), slots_N)
+        slots_N = self._cross_group.slots(verified)
+        parts.cross_attention.write(*parts.drafter.project_kv(states_1NE, position_1N), slots_N)
         decoder, embeddings_1NE = parts.drafter.decoder, parts.embed(ids_N)[None]
-        if self._text is not self._memory:
-            slots_N = self._text.slots(kept)
-        turns = decoder.self_rope(position_1N)
-        parts.text.write(*decoder.text_keys_values(embeddings_1NE, turns), slots_N)
+        if self._self_group is not self._cross_group:
+            slots_N = self._self_group.slots(verified)
+        cos_sin = decoder.self_rope(position_1N)
+        parts.self_attention.write(*decoder.text_keys_values(embeddings_1NE, cos_sin), slots_N)
 
-    def _kept(self, lengths_R: Sequence[int] | None) -> slice | Tensor:
-        """Which of the step's tokens are encoded."""
+    def _verified(self, lengths_R: Sequence[int] | None) -> slice | Tensor:
+        """Indices of the step's verified tokens."""
         batch = self._runner.input_batch
         starts = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
         if lengths_R is None:
@@ -108,20 +108,24 @@ class Drafting:
             return index
         return torch.tensor(index, device=self._runner.positions.device)
 
-    def draft(self, roots: Roots, depth: int) -> list[list[int]]:
-        """A chain of `depth` tokens below each root."""
+    def draft(self, roots: DraftRoots, depth: int) -> list[list[int]]:
+        """Draft a chain of `depth` tokens after each root."""
         parts, decoder = self._parts, self._parts.drafter.decoder
         row_R, root_R, position_R = np.array((roots.rows, roots.tokens, roots.positions))
-        # How many tokens are before each root and each of its drafts.
+        # Number of tokens before each root and before each drafted token.
         length_XR = position_R + np.arange(depth + 1)[:, None]
         token_R, position_SR, slots_SR = self._on_device(row_R, root_R, length_XR[:-1])
-        ask, *attends = self._attends(row_R, slots_SR, length_XR.astype(np.int32))
-        text_turns = _by_step(decoder.self_rope(position_SR))
-        memory_turns = _by_step(decoder.cross_rope(position_SR))
+        cross_attend, *self_attends = self._attends(row_R, slots_SR, length_XR.astype(np.int32))
+        self_rope = _by_step(decoder.self_rope(position_SR))
+        cross_rope = _by_step(decoder.cross_rope(position_SR))
         drafted = []
-        for attend, text_turn, memory_turn in zip(attends, text_turns, memory_turns, strict=True):
-            states_1RE = decoder.run_self_attention(parts.embed(token_R)[None], text_turn, attend)
-            states_1RE = decoder.run_cross_attention(states_1RE, memory_turn, ask)
+        for attend, self_cos_sin, cross_cos_sin in zip(
+            self_attends, self_rope, cross_rope, strict=True
+        ):
+            states_1RE = decoder.run_self_attention(
+                parts.embed(token_R)[None], self_cos_sin, attend
+            )
+            states_1RE = decoder.run_cross_attention(states_1RE, cross_cos_sin, cross_attend)
             token_R = parts.head.best(parts.drafter.exit(states_1RE, 0)[0])
             drafted.append(token_R)
         ids = torch.cat(drafted).tolist()
@@ -130,8 +134,8 @@ class Drafting:
     def _on_device(
         self, row_R: Integers, root_R: Integers, position_SR: Integers
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The roots' ids; each draft step's positions, and SA's slots of them; on the device."""
-        slots_SR = self._text.slots_of(row_R, position_SR)
+        """Root ids, and the positions and SA slots of each draft step, on the device."""
+        slots_SR = self._self_group.slots_of(row_R, position_SR)
         host_XR = torch.from_numpy(np.concatenate((root_R[None], position_SR, slots_SR)))
         sizes = (1, len(position_SR), len(slots_SR))
         token_1R, positions, slots = host_XR.to(self._parts.capture.device).split(sizes)
@@ -140,25 +144,27 @@ class Drafting:
     def _attends(
         self, row_R: Integers, slots_SR: Tensor, length_XR: Integers
     ) -> Iterator[PagedAttend]:
-        """CA's of all draft steps, then SA's of each.
+        """Yield the attention of CA, used in all draft steps, then that of SA for each step.
 
         Args:
-            row_R: places in the batch.
-            slots_SR: where SA's keys and values go.
-            length_XR: tokens of each row that CA reads, then that each of SA's steps reads, int32.
+            row_R: batch indices of the requests.
+            slots_SR: slots for SA's keys and values.
+            length_XR: number of tokens that CA reads, then that SA reads in each step, int32.
         """
-        parts, text, memory = self._parts, self._text, self._memory
+        parts, self_group, cross_group = self._parts, self._self_group, self._cross_group
         num_reqs, longest = self._runner.input_batch.num_reqs, int(length_XR[0].max())
         known_R, *lengths = torch.from_numpy(length_XR).unbind()
         slots = slots_SR.unbind()
-        queries = memory.queries(row_R, num_reqs)
-        # What may be read of the memory stays the same, and no key goes there.
-        yield PagedAttend(parts.memory, memory.metadata(queries, slots[0], known_R, longest))
-        if text is not memory:
-            queries = text.queries(row_R, num_reqs)
+        queries = cross_group.queries(row_R, num_reqs)
+        # CA reads the same tokens in all steps and stores no keys.
+        yield PagedAttend(
+            parts.cross_attention, cross_group.metadata(queries, slots[0], known_R, longest)
+        )
+        if self_group is not cross_group:
+            queries = self_group.queries(row_R, num_reqs)
         for step, (slots_R, lengths_R) in enumerate(zip(slots, lengths, strict=True), start=1):
-            metadata = text.metadata(queries, slots_R, lengths_R, longest + step)
-            yield PagedAttend(parts.text, metadata, slots_R)
+            metadata = self_group.metadata(queries, slots_R, lengths_R, longest + step)
+            yield PagedAttend(parts.self_attention, metadata, slots_R)
 
 
 def _by_step(cos_sin: CosSin) -> Iterable[CosSin]:

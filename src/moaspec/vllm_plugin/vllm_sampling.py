@@ -1,11 +1,11 @@
-"""vLLM's sampling of a step, replaced by the one law, for drafts that devices sent.
+"""Seeded sampling inside vLLM, for drafts that devices sent.
 
-vLLM's own rejection sampler would choose differently than devices expect as soon as a request has
-a temperature, penalties or a grammar. Here its logits are walked by the same function that walks
-those of a local target (`decode.decide`), so the text is that of every other deployment.
+vLLM's rejection sampler chooses other tokens than devices expect if a request has a temperature,
+penalties or a grammar. This class applies `engine.accept` to vLLM's logits, as for a local target,
+so the text equals that of every other deployment.
 
-Legend: N logits of a step (of each request the newest token's, then its drafts'), V vocabulary,
-T tokens, L target layers, G KV heads.
+Legend: N logits of a step (for each request those of its newest token, then of its drafts),
+V vocabulary, T tokens, L target layers, G KV heads.
 """
 
 from __future__ import annotations
@@ -21,50 +21,56 @@ from vllm.v1.outputs import SamplerOutput
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest
 from moaspec.engine.accept import Acceptance, accept
-from moaspec.vllm_plugin.capture import KVCapture
-from moaspec.vllm_plugin.custom_classes import Joined
-from moaspec.vllm_plugin.vllm_settings import SECTION
+from moaspec.vllm_plugin.capture import VLLMCapture
+from moaspec.vllm_plugin.custom_proposer import CustomProposer
+from moaspec.vllm_plugin.vllm_settings import CONFIG_KEY
 
-NOTHING = -1
-"""vLLM's filler behind the tokens that a request brings out of a step."""
+PADDING = -1
+"""vLLM's padding after the tokens that a step gives a request."""
 
 
 @dataclass
-class DraftedRequest:
-    """What is asked of one request of vLLM's.
+class PendingVerification:
+    """The verification that the next steps of one vLLM request have to do.
 
     Attributes:
-        request: its tree is the chain that vLLM verifies, as far as it does.
-        text: all tokens up to the newest; accepted ones are appended.
-        num_steps: steps of vLLM's so far.
-        num_read: tokens whose keys and values vLLM had before; None as long as no step was run.
-        read: keys and values of those after them, (T, L, G, 2 D) each.
-        outcome: what became of it; None as long as its prompt is being read.
+        request: its tree is the chain that vLLM verifies.
+        text: all tokens up to the newest. Accepted tokens are appended.
+        num_steps: number of vLLM's steps so far.
+        num_cached: tokens whose keys and values vLLM had before; None before the first step.
+        captured: keys and values of the tokens after those, (T, L, G, 2 D) each.
+        outcome: the result or error; None while vLLM reads the prompt.
     """
 
     request: VerifyRequest
     text: list[int]
     num_steps: int = 0
-    num_read: int | None = None
-    read: list[Tensor] = field(default_factory=list)
+    num_cached: int | None = None
+    captured: list[Tensor] = field(default_factory=list)
     outcome: Acceptance | Exception | None = None
 
 
 @dataclass(frozen=True)
 class _SampledRow:
-    """A request's part of a step."""
+    """The part of a step that belongs to one request.
 
-    asked: DraftedRequest
+    Attributes:
+        pending: its verification.
+        tokens, logits: its slices of the step's tokens and logits.
+        partial: whether its prompt is not complete after this step.
+    """
+
+    pending: PendingVerification
     tokens: slice
     logits: slice
     partial: bool
 
 
-class SeededSampling(Joined):
-    """Decides for vLLM, and drafts nothing: devices do.
+class SeededSampler(CustomProposer):
+    """Replaces vLLM's sampling. It drafts nothing, because devices do.
 
     Attributes:
-        asked: by vLLM's request id, what its next steps are to decide.
+        pending: verifications of the next steps, by vLLM's request id.
     """
 
     runner_hooks = (
@@ -78,35 +84,35 @@ class SeededSampling(Joined):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        self.asked: dict[str, DraftedRequest] = {}
-        self._capture: KVCapture | None = None
+        self.pending: dict[str, PendingVerification] = {}
+        self._capture: VLLMCapture | None = None
 
     def load_model(self, target: Any) -> None:
-        """Read keys and values from now on, where somebody wants them."""
-        if self.vllm_config.additional_config[SECTION]["features"]:
+        """Capture the target's keys and values if a drafter's encoder reads them."""
+        if self.vllm_config.additional_config[CONFIG_KEY]["features"]:
             self._capture = self.capture(target)
 
     def start(self, runner: Any) -> None:
-        """Take over sampling."""
+        """Replace the model runner's sampling function."""
         super().start(runner)
         runner._sample = self._sample
 
     def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-        """No drafts."""
+        """Return no drafts, as devices send them."""
         return [[] for _ in sampled_token_ids]
 
     def _sample(self, logits_NV: Tensor, metadata: Any) -> SamplerOutput:
-        """What each request of the step brings: (R, W) int32, filled up with `NOTHING`."""
+        """Tokens that the step gives each request: (R, W) int32, padded with `PADDING`."""
         batch = self.runner.input_batch
         drafted = [0] * batch.num_reqs if metadata is None else metadata.num_draft_tokens
         rows = self._rows(drafted)
-        whole = [row for row in rows if not row.partial]
-        _decide([row.asked for row in whole], [_own(row, logits_NV) for row in whole])
-        ids = torch.full((len(rows), max(drafted) + 1), NOTHING, dtype=torch.int32)
+        complete = [row for row in rows if not row.partial]
+        _accept([row.pending for row in complete], [_own(row, logits_NV) for row in complete])
+        ids = torch.full((len(rows), max(drafted) + 1), PADDING, dtype=torch.int32)
         for place, row in enumerate(rows):
-            tokens = _brought(row.asked)
+            tokens = _new_tokens(row.pending)
             ids[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-            self._keep(row, place)
+            self._capture_row(row, place)
         return SamplerOutput(ids.to(logits_NV.device), logprobs_tensors=None)
 
     def _rows(self, drafted: Sequence[int]) -> list[_SampledRow]:
@@ -117,7 +123,7 @@ class SeededSampling(Joined):
         ):
             rows.append(
                 _SampledRow(
-                    self.asked[name],
+                    self.pending[name],
                     slice(int(starts[place]), int(starts[place + 1])),
                     slice(first, first + 1 + drafts),
                     bool(partial[place]),
@@ -126,56 +132,57 @@ class SeededSampling(Joined):
             first += 1 + drafts
         return rows
 
-    def _keep(self, row: _SampledRow, place: int) -> None:
-        """Copy keys and values of the row's verified tokens before the next step replaces them."""
-        asked, outcome = row.asked, row.asked.outcome
-        asked.num_steps += 1
-        if self._capture is None or not asked.request.encode:
+    def _capture_row(self, row: _SampledRow, place: int) -> None:
+        """Copy the keys and values of verified tokens before the next step overwrites them."""
+        pending, outcome = row.pending, row.pending.outcome
+        pending.num_steps += 1
+        if self._capture is None or not pending.request.encode:
             return
-        if asked.num_read is None:
-            asked.num_read = int(self.runner.input_batch.num_computed_tokens_cpu[place])
+        if pending.num_cached is None:
+            pending.num_cached = int(self.runner.input_batch.num_computed_tokens_cpu[place])
         drafts = row.logits.stop - row.logits.start - 1
         accepted = len(outcome.accepted) if isinstance(outcome, Acceptance) else 0
         stop = row.tokens.stop if row.partial else row.tokens.stop - drafts + accepted
-        asked.read.append(self._capture.staged_NLGK[row.tokens.start : stop].clone())
+        pending.captured.append(self._capture.staged_NLGK[row.tokens.start : stop].clone())
 
 
 def _own(row: _SampledRow, logits_NV: Tensor) -> Tensor:
-    """The logits of the row's newest token and of those of its drafts that vLLM has verified.
+    """Logits of the row's newest token and of its drafts that vLLM has verified.
 
-    They are fewer where the text is near its limit. And vLLM may have added some of its own, to a
-    request whose prompt it has just read.
+    Near a text's limit vLLM verifies fewer drafts than it got. To a request whose prompt it has
+    just read, it may add drafts of its own, which are ignored.
     """
-    request, drafts = row.asked.request, row.logits.stop - row.logits.start - 1
+    request, drafts = row.pending.request, row.logits.stop - row.logits.start - 1
     tree = request.tree
     if drafts < len(tree.tokens):
         tree = DraftTree(tree.tokens[:drafts], tree.parents[:drafts])
-        row.asked.request = replace(request, tree=tree)
+        row.pending.request = replace(request, tree=tree)
     return logits_NV[row.logits][: 1 + len(tree.tokens)]
 
 
-def _decide(asked: Sequence[DraftedRequest], logits: Sequence[Tensor]) -> None:
-    """Outcomes of all requests; where that fails, of each alone, so that one harms no other."""
-    if not asked:
+def _accept(batch: Sequence[PendingVerification], logits: Sequence[Tensor]) -> None:
+    """Set the outcome of all requests. If that fails, retry each alone to find the faulty one."""
+    if not batch:
         return
-    texts = [list(one.text) for one in asked]
+    texts = [list(pending.text) for pending in batch]
+    requests = [pending.request for pending in batch]
     try:
-        decisions = accept([one.request for one in asked], texts, torch.cat(list(logits)).float())
-    except Exception as error:  # noqa: BLE001 - whoever asked is told
-        if len(asked) == 1:
-            asked[0].outcome = error
+        results = accept(requests, texts, torch.cat(list(logits)).float())
+    except Exception as error:  # noqa: BLE001 - the request's caller raises it
+        if len(batch) == 1:
+            batch[0].outcome = error
             return
-        for one, own in zip(asked, logits, strict=True):
-            _decide([one], [own])
+        for pending, own in zip(batch, logits, strict=True):
+            _accept([pending], [own])
         return
-    for one, text, decision in zip(asked, texts, decisions, strict=True):
-        one.text, one.outcome = text, decision
+    for pending, text, result in zip(batch, texts, results, strict=True):
+        pending.text, pending.outcome = text, result
 
 
-def _brought(asked: DraftedRequest) -> list[int]:
-    """Tokens that a request brings; something has to stand there where it brings none."""
-    outcome = asked.outcome
+def _new_tokens(pending: PendingVerification) -> list[int]:
+    """Tokens that a step gives a request; one placeholder token if there are none."""
+    outcome = pending.outcome
     if not isinstance(outcome, Acceptance):
         return [0]
-    tokens = asked.request.tree.tokens
+    tokens = pending.request.tree.tokens
     return [*(tokens[node] for node in outcome.accepted), outcome.next_token]

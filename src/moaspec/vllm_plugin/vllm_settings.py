@@ -1,4 +1,4 @@
-"""What vLLM is told on its command line. Imports nothing of vLLM."""
+"""vLLM's options that make it load this package. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from moaspec.errors import InputError, ServingError
 
 SUPPORTED_VERSIONS = ">=0.32,<0.34"
-"""Releases of vLLM whose hooks this plugin knows; 0.32.0 is the one that tests run on."""
+"""Releases of vLLM that have the hooks of this plugin. Tests run on 0.32.0."""
 
 PACKAGE = "moaspec.vllm_plugin"
 PROPOSER = f"{PACKAGE}.proposer.MoAProposer"
-DECIDING = f"{PACKAGE}.deciding.Deciding"
-WORKER = f"{PACKAGE}.worker.MoAWorker"
+SAMPLER = f"{PACKAGE}.vllm_sampling.SeededSampler"
+WORKER = f"{PACKAGE}.vllm_worker.MoAWorker"
 SCHEDULER = f"{PACKAGE}.scheduler.MoAScheduler"
 COMPILATION = {"cudagraph_mode": "PIECEWISE"}
-"""Graphs of whole passes would replay them without the step that reads keys and values."""
-SECTION = "moaspec"
-"""Our part of vLLM's `additional_config`."""
+"""Full CUDA graphs would replay a pass without the step that captures keys and values."""
+CONFIG_KEY = "moaspec"
+"""Our key in vLLM's `additional_config`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving:
-    """Which drafter serves which target, and how far it drafts.
+class VLLMServeSettings:
+    """Options of a vLLM that drafts with one of our drafters.
 
     Attributes:
-        model: directory or hub id of the target, as vLLM gets it.
+        model: directory or hub id of the target.
         drafter: alias, directory or hub id of the drafter.
-        num_speculative_tokens: tokens of one draft; vLLM verifies chains.
+        num_speculative_tokens: length of each draft, a chain.
     """
 
     model: str
@@ -54,7 +54,7 @@ class Serving:
                 "model": PROPOSER,
                 "num_speculative_tokens": self.num_speculative_tokens,
             },
-            "additional_config": {SECTION: {"drafter": self.drafter}},
+            "additional_config": {CONFIG_KEY: {"drafter": self.drafter}},
             "worker_cls": WORKER,
             "scheduler_cls": SCHEDULER,
             "compilation_config": COMPILATION,
@@ -72,22 +72,22 @@ class Serving:
 
 
 BLOCK_TOKENS = 32
-"""Of vLLM's cache. Few, because what a row shares with its earlier text is found by blocks."""
+"""Block size of vLLM's cache. Small, because a prefix is reused in whole blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verifying:
-    """vLLM as the verifier of drafts that devices send.
+class VLLMVerifierSettings:
+    """Options of a vLLM that verifies drafts sent by devices.
 
     Attributes:
         model: directory or hub id of the target.
-        dtype: of its weights, keys and values.
-        max_rows: texts at a time.
-        max_tokens: of the longest text.
-        token_bytes: keys and values of one token.
-        features: whether a drafter's encoder wants the target's keys and values.
-        max_drafted: drafts of a round that are verified; of more, the first ones.
-        changes: further arguments of `vllm.EngineArgs`.
+        dtype: data type of weights, keys and values.
+        max_rows: maximum number of concurrent texts.
+        max_tokens: maximum length of a text.
+        token_bytes: bytes of one token's keys and values.
+        features: whether a drafter's encoder reads the target's keys and values.
+        max_drafted: maximum number of drafted tokens that a round verifies.
+        extra_arguments: further arguments of `vllm.EngineArgs`.
     """
 
     model: str
@@ -97,17 +97,17 @@ class Verifying:
     token_bytes: int
     features: bool = True
     max_drafted: int = 16
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    extra_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def cache_tokens(self) -> int:
-        """Room for all rows at their longest, so that none is ever driven out."""
+        """Tokens of all rows at maximum length, so that vLLM never evicts one."""
         blocks = -(-(self.max_tokens + 2 * self.max_drafted) // BLOCK_TOKENS)
         return self.max_rows * blocks * BLOCK_TOKENS
 
     @property
     def cache_bytes(self) -> int:
-        """The same with the block that vLLM keeps for itself, and one to spare."""
+        """Bytes for `cache_tokens`, the block that vLLM reserves, and one spare block."""
         return (self.cache_tokens + 2 * BLOCK_TOKENS) * self.token_bytes
 
     @property
@@ -122,31 +122,31 @@ class Verifying:
             "block_size": BLOCK_TOKENS,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
-            "additional_config": {SECTION: {"features": self.features}},
+            "additional_config": {CONFIG_KEY: {"features": self.features}},
             "compilation_config": COMPILATION,
             "speculative_config": {
                 "method": "custom_class",
-                "model": DECIDING,
+                "model": SAMPLER,
                 "num_speculative_tokens": self.max_drafted,
             },
             "worker_cls": WORKER,
             "scheduler_cls": SCHEDULER,
-            **self.changes,
+            **self.extra_arguments,
         }
 
 
 def drafter_name(additional_config: Any) -> str:
-    """Which drafter vLLM was told to load.
+    """Name of the drafter in vLLM's `additional_config`.
 
     Raises:
-        ServingError: none.
+        ServingError: it names no drafter.
     """
-    section = additional_config.get(SECTION) if isinstance(additional_config, Mapping) else None
+    section = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
     name = section.get("drafter") if isinstance(section, Mapping) else None
     if not isinstance(name, str):
         raise ServingError(
             f"vLLM was not told which drafter to load: its additional_config is "
-            f"{additional_config!r} and needs {{{SECTION!r}: {{'drafter': NAME}}}}. "
+            f"{additional_config!r} and needs {{{CONFIG_KEY!r}: {{'drafter': NAME}}}}. "
             "`moaspec vllm-config` prints all options."
         )
     return name

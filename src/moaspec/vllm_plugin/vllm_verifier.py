@@ -1,9 +1,9 @@
-"""vLLM as the verifier of drafts that come from elsewhere.
+"""vLLM as the verifier of drafts that devices send.
 
-Each row is a request of vLLM's that waits (`MoAScheduler.wanted`) until its device has sent drafts,
-so that a slow device holds nobody up; those that have share vLLM's next step. What a row brings is
-decided by `SeededSampling`. A row whose text goes on otherwise than vLLM has it is submitted anew,
-and finds its blocks by their prefix.
+Each row is a vLLM request that waits (`MoAScheduler.wanted`) until its device has sent drafts, so a
+slow device does not delay the others. Requests with drafts share vLLM's next step, and
+`SeededSampler` accepts tokens. If a row's text continues differently from vLLM's copy, it is
+submitted as a new request, which reuses cached blocks by prefix.
 
 Legend: N tokens, L target layers, K one layer's key and value.
 """
@@ -28,22 +28,22 @@ from moaspec.errors import MoaSpecError, ServingError
 from moaspec.remote.server.capabilities import EngineCapabilities
 from moaspec.remote.server.service import ServingEngine
 from moaspec.vllm_plugin import hooks
-from moaspec.vllm_plugin.vllm_sampling import DraftedRequest, SeededSampling
-from moaspec.vllm_plugin.vllm_settings import BLOCK_TOKENS, Verifying
+from moaspec.vllm_plugin.vllm_sampling import PendingVerification, SeededSampler
+from moaspec.vllm_plugin.vllm_settings import BLOCK_TOKENS, VLLMVerifierSettings
 
-IDLE_STEPS = 100
-"""Steps in a row that do nothing for what was asked, before that is called an error."""
+MAX_IDLE_STEPS = 100
+"""Consecutive steps without progress for the pending requests that raise an error."""
 
 
 @dataclass
-class _WaitingRow:
-    """One row as vLLM has it.
+class _RequestRow:
+    """One row's state inside vLLM.
 
     Attributes:
-        text: all of its tokens; the last one may have no keys and values yet.
-        salt: keeps its blocks apart from those of other texts, of this row and of others: what is
-            found by its prefix is not computed, so there are no features of it. None: of all.
-        request_id: the request that waits with this text; None: there is none.
+        text: all tokens; the last one may have no keys and values yet.
+        salt: cache salt that separates the row's blocks from those of other texts. Tokens found in
+            the prefix cache are not computed, so they have no features. None: start a new salt.
+        request_id: the waiting request with this text; None if there is none.
     """
 
     text: list[int] = field(default_factory=list)
@@ -54,21 +54,21 @@ class _WaitingRow:
 class VLLMVerifier:
     """Verifies chains inside vLLM, in this process.
 
-    Features are made of keys and values since a row's `base`: a row wants them in all of its
-    requests or in none.
+    Features are encoded from the keys and values after a request's `num_verified` tokens, so a row
+    has to request them always or never.
 
     Args:
-        options: which model, how many rows, how long.
-        encoder: a drafter's; None: no features.
+        options: model, number of rows and lengths.
+        encoder: encoder of a drafter; None returns no features.
 
     Raises:
-        ServingError: this vLLM cannot be joined.
+        ServingError: this vLLM is not supported or does not start.
     """
 
-    def __init__(self, options: Verifying, encoder: Any = None) -> None:
+    def __init__(self, options: VLLMVerifierSettings, encoder: Any = None) -> None:
         hooks.require_version()
         self._options, self._encoder = options, encoder
-        self._engine = _started(options)
+        self._engine = _start(options)
         name = type(self._engine).__name__
         self._scheduler = hooks.require(
             self._engine, "engine_core.engine_core.scheduler", owner_name=name
@@ -76,27 +76,27 @@ class VLLMVerifier:
         executor = hooks.require(
             self._engine, "engine_core.engine_core.model_executor", owner_name=name
         )
-        self._deciding: SeededSampling = hooks.require(
+        self._sampler: SeededSampler = hooks.require(
             executor,
             "driver_worker.worker.model_runner.drafter",
             owner_name=type(executor).__name__,
         )
         self._scheduler.wanted = set()
         self._require_room()
-        self._rows: dict[int, _WaitingRow] = {}
+        self._rows: dict[int, _RequestRow] = {}
         self._closed: deque[int] = deque()
         self._numbers = count()
 
     @property
     def _cache_tokens(self) -> int:
-        """Tokens that vLLM has room for."""
+        """Number of tokens that vLLM's cache holds."""
         return int(self._scheduler.cache_config.num_gpu_blocks) * BLOCK_TOKENS
 
     def _require_room(self) -> None:
-        """Refuse a cache in which rows would drive one another out.
+        """Refuse a cache that is too small for all rows at once.
 
         Raises:
-            ServingError: says how much is missing.
+            ServingError: names the available and the needed size.
         """
         got, needed = self._cache_tokens, self._options.cache_tokens
         if got < needed:
@@ -107,46 +107,47 @@ class VLLMVerifier:
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values held."""
+        """Bytes of keys and values that vLLM holds."""
         held = self._scheduler.kv_cache_manager.usage * self._cache_tokens
         return round(held) * self._options.token_bytes
 
     def close(self, row: int) -> None:
-        """Forget a row; its blocks are free from the next verification on."""
+        """Close a row. The next verification frees its blocks."""
         self._closed.append(row)
 
     def release(self) -> None:
-        """Forget all rows and what is kept of ended ones."""
+        """Close all rows and reset the prefix cache."""
         self._forget(list(self._rows))
         self._engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """End vLLM."""
+        """Shut vLLM's engine down."""
         self._engine.engine_core.shutdown()
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        """See `Verifier`; of a tree, the chain of its first children is verified."""
+        """See `Verifier`. Of a tree, only the chain of first children is verified."""
         while self._closed:
             self._forget([self._closed.popleft()])
         chains = [_first_chain(request.tree) for request in requests]
         started = time.perf_counter()
         try:
-            asked = [
-                self._ask(request, chain) for request, chain in zip(requests, chains, strict=True)
+            batch = [
+                self._schedule(request, chain)
+                for request, chain in zip(requests, chains, strict=True)
             ]
-            self._step_until_decided(asked)
-            decisions = self._taken(asked)
+            self._step_until_done(batch)
+            decisions = self._results(batch)
         except Exception:
-            # Nobody knows how far vLLM has come with them: their next requests begin anew.
+            # The state of these requests inside vLLM is unknown, so their rows start over.
             for request in requests:
-                self._start_over(self._rows.setdefault(request.row, _WaitingRow()))
+                self._start_over(self._rows.setdefault(request.row, _RequestRow()))
             raise
         finally:
-            self._deciding.asked.clear()
+            self._sampler.pending.clear()
             self._scheduler.wanted.clear()
         pass_s = time.perf_counter() - started
         started = time.perf_counter()
-        features = self._features(asked)
+        features = self._features(batch)
         encode_s = time.perf_counter() - started
         return [
             VerifyResult(
@@ -161,24 +162,25 @@ class VLLMVerifier:
             for decision, chain, feature in zip(decisions, chains, features, strict=True)
         ]
 
-    def _ask(self, request: VerifyRequest, chain: Sequence[int]) -> DraftedRequest:
-        """Let vLLM's next steps be for this request."""
-        row = self._rows.setdefault(request.row, _WaitingRow())
+    def _schedule(self, request: VerifyRequest, chain: Sequence[int]) -> PendingVerification:
+        """Make vLLM's next steps run this request."""
+        row = self._rows.setdefault(request.row, _RequestRow())
         text = [*row.text[: request.num_verified], *request.new_tokens]
-        goes_on = row.request_id is not None and text == row.text and not request.text_length
-        nodes = chain[: self._options.max_drafted] if goes_on else []
+        continues = row.request_id is not None and text == row.text and not request.text_length
+        nodes = chain[: self._options.max_drafted] if continues else []
         tokens = tuple(request.tree.tokens[node] for node in nodes)
         tree = DraftTree(tokens, tuple(range(-1, len(tokens) - 1)))
-        if not goes_on:
+        if not continues:
             self._submit(row, request, text)
         name = str(row.request_id)
         self._scheduler.requests[name].spec_token_ids = list(tokens)
         self._scheduler.wanted.add(name)
-        asked = self._deciding.asked[name] = DraftedRequest(replace(request, tree=tree), text)
-        return asked
+        pending = PendingVerification(replace(request, tree=tree), text)
+        self._sampler.pending[name] = pending
+        return pending
 
-    def _submit(self, row: _WaitingRow, request: VerifyRequest, text: list[int]) -> None:
-        """A new request of vLLM's for a row's text."""
+    def _submit(self, row: _RequestRow, request: VerifyRequest, text: list[int]) -> None:
+        """Submit a row's text to vLLM as a new request."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -186,7 +188,7 @@ class VLLMVerifier:
         extends = text[: len(row.text)] == row.text and request.num_verified >= len(row.text) - 1
         if row.salt is None or not request.num_verified or not extends:
             row.salt = str(next(self._numbers))
-        # What is chosen is `SeededSampling`'s. A stretch of a prompt ends with its own tokens.
+        # `SeededSampler` chooses the tokens. A partial prompt needs no token after it.
         settings = SamplingParams(
             temperature=0.0,
             max_tokens=1 if request.text_length else self._options.max_tokens,
@@ -197,53 +199,54 @@ class VLLMVerifier:
         prompt: Any = {"prompt_token_ids": text, "cache_salt": row.salt}
         try:
             row.request_id = self._engine.add_request(str(next(self._numbers)), prompt, settings)
-        except ValueError as error:  # its own checks of prompts
+        except ValueError as error:  # vLLM's checks of prompts
             raise ServingError(f"vLLM refuses a text of {len(text)} tokens: {error}") from error
         row.text = text
 
-    def _step_until_decided(self, asked: Sequence[DraftedRequest]) -> None:
+    def _step_until_done(self, batch: Sequence[PendingVerification]) -> None:
         idle = 0
-        while any(one.outcome is None for one in asked):
-            before = sum(one.num_steps for one in asked)
+        while any(pending.outcome is None for pending in batch):
+            before = sum(pending.num_steps for pending in batch)
             self._engine.step()
-            for name, one in self._deciding.asked.items():
-                if one.outcome is not None:
+            for name, pending in self._sampler.pending.items():
+                if pending.outcome is not None:
                     self._scheduler.wanted.discard(name)
-            idle = idle + 1 if sum(one.num_steps for one in asked) == before else 0
-            if idle > IDLE_STEPS:
+            idle = idle + 1 if sum(pending.num_steps for pending in batch) == before else 0
+            if idle > MAX_IDLE_STEPS:
                 raise ServingError("vLLM makes no step for what it is asked: is its cache full?")
 
-    def _taken(self, asked: Sequence[DraftedRequest]) -> list[Acceptance]:
-        """What was decided, noted as the rows' texts."""
+    def _results(self, batch: Sequence[PendingVerification]) -> list[Acceptance]:
+        """Results of all requests; updates the rows' texts. Raises the first error."""
         decisions = []
-        for one in asked:
-            row, outcome = self._rows[one.request.row], one.outcome
+        for pending in batch:
+            row, outcome = self._rows[pending.request.row], pending.outcome
             if not isinstance(outcome, Acceptance):
                 assert outcome is not None
                 raise outcome
-            row.text = one.text if one.request.text_length else [*one.text, outcome.next_token]
+            text = pending.text
+            row.text = text if pending.request.text_length else [*text, outcome.next_token]
             if row.request_id not in self._scheduler.requests:  # it has ended
                 row.request_id = None
             decisions.append(outcome)
         return decisions
 
-    def _features(self, asked: Sequence[DraftedRequest]) -> list[object]:
-        """The drafter's encoding of all tokens from each row's base on."""
-        features: list[object] = [None] * len(asked)
-        wanting = [i for i, one in enumerate(asked) if one.request.encode]
-        if self._encoder is None or not wanting:
+    def _features(self, batch: Sequence[PendingVerification]) -> list[object]:
+        """The drafter's encoding of each request's tokens after its `num_verified`."""
+        features: list[object] = [None] * len(batch)
+        encoded_rows = [i for i, pending in enumerate(batch) if pending.request.encode]
+        if self._encoder is None or not encoded_rows:
             return features
-        parts = [_fresh(asked[i]) for i in wanting]
+        parts = [_new_keys_values(batch[i]) for i in encoded_rows]
         counts = [len(part) for part in parts]
         position_ids = [
-            asked[i].request.num_verified + offset
-            for i, size in zip(wanting, counts, strict=True)
+            batch[i].request.num_verified + offset
+            for i, size in zip(encoded_rows, counts, strict=True)
             for offset in range(size)
         ]
-        joined_1NLK = torch.cat(parts).flatten(2)[None]
-        position_ids_1N = torch.tensor([position_ids], device=joined_1NLK.device)
-        encoded = self._encoder.encode(joined_1NLK, position_ids_1N, counts)
-        for i, feature in zip(wanting, encoded, strict=True):
+        keys_values_1NLK = torch.cat(parts).flatten(2)[None]
+        position_ids_1N = torch.tensor([position_ids], device=keys_values_1NLK.device)
+        encoded = self._encoder.encode(keys_values_1NLK, position_ids_1N, counts)
+        for i, feature in zip(encoded_rows, encoded, strict=True):
             features[i] = feature
         return features
 
@@ -253,26 +256,26 @@ class VLLMVerifier:
             if row is not None:
                 self._abort(row)
 
-    def _start_over(self, row: _WaitingRow) -> None:
-        """Read a row's text from its start, whatever blocks there are."""
+    def _start_over(self, row: _RequestRow) -> None:
+        """Make the row's next request read its text from the start, without cached blocks."""
         self._abort(row)
         row.salt = None
 
-    def _abort(self, row: _WaitingRow) -> None:
+    def _abort(self, row: _RequestRow) -> None:
         if row.request_id is not None:
             self._engine.abort_request([row.request_id], internal=True)
             row.request_id = None
 
 
-def _started(options: Verifying) -> Any:
-    """VLLM's engine.
+def _start(options: VLLMVerifierSettings) -> Any:
+    """Start vLLM's engine.
 
     Raises:
-        ServingError: it does not start; says why, and what can be done.
+        ServingError: it does not start; names the cause and a remedy.
     """
-    # In this process: keys and values are read where they are written.
+    # Keys and values are captured in the process that writes them.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # On CPUs it would replace what is asked for.
+    # On CPUs this variable overrides `kv_cache_memory_bytes`.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -289,17 +292,16 @@ def _started(options: Verifying) -> Any:
         ) from error
 
 
-def _fresh(asked: DraftedRequest) -> Tensor:
-    """Keys and values from the request's base on: (N, L, G, 2 D)."""
-    assert asked.num_read is not None
-    assert asked.num_read <= asked.request.num_verified, (
-        "blocks of tokens without features were found"
-    )
-    return torch.cat(asked.read)[asked.request.num_verified - asked.num_read :]
+def _new_keys_values(pending: PendingVerification) -> Tensor:
+    """Keys and values after the request's `num_verified` tokens: (N, L, G, 2 D)."""
+    cached, verified = pending.num_cached, pending.request.num_verified
+    assert cached is not None
+    assert cached <= verified, "vLLM reused blocks of tokens that have no features yet"
+    return torch.cat(pending.captured)[verified - cached :]
 
 
 def _first_chain(tree: DraftTree) -> list[int]:
-    """The nodes from the root along each first child."""
+    """Nodes of the path from the root along each first child."""
     chain: list[int] = []
     for node, parent in enumerate(tree.parents):
         if parent == (chain[-1] if chain else -1):
@@ -307,15 +309,17 @@ def _first_chain(tree: DraftTree) -> list[int]:
     return chain
 
 
-def vllm_engine(options: Verifying, encoder: Any = None) -> ServingEngine:
-    """VLLM as the engine of a `TargetService`.
+def vllm_engine(options: VLLMVerifierSettings, encoder: Any = None) -> ServingEngine:
+    """Make vLLM the engine of a `TargetService`.
 
     Args:
-        options: which model, how many rows, how long.
-        encoder: of the service's drafter, see `remote.server.service.wire_encoder`; or None.
+        options: model, number of rows and lengths.
+        encoder: encoder of the drafter, see `remote.server.service.wire_encoder`, or None.
 
     Raises:
-        ServingError: this vLLM cannot be joined.
+        ServingError: this vLLM is not supported or does not start.
     """
-    terms = EngineCapabilities(name="vllm", max_drafted=options.max_drafted, chains_only=True)
-    return ServingEngine(verifier=VLLMVerifier(options, encoder), terms=terms)
+    capabilities = EngineCapabilities(
+        name="vllm", max_drafted=options.max_drafted, chains_only=True
+    )
+    return ServingEngine(verifier=VLLMVerifier(options, encoder), terms=capabilities)

@@ -1,4 +1,4 @@
-"""vLLM's worker for this platform, which introduces the custom class to its model runner."""
+"""vLLM's worker for this platform, extended to connect the custom proposer to its model runner."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from moaspec.vllm_plugin.custom_classes import Joined
+from moaspec.vllm_plugin.custom_proposer import CustomProposer
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -16,23 +16,23 @@ else:
 
 
 class MoAWorker(PlatformWorker):
-    """The stock worker; what it adds runs beside vLLM's own steps."""
+    """The stock worker, which also starts the proposer and lets it finish each step."""
 
     @property
-    def _proposer(self) -> Joined | None:
+    def _proposer(self) -> CustomProposer | None:
         proposer = getattr(self.model_runner, "drafter", None)
-        return proposer if isinstance(proposer, Joined) else None
+        return proposer if isinstance(proposer, CustomProposer) else None
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate caches, then let the custom class find its own among them."""
+        """Allocate caches, then give the proposer the model runner."""
         super().initialize_from_config(*args, **kwargs)
         if self._proposer is not None:
             self._proposer.start(self.model_runner)
 
     @torch.inference_mode()
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample, verify and draft, then encode what vLLM did not ask drafts for."""
+        """Sample, verify and draft, then let the proposer finish the step."""
         output = super().sample_tokens(*args, **kwargs)
         if self._proposer is not None:
-            self._proposer.settle()
+            self._proposer.finish_step()
         return output

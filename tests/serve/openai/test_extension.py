@@ -10,9 +10,9 @@ import httpx
 
 import serving
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.serve.openai.counts import TokenCounts
-from moaspec.serve.openai.extension import Reporter
+from moaspec.serve.openai.extension import ExtensionWriter
 from moaspec.serve.openai.schema import Extension
+from moaspec.serve.openai.token_counts import TokenCounts
 from moaspec.serve.sources.source import LinkState, Round, Update
 from moaspec.serve.sources.text_writer import TextWriter
 from serving import LONGEST, MODEL, Served, own_text, say
@@ -83,13 +83,13 @@ def test_plain_decoding_on_request(served: Served) -> None:
 def reports(asked: Extension, updates: Sequence[Update]) -> list[dict[str, Any]]:
     """What a stream would say, update by update."""
     facts = serving.source().facts
-    reporter, tally = Reporter(0, asked, facts), TokenCounts()
+    reporter, counts = ExtensionWriter(0, asked, facts), TokenCounts()
     writer = TextWriter(facts.tokenizer)
     link = LinkState(state="up", bytes_sent=3)
     said = []
     for update in updates:
-        tally.take(update)
-        said.append(reporter.chunk(update, writer.take(update), tally, link) or {})
+        counts.add(update)
+        said.append(reporter.chunk(update, writer.take(update), counts, link) or {})
     return said
 
 

@@ -122,10 +122,10 @@ def test_calls_and_their_results(client: OpenAI) -> None:
 
 
 def test_tenants_do_not_see_one_another() -> None:
-    from moaspec.serve.guard import Guarded
+    from moaspec.serve.guard import GuardSettings
     from moaspec.serve.server_context import ServeSettings
 
-    settings = ServeSettings(guarded=Guarded(api_keys=("one", "two")))
+    settings = ServeSettings(guarded=GuardSettings(api_keys=("one", "two")))
     with serving.serving(serving.source(), settings) as served:
         kept = ask(served.openai("one"))
         assert served.openai("one").responses.retrieve(kept.id).id == kept.id
@@ -138,19 +138,19 @@ def test_tenants_do_not_see_one_another() -> None:
 
 def test_the_oldest_responses_go(served: Served) -> None:
     from moaspec.serve.http_errors import RequestError
-    from moaspec.serve.openai.responses import Archive
+    from moaspec.serve.openai.response_store import ResponseStore
 
-    archive = Archive(2)
+    store = ResponseStore(2)
     with served.http() as http:
         body = {"model": MODEL, "input": "x", "max_output_tokens": 1}
         made = [http.post("/v1/responses", json=body).json() for _ in range(3)]
     from moaspec.serve.openai.responses_schema import ResponseObject
 
     for one in made:
-        archive.keep("me", ResponseObject.model_validate(one), [])
+        store.add("me", ResponseObject.model_validate(one), [])
     with pytest.raises(RequestError):
-        archive.find("me", made[0]["id"])
-    assert json.loads(archive.find("me", made[2]["id"]).response)["id"] == made[2]["id"]
+        store.find("me", made[0]["id"])
+    assert json.loads(store.find("me", made[2]["id"]).response)["id"] == made[2]["id"]
 
 
 def stored(name: str, text: str = "") -> Any:
@@ -179,17 +179,17 @@ def stored(name: str, text: str = "") -> Any:
 @pytest.mark.parametrize(("number", "num_bytes"), [(8, 1 << 30), (256, 8 * 1400)])
 def test_a_tenant_who_stores_much_loses_nothing_of_others(number: int, num_bytes: int) -> None:
     from moaspec.serve.http_errors import RequestError
-    from moaspec.serve.openai.responses import Archive
+    from moaspec.serve.openai.response_store import ResponseStore
 
-    archive = Archive(number, num_bytes)
-    archive.keep("alice", stored("a"), serving.say("hello"))
+    store = ResponseStore(number, num_bytes)
+    store.add("alice", stored("a"), serving.say("hello"))
     for i in range(50):
-        archive.keep("mallory", stored(f"m{i}", "x" * 1000), [])
-        assert len(archive._kept) <= number
-        assert sum(one.size for one in archive._kept.values()) <= num_bytes
-    assert archive.find("alice", "a").messages == serving.say("hello")
-    assert archive.find("mallory", "m49").messages == []
+        store.add("mallory", stored(f"m{i}", "x" * 1000), [])
+        assert len(store._stored) <= number
+        assert sum(one.size for one in store._stored.values()) <= num_bytes
+    assert store.find("alice", "a").messages == serving.say("hello")
+    assert store.find("mallory", "m49").messages == []
     with pytest.raises(RequestError):
-        archive.find("mallory", "m0")
-    archive.keep("mallory", stored("all", "x" * num_bytes if number > 8 else ""), [])
-    assert archive.find("alice", "a")
+        store.find("mallory", "m0")
+    store.add("mallory", stored("all", "x" * num_bytes if number > 8 else ""), [])
+    assert store.find("alice", "a")

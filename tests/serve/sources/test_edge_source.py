@@ -17,7 +17,7 @@ import edges
 import serving
 from edges import Edge
 from moaspec.sampling.params import SamplingParams
-from moaspec.serve.guard import Guarded
+from moaspec.serve.guard import GuardSettings
 from moaspec.serve.server_context import ServeSettings
 from moaspec.serve.sources.source import Job
 from serving import LONGEST, MODEL, Served, own_text, say
@@ -151,7 +151,7 @@ def test_a_refusal_ends_one_request_only() -> None:
 @pytest.mark.slow
 def test_nothing_is_shared_between_keys() -> None:
     edge = Edge(active=1)
-    settings = ServeSettings(guarded=Guarded(api_keys=("one", "two")))
+    settings = ServeSettings(guarded=GuardSettings(api_keys=("one", "two")))
     with serving.serving(edge.source, settings) as served:
         cached = []
         for key in ("one", "two", "two"):
@@ -164,7 +164,7 @@ def test_nothing_is_shared_between_keys() -> None:
 @pytest.mark.slow
 def test_stored_prompts_are_not_shared_between_keys_either(tmp_path: Path) -> None:
     edge = Edge(prefix_dir=tmp_path)
-    settings = ServeSettings(guarded=Guarded(api_keys=("one", "two")))
+    settings = ServeSettings(guarded=GuardSettings(api_keys=("one", "two")))
     with serving.serving(edge.source, settings) as served:
         for key in ("one", "two", "two"):
             ask(served, key=key)
@@ -188,10 +188,10 @@ def test_a_tenants_sessions_do_not_push_out_anothers() -> None:
     async def run() -> None:
         source = Edge(active=3).source
         for tenant in ("alice", "mallory", "mallory"):
-            source._new_seat(tenant).tenant = tenant
+            source._new_session(tenant).tenant = tenant
         job = Job(prompt_ids=(1,), max_new_tokens=1, sampling=SamplingParams(), tenant="bob")
-        _, ends = source._take_seat(job)
-        assert ends is source._seats[1]
+        _, evicted = source._take_session(job)
+        assert evicted is source._sessions[1]
         await source.close()
 
     asyncio.run(run())
@@ -210,7 +210,7 @@ def test_a_forgotten_grammar_is_compiled_beside_the_loop() -> None:
         job = Job(
             prompt_ids=(1,), max_new_tokens=1, sampling=SamplingParams(), grammar="any", tenant=""
         )
-        await source._ruled(job)
+        await source._processors(job)
         assert compiled_in[0] is not threading.current_thread()
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""What fails in one step ends the requests that were in it, and nothing else."""
+"""An error in one step ends the jobs of that step and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 import serving
 from moaspec.errors import BusyError, InputError
 from moaspec.sampling.params import SamplingParams
-from moaspec.serve.sources.engine_worker import EngineWorker, Ticket
+from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob
 from moaspec.serve.sources.source import Job, Update
 
 
@@ -27,17 +27,17 @@ def worker() -> Any:
     made.stop()
 
 
-def ticket(client: str = "", **sampling: Any) -> tuple[Ticket, queue.Queue[Update | Exception]]:
-    told: queue.Queue[Update | Exception] = queue.Queue()
+def queued(client: str = "", **sampling: Any) -> tuple[QueuedJob, queue.Queue[Update | Exception]]:
+    updates: queue.Queue[Update | Exception] = queue.Queue()
     settings = SamplingParams(**sampling)
     job = Job(prompt_ids=(1, 2, 3), max_new_tokens=4, sampling=settings, client=client)
-    return Ticket(job, told.put), told
+    return QueuedJob(job, updates.put), updates
 
 
-def last(told: queue.Queue[Update | Exception]) -> Update | Exception:
-    """What ends a ticket."""
+def last(updates: queue.Queue[Update | Exception]) -> Update | Exception:
+    """What ends a queued."""
     while True:
-        news = told.get(timeout=300)
+        news = updates.get(timeout=300)
         if isinstance(news, Exception) or news.stop_reason is not None:
             return news
 
@@ -47,14 +47,14 @@ def broken(_: Any, __: Tensor) -> Tensor:
 
 
 def test_a_failing_step_ends_its_requests_only(worker: EngineWorker) -> None:
-    bad, bad_told = ticket(processors=(broken,))
-    good, good_told = ticket()
+    bad, bad_updates = queued(processors=(broken,))
+    good, good_updates = queued()
     worker.submit([bad, good])
-    assert isinstance(last(bad_told), RuntimeError)
-    last(good_told)
-    again, told = ticket()
+    assert isinstance(last(bad_updates), RuntimeError)
+    last(good_updates)
+    again, updates = queued()
     worker.submit([again])
-    ended = last(told)
+    ended = last(updates)
     assert isinstance(ended, Update)
     assert ended.stop_reason == "max_new_tokens"
     assert worker.load.active == worker.load.waiting == 0
@@ -62,50 +62,50 @@ def test_a_failing_step_ends_its_requests_only(worker: EngineWorker) -> None:
 
 def test_all_or_none(worker: EngineWorker) -> None:
     with pytest.raises(InputError, match="takes 3"):
-        worker.submit([ticket()[0] for _ in range(4)])
+        worker.submit([queued()[0] for _ in range(4)])
     goes_on = threading.Event()
 
     def waiting(_: Any, logits_V: Tensor) -> Tensor:
         assert goes_on.wait(timeout=300)
         return logits_V
 
-    held = [ticket(processors=(waiting,)) for _ in range(2)]
+    held = [queued(processors=(waiting,)) for _ in range(2)]
     worker.submit([one for one, _ in held])
     with pytest.raises(BusyError):
-        worker.submit([ticket()[0] for _ in range(2)])
+        worker.submit([queued()[0] for _ in range(2)])
     goes_on.set()
-    for _, told in held:
-        last(told)
+    for _, updates in held:
+        last(updates)
     assert worker.load.waiting == 0
 
 
-def test_what_is_unfinished_hears_of_the_end() -> None:
+def test_unfinished_jobs_get_an_error() -> None:
     source = serving.source(active=1)
     source._worker.start()
-    tickets = [ticket() for _ in range(3)]
-    source._worker.submit([one for one, _ in tickets])
+    batch = [queued() for _ in range(3)]
+    source._worker.submit([one for one, _ in batch])
     source._worker.stop()
-    ends = [last(told) for _, told in tickets]
+    ends = [last(updates) for _, updates in batch]
     assert all(isinstance(one, BusyError) or one.stop_reason for one in ends)  # type: ignore[union-attr]
 
 
 def test_a_key_has_a_share_of_the_places() -> None:
     source = serving.source(active=4, waiting=4)
     worker = source._worker
-    worker.submit([ticket("mallory")[0] for _ in range(4)])
+    worker.submit([queued("mallory")[0] for _ in range(4)])
     with pytest.raises(InputError, match="takes 4"):
-        worker.submit([ticket("bob")[0] for _ in range(5)])
+        worker.submit([queued("bob")[0] for _ in range(5)])
     with pytest.raises(BusyError, match="may have 4"):
-        worker.submit([ticket("mallory")[0]])
-    worker.submit([ticket("alice")[0] for _ in range(4)])
+        worker.submit([queued("mallory")[0]])
+    worker.submit([queued("alice")[0] for _ in range(4)])
 
 
 def test_keys_take_turns() -> None:
     """Of the rows, too, a key has a share; who has the fewest rows joins first."""
     source = serving.source(active=4, waiting=8)
     worker = source._worker
-    told = [(name, *ticket(name)) for name in ["mallory"] * 5 + ["alice", "bob"]]
-    for _, one, _ in told:
+    updates = [(name, *queued(name)) for name in ["mallory"] * 5 + ["alice", "bob"]]
+    for _, one, _ in updates:
         worker.submit([one])
     while not worker._inbox.empty():
         command = worker._inbox.get()
@@ -115,7 +115,7 @@ def test_keys_take_turns() -> None:
     joined = [one.job.client for one in worker._active.values()]
     assert joined == ["mallory", "alice", "bob", "mallory"]
     worker.start()
-    for _, _, news in told:
+    for _, _, news in updates:
         assert isinstance(last(news), Update)
     assert worker.load.active == worker.load.waiting == 0
     worker.stop()
@@ -123,10 +123,10 @@ def test_keys_take_turns() -> None:
 
 def ended(worker: EngineWorker, tenant: str, first: int) -> None:
     """A row that is kept after its end."""
-    made, told = ticket()
+    made, updates = queued()
     made.job = replace(made.job, tenant=tenant, prompt_ids=(first, 2, 3))
     worker.submit([made])
-    last(told)
+    last(updates)
 
 
 def test_a_tenants_rows_do_not_push_out_anothers(worker: EngineWorker) -> None:

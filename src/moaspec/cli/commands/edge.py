@@ -112,7 +112,7 @@ def edge(
             options=chosen,
             limits=EdgeLimits(active=max_active, waiting=max_waiting),
             faults=faults,
-            alone=RemoteText(transport, loaded.stop_token_ids),
+            server_only=RemoteText(transport, loaded.stop_token_ids),
             defaults=defaults,
         )
         warn_if_open(host, settings)

@@ -131,14 +131,14 @@ def serve_settings(
     Raises:
         InputError: a key file that cannot be read.
     """
-    from moaspec.serve.guard import Guarded
+    from moaspec.serve.guard import GuardSettings
     from moaspec.serve.server_context import ServeSettings
 
     return ServeSettings(
         names=tuple(name or ()),
         default_max_tokens=default_max_tokens,
         cors_origins=tuple(cors_origin or ()),
-        guarded=Guarded(api_keys=_keys(api_key_file), max_body_bytes=max_body_bytes),
+        guarded=GuardSettings(api_keys=_keys(api_key_file), max_body_bytes=max_body_bytes),
     )
 
 

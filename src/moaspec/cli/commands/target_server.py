@@ -147,7 +147,7 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
     from moaspec.generation.api import load_drafter
     from moaspec.remote.server.service import TargetService, wire_encoder
     from moaspec.target.registry import chosen_dtype, find_weights, target_facts
-    from moaspec.vllm_plugin.vllm_settings import Verifying
+    from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
     from moaspec.vllm_plugin.vllm_verifier import vllm_engine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -160,7 +160,7 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
         )
     module = None if drafter is None else load_drafter(drafter, target=facts)
     engine = vllm_engine(
-        Verifying(
+        VLLMVerifierSettings(
             model=find_weights(model),
             dtype=dtype,
             max_rows=limits.fitting(facts).max_sessions,

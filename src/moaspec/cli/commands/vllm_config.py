@@ -33,11 +33,11 @@ def vllm_config(
     """
     with console.loading(drafter):
         from moaspec.target.registry import find_weights
-        from moaspec.vllm_plugin.vllm_settings import Serving
+        from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
 
         name = model or _recorded_target(drafter)
         weights = find_weights(name)
-    serving = Serving(
+    serving = VLLMServeSettings(
         model=weights,
         # A bundled alias is understood by every machine that has this package.
         drafter=drafter,

@@ -1,4 +1,4 @@
-"""A grammar of the tool calls that a model may write."""
+"""Grammars of tool calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moaspec.errors import InputError
 from moaspec.sampling.grammar import COMPACT
 
 ANY_TEXT = r"TEXT: /(.|\n)*/"
-ABOUT_OBJECTS = frozenset(
+EMPTY_OBJECT_KEYWORDS = frozenset(
     ("type", "properties", "required", "additionalProperties", "description", "title", "$schema")
 )
-"""Keywords that leave nothing open about an object without arguments."""
+"""Keywords that a schema of an object without arguments may have."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        given: as the client described it, of the normal form.
+        given: the normalised description.
     """
 
     given: Mapping[str, Any]
 
     @classmethod
     def of(cls, function: Mapping[str, Any]) -> Tool:
-        """A tool from a function's `name`, `description` and `parameters`."""
+        """Make a tool from a function's `name`, `description` and `parameters`."""
         return cls(normal_tool(function))
 
     @property
     def name(self) -> str:
-        """How it is called."""
+        """Name of the function."""
         return str(self.given["function"]["name"])
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """The JSON schema of its arguments."""
+        """JSON schema of the arguments."""
         found: Mapping[str, Any] = self.given["function"]["parameters"]
         return found
 
@@ -56,17 +56,17 @@ def call_grammar(
     parallel: bool,
     special: Mapping[str, int],
 ) -> str:
-    """A grammar, in llguidance's Lark, of texts whose calls are all well-formed.
+    """Make a grammar, in llguidance's Lark, of texts with well-formed calls.
 
     Args:
-        form: how calls are written.
-        tools: which may be called.
-        forced: the text must be calls; else it may be anything, with calls in it.
-        parallel: more than one call is allowed.
-        special: tokens of the form's marks that are special ones.
+        form: syntax of calls.
+        tools: callable tools.
+        forced: whether the text consists of calls only; else calls may follow any text.
+        parallel: whether several calls are allowed.
+        special: ids of the marks that are special tokens.
 
     Raises:
-        InputError: a schema that does not name the arguments, where calls are no JSON.
+        InputError: the syntax is not JSON and a schema does not name all arguments.
     """
     trigger = _mark(form.trigger, special)
     joint = _quoted(form.joint)
@@ -90,7 +90,7 @@ def call_grammar(
 
 
 def _call_rules(form: CallForm, tool: Tool, rule: str, special: Mapping[str, int]) -> list[str]:
-    """Rules of one tool's calls; the first is named `rule`."""
+    """Rules of one tool's calls. The first rule has the name `rule`."""
     if form.tags or form.python:
         return _argument_rules(form, tool, rule, special)
     schema = {**tool.parameters, "x-guidance": COMPACT}
@@ -101,7 +101,7 @@ def _call_rules(form: CallForm, tool: Tool, rule: str, special: Mapping[str, int
 
 
 def _argument_rules(form: CallForm, tool: Tool, rule: str, special: Mapping[str, int]) -> list[str]:
-    """Arguments one by one, in the schema's order."""
+    """Rules of arguments that are written one by one, in the schema's order."""
     if not lists_arguments(tool):
         raise InputError(
             f"This model writes arguments one by one, so the parameters of the tool {tool.name!r} "
@@ -125,7 +125,7 @@ def _argument_rules(form: CallForm, tool: Tool, rule: str, special: Mapping[str,
 
 
 def _commas(rule: str, parts: Sequence[tuple[str, bool]]) -> list[str]:
-    """Rules of arguments, some of which are optional, with commas between them."""
+    """Rules of comma-separated arguments, required and optional ones."""
     lines = [f'{rule}_first_{len(parts)}: ""', f'{rule}_next_{len(parts)}: ""']
     for i, (name, needed) in enumerate(parts):
         following, left_out = f"{rule}_next_{i + 1}", f"{rule}_first_{i + 1}"
@@ -136,9 +136,9 @@ def _commas(rule: str, parts: Sequence[tuple[str, bool]]) -> list[str]:
 
 
 def lists_arguments(tool: Tool) -> bool:
-    """Whether the schema names every argument, so that they can be written one by one."""
+    """Whether the schema names every argument."""
     schema, listed = tool.parameters, properties_of(tool.parameters)
-    open_ended = not listed and schema.keys() - ABOUT_OBJECTS
+    open_ended = not listed and schema.keys() - EMPTY_OBJECT_KEYWORDS
     is_object = schema.get("type", "object") == "object"
     return is_object and not open_ended and set(schema.get("required", ())) <= set(listed)
 
@@ -146,13 +146,13 @@ def lists_arguments(tool: Tool) -> bool:
 def _value_rules(
     form: CallForm, tool: Tool, key: str, name: str, special: Mapping[str, int]
 ) -> list[str]:
-    """Rules of one argument."""
+    """Rules of a single argument."""
     schema, root = properties_of(tool.parameters)[key], tool.parameters
-    definitions = {one: root[one] for one in ("$defs", "definitions") if one in root}
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     as_json = f"{name}_json: %json {json.dumps({**definitions, **schema, 'x-guidance': COMPACT})}"
     if not form.tags:
         return [f"{name}: {_quoted(f'{key}=')} {name}_json", as_json]
-    before, after = (_marked(one, special) for one in (form.tags.before(key), form.tags.after))
+    before, after = (_marked(tag, special) for tag in (form.tags.before(key), form.tags.after))
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values:
         one_of = " | ".join(f"{_quoted(as_text(value))}" for value in values)
@@ -164,7 +164,7 @@ def _value_rules(
 
 
 def _one_call(form: CallForm, tool: Tool, arguments: str, special: Mapping[str, int]) -> str:
-    """The right side of one call's rule."""
+    """Right side of the rule of one call."""
     if form.named:
         identifier = f"{_mark(form.identified, special)} ID" if form.identified else ""
         return f"{_quoted(tool.name)} {identifier} {_mark(form.named, special)} {arguments}"
@@ -178,7 +178,7 @@ def _mark(mark: str, special: Mapping[str, int]) -> str:
 
 
 def _marked(text: str, special: Mapping[str, int]) -> str:
-    """A text with marks in it."""
+    """Grammar of a text that contains marks."""
     parts = re.split("|".join(f"({re.escape(mark)})" for mark in special) or r"(?!)", text)
     return " ".join(_mark(part, special) for part in parts if part)
 

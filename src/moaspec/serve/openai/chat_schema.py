@@ -1,4 +1,4 @@
-"""Bodies of /v1/chat/completions."""
+"""Request and response bodies of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from moaspec import limits
 from moaspec.serve.openai.call_grammar import Tool
 from moaspec.serve.openai.schema import (
     FinishReason,
-    Given,
+    GenerationRequest,
     JsonObject,
     ReasoningEffort,
+    RequestModel,
     ResponseFormat,
-    Sampling,
     StreamOptions,
     Usage,
     Variables,
@@ -30,8 +30,8 @@ from moaspec.serve.openai.schema import (
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class TextPart(Given):
-    """A piece of a message's text. Images and sound are not understood."""
+class TextPart(RequestModel):
+    """A text part of a message. Images and audio are not supported."""
 
     type: Literal["text"]
     text: str
@@ -40,40 +40,30 @@ class TextPart(Given):
 Content = str | Annotated[list[TextPart], Field(max_length=limits.MAX_PARTS)]
 
 
-class SystemMessage(Given):
-    """What the model is told before all else."""
-
+class SystemMessage(RequestModel):
     role: Literal["system", "developer"]
     content: Content
     name: str | None = None
 
 
-class UserMessage(Given):
-    """What the user says."""
-
+class UserMessage(RequestModel):
     role: Literal["user"]
     content: Content
     name: str | None = None
 
 
-class FunctionCall(Given):
-    """A called function; arguments are JSON text."""
-
+class FunctionCall(RequestModel):
     name: ToolName
     arguments: str
 
 
-class ToolCall(Given):
-    """A call that the model made."""
-
+class ToolCall(RequestModel):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class AssistantMessage(Given):
-    """What the model said, or called."""
-
+class AssistantMessage(RequestModel):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
@@ -85,16 +75,14 @@ class AssistantMessage(Given):
     tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_CALLS)] | None = None
 
 
-class ToolMessage(Given):
-    """What a function gave."""
-
+class ToolMessage(RequestModel):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
 
 
-class FunctionMessage(Given):
-    """The same in OpenAI's older form."""
+class FunctionMessage(RequestModel):
+    """The result of a call in OpenAI's older format."""
 
     role: Literal["function"]
     content: Content | None = None
@@ -107,8 +95,8 @@ ChatMessage = Annotated[
 ]
 
 
-class Function(Given):
-    """A function that the model may call; templates may read further fields."""
+class Function(RequestModel):
+    """A function that the model may call. Chat templates may read extra fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -118,36 +106,34 @@ class Function(Given):
     strict: bool | None = None
 
     def tool(self) -> Tool:
-        """As the rest of the server knows it."""
+        """Convert to the server's type."""
         return Tool.of(self.model_dump(exclude_none=True))
 
 
-class FunctionTool(Given):
-    """A tool; only functions are known."""
+class FunctionTool(RequestModel):
+    """A tool. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
     def tool(self) -> Tool:
-        """As the rest of the server knows it."""
+        """Convert to the server's type."""
         return self.function.tool()
 
 
-class FunctionName(Given):
-    """Which function."""
-
+class FunctionName(RequestModel):
     name: ToolName
 
 
-class NamedChoice(Given):
-    """This function must be called."""
+class NamedChoice(RequestModel):
+    """A tool choice that requires one function."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class ChatRequest(Sampling):
-    """Body of /v1/chat/completions."""
+class ChatRequest(GenerationRequest):
+    """Request body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -169,31 +155,29 @@ class ChatRequest(Sampling):
 
     @property
     def begins_turn(self) -> bool:
-        """Whether the answer is a new turn, not the rest of the prompt's text."""
+        """Whether the answer starts a turn and does not continue the prompt's text."""
         return self.add_generation_prompt is not False and not self.continue_final_message
 
     @property
-    def older(self) -> bool:
-        """Whether functions are described and called in OpenAI's older form."""
+    def uses_functions(self) -> bool:
+        """Whether the request uses OpenAI's older format of tools and calls."""
         return self.functions is not None or self.function_call is not None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Messages in OpenAI's form."""
-        return [_message(one) for one in self.messages]
+        """Messages in OpenAI's format."""
+        return [_message(message) for message in self.messages]
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    """A message, with other servers' names of its fields replaced."""
-    said = {"content": "", **message.model_dump(exclude_none=True)}
-    refusal, reasoning = said.pop("refusal", None), said.pop("reasoning", None)
-    if refusal and not said["content"]:
-        said["content"] = refusal
-    return said if reasoning is None else {"reasoning_content": reasoning, **said}
+    """A message without other servers' names of fields."""
+    fields = {"content": "", **message.model_dump(exclude_none=True)}
+    refusal, reasoning = fields.pop("refusal", None), fields.pop("reasoning", None)
+    if refusal and not fields["content"]:
+        fields["content"] = refusal
+    return fields if reasoning is None else {"reasoning_content": reasoning, **fields}
 
 
 class AnswerMessage(BaseModel):
-    """What the model answered."""
-
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: None = None
@@ -202,13 +186,11 @@ class AnswerMessage(BaseModel):
 
     @model_serializer(mode="wrap")
     def _with_content(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Other absent fields are left out; clients read this one without asking."""
+        """Keep `content` when it is null: clients read it without a check."""
         return {"content": None, **serialize(self)}
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
-
     index: int
     message: AnswerMessage
     logprobs: dict[str, Any] | None = None
@@ -216,7 +198,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """Answer of /v1/chat/completions."""
+    """Response body of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"

@@ -1,64 +1,66 @@
-"""The field `moaspec` of answers: where tokens come from. See docs/serve.md."""
+"""The extension field `moaspec` of answers. See docs/serve.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from moaspec.serve.openai.counts import TokenCounts
 from moaspec.serve.openai.schema import Extension
+from moaspec.serve.openai.token_counts import TokenCounts
 from moaspec.serve.sources.source import LinkState, Round, SourceFacts, Update
 from moaspec.serve.sources.text_writer import Piece
 
+LINK_FIELDS = ("state", "round_trip_s", "bytes_sent", "bytes_received")
 
-class Reporter:
-    """Writes the extension of one text.
+
+class ExtensionWriter:
+    """Writes the extension of one choice.
 
     Args:
-        index: of the choice.
-        asked: what of it is wanted.
-        facts: of the target.
+        index: index of the choice.
+        requested: requested parts of the extension.
+        facts: properties of the model.
     """
 
-    def __init__(self, index: int, asked: Extension, facts: SourceFacts) -> None:
-        self._index, self._asked, self._tokens = index, asked, facts.token_bytes
-        self._shown: tuple[int, ...] = ()  # provisional tokens that the client sees
-        self._was: list[str | None] = []  # of verified tokens whose pieces are still to come
+    def __init__(self, index: int, requested: Extension, facts: SourceFacts) -> None:
+        self._index, self._requested, self._tokens = index, requested, facts.token_bytes
+        self._shown: tuple[int, ...] = ()  # provisional tokens that the client shows
+        self._was: list[str | None] = []  # field `was` of verified tokens without a piece so far
 
     def chunk(
-        self, update: Update, pieces: Sequence[Piece], tally: TokenCounts, link: LinkState | None
+        self, update: Update, pieces: Sequence[Piece], counts: TokenCounts, link: LinkState | None
     ) -> dict[str, Any] | None:
-        """Of one chunk of a stream; None when nothing was asked for, or there is nothing to say."""
-        asked, said = self._asked, dict[str, Any]()
-        correction = self._corrected(update)
-        if asked.sources and pieces:
-            said["pieces"] = [self._piece(piece) for piece in pieces]
-        if asked.tree and update.round is not None:
-            said["round"] = self._round(update.round, tally.rounds)
-        if asked.stats:
-            said["stats"] = tally.stats()
-        if asked.link and link is not None:
-            said["link"] = link_json(link)
-        if asked.provisional and (update.provisional or self._shown):
-            said["provisional"] = self._provisional(update.provisional)
+        """The extension of a chunk; None if it is empty."""
+        requested, fields = self._requested, dict[str, Any]()
+        correction = self._correction(update)
+        if requested.sources and pieces:
+            fields["pieces"] = [self._piece(piece) for piece in pieces]
+        if requested.tree and update.round is not None:
+            fields["round"] = self._round(update.round, counts.rounds)
+        if requested.stats:
+            fields["stats"] = counts.stats()
+        if requested.link and link is not None:
+            fields["link"] = {name: getattr(link, name) for name in LINK_FIELDS}
+        if requested.provisional and (update.provisional or self._shown):
+            fields["provisional"] = self._provisional(update.provisional)
         if correction is not None:
-            said["correction"] = correction
-        self._shown = update.provisional if asked.provisional else ()
-        return {"choice": self._index, **said} if said else None
+            fields["correction"] = correction
+        self._shown = update.provisional if requested.provisional else ()
+        return {"choice": self._index, **fields} if fields else None
 
-    def whole(self, pieces: Sequence[Piece], tally: TokenCounts) -> dict[str, Any]:
-        """Of an answer that is no stream."""
-        said: dict[str, Any] = {"choice": self._index}
-        if self._asked.sources:
-            said["pieces"] = [self._piece(piece) for piece in pieces]
-        if self._asked.stats:
-            said["stats"] = tally.stats()
-        return said
+    def whole(self, pieces: Sequence[Piece], counts: TokenCounts) -> dict[str, Any]:
+        """The extension of a complete answer."""
+        fields: dict[str, Any] = {"choice": self._index}
+        if self._requested.sources:
+            fields["pieces"] = [self._piece(piece) for piece in pieces]
+        if self._requested.stats:
+            fields["stats"] = counts.stats()
+        return fields
 
     def _piece(self, piece: Piece) -> dict[str, Any]:
-        said = {"text": piece.text, "id": piece.token_id, "source": piece.source}
+        fields = {"text": piece.text, "id": piece.token_id, "source": piece.source}
         was = self._was.pop(0) if self._was else None
-        return said if was is None else {**said, "was": was}
+        return fields if was is None else {**fields, "was": was}
 
     def _round(self, done: Round, number: int) -> dict[str, Any]:
         tree, accepted = done.tree, set(done.accepted)
@@ -82,12 +84,12 @@ class Reporter:
         ]
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """Of tokens within a text; a part of a character shows as a replacement character."""
-        spoken = (one for one in token_ids if one not in self._tokens.special_ids)
-        return b"".join(map(self._tokens, spoken)).decode(errors="replace")
+        """Text of tokens; incomplete characters become replacement characters."""
+        visible = (token for token in token_ids if token not in self._tokens.special_ids)
+        return b"".join(map(self._tokens, visible)).decode(errors="replace")
 
-    def _corrected(self, update: Update) -> dict[str, Any] | None:
-        """Compare what is verified now with what was shown; None where all of it was right."""
+    def _correction(self, update: Update) -> dict[str, Any] | None:
+        """Compare the verified tokens with the provisional ones; None if they agree."""
         now = (*update.token_ids, *update.provisional)
         shown = self._shown
         pairs = enumerate(zip(shown, now, strict=False))
@@ -97,15 +99,5 @@ class Reporter:
             self._was.append(was if i < len(shown) else None)
         if not shown or right == len(shown):
             return None
-        gone = self._text(shown[right:])
-        return {"confirmed": right, "removed": len(shown) - right, "text": gone}
-
-
-def link_json(link: LinkState) -> dict[str, Any]:
-    """The extension's `link`."""
-    return {
-        "state": link.state,
-        "round_trip_s": link.round_trip_s,
-        "bytes_sent": link.bytes_sent,
-        "bytes_received": link.bytes_received,
-    }
+        removed = self._text(shown[right:])
+        return {"confirmed": right, "removed": len(shown) - right, "text": removed}

@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses."""
+"""Request and response bodies of /v1/responses."""
 
 from __future__ import annotations
 
@@ -10,44 +10,36 @@ from moaspec import limits
 from moaspec.serve.openai.call_grammar import Tool
 from moaspec.serve.openai.chat_schema import ToolName
 from moaspec.serve.openai.schema import (
-    Given,
+    GenerationRequest,
     JsonObject,
     Name,
     ObjectFormat,
     ReasoningEffort,
-    Sampling,
+    RequestModel,
     TextFormat,
     Variables,
 )
 
 
-class InputText(Given):
-    """A piece of a message's text."""
-
+class InputText(RequestModel):
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class InputMessage(Given):
-    """A message of the conversation."""
-
+class InputMessage(RequestModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
 
 
-class InputCall(Given):
-    """A call that the model made."""
-
+class InputCall(RequestModel):
     type: Literal["function_call"]
     call_id: str
     name: ToolName
     arguments: str
 
 
-class InputCallOutput(Given):
-    """What a function gave."""
-
+class InputCallOutput(RequestModel):
     type: Literal["function_call_output"]
     call_id: str
     output: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
@@ -56,8 +48,8 @@ class InputCallOutput(Given):
 InputItem = InputMessage | InputCall | InputCallOutput
 
 
-class ResponseTool(Given):
-    """A function that the model may call; templates may read further fields."""
+class ResponseTool(RequestModel):
+    """A function that the model may call. Chat templates may read extra fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -68,20 +60,18 @@ class ResponseTool(Given):
     strict: bool | None = None
 
     def tool(self) -> Tool:
-        """As the rest of the server knows it."""
+        """Convert to the server's type."""
         return Tool.of(self.model_dump(exclude_none=True, exclude={"type"}))
 
 
-class ResponseToolChoice(Given):
-    """This function must be called."""
+class ResponseToolChoice(RequestModel):
+    """A tool choice that requires one function."""
 
     type: Literal["function"]
     name: ToolName
 
 
-class ResponseSchemaFormat(Given):
-    """JSON after a schema."""
-
+class ResponseSchemaFormat(RequestModel):
     type: Literal["json_schema"]
     name: Name
     description: str | None = None
@@ -89,15 +79,13 @@ class ResponseSchemaFormat(Given):
     strict: bool | None = None
 
 
-class Reasoning(Given):
-    """How much the model thinks, where its chat template can be told."""
+class Reasoning(RequestModel):
+    """The reasoning effort, for chat templates that read it."""
 
     effort: ReasoningEffort | None = None
 
 
-class ResponseText(Given):
-    """The form of the text."""
-
+class ResponseText(RequestModel):
     verbosity: Literal["medium"] | None = None
 
     format: (
@@ -113,11 +101,11 @@ def _can_be_included(name: str) -> str:
 
 
 Included = Annotated[str, AfterValidator(_can_be_included)]
-"""Whatever else a response may include comes from tools of OpenAI's own, which are not here."""
+"""All other values concern OpenAI's own tools, which do not exist here."""
 
 
-class ResponseRequest(Sampling):
-    """Body of /v1/responses."""
+class ResponseRequest(GenerationRequest):
+    """Request body of /v1/responses."""
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
     instructions: str | None = None
@@ -133,7 +121,7 @@ class ResponseRequest(Sampling):
     chat_template_kwargs: Variables | None = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as messages of a chat."""
+        """The input as chat messages."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[dict[str, Any]] = []
@@ -143,7 +131,7 @@ class ResponseRequest(Sampling):
 
 
 def _append(messages: list[dict[str, Any]], item: InputItem) -> None:
-    """One more item; calls in a row belong to one message."""
+    """Append an item. Consecutive calls share one message."""
     if isinstance(item, InputMessage):
         messages.append({"role": item.role, "content": _content(item.content)})
     elif isinstance(item, InputCallOutput):
@@ -156,7 +144,7 @@ def _append(messages: list[dict[str, Any]], item: InputItem) -> None:
 
 
 def call_json(item: InputCall) -> dict[str, Any]:
-    """A call as chat templates read it."""
+    """A call in the format of chat messages."""
     function = {"name": item.name, "arguments": item.arguments}
     return {"id": item.call_id, "type": "function", "function": function}
 
@@ -166,8 +154,6 @@ def _content(content: str | list[InputText]) -> str | list[dict[str, Any]]:
 
 
 class OutputText(BaseModel):
-    """Said text."""
-
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = []
@@ -175,8 +161,6 @@ class OutputText(BaseModel):
 
 
 class OutputMessage(BaseModel):
-    """A message of the answer."""
-
     id: str
     type: Literal["message"] = "message"
     status: Literal["in_progress", "completed", "incomplete"]
@@ -185,8 +169,6 @@ class OutputMessage(BaseModel):
 
 
 class OutputCall(BaseModel):
-    """A call of the answer."""
-
     id: str
     type: Literal["function_call"] = "function_call"
     status: Literal["in_progress", "completed", "incomplete"] = "completed"
@@ -196,20 +178,14 @@ class OutputCall(BaseModel):
 
 
 class InputDetails(BaseModel):
-    """Of the input's tokens."""
-
     cached_tokens: int
 
 
 class OutputDetails(BaseModel):
-    """Of the output's tokens."""
-
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(BaseModel):
-    """Tokens of one response."""
-
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
@@ -219,13 +195,11 @@ class ResponseUsage(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why it ended early."""
-
     reason: Literal["max_output_tokens"]
 
 
 class ResponseObject(BaseModel):
-    """Answer of /v1/responses."""
+    """Response body of /v1/responses."""
 
     id: str
     object: Literal["response"] = "response"
@@ -252,7 +226,7 @@ class ResponseObject(BaseModel):
 
 
 class Deleted(BaseModel):
-    """Answer of DELETE."""
+    """Response body of a deletion."""
 
     id: str
     object: Literal["response"] = "response"

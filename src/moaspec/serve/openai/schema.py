@@ -1,7 +1,7 @@
-"""What all endpoints take and give, as pydantic models.
+"""Request and response bodies of all endpoints.
 
-Fields of OpenAI's API that change nothing here (`user`, `metadata`, `service_tier`, ...) are
-accepted and ignored, as unknown ones are. See `unsupported` for those that are refused.
+Unknown fields, and fields of OpenAI's API without effect here (`user`, `metadata`, `service_tier`,
+...), are ignored. `unsupported_fields` lists the refused ones.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from moaspec import limits
+from moaspec.serve.sources.source import LinkState
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Id = Annotated[int, Field(ge=0)]
@@ -22,7 +23,7 @@ Stop = StopString | Annotated[list[StopString], Field(max_length=limits.MAX_STOP
 
 
 def _encodable(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what no answer could repeat: lone surrogates, and nesting without end."""
+    """Refuse values that cannot be encoded: lone surrogates, and deep nesting."""
     if limits.too_deep(value):
         raise ValueError(f"it nests over {limits.MAX_JSON_DEPTH} levels deep")
     try:
@@ -33,19 +34,19 @@ def _encodable(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Variables = Annotated[dict[Name, Any], AfterValidator(_encodable)]
-"""Of a chat template: any JSON."""
+"""Variables of a chat template: any JSON."""
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_encodable)]
 
 
-class Given(BaseModel):
-    """Base of what clients send: types must be right, numbers finite."""
+class RequestModel(BaseModel):
+    """Base of request bodies: types must match exactly, numbers must be finite."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class Extension(Given):
-    """The field `moaspec`; see docs/serve.md."""
+class Extension(RequestModel):
+    """The request field `moaspec`, see docs/serve.md."""
 
     sources: bool = False
     tree: bool = False
@@ -59,14 +60,12 @@ FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 ReasoningEffort = Annotated[str, StringConstraints(min_length=1, max_length=32)]
 
 
-class StreamOptions(Given):
-    """OpenAI's `stream_options`."""
-
+class StreamOptions(RequestModel):
     include_usage: bool = False
 
 
-class Sampling(Given):
-    """Settings that all endpoints share."""
+class GenerationRequest(RequestModel):
+    """Request fields that all endpoints share."""
 
     model_config = ConfigDict(extra="allow")  # for `refuse_unsupported`
 
@@ -88,19 +87,19 @@ class Sampling(Given):
 
     @property
     def extension(self) -> Extension:
-        """What of the extension was asked for."""
+        """The requested parts of the extension."""
         return self.moaspec or Extension()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """One or several as a tuple."""
+        """The stop strings as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-class CompletionRequest(Sampling):
-    """Body of /v1/completions."""
+class CompletionRequest(GenerationRequest):
+    """Request body of /v1/completions."""
 
     prompt: (
         str
@@ -120,30 +119,22 @@ class CompletionRequest(Sampling):
     stream_options: StreamOptions | None = None
 
 
-class SchemaFormat(Given):
-    """A JSON schema and its name."""
-
+class SchemaFormat(RequestModel):
     name: Name = "schema"
     description: str | None = None
     schema_: Annotated[JsonObject, Field(alias="schema")]
     strict: bool | None = None
 
 
-class TextFormat(Given):
-    """Free text."""
-
+class TextFormat(RequestModel):
     type: Literal["text"]
 
 
-class ObjectFormat(Given):
-    """Any JSON object."""
-
+class ObjectFormat(RequestModel):
     type: Literal["json_object"]
 
 
-class JSONSchemaFormat(Given):
-    """JSON after a schema."""
-
+class JSONSchemaFormat(RequestModel):
     type: Literal["json_schema"]
     json_schema: SchemaFormat
 
@@ -154,8 +145,6 @@ ResponseFormat = Annotated[
 
 
 class Speculation(BaseModel):
-    """What drafting did."""
-
     rounds: int
     tau: float | None = None
     drafted: int
@@ -164,22 +153,16 @@ class Speculation(BaseModel):
 
 
 class PromptDetails(BaseModel):
-    """Of the prompt's tokens."""
-
     cached_tokens: int
 
 
 class CompletionDetails(BaseModel):
-    """Of the written tokens."""
-
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class Usage(BaseModel):
-    """Tokens of one request."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -189,8 +172,6 @@ class Usage(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One text."""
-
     index: int
     text: str
     logprobs: dict[str, Any] | None = None
@@ -198,7 +179,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """Answer of /v1/completions."""
+    """Response body of /v1/completions."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -211,8 +192,6 @@ class Completion(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What went wrong."""
-
     message: str
     type: str
     param: str | None = None
@@ -220,14 +199,12 @@ class ErrorBody(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """OpenAI's form of errors."""
+    """OpenAI's format of errors."""
 
     error: ErrorBody
 
 
 class Model(BaseModel):
-    """A model that can be asked."""
-
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -235,31 +212,20 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """Answer of /v1/models."""
+    """Response body of /v1/models."""
 
     object: Literal["list"] = "list"
     data: list[Model]
 
 
 class Health(BaseModel):
-    """Answer of /health."""
+    """Response body of /health."""
 
     status: Literal["ok"] = "ok"
 
 
-class LinkReport(BaseModel):
-    """See docs/serve.md."""
-
-    state: Literal["up", "down", "syncing"]
-    round_trip_s: float | None = None
-    bytes_sent: int
-    bytes_received: int
-    can_cut: bool
-    cut: bool
-
-
 class About(BaseModel):
-    """Answer of /v1/moaspec."""
+    """Response body of /v1/moaspec."""
 
     version: str
     model: str
@@ -268,10 +234,10 @@ class About(BaseModel):
     context: int
     active: int
     waiting: int
-    link: LinkReport | None = None
+    link: LinkState | None = None
 
 
-class CutRequest(Given):
-    """Body of /v1/moaspec/link."""
+class CutRequest(RequestModel):
+    """Request body of /v1/moaspec/link."""
 
     cut: bool

@@ -1,6 +1,6 @@
-"""Fields of requests that would change the answer and that this server does not have.
+"""Unsupported request fields that would change the answer.
 
-They are refused, unless their value changes nothing. Other unknown fields are ignored.
+They are refused, unless their value is neutral. Other unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moaspec.serve.http_errors import RequestError
-from moaspec.serve.openai.schema import Sampling
+from moaspec.serve.openai.schema import GenerationRequest
 
 OFF = (False,)
 EMPTY: tuple[Any, ...] = ("", [], {})
@@ -26,7 +26,7 @@ OPENAI: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""By name, with values that change nothing; absent and null are such too."""
+"""Field names with their neutral values. Null and absent fields are neutral too."""
 
 OTHER_SERVERS: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": EMPTY,
@@ -55,7 +55,7 @@ OTHER_SERVERS: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": OFF,
     "xtc_probability": (0,),
 }
-"""Of vLLM and llama.cpp."""
+"""Fields of vLLM and llama.cpp."""
 
 OTHER_ENDPOINTS: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -83,18 +83,18 @@ OTHER_ENDPOINTS: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "tools": EMPTY,
 }
-"""Of one endpoint, and sent to another; or of a chat template, and sent beside its variables."""
+"""Fields of another endpoint, and chat template variables outside `chat_template_kwargs`."""
 
 NEUTRAL = {**OPENAI, **OTHER_SERVERS, **OTHER_ENDPOINTS}
 
 
-def refuse_unsupported(asked: Sampling) -> None:
-    """Refuse a request whose answer would not be as it asks.
+def refuse_unsupported(body: GenerationRequest) -> None:
+    """Refuse a request with an unsupported field.
 
     Raises:
         RequestError: names the field.
     """
-    for name, value in (asked.model_extra or {}).items():
+    for name, value in (body.model_extra or {}).items():
         if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
             raise RequestError(
                 f"The field {name!r} is not supported at this endpoint, and it would change the "

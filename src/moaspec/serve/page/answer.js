@@ -1,4 +1,4 @@
-// One answer on the page: verified text, then what is provisional, then what there is to say of it.
+// An answer on the page: verified text, provisional text, then notes.
 
 import { addRun } from "./colours.js";
 import { element } from "./elements.js";
@@ -6,7 +6,7 @@ import { Prose } from "./prose.js";
 
 const SHORT = 160;
 const WAIT_MS = 30;
-const SHARE = 8; // rendering takes a part of the time, so that it does not slow a model beside it
+const SHARE = 8; // render at most 1/8 of the time, so that a model on this machine is not slowed
 
 const FINISHES = {
   length: "Ended at the token limit.",
@@ -14,22 +14,22 @@ const FINISHES = {
   broken: "The answer broke off here.",
 };
 
-/** What became of a piece comes before who proposed it. */
+/** The kind of a piece: "corrected", or else its source. */
 export const kindOf = (piece) => (piece.was === "corrected" ? "corrected" : piece.source);
 
-/** A written answer's data, before anything is written. */
+/** Data of an empty answer. */
 export const emptyText = () => ({ text: "", runs: [], stats: null, finish: null });
 
 export class Answer {
   ids = [];
-  record = []; // {at, pieces}, to show again how the answer came
+  record = []; // {at, pieces}: when pieces arrived, to replay the answer
   #provisional = [];
   #prose = new Prose();
   #planned = 0;
   #cost = 0;
   #clock = "";
 
-  /** `written` is where the text is kept; it may have one. */
+  /** `written` stores the text and may already have one. */
   constructor(title, written) {
     this.written = written;
     this.element = element("article", "answer");
@@ -43,14 +43,14 @@ export class Answer {
     this.#remark();
   }
 
-  /** More of it is to come. */
+  /** Start or continue streaming. */
   begin() {
     this.element.setAttribute("aria-busy", "true");
     this.written.finish = null;
     this.#remark();
   }
 
-  /** Take in a chunk of the stream; the verified text that it adds. */
+  /** Add a chunk of the stream. Returns the verified text that it adds. */
   take(chunk) {
     const choice = chunk.choices[0];
     const said = chunk.moaspec ?? {};
@@ -64,7 +64,7 @@ export class Answer {
     return more;
   }
 
-  /** Verified pieces; their text. */
+  /** Add verified pieces. Returns their text. */
   add(pieces) {
     for (const piece of pieces) {
       this.ids.push(piece.id);
@@ -76,7 +76,7 @@ export class Answer {
     return pieces.map((piece) => piece.text).join("");
   }
 
-  /** Nothing more comes, for this reason where the server has given none. */
+  /** End streaming. `reason` is used if the server sent no finish reason. */
   end(reason) {
     this.element.removeAttribute("aria-busy");
     this.written.finish ??= reason ?? null;
@@ -85,20 +85,20 @@ export class Answer {
     this.#remark();
   }
 
-  /** Show nothing, so that it can be written again. */
+  /** Clear the text, so that a race can replay it. */
   rewind() {
     Object.assign(this.written, { text: "", runs: [] });
     this.ids = [];
     this.#now();
   }
 
-  /** Show this in place of the figures; an empty text brings those back. */
+  /** Show a text instead of the statistics. An empty text shows the statistics again. */
   clock(text) {
     this.#clock = text;
     this.#figures();
   }
 
-  /** A remark below the text. */
+  /** Add a note below the text. */
   note(text, kind = "") {
     const note = element("div", `note ${kind}`, text);
     this.notes.append(note);
@@ -111,7 +111,7 @@ export class Answer {
     this.element.remove();
   }
 
-  // Chunks come faster than text is worth being laid out.
+  // Chunks arrive faster than they can be rendered.
   #plan() {
     if (this.#planned) return;
     this.#planned = setTimeout(() => this.#render(), Math.max(WAIT_MS, SHARE * this.#cost));

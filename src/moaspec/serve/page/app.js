@@ -1,4 +1,4 @@
-// The page: what is wired to what.
+// Entry point: connects the parts of the page.
 
 import { Chat } from "./chat.js";
 import { History } from "./history.js";
@@ -32,13 +32,13 @@ const history = new History(store, {
   fresh: () => chat.open(emptyChat()),
 });
 
-/** The tab's own memory: what a reload brings back, and nothing else does. */
+/** Session storage of the tab. It survives a reload only. */
 const tab = {
   get: (key) => { try { return sessionStorage.getItem(key); } catch { return null; } },
   set: (key, value) => { try { sessionStorage.setItem(key, value); } catch { /* asked again */ } },
 };
 
-/** Say above the message box what is in the way. */
+/** Show an error above the message box. */
 function trouble(error, retry) {
   $("trouble").hidden = !error;
   $("trouble-text").textContent = error?.message ?? "";
@@ -65,7 +65,7 @@ async function connect() {
   panel.link(about.link);
 }
 
-/** Connect, and say in words what is in the way. */
+/** Connect to the server, or show the error. */
 const tryConnect = () => connect().catch((error) =>
   trouble(error, error.status === 401 ? null : tryConnect));
 
@@ -78,13 +78,13 @@ async function cutLink(cut) {
   }
 }
 
-/** The link changes while nothing streams too. */
+/** Poll the link, which changes between answers too. */
 async function watchLink() {
   if ($("link").hidden || document.hidden) return;
   await server.about().then(({ link }) => panel.link(link), () => {});
 }
 
-/** The button sends, or stops what runs. */
+/** Set the label of the button, which sends a message or stops an answer. */
 function busy(label) {
   $("send").textContent = label ?? "Send";
   $("send").classList.toggle("stop", label !== null);
@@ -136,14 +136,14 @@ function listen() {
     tab.set(KEY, server.key);
     tryConnect();
   });
-  // A page that is hidden may never be shown again.
+  // The browser may discard a hidden page.
   document.addEventListener("visibilitychange", () => { if (document.hidden) chat.keep(); });
   window.addEventListener("pagehide", () => chat.keep());
 }
 
 function start() {
   server.key = tab.get(KEY) ?? "";
-  // Where there is little room the figures would push the conversation off the screen.
+  // On small screens the panel would push the conversation off the screen.
   $("panel").open = matchMedia("(min-width: 60rem)").matches;
   listen();
   explainWords();

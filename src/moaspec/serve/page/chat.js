@@ -1,4 +1,4 @@
-// What is done with a conversation: ask, edit, ask again, continue, compare.
+// Actions on a conversation: ask, edit, ask again, continue, compare.
 
 import { emptyText } from "./answer.js";
 import { verdict } from "./compare.js";
@@ -7,14 +7,14 @@ import { race } from "./race.js";
 import { add, asked, emptyChat, nodeOf, show } from "./thread.js";
 
 export class Chat {
-  /** The conversation that is shown. */
+  /** The visible conversation. */
   chat = emptyChat();
-  #running = null; // the AbortController of what is being written
+  #running = null; // AbortController of the answer that streams
   #racing = false;
 
   /**
-   * `parts` are `{server, store, settings, speaker, panel, box}`; `heard` says what happens:
-   * `busy(label)`, null when nothing runs; `changed()`, the conversation; `failed(error)`.
+   * `parts` are `{server, store, settings, speaker, panel, box}`; `heard` has callbacks:
+   * `busy(label)` with null when nothing runs, `changed()` and `failed(error)`.
    */
   constructor(parts, heard) {
     this.parts = parts;
@@ -41,7 +41,7 @@ export class Chat {
     this.log.toEnd();
   }
 
-  /** Ask something new. */
+  /** Ask a new question. */
   async send(question) {
     await this.#ask(this.chat.leaf, question);
   }
@@ -50,9 +50,9 @@ export class Chat {
     this.#running?.abort();
   }
 
-  /** Keep the conversation in the browser. */
+  /** Store the conversation in the browser. */
   keep() {
-    // While a race is shown, its answers are not whole.
+    // During a race the answers are incomplete.
     if (this.chat.nodes.length && !this.#racing) this.parts.store.keep(this.chat);
   }
 
@@ -94,7 +94,7 @@ export class Chat {
       this.#stream(this.log.of(node).answer, { ...body, ...more }, signal), { more: true });
   }
 
-  /** Let `work` write a node, whatever happens meanwhile. */
+  /** Stream an answer into a node with `work`, and handle its errors. */
   async #write(node, work, { more = false } = {}) {
     const { chat } = this;
     const { settings, speaker } = this.parts;
@@ -167,7 +167,7 @@ export class Chat {
     if (said.correction) speaker.say(`${said.correction.removed} provisional tokens were corrected.`);
   }
 
-  /** The same again without drafts, then both side by side as they really were. */
+  /** Ask again without speculation, then replay both answers side by side. */
   async #compare(reply, body, signal) {
     const { answer, plain } = reply;
     plain.notes.replaceChildren();
@@ -194,8 +194,8 @@ export class Chat {
   }
 }
 
-/** Take an answer without text out of a conversation. */
+/** Remove an answer without text from a conversation. */
 function remove(chat, node) {
-  chat.nodes = chat.nodes.filter((one) => one !== node);
+  chat.nodes = chat.nodes.filter((other) => other !== node);
   show(chat, nodeOf(chat, node.parent));
 }

@@ -1,5 +1,5 @@
-// Conversations from files and from storage are not trusted: they are built anew out of the fields
-// that are known, each of its type and within limits. Their text is only ever shown as a model's.
+// Conversations from files and storage are untrusted. They are rebuilt from known fields of the right
+// type and size. Their text is rendered like the text of a model.
 
 import { freshId, titleOf } from "./thread.js";
 
@@ -14,17 +14,17 @@ const FIGURES = [
   "tokens", "rounds", "tau", "drafted", "accepted", "copied", "tokens_per_second", "elapsed_s",
 ];
 
-/** What was wrong with a file, for people. */
+/** A readable error about a file. */
 export class FileError extends Error {}
 
 const isText = (value, most) => typeof value === "string" && value.length <= most;
 const isId = (value) => Number.isInteger(value) && value >= 0 && value < MAX_ID;
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
-/** The text of a file with these conversations. */
+/** Serialise conversations for a file. */
 export const exported = (chats) => JSON.stringify({ format: FORMAT, version: 1, chats }, null, 1);
 
-/** The conversations of a file's text, under new ids: `{chats, refused}`, a count. */
+/** Parse a file's text: `{chats, refused}`, conversations with new ids and a count. */
 export function imported(text) {
   let file;
   try {
@@ -45,7 +45,7 @@ export function imported(text) {
   };
 }
 
-/** A conversation, or null where it is none. */
+/** Validate a conversation; null if it is invalid. */
 export function checkedChat(given) {
   if (!isObject(given) || !Array.isArray(given.nodes) || given.nodes.length > MAX_NODES) return null;
   const nodes = [];
@@ -66,7 +66,7 @@ export function checkedChat(given) {
   };
 }
 
-// Parents come first, so there is no circle.
+// Parents precede their children, so there is no cycle.
 function checkedNode(given, known) {
   if (!isObject(given) || !isId(given.id) || known.has(given.id)) return null;
   const parent = given.parent === null ? null : known.get(given.parent);
@@ -96,7 +96,7 @@ function checkedText(given) {
   };
 }
 
-// Runs that do not fit the text would paint the wrong words.
+// Runs of another length would colour the wrong words.
 function checkedRuns(given, length) {
   if (!Array.isArray(given)) return [];
   const right = given.every((run) => Array.isArray(run) && KINDS.has(run[0]) &&

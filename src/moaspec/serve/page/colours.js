@@ -1,10 +1,9 @@
-// Colours by source on rendered Markdown. The elements stay as they are: the browser is told which
-// stretches of them to paint (CSS custom highlights).
+// Colours rendered Markdown by token source with CSS custom highlights, without changing elements.
 
 export const KINDS = ["draft", "copy", "provisional", "corrected", "device"];
-const AHEAD = 8; // characters that must agree before text counts as found again
+const AHEAD = 8; // characters that must match before text and source are in step again
 
-/** Runs `[kind, length]` with one more piece of text; neighbours of one kind are joined. */
+/** Append a piece of text to runs `[kind, length]`; adjacent runs of one kind are merged. */
 export function addRun(runs, kind, length) {
   if (length <= 0) return;
   const last = runs.at(-1);
@@ -12,7 +11,7 @@ export function addRun(runs, kind, length) {
   else runs.push([kind, length]);
 }
 
-/** The runs that lie within a stretch of the text. */
+/** The runs inside a range of the text. */
 export function runsWithin(runs, start, end) {
   const found = [];
   let at = 0;
@@ -25,9 +24,8 @@ export function runsWithin(runs, start, end) {
 }
 
 /**
- * Where each character of rendered texts stands in their source, or -1. Markdown mostly leaves
- * characters out, so the source is read forward: where the two part, it is skipped up to the place
- * from which they agree again.
+ * The position of each rendered character in the source, or -1. Markdown mostly removes characters,
+ * so where the two differ, the source is skipped up to the next position where they match again.
  */
 export function places(texts, source) {
   let at = 0;
@@ -35,7 +33,7 @@ export function places(texts, source) {
     const found = [];
     for (let i = 0; i < text.length; i += 1) {
       const ahead = text.slice(i, i + AHEAD);
-      // White space alone may be the renderer's, which is no part of the source.
+      // The renderer may add white space that is not in the source.
       if (source[at] !== text[i] && ahead.trim()) {
         const next = source.indexOf(ahead, at);
         if (next >= 0) at = next;
@@ -47,7 +45,7 @@ export function places(texts, source) {
   });
 }
 
-/** Stretches `[kind, start, end]` of a rendered text: words of one kind, no white space. */
+/** Ranges `[kind, start, end]` of a rendered text: words of one kind, without white space. */
 export function stretches(text, where, kinds) {
   const found = [];
   for (let i = 0; i < text.length; i += 1) {
@@ -59,7 +57,7 @@ export function stretches(text, where, kinds) {
   return found;
 }
 
-/** The text nodes of an element, in order. */
+/** All text nodes of an element, in order. */
 export function textNodes(element) {
   const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
   const nodes = [];
@@ -67,7 +65,7 @@ export function textNodes(element) {
   return nodes;
 }
 
-/** Ranges `[kind, range]` in text nodes; `where` is what `places` says, `runs` are the source's. */
+/** DOM ranges `[kind, range]` in text nodes. `where` comes from `places`, `runs` from the source. */
 export function ranges(nodes, where, runs) {
   const kinds = runs.flatMap(([kind, length]) => Array(length).fill(kind));
   return nodes.flatMap((node, i) =>
@@ -79,9 +77,9 @@ export function ranges(nodes, where, runs) {
     ]));
 }
 
-/** What the page paints, which can be switched off as a whole. */
+/** The highlights of the page. They can be switched off together. */
 export class Colours {
-  #painted = new Map(); // ranges by kind
+  #painted = new Map(); // DOM ranges by kind
 
   constructor() {
     // Older browsers show the text without colours.

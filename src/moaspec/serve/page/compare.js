@@ -1,6 +1,6 @@
-// Whether two answers are the same, and how fast one is beside the other.
+// Comparison of two answers: equality and speed.
 
-/** Index of the first token at which two lists of ids differ, or -1. */
+/** Index of the first difference between two lists of token ids, or -1. */
 export function firstDifference(ids, others) {
   const shorter = Math.min(ids.length, others.length);
   for (let i = 0; i < shorter; i += 1) if (ids[i] !== others[i]) return i;
@@ -8,7 +8,7 @@ export function firstDifference(ids, others) {
 }
 
 /**
- * One sentence on a speculative answer beside a plain one: `{same, text}`. Both are
+ * Compare a speculative answer with a plain one: `{same, text}`, `text` being a sentence. Both are
  * `{ids, stats, kept}`.
  */
 export function verdict(speculative, plain) {

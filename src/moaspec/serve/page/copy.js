@@ -4,13 +4,13 @@ import { element } from "./elements.js";
 
 const SHOWN_MS = 1500;
 
-/** Copy a text; false where the browser allows it in no way. */
+/** Copy a text. Returns false if the browser forbids it. */
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    return copyBySelection(text); // pages that did not come over HTTPS have no clipboard
+    return copyBySelection(text); // pages without HTTPS have no clipboard API
   }
 }
 
@@ -26,7 +26,7 @@ function copyBySelection(text) {
   return done;
 }
 
-/** A button that copies what `text()` gives. */
+/** A button that copies the result of `text()`. */
 export function copyButton(text, label) {
   const button = element("button", "small", "Copy");
   button.type = "button";

@@ -1,6 +1,6 @@
-// Making elements.
+// Creates DOM elements.
 
-/** An element with a class and text. */
+/** Create an element with a class and text. */
 export function element(name, className = "", text = "") {
   const made = document.createElement(name);
   if (className) made.className = className;
@@ -8,7 +8,7 @@ export function element(name, className = "", text = "") {
   return made;
 }
 
-/** A small button; `label` says more than its text does to those who do not see the page. */
+/** A small button. `label` is its accessible name, longer than its text. */
 export function button(text, label, pressed) {
   const made = element("button", "small", text);
   made.type = "button";

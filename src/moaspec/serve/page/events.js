@@ -1,6 +1,6 @@
-// Server-sent events, as far as OpenAI's API uses them: one JSON value or [DONE] each.
+// Parser of OpenAI's server-sent events: one JSON value or [DONE] each.
 
-/** Split text that may end within an event: whole events' data, and what is left. */
+/** Split a text into the data of complete events and the rest. */
 export function split(text) {
   const blocks = text.replaceAll("\r\n", "\n").split("\n\n");
   const rest = blocks.pop();
@@ -12,7 +12,7 @@ function dataOf(block) {
   return lines.map((line) => line.slice(5).trimStart()).join("\n");
 }
 
-/** The JSON values of a stream of bytes. Throws where it ends without [DONE]. */
+/** Yield the JSON values of a byte stream. Throws if it ends without [DONE]. */
 export async function* read(stream) {
   let left = "";
   for await (const text of texts(stream)) {
@@ -26,7 +26,7 @@ export async function* read(stream) {
   throw new Error("The stream ended early.");
 }
 
-// Not every browser can iterate over a stream.
+// Some browsers cannot iterate over a stream.
 async function* texts(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   try {

@@ -1,4 +1,4 @@
-// The list of conversations that the browser keeps: open, rename, delete, export, import.
+// The list of stored conversations: open, rename, delete, export, import.
 
 import { exported, FileError, imported } from "./checked.js";
 import { button, element } from "./elements.js";
@@ -9,7 +9,7 @@ const MAX_FILE = 50_000_000;
 const $ = (id) => document.getElementById(id);
 
 export class History {
-  /** `acts` are `{current(), open(chat), fresh()}`. */
+  /** `acts` has callbacks `{current(), open(chat), fresh()}`. */
   constructor(store, acts) {
     this.store = store;
     this.acts = acts;
@@ -25,7 +25,7 @@ export class History {
     this.dialog.addEventListener("close", () => this.#told());
   }
 
-  /** Show what there is. */
+  /** Show all conversations. */
   show() {
     const chats = this.store.chats();
     $("chats").replaceChildren(...chats.map((chat) => this.#item(chat)));
@@ -33,7 +33,7 @@ export class History {
     $("export-all").disabled = $("clear-all").disabled = chats.length === 0;
   }
 
-  // Beside the conversation where there is room, else over it.
+  // Show the list beside the conversation if there is room, else over it.
   #toggle() {
     if (this.dialog.open) this.dialog.close();
     else if (WIDE.matches) this.dialog.show();
@@ -109,7 +109,7 @@ export class History {
 
   async #import() {
     const [file] = $("import-file").files;
-    $("import-file").value = ""; // so that the same file may be chosen again
+    $("import-file").value = ""; // allows the same file to be chosen again
     if (!file) return;
     try {
       if (file.size > MAX_FILE) throw new FileError("The file is larger than 50 MB.");
@@ -130,7 +130,7 @@ export class History {
   }
 }
 
-/** Let the browser save conversations as a file. */
+/** Download conversations as a file. */
 function save(chats, name) {
   const link = element("a");
   link.href = URL.createObjectURL(new Blob([exported(chats)], { type: "application/json" }));

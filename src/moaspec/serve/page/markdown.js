@@ -1,5 +1,5 @@
-// Markdown of a model as elements of the page. A model's text is not trusted: HTML in it is shown as
-// text, images become links, and what is left goes through DOMPurify.
+// Renders a model's Markdown. The text is untrusted: HTML is shown as text, images become links, and
+// the result goes through DOMPurify.
 
 import { Marked } from "./vendor/marked.esm.js";
 import "./vendor/purify.min.js"; // sets globalThis.DOMPurify
@@ -13,11 +13,11 @@ const ALLOWED = {
   ALLOW_ARIA_ATTR: false,
   ALLOW_DATA_ATTR: false,
   ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i,
-  ADD_URI_SAFE_ATTR: ["align", "start"], // their values are no addresses, and are not tested as such
+  ADD_URI_SAFE_ATTR: ["align", "start"], // their values are not URIs and need no check
   RETURN_DOM_FRAGMENT: true,
 };
 const LANGUAGE = /(?:^|\s)language-([\w+#.-]{1,20})/;
-const HEADING_ABOVE = 3; // an answer's own heading
+const HEADING_ABOVE = 3; // level of an answer's title
 
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
 const escaped = (text) => text.replace(/[&<>"']/g, (one) => ESCAPES[one]);
@@ -35,11 +35,11 @@ const marked = new Marked({
 });
 
 /**
- * Split a text into blocks that can be rendered one by one: `{raw, at, tokens}`, `at` being where a
- * block begins. Text that the parser cannot read is one plain block.
+ * Split a text into blocks that can be rendered separately: `{raw, at, tokens}`, `at` being the
+ * offset of the block. Text that the parser cannot read becomes one plain block.
  */
 export function blocks(text) {
-  const source = text.replaceAll("\r\n", " \n").replaceAll("\r", "\n"); // as long as the text
+  const source = text.replaceAll("\r\n", " \n").replaceAll("\r", "\n"); // keeps the length of the text
   let at = 0;
   return lexed(source).map((token) => {
     const start = source.indexOf(token.raw, at);
@@ -49,7 +49,7 @@ export function blocks(text) {
   });
 }
 
-/** One block as a fragment of harmless elements. */
+/** Render a block as a fragment of safe elements. */
 export function render(block) {
   const fragment = globalThis.DOMPurify.sanitize(parsed(block), ALLOWED);
   fragment.querySelectorAll("a").forEach(safeLink);
@@ -57,7 +57,7 @@ export function render(block) {
   return fragment;
 }
 
-// Text may be nested too deeply to be read.
+// The parser throws on deeply nested text.
 function lexed(source) {
   try {
     return marked.lexer(source);
@@ -81,10 +81,10 @@ function safeLink(link) {
   if (!href) return;
   link.target = "_blank";
   link.rel = "noopener noreferrer nofollow";
-  link.title = href; // what the link says may be something else
+  link.title = href; // the link's text may name another address
 }
 
-// Below the answer's own heading, and no level left out, whatever the model wrote.
+// Headings start below the answer's title and skip no level.
 function levelHeadings(fragment) {
   let last = HEADING_ABOVE;
   for (const old of fragment.querySelectorAll("h1, h2, h3, h4, h5, h6")) {
@@ -96,7 +96,7 @@ function levelHeadings(fragment) {
   }
 }
 
-/** The language that a code block names, for people; its class is removed. */
+/** The readable language of a code block; removes its class. */
 export function takeLanguage(code) {
   const language = LANGUAGE.exec(code.className)?.[1] ?? "";
   code.removeAttribute("class");

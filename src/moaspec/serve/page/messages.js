@@ -1,4 +1,4 @@
-// Questions and answers on the page, and what can be done with each.
+// Questions and answers on the page, with their buttons.
 
 import { Answer } from "./answer.js";
 import { copyButton } from "./copy.js";
@@ -10,7 +10,7 @@ const SHORTENED = 40;
 
 const about = (node) => [...node.text].slice(0, SHORTENED).join("");
 
-/** Buttons that go through the versions of a message; nothing where there is one. */
+/** Buttons that switch between the versions of a message; empty if there is one version. */
 function versionSwitch(chat, node, { choose, busy }) {
   const all = versions(chat, node);
   const at = all.indexOf(node);
@@ -65,7 +65,7 @@ class Question {
     form.append(area, button("Cancel", "Cancel", leave), send);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (this.acts.busy()) return; // what was typed stays
+      if (this.acts.busy()) return; // the typed text stays
       leave();
       if (area.value.trim()) this.acts.edit(this.node, area.value.trim());
     });
@@ -89,7 +89,7 @@ class Reply {
     this.#fill();
   }
 
-  /** A second answer stands beside, or not. */
+  /** Show or hide a second answer beside the first. */
   #fill() {
     const { plain, verdict } = this.node;
     this.answer = new Answer(plain ? "With speculation" : "Answer", this.node);
@@ -113,7 +113,7 @@ class Reply {
     );
   }
 
-  /** One sentence on two answers. */
+  /** Show the comparison of two answers. */
   judge({ same, text }) {
     this.panes.append(element("p", `verdict ${same ? "same" : "differs"}`, text));
   }
@@ -125,7 +125,7 @@ class Reply {
   }
 }
 
-/** The conversation as it is shown. `acts` are `{edit, again, proceed, choose, busy}`. */
+/** The visible conversation. `acts` has callbacks `{edit, again, proceed, choose, busy}`. */
 export class Log {
   #views = new Map();
   #chat = null;
@@ -134,7 +134,7 @@ export class Log {
   constructor(box, acts) {
     this.box = box;
     this.acts = acts;
-    // The end stays in sight while text grows or room shrinks, unless the reader has gone elsewhere.
+    // Keep the end visible while text grows or the window shrinks, unless the reader has scrolled.
     const follow = () => { if (this.#follows) this.toEnd(); };
     box.addEventListener("scroll", () => { this.#follows = this.#atEnd; });
     box.addEventListener("growth", follow);
@@ -145,13 +145,13 @@ export class Log {
     return this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 60;
   }
 
-  /** An introduction is read from its beginning. */
+  /** Show the beginning of the introduction, else the end of the conversation. */
   toEnd() {
     this.#follows = true;
     this.box.scrollTop = this.#views.size ? this.box.scrollHeight : 0;
   }
 
-  /** Show a conversation; messages that are shown already stay as they are. */
+  /** Show a conversation. Messages that are already visible stay unchanged. */
   show(chat) {
     if (chat !== this.#chat) this.#clear();
     this.#chat = chat;
@@ -172,13 +172,13 @@ export class Log {
     return this.#views.get(node.id);
   }
 
-  /** Show a message anew the next time. */
+  /** Render a message again the next time. */
   forget(node) {
     const view = this.of(node);
     if (view) this.#drop(node.id, view);
   }
 
-  /** Say below the last message what went wrong, with a way to try again. */
+  /** Show an error below the last message, with a button to retry. */
   trouble(error, retry) {
     this.box.querySelector(".failure")?.remove();
     if (!error) return;

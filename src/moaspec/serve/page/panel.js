@@ -1,4 +1,4 @@
-// The panel: speed, tokens a pass, the tree of a pass, the link.
+// The panel: speed, tokens per pass, draft tree of a pass, link.
 
 import { draw, sentence } from "./tree.js";
 
@@ -12,7 +12,7 @@ const FIGURES = ["speed", "tau", "accepted", "tokens", "rounds", "copied"];
 
 const $ = (id) => document.getElementById(id);
 
-/** Bytes for people. */
+/** A readable number of bytes. */
 export function bytes(number) {
   const units = ["B", "kB", "MB", "GB"];
   const power = Math.min(Math.floor(Math.log10(Math.max(number, 1)) / 3), units.length - 1);
@@ -29,7 +29,7 @@ export class Panel {
   #planned = false;
   #invitation = $("round-said").textContent;
 
-  /** `cut` is called with true or false when the switch is used. */
+  /** `cut(true or false)` is called when the link is switched. */
   constructor(cut) {
     $("round").addEventListener("input", (event) => {
       this.#following = Number(event.target.value) === this.#rounds.length;
@@ -38,7 +38,7 @@ export class Panel {
     $("cut").addEventListener("click", () => cut($("cut").getAttribute("aria-checked") === "true"));
   }
 
-  /** Before an answer, or another conversation: nothing of the last answer stays. */
+  /** Clear the panel before another answer or conversation. */
   clear() {
     this.#rounds = [];
     this.#following = true;
@@ -51,7 +51,7 @@ export class Panel {
     this.#plan();
   }
 
-  /** What a chunk says of its round, speed and link. */
+  /** Show the round, speed and link of a chunk. */
   take(said) {
     if (said.round) this.#rounds.push({ ...said.round, pieces: said.pieces });
     this.#stats = said.stats ?? this.#stats;
@@ -59,19 +59,19 @@ export class Panel {
     this.#plan();
   }
 
-  /** The link, from a chunk or from the server itself; a chunk does not say all. */
+  /** Update the link from a chunk, which has some fields only, or from the server. */
   link(link) {
     if (!link) return;
     this.#link = { ...this.#link, ...link };
     this.#plan();
   }
 
-  /** The link's state as last heard. */
+  /** The link's last known state. */
   get state() {
     return this.#link?.state;
   }
 
-  // Chunks may come faster than the screen is drawn.
+  // Chunks may arrive faster than the screen is drawn.
   #plan() {
     if (this.#planned) return;
     this.#planned = true;

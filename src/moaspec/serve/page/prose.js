@@ -1,4 +1,4 @@
-// A text that grows, shown as Markdown and coloured by source.
+// A growing text, rendered as Markdown and coloured by source.
 
 import { blocks, render, takeLanguage } from "./markdown.js";
 import { colours, places, ranges, runsWithin, textNodes } from "./colours.js";
@@ -6,13 +6,13 @@ import { copyButton } from "./copy.js";
 import { element } from "./elements.js";
 
 export class Prose {
-  #shown = []; // what stands on the page, one entry per block
+  #shown = []; // rendered blocks
 
   constructor() {
     this.element = element("div", "text");
   }
 
-  /** Show a text whose characters have these runs; blocks that did not change stay in place. */
+  /** Show a text with the runs of its characters. Unchanged blocks stay in place. */
   show(text, runs, { anew = false } = {}) {
     const wanted = blocks(text);
     const old = anew ? [] : this.#shown;
@@ -23,7 +23,7 @@ export class Prose {
     this.#shown.forEach((one, i) => this.#paint(one, wanted[i].at, runs));
   }
 
-  /** Nothing of it is painted any more. */
+  /** Remove the highlights. */
   remove() {
     for (const one of this.#shown.splice(0)) this.#remove(one);
     this.element.remove();
@@ -32,7 +32,7 @@ export class Prose {
   #add(block) {
     const holder = element("div", "block");
     holder.append(render(block));
-    // What is added below is no part of the text.
+    // The elements added below are not part of the text.
     const texts = textNodes(holder);
     const where = places(texts.map((node) => node.data), block.raw);
     for (const code of holder.querySelectorAll("pre > code")) frameCode(code);
@@ -57,7 +57,7 @@ export class Prose {
   }
 }
 
-// The bar stands beside the code, so that copying a selection does not take it along.
+// The bar is outside the code, so a copied selection does not contain it.
 function frameCode(code) {
   const pre = code.parentElement;
   const language = takeLanguage(code);

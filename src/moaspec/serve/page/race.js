@@ -1,17 +1,17 @@
-// Two answers that were written one after the other, shown as a race at the speeds they really had.
+// Replays two answers, which ran one after the other, side by side at their measured speeds.
 
 import { element } from "./elements.js";
 
-/** Milliseconds from an answer's first tokens to those of an entry of its record. */
+/** Milliseconds from an answer's first entry to another entry of its record. */
 const since = (record, entry) => entry.at - record[0].at;
 
-/** How many entries of a record had come after so many milliseconds. */
+/** Number of entries that had arrived after `elapsed` milliseconds. */
 export function arrived(record, elapsed) {
   const next = record.findIndex((entry) => since(record, entry) > elapsed);
   return next < 0 ? record.length : next;
 }
 
-/** Show the race; ends early, with both answers whole, when `signal` says so. */
+/** Show the race. When `signal` aborts, both answers are shown completely. */
 export async function race(answers, signal) {
   const lanes = answers.map((answer) => new Lane(answer));
   const start = performance.now();

@@ -1,11 +1,11 @@
-// Requests to the server that this page comes from, and its errors in words.
+// Requests to this page's server, with readable errors.
 
 import { read } from "./events.js";
 
 const UNREACHABLE = "The server cannot be reached. Is it still running?";
 const BROKEN = "The connection to the server broke, so this answer is not whole.";
 
-/** What went wrong, for people. `status` is HTTP's, or 0. */
+/** A readable error. `status` is the HTTP status, or 0. */
 export class ServerError extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -14,28 +14,28 @@ export class ServerError extends Error {
 }
 
 export class Server {
-  /** The API key, where the server wants one. */
+  /** The API key, if the server requires one. */
   key = "";
 
   #known = null;
 
-  /** What the server says of itself. */
+  /** Fetch the description of the server. */
   async about() {
     this.#known = await (await this.#ask("v1/moaspec")).json();
     return this.#known;
   }
 
-  /** The same as it was last heard. */
+  /** The last description, fetched if there is none. */
   async known() {
     return this.#known ?? this.about();
   }
 
-  /** Cut the emulated link, or restore it; the new link. */
+  /** Cut or restore the emulated link. Returns its new state. */
   async cut(cut) {
     return (await this.#ask("v1/moaspec/link", { cut })).json();
   }
 
-  /** Chunks of an answer. Ends early, without an error, when `signal` says so. */
+  /** Yield the chunks of an answer. Ends without an error when `signal` aborts. */
   async *chat(body, signal) {
     try {
       const asked = { ...body, stream: true };

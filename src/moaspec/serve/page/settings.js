@@ -1,4 +1,4 @@
-// Settings of answers and of the page, remembered by the browser.
+// Settings of answers and of the page, stored in the browser.
 
 import { colours } from "./colours.js";
 import { readJson, write } from "./store.js";
@@ -14,13 +14,13 @@ const NUMBERS = {
   limit: { id: "max-tokens", name: "Token limit", min: 1, max: 1_000_000, whole: true },
 };
 
-/** What a server is asked to say of an answer beside its text. */
+/** The parts of the extension that the page requests. */
 const ASKED = { sources: true, tree: true, stats: true, link: true, provisional: true };
 
 const $ = (id) => document.getElementById(id);
 const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 
-/** A number as it was typed, or undefined where the setting cannot have it; null for none. */
+/** Parse a typed number: null if empty, undefined if the setting does not allow it. */
 export function numberOf({ min, max, whole, empty }, text) {
   if (text.trim() === "") return empty ? null : undefined;
   const number = Number(text);
@@ -28,7 +28,7 @@ export function numberOf({ min, max, whole, empty }, text) {
   return right ? number : undefined;
 }
 
-/** Stored settings that still make sense, and defaults for the others. */
+/** Valid stored settings, and defaults for the others. */
 export function checked(stored) {
   const values = { ...DEFAULTS };
   for (const [name, rule] of Object.entries(NUMBERS)) {
@@ -62,7 +62,7 @@ export class Settings {
     return $("compare").checked && !$("compare-label").hidden;
   }
 
-  /** The part of a request that does not depend on the conversation. */
+  /** Fields of a request apart from the conversation. */
   body(about) {
     const { temperature, topP, seed, limit, speculation } = this.values;
     const body = {

@@ -1,8 +1,8 @@
-// What a screen reader says: whole sentences, not tokens.
+// Text for screen readers: whole sentences, not tokens.
 
 const END = /[.!?:…。！？]["')\]]*\s|\n+/g;
 
-/** The whole sentences at the beginning of a text, and what is left. */
+/** Split a text into its complete sentences and the rest. */
 export function sentences(text) {
   const ends = [...text.matchAll(END)].map((match) => match.index + match[0].length);
   const cut = ends.at(-1) ?? 0;
@@ -17,23 +17,23 @@ export class Speaker {
     this.element = element;
   }
 
-  /** Something that happened, at once. */
+  /** Speak a message at once. */
   say(text) {
     const line = document.createElement("p");
     line.textContent = text;
     this.element.append(line);
-    // Old lines were read; a growing region is slow in some readers.
+    // Remove lines that were read: some screen readers are slow with a growing region.
     while (this.element.childElementCount > 20) this.element.firstElementChild.remove();
   }
 
-  /** More of an answer. */
+  /** Add text of an answer. */
   add(text) {
     const { whole, rest } = sentences(this.#left + text);
     this.#left = rest;
     if (whole) this.say(whole);
   }
 
-  /** The answer is over. */
+  /** Speak the rest of the answer. */
   end() {
     if (this.#left.trim()) this.say(this.#left.trim());
     this.#left = "";

@@ -1,16 +1,16 @@
-// Conversations and settings in the browser's own storage; nothing of them is sent anywhere.
+// Conversations and settings in the browser's storage. They are not sent anywhere.
 
 import { checkedChat } from "./checked.js";
 
 const CHAT = "moaspec-chat-";
 
-/** Keeps conversations, one entry each, so that two tabs do not write over one another. */
+/** Stores each conversation in its own entry, so that two tabs do not overwrite each other. */
 export class Store {
-  /** Whether the last conversation could be kept. */
+  /** Whether the last conversation could be stored. */
   full = false;
-  #deleted = new Set(); // an answer that is still being written must not bring one back
+  #deleted = new Set(); // a running answer must not restore a deleted conversation
 
-  /** All conversations, the latest first. */
+  /** All conversations, latest first. */
   chats() {
     const found = keys(CHAT).map((key) => checkedChat(readJson(key)));
     return found.filter((chat) => chat !== null).sort((a, b) => b.updated - a.updated);
@@ -21,7 +21,7 @@ export class Store {
     return checkedChat(readJson(CHAT + id));
   }
 
-  /** Keep a conversation; false where the storage is full or forbidden. */
+  /** Store a conversation. Returns false if the storage is full or forbidden. */
   keep(chat) {
     if (this.#deleted.has(chat.id)) return true;
     this.full = !write(CHAT + chat.id, JSON.stringify(chat));
@@ -43,11 +43,11 @@ export function readJson(key) {
   try {
     return JSON.parse(localStorage.getItem(key));
   } catch {
-    return null; // storage may be forbidden, and what is there may be anything
+    return null; // storage may be forbidden or hold invalid data
   }
 }
 
-/** Store a text; false where it cannot be. */
+/** Store a text. Returns false if that fails. */
 export function write(key, text) {
   try {
     localStorage.setItem(key, text);
@@ -69,6 +69,6 @@ function forget(key) {
   try {
     localStorage.removeItem(key);
   } catch {
-    // then there is nothing there either
+    // storage is forbidden, so there is nothing to remove
   }
 }

@@ -1,5 +1,5 @@
-// Light or dark: the system's choice unless another is made in the settings. No module, so that it
-// runs before anything is drawn and nothing flashes.
+// Light or dark theme: the system's, unless the settings choose one. This is not a module, so it runs
+// before the first paint and nothing flashes.
 (() => {
   const KEY = "moaspec-theme";
   const THEMES = ["light", "dark"];
@@ -17,7 +17,7 @@
     try {
       localStorage.setItem(KEY, theme);
     } catch {
-      // then it is chosen again next time
+      // the choice is not stored
     }
   }
 

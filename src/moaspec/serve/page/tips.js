@@ -1,4 +1,4 @@
-// Explanations of words: elements with `data-tip` show it when they are pointed at or focused.
+// Tooltips: elements with `data-tip` show it on hover and focus.
 
 const EDGE = 8; // pixels
 
@@ -22,7 +22,7 @@ export function explainWords() {
     tip.textContent = word.dataset.tip;
     tip.hidden = false;
     described(word).setAttribute("aria-describedby", "tip");
-    // A modal dialog covers everything that is not in it.
+    // A modal dialog covers everything outside of it.
     (word.closest("dialog, main") ?? document.body).append(tip);
     place(tip, word.getBoundingClientRect());
   };
@@ -31,13 +31,13 @@ export function explainWords() {
   document.addEventListener("focusout", hide);
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || !of) return;
-    event.preventDefault(); // a dialog around it stays open
+    event.preventDefault(); // keeps a surrounding dialog open
     event.stopPropagation();
     hide();
   }, true);
 }
 
-// Of a label and its field, the field is what is focused.
+// The focus is on a label's field.
 const described = (word) => word?.control ?? word;
 
 function place(tip, word) {

@@ -1,11 +1,11 @@
-// The tree of drafts that one pass checked: where its nodes go (pure), and drawing it.
+// The draft tree of one pass: layout (pure functions) and drawing.
 
 const COLUMN = 72;
 const ROW = 32;
 const NODE = { width: 62, height: 24 };
 const SVG = "http://www.w3.org/2000/svg";
 
-/** A token's text on one short line, white space visible; only special ones have none. */
+/** A token's text on one short line with visible white space. Special tokens have no text. */
 export function label(text, longest = 8) {
   const shown = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣");
   const letters = [...shown];
@@ -14,8 +14,8 @@ export function label(text, longest = 8) {
 }
 
 /**
- * Depth and row of each node: every leaf has a row of its own, parents stand beside their first
- * child, and what was accepted is the top row.
+ * Depth and row of each node. Every leaf has its own row, parents are in the row of their first
+ * child, and the accepted path is the top row.
  */
 export function layout(nodes) {
   const children = new Map([[-1, []]]);
@@ -35,7 +35,7 @@ export function layout(nodes) {
   return { places, rows: Math.max(rows, 1), depth: Math.max(0, ...places.map((one) => one.depth)) };
 }
 
-/** A round with the target's own token added where it continues the accepted path. */
+/** A round with the target's own token appended to the accepted path. */
 export function withOwn(round, pieces = []) {
   const last = pieces.at(-1);
   const nodes = [...round.nodes];
@@ -46,7 +46,7 @@ export function withOwn(round, pieces = []) {
   return nodes;
 }
 
-/** One round in a sentence. */
+/** Describe a round in a sentence. */
 export function sentence(round) {
   const drafted = round.nodes.length;
   if (drafted === 0) return `Pass ${round.number}: no drafts, 1 token.`;
@@ -55,7 +55,7 @@ export function sentence(round) {
   return `Pass ${round.number}: ${drafted} drafted, ${accepted} accepted, ${tokens} written.`;
 }
 
-/** Draw a round into an element. */
+/** Draw a round inside an element. */
 export function draw(into, round) {
   const nodes = withOwn(round, round.pieces);
   const { places, rows, depth } = layout(nodes);

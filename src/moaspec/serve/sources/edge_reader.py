@@ -1,52 +1,51 @@
-"""What a device's session says, in the words of `source.py`."""
+"""Translation between a device's session and the types of `source.py`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from moaspec.generation.api import RowOptions
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.remote_session import RemoteSession
 from moaspec.sampling.grammar import GrammarProcessor
-from moaspec.sampling.params import SamplingParams
 from moaspec.serve.sources.source import Job, Round, TokenSource, Update
 
 
 @dataclass
-class Reader:
-    """Turns a session's events, which replace the end of a text, into updates, which add to it.
+class EventReader:
+    """Turns a session's events, which replace the end of a text, into updates, which extend it.
 
     Attributes:
-        job: what is decoded.
-        keep: whether what was provisional becomes final without being verified.
-        token_ids, sources: the text as shown, provisional tokens included.
-        settled: how many of them will not change any more.
+        job: the job in decoding.
+        keep: whether provisional tokens become final without verification after a cut.
+        token_ids, sources: the text so far, including provisional tokens.
+        num_final: number of tokens that will not change any more.
     """
 
     job: Job
     keep: bool
     token_ids: list[int] = field(default_factory=list)
     sources: list[TokenSource] = field(default_factory=list)
-    settled: int = 0
+    num_final: int = 0
 
-    def take(self, event: RemoteEvent, session: RemoteSession) -> Update:
-        """What is new in this event."""
-        shown, first = len(self.token_ids), self.settled
+    def update(self, event: RemoteEvent, session: RemoteSession) -> Update:
+        """The update for an event."""
+        shown, first = len(self.token_ids), self.num_final
         self.token_ids[event.start :] = event.token_ids
         self.sources[event.start :] = event.sources
         if event.start <= first:
-            self.settled = max(first, event.start + len(event.token_ids) - event.num_provisional)
-        sources = self.sources[first : self.settled]
+            self.num_final = max(first, event.start + len(event.token_ids) - event.num_provisional)
+        sources = self.sources[first : self.num_final]
         if self.keep:
-            kept = max(min(shown, self.settled) - first, 0)
+            kept = max(min(shown, self.num_final) - first, 0)
             sources[:kept] = ["device"] * kept
-        provisional = self.token_ids[self.settled :] if self.job.provisional else []
-        said = event.verified
+        provisional = self.token_ids[self.num_final :] if self.job.provisional else []
+        verified = event.verified
         return Update(
-            token_ids=tuple(self.token_ids[first : self.settled]),
+            token_ids=tuple(self.token_ids[first : self.num_final]),
             sources=tuple(sources),
-            logprobs=() if said is None else said.logprobs[: self.settled - first],
+            logprobs=() if verified is None else verified.logprobs[: self.num_final - first],
             round=_round(event) if first else None,
             provisional=tuple(provisional),
             stop_reason=event.stop_reason,
@@ -56,35 +55,27 @@ class Reader:
 
 
 def _round(event: RemoteEvent) -> Round | None:
-    said = event.verified
-    return None if said is None else Round(said.tree, said.accepted, len(said.token_ids))
+    verified = event.verified
+    if verified is None:
+        return None
+    return Round(verified.tree, verified.accepted, len(verified.token_ids))
 
 
 def row_options(job: Job, processors: tuple[GrammarProcessor, ...]) -> RowOptions:
-    """A job as keyword arguments of a session."""
-    sampling: SamplingParams = job.sampling
-    return {
+    """Keyword arguments of a session for a job."""
+    sampling = vars(job.sampling)
+    options = {
+        **{name: value for name, value in sampling.items() if name in RowOptions.__annotations__},
         "max_new_tokens": job.max_new_tokens,
         "stop": job.stop,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
-        "choice": sampling.choice,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": sampling.logit_bias,
-        "rules": sampling.rules,
         "generation_config": None,
-        "logprobs": sampling.logprobs,
         "logits_processors": processors,
     }
+    return cast("RowOptions", options)
 
 
 def link_state(session: RemoteSession) -> Literal["up", "down", "syncing"]:
-    """The session's words in those of docs/serve.md."""
+    """State of the session's link as docs/serve.md names it."""
     if session.stats.state == "up":
         return "syncing" if session.provisional else "up"
     return "down" if session.stats.state == "down" else "syncing"

@@ -1,54 +1,57 @@
-"""Text from a device's sessions with a remote target.
+"""Decoding with a device's sessions with a remote target.
 
-A session holds one text at a time, and its caches are kept between turns. So there is a pool of
-them, and a conversation goes on in the session that holds its beginning.
+A session decodes one text at a time and keeps its caches between turns. `EdgeSource` has a pool of
+sessions and continues a conversation in the session that holds its beginning.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Unpack
+from functools import partial
+from operator import attrgetter
+from typing import Any, Protocol
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.engine.request_state import check_bias, check_prompt
-from moaspec.engine.result import Event
 from moaspec.errors import BusyError, InputError
-from moaspec.generation.api import RowOptions
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.transport import Transport
+from moaspec.remote.server.server_only import RemoteText
 from moaspec.sampling.grammar import GrammarProcessor, Grammars
 from moaspec.sampling.token_ids import common_length
-from moaspec.serve.sources.edge_reader import Reader, link_state, row_options
+from moaspec.serve.sources.edge_reader import EventReader, link_state, row_options
 from moaspec.serve.sources.source import (
+    Cancel,
     Job,
     LinkState,
     Load,
+    Report,
     Round,
     SourceFacts,
     Update,
-    Updates,
-    check_number,
-    first_to_go,
-    share_of,
+    check_num_texts,
+    client_share,
+    end_tasks,
+    entry_to_evict,
 )
 from moaspec.target.generation_defaults import GenerationDefaults
 
 CUT_POLL_S = 0.05
-"""How often a held-back text looks whether its emulated link is back."""
+"""Interval at which a text checks whether its cut emulated link is restored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeLimits:
-    """How much a device takes on.
+    """Limits of a device.
 
     Attributes:
-        active: texts that are decoded at a time; each has a session.
-        waiting: texts that may wait for one; more are refused.
-        share: of `active` texts, and of all, that one key may have.
+        active: maximum number of texts decoded together, each in its own session.
+        waiting: maximum number of texts that wait; further texts are refused.
+        share: fraction of `active`, and of all places, that one key may use.
     """
 
     active: int = 8
@@ -57,29 +60,20 @@ class EdgeLimits:
 
 
 class Cuttable(Protocol):
-    """An emulated link: while `cut` is True nothing passes."""
+    """An emulated link. While `cut` is True no message passes."""
 
     cut: bool
 
 
-class ServerOnlySource(Protocol):
-    """The server decoding by itself; `moaspec.remote.server.server_only.RemoteText` is one."""
-
-    def stream(
-        self, prompt_ids: Sequence[int], *, speculate: bool = False, **options: Unpack[RowOptions]
-    ) -> AsyncIterator[Event]:
-        """Verified tokens as they come."""
-        ...
-
-
 @dataclass(eq=False)
-class _Seat:
+class _PooledSession:
     """One session of the pool.
 
     Attributes:
-        tenant, token_ids: whose text it holds, and which.
-        busy: whether it decodes.
-        used: number of its latest text; the least recently used is taken over first.
+        session: the session.
+        tenant, token_ids: the text that its caches hold, and the text's owner.
+        busy: whether it is decoding.
+        used: sequence number of its latest text; the least recently used is replaced first.
     """
 
     session: RemoteSession
@@ -89,23 +83,30 @@ class _Seat:
     used: int = 0
 
 
-def _last_used(seat: _Seat) -> int:
-    return seat.used
+_last_used = attrgetter("used")
+
+
+@dataclass(frozen=True)
+class _Running:
+    """An accepted job: its client, and the callback for its news."""
+
+    client: str
+    report: Callable[[Update | Exception], None]
 
 
 class EdgeSource:
     """A `TextSource` whose target is on a server.
 
     Args:
-        device: drafts.
-        transport: leads to the server.
-        name: how responses call the model.
-        options: of every session, but for its tenant.
+        device: the device's drafter.
+        transport: connects to the server.
+        name: model name in responses.
+        options: options of every session, except its tenant.
         limits: see `EdgeLimits`.
-        faults: of an emulated link that the page may cut; None: the link is what it is.
-        alone: decodes what asks for no speculation, and for no log-probabilities, which it has
-            not; None: the device drafts for all, which changes no text.
-        defaults: hold where a request says nothing; None takes the target's.
+        faults: an emulated link that the page may cut; None for a real link.
+        server_only: decodes jobs without speculation and log-probabilities; None drafts for all
+            jobs, which changes no text.
+        defaults: sampling defaults; None takes those of the target.
     """
 
     def __init__(
@@ -117,18 +118,19 @@ class EdgeSource:
         options: RemoteOptions | None = None,
         limits: EdgeLimits | None = None,
         faults: Cuttable | None = None,
-        alone: ServerOnlySource | None = None,
+        server_only: RemoteText | None = None,
         defaults: GenerationDefaults | None = None,
     ) -> None:
         self._device, self._transport = device, transport
         self._options = options or RemoteOptions()
-        self._limits, self._faults, self._alone = limits or EdgeLimits(), faults, alone
-        self._seats: list[_Seat] = []
-        self._gone = (0, 0)  # bytes of sessions that ended
-        self._jobs: set[_EdgeUpdates] = set()
+        self._limits, self._faults = limits or EdgeLimits(), faults
+        self._server_only = server_only
+        self._sessions: list[_PooledSession] = []
+        self._closed_bytes = (0, 0)  # sent and received by closed sessions
+        self._running: dict[asyncio.Task[None], _Running] = {}
         self._active = self._count = 0
         self._room: asyncio.Semaphore | None = None
-        self._turns: dict[str, asyncio.Semaphore] = {}
+        self._by_client: dict[str, asyncio.Semaphore] = {}
         self.facts = SourceFacts(
             name=name,
             mode="edge",
@@ -147,18 +149,20 @@ class EdgeSource:
         )
 
     async def start(self) -> None:
-        """See `TextSource`."""
+        """Create the semaphore on the running event loop."""
         self._room = asyncio.Semaphore(self._limits.active)
 
     async def close(self) -> None:
-        """See `TextSource`."""
-        for job in tuple(self._jobs):
-            await job.refuse(BusyError("The server is shutting down."))
-        for seat in tuple(self._seats):
-            await self._clear(seat)
+        """End all jobs and close all sessions."""
+        tasks = tuple(self._running)
+        for task in tasks:
+            self._running[task].report(BusyError("The server is shutting down."))
+        await end_tasks(*tasks)
+        for pooled in tuple(self._sessions):
+            await self._close_session(pooled)
 
-    def open(self, jobs: Sequence[Job]) -> list[Updates]:
-        """See `TextSource`."""
+    def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
+        """Accept all jobs or none, see `TextSource`."""
         for job in jobs:
             check_prompt(job.prompt_ids, self.facts.vocab_size, self.facts.max_positions)
             check_bias(job.sampling, self.facts.vocab_size)
@@ -166,55 +170,67 @@ class EdgeSource:
                 raise InputError("At the edge there are no alternatives: top_logprobs must be 0.")
             if job.sampling.logprobs and self._options.on_cut == "keep":
                 raise InputError("Kept text has no log-probabilities; logprobs must be off.")
-        most = self._limits.active + self._limits.waiting
-        client = jobs[0].client
-        share = share_of(most, self._limits.share, client)
-        check_number(len(jobs), share)
-        own = sum(one.client == client for one in self._jobs)
+        places, client = self._limits.active + self._limits.waiting, jobs[0].client
+        share = client_share(places, self._limits.share, client)
+        check_num_texts(len(jobs), share)
+        own = sum(running.client == client for running in self._running.values())
         if own + len(jobs) > share:
             raise BusyError(
                 f"This key has {own} requests here, and may have {share}. Try again later."
             )
-        if len(self._jobs) + len(jobs) > most:
+        if len(self._running) + len(jobs) > places:
             raise BusyError(
-                f"The device has {len(self._jobs)} requests, and takes {most}. Try again later."
+                f"The device has {len(self._running)} requests, and takes {places}. Try again "
+                "later."
             )
-        opened = [_EdgeUpdates(self, job) for job in jobs]
-        self._jobs.update(opened)
-        return list[Updates](opened)
+        tasks = [self._start(job, partial(report, index)) for index, job in enumerate(jobs)]
+        return partial(end_tasks, *tasks)
+
+    def _start(self, job: Job, report: Callable[[Update | Exception], None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._run(job, report))
+        self._running[task] = _Running(job.client, report)
+        task.add_done_callback(self._running.pop)  # also if it never began
+        return task
+
+    async def _run(self, job: Job, report: Callable[[Update | Exception], None]) -> None:
+        try:
+            async for update in self._decode(job):
+                report(update)
+        except Exception as error:  # noqa: BLE001 - the request raises it
+            report(error)
 
     @property
     def load(self) -> Load:
-        """See `TextSource`."""
-        return Load(self._active, len(self._jobs) - self._active)
+        """Number of jobs in decoding, and of jobs that wait."""
+        return Load(self._active, len(self._running) - self._active)
 
     @property
     def link(self) -> LinkState | None:
-        """Of the session that was used last; bytes of all."""
-        stats = [seat.session.stats for seat in self._seats]
-        latest = max(self._seats, key=lambda seat: seat.used, default=None)
+        """State of the session that was used last, and bytes of all sessions."""
+        stats = [pooled.session.stats for pooled in self._sessions]
+        latest = max(self._sessions, key=_last_used, default=None)
         return LinkState(
             state="up" if latest is None else link_state(latest.session),
             round_trip_s=None if latest is None else latest.session.stats.rtt_s,
-            bytes_sent=self._gone[0] + sum(one.bytes_up for one in stats),
-            bytes_received=self._gone[1] + sum(one.bytes_down for one in stats),
+            bytes_sent=self._closed_bytes[0] + sum(each.bytes_up for each in stats),
+            bytes_received=self._closed_bytes[1] + sum(each.bytes_down for each in stats),
             can_cut=self._faults is not None,
             cut=self._faults is not None and self._faults.cut,
         )
 
     def cut(self, cut: bool) -> bool:
-        """See `TextSource`."""
+        """Cut or restore the emulated link; returns False if there is none."""
         if self._faults is not None:
             self._faults.cut = cut
         return self._faults is not None
 
-    async def decode(self, job: Job) -> AsyncGenerator[Update]:
-        """One text, from when there is a session for it."""
+    async def _decode(self, job: Job) -> AsyncGenerator[Update]:
+        """Wait for a place, then decode."""
         assert self._room is not None, "start() comes first"
-        async with self._turn(job.client), self._room:
+        async with self._client_places(job.client), self._room:
             self._active += 1
-            drafted = job.speculation or job.sampling.logprobs or self._alone is None
-            updates = self._decode_here(job) if drafted else self._decode_alone(job)
+            drafted = job.speculation or job.sampling.logprobs or self._server_only is None
+            updates = self._draft(job) if drafted else self._decode_on_server(job)
             try:
                 async with contextlib.aclosing(updates):
                     async for update in updates:
@@ -222,37 +238,38 @@ class EdgeSource:
             finally:
                 self._active -= 1
 
-    def _turn(self, client: str) -> asyncio.Semaphore:
-        """Keeps a client to its share of what is decoded at a time."""
-        if client not in self._turns:
-            share = share_of(self._limits.active, self._limits.share, client)
-            self._turns[client] = asyncio.Semaphore(share)
-        return self._turns[client]
+    def _client_places(self, client: str) -> asyncio.Semaphore:
+        """Limits the number of a client's texts in decoding."""
+        if client not in self._by_client:
+            share = client_share(self._limits.active, self._limits.share, client)
+            self._by_client[client] = asyncio.Semaphore(share)
+        return self._by_client[client]
 
-    async def _decode_here(self, job: Job) -> AsyncGenerator[Update]:
-        """Drafted here, verified there."""
-        options = row_options(job, await self._ruled(job))
-        reader = Reader(job, keep=self._options.on_cut == "keep")
-        seat, ends = self._take_seat(job)
+    async def _draft(self, job: Job) -> AsyncGenerator[Update]:
+        """Draft on the device and verify on the server."""
+        options = row_options(job, await self._processors(job))
+        reader = EventReader(job, keep=self._options.on_cut == "keep")
+        pooled, evicted = self._take_session(job)
+        session = pooled.session
         try:
-            if ends is not None:
-                await self._clear(ends)
-            events: Any = seat.session.stream(job.prompt_ids, **options)
+            if evicted is not None:
+                await self._close_session(evicted)
+            events: Any = session.stream(job.prompt_ids, **options)
             async with contextlib.aclosing(events):
                 async for event in events:
-                    yield reader.take(event, seat.session)
+                    yield reader.update(event, session)
         except Exception:
-            await self._clear(seat)  # a session that was refused stays refused
+            await self._close_session(pooled)  # a refused session cannot be used again
             raise
         finally:
-            seat.busy = False
-            seat.token_ids = (*job.prompt_ids, *seat.session.result.token_ids)
+            pooled.busy = False
+            pooled.token_ids = (*job.prompt_ids, *session.result.token_ids)
 
-    async def _decode_alone(self, job: Job) -> AsyncGenerator[Update]:
-        """By the server, for comparison; what an emulated link holds back comes when it is back."""
-        assert self._alone is not None, "decode() has asked"
-        options = row_options(job, await self._ruled(job))
-        events: Any = self._alone.stream(job.prompt_ids, **options)
+    async def _decode_on_server(self, job: Job) -> AsyncGenerator[Update]:
+        """Decode by the server alone. While an emulated link is cut, updates are held back."""
+        assert self._server_only is not None, "_decode() has checked"
+        options = row_options(job, await self._processors(job))
+        events: Any = self._server_only.stream(job.prompt_ids, **options)
         first = True
         async with contextlib.aclosing(events):
             async for event in events:
@@ -267,89 +284,43 @@ class EdgeSource:
                 )
                 first = False
 
-    def leave(self, job: _EdgeUpdates) -> None:
-        """A job has ended, however it did."""
-        self._jobs.discard(job)
-
-    async def _ruled(self, job: Job) -> tuple[GrammarProcessor, ...]:
-        """The grammar, which the server will keep to; what was compiled may be forgotten by now."""
+    async def _processors(self, job: Job) -> tuple[GrammarProcessor, ...]:
+        """The job's grammar as a logits processor; compiles it again if it was evicted."""
         if job.grammar is None:
             return ()
         length, compiled = len(job.prompt_ids), self.facts.grammars.processor
         return (await asyncio.to_thread(compiled, job.grammar, length),)
 
-    def _take_seat(self, job: Job) -> tuple[_Seat, _Seat | None]:
-        """A session for the job, and another tenant's that must end for it.
+    def _take_session(self, job: Job) -> tuple[_PooledSession, _PooledSession | None]:
+        """A session for the job, and another tenant's session that must be closed for it.
 
-        It is the tenant's free one that holds most of the prompt, else a new one while there is
-        room, else the tenant's oldest, else a new one in the place of another tenant's.
+        The first of these that exists: the tenant's free session with the longest common prefix
+        with the prompt; a new session, if the pool is not full; the tenant's least recently used
+        session; a new session in place of another tenant's.
         """
-        free = [seat for seat in self._seats if not seat.busy]
-        own = [seat for seat in free if seat.tenant == job.tenant]
-        best = max(own, key=lambda one: common_length(one.token_ids, job.prompt_ids), default=None)
-        full, ends = len(self._seats) >= self._limits.active, None
-        if best is None or not common_length(best.token_ids, job.prompt_ids):
-            best = min(own, key=_last_used) if own and full else self._new_seat(job.tenant)
-            ends = None
+        prompt = job.prompt_ids
+        free = [pooled for pooled in self._sessions if not pooled.busy]
+        own = [pooled for pooled in free if pooled.tenant == job.tenant]
+        best = max(own, key=lambda pooled: common_length(pooled.token_ids, prompt), default=None)
+        full, evicted = len(self._sessions) >= self._limits.active, None
+        if best is None or not common_length(best.token_ids, prompt):
+            best = min(own, key=_last_used) if own and full else self._new_session(job.tenant)
             if full and not own:
-                ends = first_to_go(sorted(free, key=_last_used), lambda seat: seat.tenant)
+                oldest_first = sorted(free, key=_last_used)
+                evicted = entry_to_evict(oldest_first, lambda pooled: pooled.tenant)
         self._count += 1
         best.tenant, best.busy, best.used = job.tenant, True, self._count
-        return best, ends
+        return best, evicted
 
-    def _new_seat(self, tenant: str) -> _Seat:
+    def _new_session(self, tenant: str) -> _PooledSession:
         options = replace(self._options, tenant=tenant)
-        seat = _Seat(RemoteSession(self._device, self._transport, options))
-        self._seats.append(seat)
-        return seat
+        pooled = _PooledSession(RemoteSession(self._device, self._transport, options))
+        self._sessions.append(pooled)
+        return pooled
 
-    async def _clear(self, seat: _Seat) -> None:
-        """End a session, and forget what it holds."""
-        self._seats.remove(seat)
-        await seat.session.close()
-        stats = seat.session.stats
-        self._gone = (self._gone[0] + stats.bytes_up, self._gone[1] + stats.bytes_down)
-
-
-class _EdgeUpdates:
-    """What becomes of one job; decoding goes on whether or not somebody reads."""
-
-    def __init__(self, source: EdgeSource, job: Job) -> None:
-        self._source, self.client = source, job.client
-        self._told: asyncio.Queue[Update | Exception] = asyncio.Queue()
-        self._ended = False
-        self._task = asyncio.create_task(self._decode(job))
-        self._task.add_done_callback(lambda _: source.leave(self))  # even if it never began
-
-    def __aiter__(self) -> _EdgeUpdates:
-        return self
-
-    async def __anext__(self) -> Update:
-        if self._ended:
-            raise StopAsyncIteration
-        news = await self._told.get()
-        self._ended = isinstance(news, Exception) or news.stop_reason is not None
-        if isinstance(news, Exception):
-            raise news
-        return news
-
-    async def aclose(self) -> None:
-        """See `Updates`."""
-        self._ended = True
-        await self._end()
-
-    async def refuse(self, error: BusyError) -> None:
-        """End it; whoever reads hears why."""
-        self._told.put_nowait(error)
-        await self._end()
-
-    async def _end(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _decode(self, job: Job) -> None:
-        try:
-            async for update in self._source.decode(job):
-                self._told.put_nowait(update)
-        except Exception as error:  # noqa: BLE001 - whoever reads raises it
-            self._told.put_nowait(error)
+    async def _close_session(self, pooled: _PooledSession) -> None:
+        self._sessions.remove(pooled)
+        await pooled.session.close()
+        sent, received = self._closed_bytes
+        stats = pooled.session.stats
+        self._closed_bytes = (sent + stats.bytes_up, received + stats.bytes_down)

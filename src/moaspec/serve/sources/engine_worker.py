@@ -1,7 +1,7 @@
-"""One thread that owns an engine: requests join, all advance together, cancelled ones leave.
+"""A thread that owns an engine and decodes all jobs of a server in one batch.
 
-Everything that touches the engine happens in this thread. Others post commands to it and are told
-what happened through the `tell` of their ticket, which must neither block nor raise.
+Only this thread touches the engine. Other threads send commands through a queue and receive news
+through the `report` callback of their job, which must neither block nor raise.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from moaspec.serve.sources.source import (
     Load,
     Round,
     Update,
-    check_number,
-    first_to_go,
-    share_of,
+    check_num_texts,
+    client_share,
+    entry_to_evict,
 )
 
-FRESH_TOKENS = 2048
-"""Tokens of prompts that join in one step: while they are read, all others wait."""
+MAX_NEW_PROMPT_TOKENS = 2048
+"""Maximum prompt tokens that join in one step. All other rows wait while they are encoded."""
 
-LEAST_REUSED = 16
-"""A shorter common beginning is not worth keeping an old row for."""
+MIN_REUSED_TOKENS = 16
+"""Shortest common prefix for which a kept row is reused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLimits:
-    """How much an engine takes on.
+    """Limits of an engine.
 
     Attributes:
-        active: rows that are decoded together.
-        waiting: requests that may wait for room; more are refused.
-        cache_bytes: of keys and values. The cache grows by half, so it may hold half as much again.
-        share: of `active` rows, and of all places, that one key may take.
-        parked: ended rows whose keys and values are kept for the next turn of a conversation.
-        parked_s: an engine that has had no request for so long keeps none, and gives the memory
-            of its caches back.
+        active: maximum number of rows decoded together.
+        waiting: maximum number of jobs that wait; further jobs are refused.
+        cache_bytes: maximum size of the keys and values in use. The cache grows by half its size,
+            so it may allocate half as much again.
+        share: fraction of `active`, and of all places, that one key may use.
+        parked: number of ended rows whose keys and values are kept for a conversation's next turn.
+        parked_s: seconds without a request after which all kept rows and caches are freed.
     """
 
     active: int = 64
@@ -59,29 +59,32 @@ class WorkerLimits:
 
 
 @dataclass(eq=False)
-class Ticket:
-    """One job in the worker's care.
+class QueuedJob:
+    """A job that waits or is decoded.
 
     Attributes:
-        job: what is to be written.
-        tell: hears of updates, and of the exception that ended it.
+        job: the text to generate.
+        report: receives updates, or the exception that ended the job.
+        handle: the engine's handle; None while it waits.
+        result: the engine's result so far.
+        ended: whether the last update was reported.
     """
 
     job: Job
-    tell: Callable[[Update | Exception], None]
+    report: Callable[[Update | Exception], None]
     handle: int | None = None
     result: GenerationResult = field(default_factory=GenerationResult)
-    cancelled: bool = False
+    ended: bool = False
 
     @property
     def slots(self) -> int:
-        """Places in the cache that it may come to need."""
+        """Maximum number of cache slots that the job uses."""
         return len(self.job.prompt_ids) + self.job.max_new_tokens
 
 
 @dataclass(frozen=True)
 class _Parked:
-    """An ended row that is kept."""
+    """An ended row that is kept for a later prompt with the same beginning."""
 
     handle: int
     tenant: str
@@ -89,13 +92,13 @@ class _Parked:
 
 
 class EngineWorker:
-    """Decodes tickets.
+    """Decodes jobs in a thread of its own.
 
     Args:
-        engine: nobody else may touch it.
-        release: gives the memory of the engine's caches back; called when it has no row.
-        slot_bytes: what one token of one row takes in them.
-        shaping: what rows draft.
+        engine: used by this worker only.
+        release: frees the engine's caches; called when it has no row.
+        slot_bytes: cache bytes of one token.
+        shaping: draft policy.
         stop_token_ids: ids that end a row.
         limits: see `WorkerLimits`.
     """
@@ -111,123 +114,125 @@ class EngineWorker:
         limits: WorkerLimits,
     ) -> None:
         self._engine, self._shaping, self._stops = engine, shaping, stop_token_ids
-        self._give_back, self._slot_bytes, self._limits = release, slot_bytes, limits
+        self._free_caches, self._slot_bytes, self._limits = release, slot_bytes, limits
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: deque[Ticket] = deque()
-        self._active: dict[int, Ticket] = {}
+        self._waiting: deque[QueuedJob] = deque()
+        self._active: dict[int, QueuedJob] = {}
         self._parked: list[_Parked] = []
-        self._high = (0, 0)  # rows and slots that the cache has had to hold
+        self._high = (0, 0)  # largest number of rows and slots that the cache held
         self._lock = threading.Lock()
         self._accepted: Counter[str] = Counter()  # by client
         self._thread = threading.Thread(target=self._work, name="moaspec-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the worker's thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the current step; what is unfinished hears of it."""
+        """Stop after the current step; unfinished jobs get a `BusyError`."""
         self._inbox.put(None)
         self._thread.join()
 
     @property
     def load(self) -> Load:
-        """Of the latest step."""
+        """Load after the latest step."""
         active = len(self._active)
         return Load(active, max(self._accepted.total() - active, 0))
 
-    def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Take on all of these or none.
+    def submit(self, batch: Sequence[QueuedJob]) -> None:
+        """Accept all of these jobs or none.
 
         Raises:
-            BusyError: too many wait already.
-            InputError: one needs more of the cache than there is.
+            BusyError: too many jobs wait already.
+            InputError: a job needs more than the whole cache.
         """
-        for ticket in tickets:
-            if ticket.slots * self._slot_bytes > self._limits.cache_bytes:
+        for queued in batch:
+            if queued.slots * self._slot_bytes > self._limits.cache_bytes:
                 raise InputError(
-                    f"A prompt of {len(ticket.job.prompt_ids)} tokens with up to "
-                    f"{ticket.job.max_new_tokens} more does not fit this server's cache; ask for "
+                    f"A prompt of {len(queued.job.prompt_ids)} tokens with up to "
+                    f"{queued.job.max_new_tokens} more does not fit this server's cache; ask for "
                     "fewer."
                 )
-        limits, (client,) = self._limits, {ticket.job.client for ticket in tickets}
+        limits, (client,) = self._limits, {queued.job.client for queued in batch}
         places = limits.active + limits.waiting
-        share = share_of(places, limits.share, client)
-        check_number(len(tickets), share)
+        share = client_share(places, limits.share, client)
+        check_num_texts(len(batch), share)
         with self._lock:
-            if self._accepted.total() + len(tickets) > places:
+            if self._accepted.total() + len(batch) > places:
                 raise BusyError(
                     f"The server has {self._accepted.total()} requests, and takes {places}. Try "
                     "again later."
                 )
-            if self._accepted[client] + len(tickets) > share:
+            if self._accepted[client] + len(batch) > share:
                 raise BusyError(
                     f"This key has {self._accepted[client]} requests here, and may have {share}. "
                     "Try again later."
                 )
-            self._accepted[client] += len(tickets)
-        self._inbox.put(lambda: self._waiting.extend(tickets))
+            self._accepted[client] += len(batch)
+        self._inbox.put(lambda: self._waiting.extend(batch))
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Let it go; nothing more is told."""
-        ticket.cancelled = True
-        self._inbox.put(lambda: self._drop(ticket))
+    def cancel(self, queued: QueuedJob) -> None:
+        """Remove a job; without effect if it has ended."""
+        if not queued.ended:
+            self._inbox.put(lambda: self._drop(queued))
 
     def _work(self) -> None:
-        """The thread: take commands, let requests join, advance."""
+        """The thread: run commands, then step the engine."""
         while True:
             idle = not self._active and not self._waiting
             try:
-                # Without caches there is nothing to give back.
-                most_s = self._limits.parked_s if self._high[0] else None
-                command = self._inbox.get(block=idle, timeout=most_s)
+                # Without caches there is nothing to free.
+                timeout_s = self._limits.parked_s if self._high[0] else None
+                command = self._inbox.get(block=idle, timeout=timeout_s)
             except queue.Empty:
                 self._forget_all() if idle else self._advance()
                 continue
             if command is None:
                 break
             command()
-        for ticket in [*self._active.values(), *self._waiting]:
-            self._end(ticket, BusyError("The server is shutting down."))
+        for queued in [*self._active.values(), *self._waiting]:
+            self._end(queued, BusyError("The server is shutting down."))
         self._engine.abort_all()
 
     def _advance(self) -> None:
-        """One step of the engine. Whatever fails in it ends the requests, not the server."""
+        """Run one step of the engine. An error in it ends the active jobs, not the server."""
         try:
             self._admit()
             for event in self._engine.step():
                 self._report(event)
-        except Exception as error:  # noqa: BLE001 - see above
-            for ticket in list(self._active.values()):
-                self._leave(ticket)
-                self._end(ticket, error)
+        except Exception as error:  # noqa: BLE001 - reported to the jobs
+            for queued in list(self._active.values()):
+                self._leave(queued)
+                self._end(queued, error)
 
     def _admit(self) -> None:
-        """Let waiting requests join, as long as there is room."""
-        fresh = 0
-        while len(self._active) < self._limits.active and (ticket := self._first()) is not None:
-            fresh += len(ticket.job.prompt_ids)
-            if not self._make_room(ticket) or (self._active and fresh > FRESH_TOKENS):
+        """Let waiting jobs join the batch while there is room."""
+        prompt_tokens = 0
+        while len(self._active) < self._limits.active and (queued := self._first()) is not None:
+            prompt_tokens += len(queued.job.prompt_ids)
+            if not self._make_room(queued) or (
+                self._active and prompt_tokens > MAX_NEW_PROMPT_TOKENS
+            ):
                 return
-            self._waiting.remove(ticket)
-            self._join(ticket)
+            self._waiting.remove(queued)
+            self._join(queued)
 
-    def _first(self) -> Ticket | None:
-        """Who joins next: the oldest of the client that has the fewest rows and may have more."""
-        rows = Counter(ticket.job.client for ticket in self._active.values())
+    def _first(self) -> QueuedJob | None:
+        """The oldest waiting job of the client with the fewest rows, if it may have more."""
+        rows = Counter(queued.job.client for queued in self._active.values())
         active, share = self._limits.active, self._limits.share
-        may = [
-            ticket
-            for ticket in self._waiting
-            if rows[ticket.job.client] < share_of(active, share, ticket.job.client)
+        candidates = [
+            queued
+            for queued in self._waiting
+            if rows[queued.job.client] < client_share(active, share, queued.job.client)
         ]
-        return min(may, key=lambda ticket: rows[ticket.job.client], default=None)
+        return min(candidates, key=lambda queued: rows[queued.job.client], default=None)
 
-    def _make_room(self, ticket: Ticket) -> bool:
-        """Whether the cache may hold one more row of this length; old rows go where they must."""
+    def _make_room(self, queued: QueuedJob) -> bool:
+        """Whether the cache has room for one more row of this length; evicts kept rows."""
         while True:
             rows = max(self._high[0], len(self._active) + len(self._parked) + 1)
-            slots = max(self._high[1], ticket.slots)
+            slots = max(self._high[1], queued.slots)
             if rows * slots * self._slot_bytes <= self._limits.cache_bytes:
                 self._high = (rows, slots)
                 return True
@@ -235,13 +240,13 @@ class EngineWorker:
                 self._unpark()
             elif self._active:
                 return False
-            else:  # nobody is left who needs it: begin anew with an empty cache
+            else:  # the cache is unused: start with an empty one
                 self._forget_all()
 
-    def _join(self, ticket: Ticket) -> None:
-        job, after = ticket.job, self._beginning(ticket.job)
+    def _join(self, queued: QueuedJob) -> None:
+        job, after = queued.job, self._row_to_reuse(queued.job)
         try:
-            ticket.handle = self._engine.add(
+            queued.handle = self._engine.add(
                 job.prompt_ids,
                 max_new_tokens=job.max_new_tokens,
                 stop_token_ids=self._stops,
@@ -255,23 +260,23 @@ class EngineWorker:
         except InputError as error:
             if after is not None:
                 self._engine.forget(after)
-            self._end(ticket, error)
+            self._end(queued, error)
             return
-        ticket.result = self._engine.result(ticket.handle)
-        self._active[ticket.handle] = ticket
+        queued.result = self._engine.result(queued.handle)
+        self._active[queued.handle] = queued
 
-    def _beginning(self, job: Job) -> int | None:
-        """The kept row of the same tenant that has the most in common with the prompt."""
+    def _row_to_reuse(self, job: Job) -> int | None:
+        """The tenant's kept row with the longest common prefix with the prompt."""
         own = [old for old in self._parked if old.tenant == job.tenant]
         best = max(own, key=lambda old: common_length(old.token_ids, job.prompt_ids), default=None)
-        if best is None or common_length(best.token_ids, job.prompt_ids) < LEAST_REUSED:
+        if best is None or common_length(best.token_ids, job.prompt_ids) < MIN_REUSED_TOKENS:
             return None
         self._parked.remove(best)
         return best.handle
 
     def _report(self, event: Event) -> None:
-        ticket = self._active[event.handle]
-        first = len(ticket.result.token_ids) == len(event.token_ids)
+        queued = self._active[event.handle]
+        first = len(queued.result.token_ids) == len(event.token_ids)
         done = None if first else Round(event.tree, event.accepted, len(event.token_ids))
         update = Update(
             token_ids=event.token_ids,
@@ -280,62 +285,63 @@ class EngineWorker:
             top_logprobs=event.top_logprobs,
             round=done,
             stop_reason=event.stop_reason,
-            num_reused_tokens=ticket.result.num_reused_tokens,
-            seed=ticket.result.seed,
+            num_reused_tokens=queued.result.num_reused_tokens,
+            seed=queued.result.seed,
         )
         if event.stop_reason is not None:
-            self._park(ticket)
-            self._end(ticket, update)
+            self._park(queued)
+            self._end(queued, update)
         else:
-            ticket.tell(update)
+            queued.report(update)
 
-    def _park(self, ticket: Ticket) -> None:
-        """Keep a row for the next turn."""
-        assert ticket.handle is not None, "only rows that joined can end"
-        text = (*ticket.job.prompt_ids, *ticket.result.token_ids)
-        self._parked.append(_Parked(ticket.handle, ticket.job.tenant, text))
+    def _park(self, queued: QueuedJob) -> None:
+        """Keep an ended row for the next turn."""
+        assert queued.handle is not None, "only jobs that joined can end"
+        text = (*queued.job.prompt_ids, *queued.result.token_ids)
+        self._parked.append(_Parked(queued.handle, queued.job.tenant, text))
         if len(self._parked) > self._limits.parked:
             self._unpark()
 
     def _unpark(self) -> None:
-        """Let go of a kept row."""
-        old = first_to_go(self._parked, lambda one: one.tenant)
+        """Free a kept row."""
+        old = entry_to_evict(self._parked, lambda row: row.tenant)
         self._engine.forget(old.handle)
         self._parked.remove(old)
 
     def _forget_all(self) -> None:
-        """Keep no row and no cache; no request is active."""
+        """Free all kept rows and the caches. No job may be active."""
         while self._parked:
             self._unpark()
-        self._give_back()
+        self._free_caches()
         return_freed_memory()
         self._high = (0, 0)
 
-    def _drop(self, ticket: Ticket) -> None:
-        """A cancelled request leaves at once, and its row is free."""
-        if ticket in self._waiting:
-            self._waiting.remove(ticket)
-            self._release(ticket)
-        elif ticket.handle in self._active:
-            self._leave(ticket)
-            self._release(ticket)
+    def _drop(self, queued: QueuedJob) -> None:
+        """Remove a cancelled job and free its row."""
+        if queued in self._waiting:
+            self._waiting.remove(queued)
+            self._release(queued)
+        elif queued.handle in self._active:
+            self._leave(queued)
+            self._release(queued)
 
-    def _leave(self, ticket: Ticket) -> None:
-        """Out of the engine, unfinished, with nothing kept."""
-        assert ticket.handle is not None, "only rows that joined can leave"
-        # After a step that failed, some rows may have ended already.
+    def _leave(self, queued: QueuedJob) -> None:
+        """Remove an unfinished job from the engine without keeping its row."""
+        assert queued.handle is not None, "only jobs that joined can leave"
+        # After a failed step some rows may have ended already.
         with contextlib.suppress(InputError):
-            self._engine.abort(ticket.handle)
+            self._engine.abort(queued.handle)
         with contextlib.suppress(InputError):
-            self._engine.forget(ticket.handle)
+            self._engine.forget(queued.handle)
 
-    def _end(self, ticket: Ticket, last: Update | Exception) -> None:
-        self._release(ticket)
-        ticket.tell(last)
+    def _end(self, queued: QueuedJob, last: Update | Exception) -> None:
+        self._release(queued)
+        queued.ended = True
+        queued.report(last)
 
-    def _release(self, ticket: Ticket) -> None:
-        if ticket.handle is not None:
-            self._active.pop(ticket.handle, None)
+    def _release(self, queued: QueuedJob) -> None:
+        if queued.handle is not None:
+            self._active.pop(queued.handle, None)
         with self._lock:
-            self._accepted[ticket.job.client] -= 1
-            self._accepted += Counter()  # forgets clients that have none
+            self._accepted[queued.job.client] -= 1
+            self._accepted += Counter()  # drops clients without jobs

@@ -1,12 +1,13 @@
-"""Text from an engine in this process."""
+"""Decoding with an engine in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Drafter
@@ -15,23 +16,27 @@ from moaspec.engine.request_state import check_bias, check_prompt
 from moaspec.generation.api import local_parts
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.grammar import Grammars
-from moaspec.serve.sources.engine_worker import EngineWorker, Ticket, WorkerLimits
-from moaspec.serve.sources.source import Job, LinkState, Load, SourceFacts, Update, Updates
+from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
+from moaspec.serve.sources.source import (
+    Cancel,
+    Job,
+    Load,
+    Report,
+    SourceFacts,
+    Update,
+)
 from moaspec.target.target import Target
-
-LIMITS = WorkerLimits()
-"""Of a machine with a few gigabytes to spare."""
 
 
 class LocalSource:
-    """A `TextSource` with target and drafter in this process.
+    """A `TextSource` whose target and drafter are in this process.
 
     Args:
-        target: the model whose text is produced.
+        target: the target model.
         drafter: proposes tokens; None decodes plainly.
-        name: how responses call the model; None takes the target's own name.
-        shaping: what rows draft, and with which N.
-        limits: how much is decoded at a time.
+        name: model name in responses; None takes the target's name.
+        shaping: draft policy, with the drafter's N.
+        limits: see `WorkerLimits`; None takes the defaults.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class LocalSource:
         *,
         name: str | None = None,
         shaping: DraftSettings | None = None,
-        limits: WorkerLimits = LIMITS,
+        limits: WorkerLimits | None = None,
     ) -> None:
         shaping = shaping or DraftSettings()
         verifier, drafting = local_parts(
@@ -60,9 +65,8 @@ class LocalSource:
 
         def release() -> None:
             verifier.release()
-            give_back: Callable[[], None] | None = getattr(drafting, "release", None)
-            if give_back is not None:
-                give_back()
+            if drafting is not None and hasattr(drafting, "release"):
+                drafting.release()
 
         self._worker = EngineWorker(
             self.engine,
@@ -70,7 +74,7 @@ class LocalSource:
             slot_bytes=verifier.cache.slot_bytes,
             shaping=shaping,
             stop_token_ids=target.stop_token_ids,
-            limits=limits,
+            limits=limits or WorkerLimits(),
         )
         self.facts = SourceFacts(
             name=name or target.name,
@@ -90,23 +94,37 @@ class LocalSource:
         )
 
     async def start(self) -> None:
-        """See `TextSource`."""
+        """Start the worker's thread."""
         self._worker.start()
 
     async def close(self) -> None:
-        """See `TextSource`."""
+        """End all jobs and stop the thread."""
         await asyncio.to_thread(self._worker.stop)
 
-    def open(self, jobs: Sequence[Job]) -> list[Updates]:
-        """See `TextSource`."""
+    def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
+        """Accept all jobs or none, see `TextSource`."""
         for job in jobs:
             check_prompt(job.prompt_ids, self.facts.vocab_size, self.facts.max_positions)
             check_bias(job.sampling, self.facts.vocab_size)
-        streams = [_TicketUpdates(self._ruled(job), self._worker) for job in jobs]
-        self._worker.submit([stream.ticket for stream in streams])
-        return list[Updates](streams)
+        loop = asyncio.get_running_loop()
 
-    def _ruled(self, job: Job) -> Job:
+        def forward(index: int, news: Update | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(report, index, news)
+
+        queued = [
+            QueuedJob(self._with_grammar(job), partial(forward, index))
+            for index, job in enumerate(jobs)
+        ]
+        self._worker.submit(queued)
+
+        async def cancel() -> None:
+            for item in queued:
+                self._worker.cancel(item)
+
+        return cancel
+
+    def _with_grammar(self, job: Job) -> Job:
         """The job with its grammar as a logits processor."""
         if job.grammar is None:
             return job
@@ -115,54 +133,18 @@ class LocalSource:
 
     @property
     def load(self) -> Load:
-        """See `TextSource`."""
+        """Current load of the worker."""
         return self._worker.load
 
-    @property
-    def link(self) -> LinkState | None:
-        """There is none."""
-        return None
+    link = None
 
     def cut(self, _cut: bool) -> bool:
-        """There is no link."""
+        """Return False: a local target has no link."""
         return False
 
 
-class _TicketUpdates:
-    """What the worker tells of a ticket, as an asynchronous iterator."""
-
-    def __init__(self, job: Job, worker: EngineWorker) -> None:
-        self._worker, self._ended = worker, False
-        self._told: asyncio.Queue[Update | Exception] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def tell(news: Update | Exception) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-                loop.call_soon_threadsafe(self._told.put_nowait, news)
-
-        self.ticket = Ticket(job, tell)
-
-    def __aiter__(self) -> _TicketUpdates:
-        return self
-
-    async def __anext__(self) -> Update:
-        if self._ended:
-            raise StopAsyncIteration
-        news = await self._told.get()
-        self._ended = isinstance(news, Exception) or news.stop_reason is not None
-        if isinstance(news, Exception):
-            raise news
-        return news
-
-    async def aclose(self) -> None:
-        """See `Updates`."""
-        if not self._ended:
-            self._ended = True
-            self._worker.cancel(self.ticket)
-
-
 def _fingerprint(target: Target) -> str:
-    # Plain dtypes as they have always been written, so that nobody's fingerprint changes.
+    # Unquantised targets keep the dtype's name, so existing fingerprints do not change.
     precision = str(target.dtype) if target.quantize is None else target.precision
     facts = f"{target.identity} {precision} {target.device.type}"
     return "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:12]

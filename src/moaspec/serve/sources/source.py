@@ -1,16 +1,16 @@
-"""Where text comes from: the seam between HTTP and whatever decodes.
+"""The interface between the HTTP endpoints and the decoder behind them.
 
-`moaspec serve` puts an engine behind it (`local.py`), `moaspec edge` sessions with a remote target.
-Handlers know nothing but this.
+`LocalSource` decodes with an engine in this process, `EdgeSource` with sessions of a remote target.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.engine.result import Source, StopReason
@@ -22,23 +22,23 @@ from moaspec.target.generation_defaults import GenerationDefaults
 
 T = TypeVar("T")
 TokenSource = Source | Literal["device"]
-"""`Source`, or a device that wrote alone and was told to keep it."""
+"""`Source`, or "device": kept text that a device wrote without its server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One text to write.
+    """One text to generate.
 
     Attributes:
         prompt_ids: at least one token id.
-        max_new_tokens: at most so many.
+        max_new_tokens: maximum number of generated tokens.
         stop: strings that end the text.
         sampling: how tokens are chosen.
-        grammar: see `sampling/grammar.py`; the text follows it. None: any text.
-        speculation: False decodes plainly.
-        provisional: whether text that is not verified yet is wanted.
-        tenant: whose request it is; nothing is shared between tenants.
-        client: whose share of the places it takes; "" where a server has not several keys.
+        grammar: grammar of the text, see `sampling.grammar`; None allows any text.
+        speculation: whether to draft; False decodes plainly.
+        provisional: whether to report text that is not verified yet.
+        tenant: owner of the request; tenants share no caches.
+        client: key whose share of the server it uses; "" if there are not several keys.
     """
 
     prompt_ids: tuple[int, ...]
@@ -54,12 +54,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Round:
-    """One verification.
+    """One target verification.
 
     Attributes:
-        tree: what was drafted.
-        accepted: nodes of it that the target chose, in order.
-        emitted: tokens that the round gave to the text.
+        tree: the draft.
+        accepted: accepted nodes of the tree, in order.
+        emitted: number of tokens that the round added to the text.
     """
 
     tree: DraftTree
@@ -69,17 +69,17 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What happened to one text since the update before.
+    """New tokens of one text since the previous update.
 
     Attributes:
-        token_ids: verified (or, with source "device", kept) tokens; never taken back.
-        sources: who proposed each.
-        logprobs, top_logprobs: of each, where the job asks for them.
-        round: the verification behind them, if there was one.
-        provisional: all tokens that are written and not verified, after all of the text.
+        token_ids: final tokens: verified, or kept ones with source "device".
+        sources: proposer of each token.
+        logprobs, top_logprobs: log-probabilities of each token, if the job requests them.
+        round: the verification that gave the tokens; None for the prompt's first token.
+        provisional: all unverified tokens after the final text.
         stop_reason: set on the last update.
-        num_reused_tokens: tokens of the prompt that were not computed again.
-        seed: of sampling.
+        num_reused_tokens: prompt tokens found in a cache.
+        seed: seed of sampling.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -95,14 +95,14 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkState:
-    """The way to a remote target.
+    """The link to a remote target; also its JSON form in docs/serve.md.
 
     Attributes:
-        state: see `docs/serve.md`.
-        round_trip_s: last measured; None when unknown.
-        bytes_sent, bytes_received: since the start.
-        can_cut: whether it is an emulated link that may be cut.
-        cut: whether it has been.
+        state: state of the latest session.
+        round_trip_s: latest measured round trip; None if unknown.
+        bytes_sent, bytes_received: totals since the start.
+        can_cut: whether the link is emulated and can be cut.
+        cut: whether it is cut now.
     """
 
     state: Literal["up", "down", "syncing"]
@@ -115,16 +115,16 @@ class LinkState:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFacts:
-    """What handlers must know of the model behind a source.
+    """Properties of the model behind a source.
 
     Attributes:
-        name: how responses call it.
+        name: model name in responses.
         mode: see `docs/serve.md`.
-        tokenizer: of transformers.
-        vocab_size, max_positions, stop_token_ids: the target's.
-        defaults: what holds where a request says nothing.
+        tokenizer: a tokenizer of transformers.
+        vocab_size, max_positions, stop_token_ids: those of the target.
+        defaults: sampling defaults for fields that a request does not set.
         speculates: whether there is a drafter.
-        grammars: of the target's tokenizer.
+        grammars: compiles grammars for the target's tokenizer.
         fingerprint: changes when the same seed may give another text.
     """
 
@@ -141,98 +141,104 @@ class SourceFacts:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """What single tokens are within a text."""
+        """Bytes of single tokens inside a text."""
         return TokenBytes(self.tokenizer)
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: at most so many times the context fit into it."""
+        """Characters of the longest token."""
         return max(len(token) for token in self.tokenizer.get_vocab())
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that are being decoded, and requests that wait for room."""
+    """Number of texts in decoding, and of texts that wait."""
 
     active: int = 0
     waiting: int = 0
 
 
-class Updates(Protocol):
-    """What becomes of one job: an asynchronous iterator. It raises what ends the job early."""
+Report = Callable[[int, Update | Exception], None]
+"""(index of a job, its next update or the error that ended it). Called on the event loop."""
 
-    def __aiter__(self) -> Self: ...
-
-    async def __anext__(self) -> Update: ...
-
-    async def aclose(self) -> None:
-        """Abort the job if it is not done; may be called at any time, more than once."""
-        ...
+Cancel = Callable[[], Awaitable[None]]
+"""Cancels the unfinished jobs of one request. May be called more than once."""
 
 
 class TextSource(Protocol):
-    """Decodes jobs, many at a time."""
+    """Decodes many jobs concurrently."""
 
     facts: SourceFacts
 
     async def start(self) -> None:
-        """Begin to work, on the running event loop."""
+        """Start decoding on the running event loop."""
         ...
 
     async def close(self) -> None:
-        """End what is running and let go of everything."""
+        """End all jobs with `BusyError` and free everything."""
         ...
 
-    def open(self, jobs: Sequence[Job]) -> list[Updates]:
-        """Accept jobs, all or none, and decode them.
+    def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
+        """Accept all jobs or none, and decode them.
+
+        Args:
+            jobs: texts of one request.
+            report: receives each update, up to one with a `stop_reason`, or an error.
 
         Raises:
-            InputError: a job that cannot be decoded.
-            BusyError: no room.
+            InputError: a job is invalid.
+            BusyError: the source is full.
         """
         ...
 
     @property
     def load(self) -> Load:
-        """How busy it is."""
+        """Current number of texts."""
         ...
 
     @property
     def link(self) -> LinkState | None:
-        """The link to a remote target; None where there is none."""
+        """The link to a remote target; None if the target is local."""
         ...
 
     def cut(self, cut: bool) -> bool:
-        """Cut or restore an emulated link; False where there is none."""
+        """Cut or restore an emulated link; returns False if there is none."""
         ...
 
 
-def first_to_go(
-    held: Sequence[T], tenant: Callable[[T], str], size: Callable[[T], int] = lambda _: 1
+def entry_to_evict(
+    entries: Sequence[T], tenant: Callable[[T], str], size: Callable[[T], int] = lambda _: 1
 ) -> T:
-    """The entry to evict: the oldest of the tenant that holds most.
+    """The oldest entry of the tenant whose entries are largest in total.
 
     Args:
-        held: entries, the oldest first.
-        tenant: the owner of an entry.
-        size: how much an entry takes.
+        entries: all entries, the oldest first.
+        tenant: returns the owner of an entry.
+        size: returns the size of an entry.
     """
     sizes: Counter[str] = Counter()
-    for one in held:
-        sizes[tenant(one)] += size(one)
-    most = max(sizes.values())
-    return next(one for one in held if sizes[tenant(one)] == most)
+    for entry in entries:
+        sizes[tenant(entry)] += size(entry)
+    largest = max(sizes.values())
+    return next(entry for entry in entries if sizes[tenant(entry)] == largest)
 
 
-def check_number(texts: int, most: int) -> None:
-    """Raise InputError for a request of more texts than are ever taken together."""
-    if texts > most:
+def check_num_texts(num_texts: int, limit: int) -> None:
+    """Raise InputError for a request of more texts than the server ever accepts together."""
+    if num_texts > limit:
         raise InputError(
-            f"The request asks for {texts} texts (prompts times n), and this server takes {most} "
-            "together; ask for fewer."
+            f"The request asks for {num_texts} texts (prompts times n), and this server takes "
+            f"{limit} together; ask for fewer."
         )
 
 
-def share_of(places: int, share: float, client: str) -> int:
-    """Places that a client may have; all where a server cannot tell clients apart."""
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def client_share(places: int, share: float, client: str) -> int:
+    """Number of places that a client may use; all if clients are not told apart."""
     return max(1, int(places * share)) if client else places

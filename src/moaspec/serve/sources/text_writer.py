@@ -1,4 +1,4 @@
-"""From tokens to text that may be shown: pieces, held back where a stop string may have begun."""
+"""Conversion of tokens to text pieces, held back while a stop string may have begun."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from moaspec.serve.sources.source import TokenSource, Update
 
 @dataclass(frozen=True)
 class Piece:
-    """One token and the text that it adds.
+    """A token and the text that it adds.
 
     Attributes:
-        text: see `docs/serve.md`; pieces joined are the text.
-        token_id: which token.
-        source: who proposed it.
-        hidden: whether the token is no part of the text: it ended it, or is a special one.
+        text: see `docs/serve.md`. All pieces joined are the text.
+        token_id: the token.
+        source: proposer of the token.
+        hidden: whether the token is not part of the text: a special or final token.
+        logprob, top_logprobs: log-probabilities, if requested.
         begins_turn: whether it is the first token of a turn's text.
-        logprob, top_logprobs: where asked for.
     """
 
     text: str
@@ -37,15 +37,14 @@ class Piece:
 class TextWriter:
     """Turns the updates of one text into pieces.
 
-    A stop string is no part of the text. So what may be its beginning is held back until it is
-    known not to be.
+    A stop string is not part of the text, so a possible beginning of one is held back.
 
     Args:
-        tokenizer: the target's.
+        tokenizer: tokenizer of the target.
         stop: stop strings.
-        after: the prompt, which the text continues.
-        specials: whether special tokens are part of the text; those that end it never are.
-        hidden: tokens that are no part of it.
+        after: token ids of the prompt, which the text continues.
+        specials: whether special tokens are part of the text; the final one never is.
+        hidden: tokens that are not part of the text.
     """
 
     def __init__(
@@ -60,10 +59,10 @@ class TextWriter:
         self._stop, self._hidden = tuple(stop), hidden
         self._stream = TextStream(tokenizer, skip_special_tokens=not specials, after=after)
         self._held: list[Piece] = []
-        self._tokenizer, self._silent = tokenizer, list[int]()  # tokens without text as yet
+        self._tokenizer, self._silent = tokenizer, list[int]()  # latest tokens without text
 
     def take(self, update: Update) -> list[Piece]:
-        """Pieces that are certain now."""
+        """Add an update and return the pieces that are final now."""
         self._held += self._pieces(update)
         if update.stop_reason is not None and self._silent and self._held:
             self._flush()
@@ -93,32 +92,32 @@ class TextWriter:
         return text
 
     def _flush(self) -> None:
-        """A text that ends within a character says so, as tokenizers do."""
+        """Add a replacement character for an incomplete last character, as tokenizers do."""
         text = decoded(self._tokenizer, self._silent)
         self._held[-1] = replace(self._held[-1], text=self._held[-1].text + text)
 
     def _cut(self) -> None:
-        """Take the stop string, and what follows it, out of the text."""
+        """Remove the stop string and the text after it."""
         text = self._text
-        ends = [place for place in map(text.find, self._stop) if place >= 0]
-        left = min(ends, default=len(text))
+        starts = [start for start in map(text.find, self._stop) if start >= 0]
+        remaining = min(starts, default=len(text))
         for i, piece in enumerate(self._held):
-            hidden = piece.hidden or not left
-            self._held[i] = replace(piece, text=piece.text[:left], hidden=hidden)
-            left -= len(self._held[i].text)
+            hidden = piece.hidden or not remaining
+            self._held[i] = replace(piece, text=piece.text[:remaining], hidden=hidden)
+            remaining -= len(self._held[i].text)
 
     def _release(self, length: int) -> list[Piece]:
-        """Let pieces go that lie within the first `length` characters."""
+        """Release the pieces inside the first `length` characters."""
         count = 0
         for piece in self._held:
             length -= len(piece.text)
             if length < 0:
                 break
             count += 1
-        done, self._held = self._held[:count], self._held[count:]
-        return done
+        released, self._held = self._held[:count], self._held[count:]
+        return released
 
 
 def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Text of tokens by themselves; a part of a character shows as a replacement character."""
+    """Text of tokens; incomplete characters become replacement characters."""
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))

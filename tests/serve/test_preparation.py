@@ -12,7 +12,7 @@ import pytest
 from moaspec import limits
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import BusyError
-from moaspec.serve.sources.preparing import Preparation
+from moaspec.serve.preparation import PreparationPool
 from serving import CONTEXT, MODEL, Served, say
 
 
@@ -41,7 +41,7 @@ def test_one_client_does_not_hold_up_another() -> None:
     hold = threading.Event()
 
     async def run() -> None:
-        preparation = Preparation()
+        preparation = PreparationPool()
         greedy = [asyncio.create_task(preparation.in_turn("a", hold.wait)) for _ in range(8)]
         try:
             await asyncio.sleep(0)
@@ -57,7 +57,7 @@ def test_a_client_that_waits_too_often_is_refused() -> None:
     hold = threading.Event()
 
     async def run() -> None:
-        preparation = Preparation()
+        preparation = PreparationPool()
         number = limits.MAX_PREPARING_WAITING
         tasks = [asyncio.create_task(preparation.in_turn("a", hold.wait)) for _ in range(number)]
         try:
@@ -79,7 +79,7 @@ def test_work_of_clients_that_left_is_given_up() -> None:
     hold = threading.Event()
 
     async def run() -> None:
-        preparation = Preparation()
+        preparation = PreparationPool()
         first = asyncio.create_task(preparation.in_turn("a", hold.wait))
         left = [
             asyncio.create_task(preparation.in_turn("a", partial(begun.append, i)))

@@ -1,6 +1,6 @@
-"""Work of a request before it is decoded: tokenising its prompt, compiling its grammar.
+"""Threads that prepare requests: tokenise prompts and compile grammars.
 
-It runs in few threads, for every client one piece at a time, and not at all once its client left.
+Each client has at most one request in preparation, and none after it has disconnected.
 """
 
 from __future__ import annotations
@@ -15,46 +15,37 @@ from fastapi import Request
 
 from moaspec import limits
 from moaspec.errors import BusyError
-from moaspec.serve.http_errors import RequestError
-from moaspec.serve.openai.request_texts import CLIENT_LEFT, end_tasks, left
+from moaspec.serve.openai.request_texts import unless_disconnected
 
 T = TypeVar("T")
 
 
-class Preparation:
-    """Threads that all requests share, bounded in number and per client."""
+class PreparationPool:
+    """A thread pool that all requests share, with a queue per client."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(limits.MAX_PREPARING, thread_name_prefix="prepare")
-        self._room = asyncio.Semaphore(limits.MAX_PREPARING)
+        self._threads = asyncio.Semaphore(limits.MAX_PREPARING)
         self._waiting: Counter[str] = Counter()
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
 
     async def run(self, request: Request, work: Callable[[], T]) -> T:
-        """The result of `work`, which runs in a thread.
+        """Run `work` in a thread and return its result.
 
         Raises:
-            BusyError: this client has too much work waiting.
-            RequestError: the client left first.
+            BusyError: the client has too many requests waiting.
+            RequestError: the client disconnected first.
         """
-        working = asyncio.create_task(self.in_turn(client_of(request), work))
-        leaving = asyncio.create_task(left(request.receive))
-        try:
-            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise RequestError("The client left.", status=CLIENT_LEFT)
-            return working.result()
-        finally:
-            await end_tasks(working, leaving)
+        return await unless_disconnected(request.receive, self.in_turn(client_of(request), work))
 
     async def in_turn(self, client: str, work: Callable[[], T]) -> T:
-        """Wait for this client's turn and for a thread, then work.
+        """Wait for this client's turn and for a thread, then run `work`.
 
-        A thread cannot be stopped: where the caller is cancelled while it works, the client's turn
-        and the thread stay taken until the work ends.
+        A thread cannot be stopped. If the caller is cancelled while `work` runs, the thread and the
+        client's turn stay occupied until it ends.
 
         Raises:
-            BusyError: this client has too much work waiting.
+            BusyError: the client has too many requests waiting.
         """
         if self._waiting[client] >= limits.MAX_PREPARING_WAITING:
             raise BusyError(
@@ -74,17 +65,17 @@ class Preparation:
     async def _work(self, client: str, work: Callable[[], T], begun: asyncio.Event) -> T:
         self._waiting[client] += 1
         try:
-            async with self._turns.setdefault(client, asyncio.Lock()), self._room:
+            async with self._locks.setdefault(client, asyncio.Lock()), self._threads:
                 begun.set()
                 return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
             self._waiting[client] -= 1
             if not self._waiting[client]:
                 del self._waiting[client]
-                self._turns.pop(client, None)
+                self._locks.pop(client, None)
 
 
 def client_of(request: Request) -> str:
-    """Whose a request is: that of a key, or of an address where there are not several keys."""
+    """The client of a request: its key, or its address if there are not several keys."""
     address = request.client.host if request.client is not None else ""
     return str(request.state.client) or address

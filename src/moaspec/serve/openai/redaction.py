@@ -1,7 +1,7 @@
-"""Private text of requests stays on the device: the server sees placeholders, clients never do.
+"""Private text of requests stays on the device: the server gets placeholders, clients never do.
 
-A vault lives as long as one request. Chats and responses send or keep the whole conversation with
-its marks, so that the next request gives the same placeholders to the same texts.
+A vault exists for one request. Clients send, and the response store keeps, whole conversations with
+their marks, so the next request assigns the same placeholders to the same texts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MakeVault = Callable[[], Vault]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The parts of a request that go to the server.
+class ChatInput:
+    """The parts of a request that the server sees.
 
     Attributes:
-        messages: of the normal form.
-        tools, schema, variables: JSON, and only their texts for readers may change.
-        stop: strings that end the answer.
+        messages: normalised messages.
+        tools, schema, variables: JSON. Only its descriptive texts may be redacted.
+        stop: stop strings.
     """
 
     messages: Sequence[Message]
@@ -38,12 +38,12 @@ class Asked:
     stop: tuple[str, ...] = ()
 
 
-class Hiding:
-    """Hides the private text of one request.
+class RequestRedactor:
+    """Replaces the private text of one request by placeholders.
 
     Args:
-        make_vault: makes the request's vault; None where nothing leaves this machine.
-        longest: characters that are searched; longer requests fit into no context.
+        make_vault: makes the request's vault; None if no text leaves this machine.
+        longest: maximum number of characters to search; longer requests fit into no context.
     """
 
     def __init__(self, make_vault: MakeVault | None, longest: int) -> None:
@@ -52,36 +52,34 @@ class Hiding:
 
     @property
     def active(self) -> bool:
-        """Whether anything is hidden here at all."""
+        """Whether private text is redacted at all."""
         return self._vault is not None
 
     @property
     def hides(self) -> bool:
-        """Whether any text of the request has a placeholder."""
+        """Whether the request has placeholders."""
         return self._vault is not None and len(self._vault) > 0
 
-    def hide(self, asked: Asked) -> Asked:
-        """The request with placeholders for what is private anywhere in it.
-
-        A number that is private becomes a text.
+    def hide(self, chat: ChatInput) -> ChatInput:
+        """Replace private text anywhere in the request. A private number becomes a string.
 
         Raises:
             InputError: marks that are not closed, or a text that is too long.
-            RequestError: private text where no placeholder can stand, such as in a pattern.
+            RequestError: private text where no placeholder is possible, such as in a pattern.
         """
         if self._vault is None:
-            return asked
+            return chat
         texts = dict[str, str]()
-        _each(asked, lambda text: texts.setdefault(text, text))
+        _map_texts(chat, lambda text: texts.setdefault(text, text))
         found = dict(zip(texts, self.hide_texts(list(texts)), strict=True))
-        hidden = _each(asked, found.__getitem__)
-        _check_fixed(asked.tools, hidden.tools)
-        _check_fixed(asked.schema, hidden.schema)
-        _check_fixed(asked.variables, hidden.variables)
+        hidden = _map_texts(chat, found.__getitem__)
+        _check_fixed(chat.tools, hidden.tools)
+        _check_fixed(chat.schema, hidden.schema)
+        _check_fixed(chat.variables, hidden.variables)
         return hidden
 
     def hide_texts(self, texts: Sequence[str]) -> list[str]:
-        """Texts with placeholders for what is private in any of them; see `hide`."""
+        """Replace private text in all of these texts; see `hide`."""
         if self._vault is None:
             return list(texts)
         length = sum(map(len, texts))
@@ -93,7 +91,7 @@ class Hiding:
         return self._vault.hide_texts(texts)
 
     def check_unchanged(self, texts: Sequence[str]) -> None:
-        """Refuse token ids whose text has private text: no placeholder can stand for it."""
+        """Refuse token ids whose text is private, because they cannot be redacted."""
         if self.hide_texts(texts) != list(texts):
             raise RequestError(
                 "The prompt's token ids hold private text, or its marks. Send text instead.",
@@ -101,10 +99,10 @@ class Hiding:
             )
 
     def check_answer(self, *, logprobs: bool, stop: Sequence[str]) -> None:
-        """Refuse what does not go together with placeholders.
+        """Refuse options that do not work with placeholders.
 
         Raises:
-            RequestError: log-probabilities, or a stop string that would cut placeholders.
+            RequestError: log-probabilities, or a stop string that is part of a placeholder.
         """
         if self._vault is None or not self.hides:
             return
@@ -123,23 +121,23 @@ class Hiding:
                         param="stop",
                     )
 
-    def restorer(self, *, as_json: bool = False) -> Restorer | None:
-        """Puts private text back into an answer; None where there is none.
+    def restorer(self, *, as_json: bool = False) -> AnswerRestorer | None:
+        """Restores private text in an answer; None if the request has no placeholders.
 
         Args:
-            as_json: the answer is JSON, and placeholders stand in its strings.
+            as_json: whether the answer is JSON with placeholders in its strings.
         """
         if self._vault is None or not self.hides:
             return None
-        return Restorer(self._vault, _within_json if as_json else str)
+        return AnswerRestorer(self._vault, _within_json if as_json else str)
 
 
-class Restorer:
-    """Restores an answer that arrives in pieces; a placeholder may be divided among them.
+class AnswerRestorer:
+    """Restores an answer that arrives in pieces. A placeholder may span several pieces.
 
     Args:
-        vault: knows what placeholders stand for.
-        write: a private text as it has to be written.
+        vault: maps placeholders to private texts.
+        write: formats a private text for the answer.
     """
 
     def __init__(self, vault: Vault, write: Callable[[str], str]) -> None:
@@ -147,15 +145,15 @@ class Restorer:
         self._held: list[Piece] = []
 
     def take(self, pieces: list[Piece], *, last: bool) -> list[Piece]:
-        """Pieces that are certain now, restored; what may become a placeholder waits."""
+        """Restore the pieces before a possible incomplete placeholder, which waits."""
         self._held += pieces
         text = "".join(piece.text for piece in self._held)
         done = self._whole(text, len(text) if last else beginning(text))
         ready, self._held = self._held[:done], self._held[done:]
         return self._restored(ready)
 
-    def call(self, call: Call) -> Call:
-        """A call whose arguments are restored."""
+    def restore_call(self, call: Call) -> Call:
+        """Restore the arguments of a call."""
         try:
             value = json.loads(call.arguments)
         except ValueError:
@@ -166,7 +164,7 @@ class Restorer:
         return replace(call, arguments=json.dumps(restored, ensure_ascii=False))
 
     def _whole(self, text: str, certain: int) -> int:
-        """How many pieces lie within what is certain and end within no placeholder."""
+        """Number of pieces that end before `certain` and outside of placeholders."""
         inside = [found.span() for found in PLACEHOLDER.finditer(text)]
         place = done = 0
         for count, piece in enumerate(self._held, start=1):
@@ -178,7 +176,7 @@ class Restorer:
         return done
 
     def _restored(self, pieces: list[Piece]) -> list[Piece]:
-        """Pieces with private text, each in the piece where its placeholder began."""
+        """Restore pieces, each private text in the piece where its placeholder began."""
         text, found = "".join(piece.text for piece in pieces), list[Piece]()
         start = 0
         for piece in pieces:
@@ -187,7 +185,7 @@ class Restorer:
         return found
 
     def _part(self, text: str, start: int, stop: int) -> str:
-        """Characters `start` to `stop - 1`, restored."""
+        """Restore the characters from `start` to `stop - 1`."""
         parts, place = list[str](), start
         for found in PLACEHOLDER.finditer(text):
             value = self._vault.restore(found[0])
@@ -203,39 +201,41 @@ def _within_json(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)[1:-1]
 
 
-def _each(asked: Asked, new: Callable[[str], str]) -> Asked:
-    """A request with other texts."""
-    return Asked(
-        messages=[_message(one, new) for one in asked.messages],
-        tools=_replaced(asked.tools, new),
-        schema=_replaced(asked.schema, new),
-        variables=_replaced(asked.variables, new),
-        stop=tuple(map(new, asked.stop)),
+def _map_texts(chat: ChatInput, new: Callable[[str], str]) -> ChatInput:
+    """Apply a function to all texts of a request."""
+    return ChatInput(
+        messages=[_message(message, new) for message in chat.messages],
+        tools=_replaced(chat.tools, new),
+        schema=_replaced(chat.schema, new),
+        variables=_replaced(chat.variables, new),
+        stop=tuple(map(new, chat.stop)),
     )
 
 
 def _message(message: Message, new: Callable[[str], str]) -> Message:
-    """A message with other texts; its fields stay."""
+    """Apply a function to the texts of a message, except its role and field names."""
     fixed = ("role", "tool_calls")
-    said = {key: one if key in fixed else _replaced(one, new) for key, one in message.items()}
+    fields = {
+        key: value if key in fixed else _replaced(value, new) for key, value in message.items()
+    }
     if "tool_calls" not in message:
-        return said
-    return {**said, "tool_calls": [_call(call, new) for call in message["tool_calls"]]}
+        return fields
+    return {**fields, "tool_calls": [_call(call, new) for call in message["tool_calls"]]}
 
 
 def _call(call: Mapping[str, Any], new: Callable[[str], str]) -> dict[str, Any]:
-    function = {key: _replaced(one, new) for key, one in call["function"].items()}
+    function = {key: _replaced(value, new) for key, value in call["function"].items()}
     return {**call, "id": new(call["id"]), "function": function}
 
 
 def _replaced(value: Any, new: Callable[[str], str]) -> Any:
-    """JSON with other texts, keys included; a number changes only where its text does."""
+    """Apply a function to all texts of JSON, including keys, and to numbers as texts."""
     if isinstance(value, str):
         return new(value)
     if isinstance(value, Mapping):
-        return {new(str(key)): _replaced(one, new) for key, one in value.items()}
+        return {new(str(key)): _replaced(inner, new) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_replaced(one, new) for one in value]
+        return [_replaced(inner, new) for inner in value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         text = new(str(value))
         return value if text == str(value) else text
@@ -243,11 +243,11 @@ def _replaced(value: Any, new: Callable[[str], str]) -> Any:
 
 
 _LITERAL = ("pattern", "type", "format", "required", "$ref")
-"""Keywords of JSON schemas whose texts mean what they say."""
+"""Keywords of JSON schemas whose values cannot be redacted."""
 
 
 def _check_fixed(before: Any, after: Any) -> None:
-    """Refuse private text where a placeholder would mean something else."""
+    """Refuse private text where a placeholder would change the meaning."""
     if isinstance(before, Mapping):
         changed = list(before) != list(after)
         changed |= any(before.get(key) != after.get(key) for key in _LITERAL)
@@ -255,11 +255,11 @@ def _check_fixed(before: Any, after: Any) -> None:
         changed |= isinstance(function, Mapping) and function["name"] != after["function"]["name"]
         if changed:
             raise _not_hidden()
-        for key, one in before.items():
-            _check_fixed(one, after[key])
+        for key, value in before.items():
+            _check_fixed(value, after[key])
     elif isinstance(before, (list, tuple)):
-        for one, other in zip(before, after, strict=True):
-            _check_fixed(one, other)
+        for inner_before, inner_after in zip(before, after, strict=True):
+            _check_fixed(inner_before, inner_after)
     elif isinstance(before, (int, float)) and before != after:
         raise _not_hidden()
 

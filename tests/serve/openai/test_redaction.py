@@ -17,9 +17,9 @@ import serving
 from moaspec.data.templates.call_reader import Call
 from moaspec.privacy.vault import Vault
 from moaspec.remote.protocol.transport import Connection
-from moaspec.serve.openai.hiding import Asked, Hiding, Restorer
+from moaspec.serve.openai.redaction import AnswerRestorer, ChatInput, RequestRedactor
 from moaspec.serve.server_context import ServeSettings
-from moaspec.serve.sources.source import Job, LinkState, Load, Update, Updates
+from moaspec.serve.sources.source import Cancel, Job, LinkState, Load, Report, Update
 from moaspec.serve.sources.text_writer import Piece
 from serving import LONGEST, MODEL, Served
 
@@ -46,9 +46,16 @@ class Parrot:
 
     async def close(self) -> None: ...
 
-    def open(self, jobs: Sequence[Job]) -> list[Updates]:
+    def submit(self, jobs: Sequence[Job], report: Report) -> Cancel:
         self.jobs += jobs
-        return [_Said(job) for job in jobs]
+        for index, job in enumerate(jobs):
+            for token in (token for token in job.prompt_ids if token < serving.START):
+                report(index, Update(token_ids=(token,), sources=("target",)))
+            report(index, Update(stop_reason="stop_token"))
+
+        async def cancel() -> None: ...
+
+        return cancel
 
     load = Load()
     link: LinkState | None = None
@@ -62,26 +69,6 @@ class Parrot:
         job = self.jobs[-1]
         tokens: Any = self.facts.tokenizer
         return "\n".join([tokens.decode(job.prompt_ids), *job.stop, job.grammar or ""])
-
-
-class _Said:
-    def __init__(self, job: Job) -> None:
-        self._ids = iter([one for one in job.prompt_ids if one < serving.START])
-        self._ended = False
-
-    def __aiter__(self) -> _Said:
-        return self
-
-    async def __anext__(self) -> Update:
-        if self._ended:
-            raise StopAsyncIteration
-        token = next(self._ids, None)
-        if token is None:
-            self._ended = True
-            return Update(stop_reason="stop_token")
-        return Update(token_ids=(token,), sources=("target",))
-
-    async def aclose(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -322,9 +309,9 @@ def test_the_search_finds_what_is_not_hidden() -> None:
 
 @given(st.lists(st.integers(1, 9), max_size=40), st.booleans())
 def test_pieces_restore_as_the_whole(cuts: list[int], as_json: bool) -> None:
-    hiding = Hiding(lambda: Vault(()), 10_000)
+    hiding = RequestRedactor(lambda: Vault(()), 10_000)
     asked = hiding.hide(
-        Asked(messages=[{"role": "user", "content": f"<private>{SECRETS[0]}</private>"}])
+        ChatInput(messages=[{"role": "user", "content": f"<private>{SECRETS[0]}</private>"}])
     )
     text = f"to {asked.messages[0]['content']}, [PRIVATE_9 [[PRIVATE_1]] [PRIVATE_1][PRIVATE_1 [X"
     restorer = hiding.restorer(as_json=as_json)
@@ -342,6 +329,8 @@ def test_pieces_restore_as_the_whole(cuts: list[int], as_json: bool) -> None:
 def test_calls_stay_json() -> None:
     vault = Vault(())
     vault.hide(f"<private>{SECRETS[0]}</private>")
-    restored = Restorer(vault, str).call(Call("a", '{"x": ["\\u005bPRIVATE_1]"]}', "1"))
+    restored = AnswerRestorer(vault, str).restore_call(
+        Call("a", '{"x": ["\\u005bPRIVATE_1]"]}', "1")
+    )
     assert json.loads(restored.arguments) == {"x": [SECRETS[0]]}
-    assert Restorer(vault, str).call(Call("a", '{"x":1}', "1")).arguments == '{"x":1}'
+    assert AnswerRestorer(vault, str).restore_call(Call("a", '{"x":1}', "1")).arguments == '{"x":1}'

@@ -1,4 +1,4 @@
-"""What the custom classes that vLLM instantiates here have in common."""
+"""Base of the classes that vLLM instantiates for `method: custom_class`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from moaspec.vllm_plugin import hooks
-from moaspec.vllm_plugin.capture import HeadShare, KVCapture, require_capturable
+from moaspec.vllm_plugin.capture import HeadShare, VLLMCapture, require_capturable
 from moaspec.vllm_plugin.refusals import check_settings
 
 
-class Joined:
-    """A custom class of vLLM's that our worker introduces to the model runner.
+class CustomProposer:
+    """A custom class of vLLM's that `MoAWorker` connects to the model runner.
 
     Args:
         vllm_config: vLLM's whole configuration.
 
     Raises:
-        ServingError: this vLLM, or a setting of it, cannot be joined.
+        ServingError: this vLLM version or one of its settings is not supported.
         UnsupportedTargetError: the target's keys and values cannot be captured.
     """
 
     runner_hooks: tuple[str, ...] = ()
-    """What is read of the model runner."""
+    """Attributes of the model runner that the class reads."""
 
     def __init__(self, vllm_config: Any) -> None:
         hooks.require_version()
@@ -36,28 +36,28 @@ class Joined:
         self.runner: Any = None
 
     def start(self, runner: Any) -> None:
-        """Find everything that a step needs; vLLM's caches are allocated.
+        """Keep the model runner, whose caches are allocated.
 
         Raises:
-            ServingError: this vLLM's model runner lacks something.
+            ServingError: the runner lacks one of `runner_hooks`.
         """
         for path in self.runner_hooks:
             hooks.require(runner, path, owner_name=type(runner).__name__)
         self.runner = runner
 
-    def settle(self) -> None:
-        """What is left to do at the end of a step."""
+    def finish_step(self) -> None:
+        """Called by the worker at the end of each step."""
 
-    def like(self, target: Any) -> torch.Tensor:
-        """A tensor of the target's dtype on its device."""
+    def empty_like_target(self, target: Any) -> torch.Tensor:
+        """An empty tensor with the target's dtype and device."""
         dtype = self.vllm_config.model_config.dtype
         return torch.empty(0, dtype=dtype, device=next(target.parameters()).device)
 
-    def capture(self, target: Any, *, may_hold: bool = False) -> KVCapture:
-        """Read the target's keys and values from now on; to be called before other layers exist.
+    def capture(self, target: Any, *, may_hold: bool = False) -> VLLMCapture:
+        """Capture the target's keys and values. Call it before the drafter adds its own layers.
 
         Raises:
-            ServingError: they cannot be read in this vLLM.
+            ServingError: they cannot be captured in this vLLM.
         """
         config = self.vllm_config
         found = get_layers_from_vllm_config(config, Attention)
@@ -67,7 +67,10 @@ class Joined:
             total=config.model_config.get_total_num_kv_heads(),
             ranks=config.parallel_config.tensor_parallel_size,
         )
-        most = config.scheduler_config.max_num_batched_tokens
-        return KVCapture(
-            layers, max_tokens=most, share=share, like=self.like(target), may_hold=may_hold
+        return VLLMCapture(
+            layers,
+            max_tokens=config.scheduler_config.max_num_batched_tokens,
+            share=share,
+            like=self.empty_like_target(target),
+            may_hold=may_hold,
         )

@@ -1,4 +1,4 @@
-"""Counts of one text, or of several: what usage and the extension report."""
+"""Token counts of one text, for `usage`, the extension and metrics."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from moaspec.serve.sources.source import Update
 
 @dataclass
 class TokenCounts:
-    """Counts that grow with every update.
+    """Counts that every update increases.
 
     Attributes:
-        tokens: written.
-        rounds: target verifications, the prompt's not counted.
-        emitted: tokens that rounds gave.
-        drafted, accepted, copied: tokens that the drafter proposed, those of them that the target
-            chose, and chosen ones that free branches proposed.
-        reused: tokens of prompts that were not computed again.
-        started_s: on the clock of `time.perf_counter`.
-        first_s, latest_s: when the first and the latest tokens came; None before.
+        tokens: generated tokens.
+        rounds: target verifications, except that of the prompt.
+        emitted: tokens emitted by rounds.
+        drafted, accepted: tokens that the drafter proposed, and accepted tokens among them.
+        copied: accepted tokens that n-gram branches proposed.
+        reused: prompt tokens found in a cache.
+        started_s: start time, from `time.perf_counter`.
+        first_s, latest_s: times of the first and the latest tokens; None before them.
     """
 
     tokens: int = 0
@@ -35,8 +35,8 @@ class TokenCounts:
     first_s: float | None = None
     latest_s: float | None = None
 
-    def take(self, update: Update) -> None:
-        """Count one update."""
+    def add(self, update: Update) -> None:
+        """Add the counts of an update."""
         self.reused = max(self.reused, update.num_reused_tokens)
         if update.token_ids:
             self.latest_s = time.perf_counter()
@@ -51,18 +51,18 @@ class TokenCounts:
 
     @property
     def tau(self) -> float | None:
-        """Tokens per round; None before the first."""
+        """Tokens per round; None before the first round."""
         return self.emitted / self.rounds if self.rounds else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """From the first token on; None before the second."""
+        """Rate since the first token; None before the second."""
         if self.first_s is None or self.latest_s is None or self.latest_s <= self.first_s:
             return None
         return (self.tokens - 1) / (self.latest_s - self.first_s)
 
     def stats(self) -> dict[str, Any]:
-        """As the extension's `stats`."""
+        """Object `stats` of the extension."""
         return {
             "tokens": self.tokens,
             "rounds": self.rounds,
