@@ -59,6 +59,18 @@ class WireLimits:
     vocab_size: int
     max_tokens: int
 
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the largest message of a client that breaks no other limit.
+
+        Token ids take at most 5 bytes, characters 4, and other entries 16 with their numbers.
+        """
+        token_ids = self.max_tokens + MAX_STOP_TOKENS + 4 * MAX_RULE_TOKENS + MAX_WORDS_TOKENS
+        characters = MAX_GRAMMAR + MAX_STOP_STRINGS * (MAX_STOP_CHARACTERS + 1)
+        entries = MAX_LOGIT_BIAS + MAX_RUNS + MAX_WORDS + MAX_DRAFTED
+        fixed = 4096  # numbers, the names of the target and the drafter
+        return min(5 * token_ids + 4 * characters + 16 * entries + fixed, MAX_FRAME_BYTES)
+
 
 def parse_client(frame: bytes) -> pb.ClientMessage:
     """A device's message.

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from moaspec import limits
 from moaspec.errors import InputError, LinkError, MoaSpecError, RefusedError, WireError
+from moaspec.process_memory import return_memory_forever
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.grpc_transport import OPTIONS, SERVICE
@@ -77,6 +78,8 @@ class GrpcServer:
         self.service, self._options = service, options or ServerOptions()
         self._server = grpc.aio.server(
             options=[
+                # Of an option that is given twice, gRPC takes the first.
+                ("grpc.max_receive_message_length", service.terms.limits.max_bytes),
                 *OPTIONS,
                 ("grpc.max_allowed_incoming_connections", limits.MAX_GRPC_CONNECTIONS),
                 ("grpc.max_concurrent_streams", limits.MAX_GRPC_CALLS_PER_CONNECTION),
@@ -93,7 +96,7 @@ class GrpcServer:
         )
         self._slow = SlowDown()
         self._health = health.HealthServicer()
-        self._sweeping: asyncio.Task[None] | None = None
+        self._repeated: list[asyncio.Task[None]] = []
         self.port = 0
 
     async def __aenter__(self) -> GrpcServer:
@@ -110,7 +113,9 @@ class GrpcServer:
         self._add_services()
         await self._server.start()
         await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        self._sweeping = asyncio.create_task(self._sweep())
+        self._repeated = [
+            asyncio.create_task(work) for work in (self._sweep(), return_memory_forever())
+        ]
         return self
 
     def _address(self, port: int) -> str:
@@ -124,9 +129,9 @@ class GrpcServer:
 
     async def __aexit__(self, *_: object) -> None:
         """Stop at once; `drain` first to let devices leave."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.gather(self._sweeping, return_exceptions=True)
+        for task in self._repeated:
+            task.cancel()
+        await asyncio.gather(*self._repeated, return_exceptions=True)
         await self._server.stop(0)
         await self.service.stop()
 

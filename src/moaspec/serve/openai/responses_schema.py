@@ -33,7 +33,7 @@ class InputMessage(Given):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
+    content: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS, fail_fast=True)]
 
 
 class InputCall(Given):
@@ -50,7 +50,7 @@ class InputCallOutput(Given):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
+    output: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS, fail_fast=True)]
 
 
 InputItem = InputMessage | InputCall | InputCallOutput
@@ -127,7 +127,9 @@ class ResponseRequest(Sampling):
     text: ResponseText | None = None
     include: list[Included] | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tools: (
+        Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS, fail_fast=True)] | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Variables | None = None
