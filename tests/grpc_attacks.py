@@ -103,7 +103,7 @@ def opening(name: bytes) -> pb.ClientMessage:
     message.open.MergeFrom(
         pb.Open(
             protocol=identity.PROTOCOL,
-            law=identity.LAW,
+            law=identity.SAMPLING_VERSION,
             target=identity.to_message(serving.target().identity),
             sampling=wire.sampling_message(GREEDY),
             token_ids=tiny.PROMPTS[0],

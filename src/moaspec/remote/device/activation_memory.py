@@ -11,11 +11,11 @@ import torch
 from moaspec.engine.engine import regime
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.prefix_cache import BLOCK_TOKENS, PrefixStore
-from moaspec.remote.protocol.activation_layout import Layout, Parts
+from moaspec.remote.protocol.activation_layout import ActivationLayout, ActivationParts
 from moaspec.remote.protocol.codec import Bytes
 
 
-class DeviceMemory:
+class DeviceActivations:
     """Decodes activations for a drafter.
 
     Args:
@@ -26,13 +26,17 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, layout: Layout, target: Any, switches: Sequence[int], store: PrefixStore | None
+        self,
+        layout: ActivationLayout,
+        target: Any,
+        switches: Sequence[int],
+        store: PrefixStore | None,
     ) -> None:
         self._layout, self._switches, self._store = layout, switches, store
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._records: Bytes = np.zeros((0, layout.token_bytes), np.uint8)
 
-    def take(self, start: int, data: bytes, count: int) -> Parts:
+    def take(self, start: int, data: bytes, count: int) -> ActivationParts:
         """Decode `count` records, the first of position `start`.
 
         Raises:

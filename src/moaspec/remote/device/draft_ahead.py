@@ -7,8 +7,8 @@ from typing import Any
 
 from moaspec.drafting.draft_tree import MAX_SIZES, Chain, DraftTree, Tree
 from moaspec.drafting.protocols import Drafter, Features, Need, RowText
-from moaspec.remote.protocol.activation_layout import Parts
-from moaspec.remote.protocol.position_ranges import Positions
+from moaspec.remote.protocol.activation_layout import ActivationParts
+from moaspec.remote.protocol.position_ranges import PositionSet
 from moaspec.remote.protocol.wire import chain
 from moaspec.sampling.params import GREEDY
 from moaspec.sampling.token_ids import common_length
@@ -34,7 +34,7 @@ class AheadDrafter:
     def __init__(self, inner: Drafter, *, needs_memory: bool, clock: Callable[[], float]) -> None:
         self.inner: Any = inner
         self.needs_memory, self._clock = needs_memory, clock
-        self.held = Positions()
+        self.held = PositionSet()
         self.expected: list[int] = []
         self.step_s: float | None = None
         self._verified = 0
@@ -57,7 +57,7 @@ class AheadDrafter:
         """
         self._end, self.stops, self._switches = end, stops, tuple(switches)
 
-    def place(self, start: int, parts: Parts) -> None:
+    def place(self, start: int, parts: ActivationParts) -> None:
         """Take in activations of verified tokens."""
         key, value, layers = parts
         last = None if layers is None else (layers[0], layers[1])

@@ -15,7 +15,7 @@ import numpy as np
 from moaspec.drafting.draft_tree import Chain, DraftTree, Tree
 from moaspec.drafting.policy.cost_model import MAX_DEPTH, PRIOR, Acceptance
 
-LONGEST = 24
+MAX_DRAFTS = 24
 """Drafts at most; acceptance of deeper ones is that of the deepest that is counted."""
 
 ASSUMED_WAIT_S, ASSUMED_STEP_S = 0.05, 0.01
@@ -55,11 +55,11 @@ class LinkPolicy:
     def speeds(self) -> np.ndarray:
         """Expected tokens per second of chains of 1, 2, ... drafts."""
         rates = self._acceptance.rates
-        rates = np.append(rates, np.full(LONGEST - MAX_DEPTH, rates[-1]))
+        rates = np.append(rates, np.full(MAX_DRAFTS - MAX_DEPTH, rates[-1]))
         reached = rates.cumprod()
         tokens = 1.0 + reached.cumsum()
-        wait_s = _or(self._wait_s(), ASSUMED_WAIT_S)
-        draft_s = np.arange(1, LONGEST + 1) * _or(self._step_s(), ASSUMED_STEP_S)
+        wait_s = _known_or(self._wait_s(), ASSUMED_WAIT_S)
+        draft_s = np.arange(1, MAX_DRAFTS + 1) * _known_or(self._step_s(), ASSUMED_STEP_S)
         if not self._ahead:
             return np.asarray(tokens / (draft_s + wait_s))
         hit = reached * rates[0]
@@ -70,5 +70,5 @@ class LinkPolicy:
         self._acceptance.count(tree, accepted)
 
 
-def _or(value: float | None, otherwise: float) -> float:
+def _known_or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else max(value, 1e-4)

@@ -25,7 +25,7 @@ from moaspec.remote.protocol.codec import Bytes
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 64
-CHECK_BYTES = 16
+CHECKSUM_BYTES = 16
 """Of a file: the beginning of its content's SHA-256."""
 
 
@@ -109,9 +109,9 @@ class PrefixStore:
                 log.warning("A prefix is not read, and comes from the server: %s", reason)
                 return None
             content = path.read_bytes()
-            data = content[CHECK_BYTES:]
+            data = content[CHECKSUM_BYTES:]
             whole = len(data) == BLOCK_TOKENS * self._token_bytes
-            if not whole or _check(data) != content[:CHECK_BYTES]:
+            if not whole or _check(data) != content[:CHECKSUM_BYTES]:
                 path.unlink()
                 return None
             os.utime(path)
@@ -141,4 +141,4 @@ class PrefixStore:
 
 
 def _check(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()[:CHECK_BYTES]
+    return hashlib.sha256(data).digest()[:CHECKSUM_BYTES]

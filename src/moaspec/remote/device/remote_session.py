@@ -19,23 +19,23 @@ from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult, Source
 from moaspec.errors import InputError, LinkError
 from moaspec.generation.api import RowOptions, check_options, row_settings, token_ids
-from moaspec.remote.device.activation_memory import DeviceMemory
+from moaspec.remote.device.activation_memory import DeviceActivations
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import LinkStats, RemoteEvent, now
 from moaspec.remote.device.link import LinkOptions, ServerLink
 from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.prefix_cache import PrefixStore
-from moaspec.remote.device.remote_verifier import Pending, RemoteVerifier
+from moaspec.remote.device.remote_verifier import PendingRequest, RemoteVerifier
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_layout import Layout
+from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.codec import CODECS, CodecName
 from moaspec.remote.protocol.transport import Transport
 from moaspec.sampling.stop_strings import StopStrings, stop_strings
 from moaspec.sampling.token_ids import common_length
 
-ENOUGH = 0.75
+MIN_HELD_SHARE = 0.75
 """Share of a text whose activations a device must hold to go on with it alone."""
 
 OnCut = Literal["rollback", "keep", "wait"]
@@ -154,9 +154,9 @@ class RemoteSession:
         self._ended_alone = False
         self._policy: DraftPolicy = FixedPolicy()
 
-    def _make_memory(self, drafting: MoAProposer) -> DeviceMemory:
+    def _make_memory(self, drafting: MoAProposer) -> DeviceActivations:
         head_dim, layers = self.device.identity.head_dim, drafting.num_target_layers
-        layout = Layout.of(drafting.module.config, self.options.codec, layers, head_dim)
+        layout = ActivationLayout.of(drafting.module.config, self.options.codec, layers, head_dim)
         store = None
         if self.options.prefix_dir is not None:
             models = (self.device.identity, self.device.fingerprint, self.options.codec, layers)
@@ -166,7 +166,7 @@ class RemoteSession:
                 models=repr(models),
                 token_bytes=layout.token_bytes,
             )
-        return DeviceMemory(layout, drafting.target, self.device.rope_switches, store)
+        return DeviceActivations(layout, drafting.target, self.device.rope_switches, store)
 
     @property
     def result(self) -> GenerationResult:
@@ -311,7 +311,7 @@ class RemoteSession:
             verified=event,
         )
 
-    def _meanwhile(self, pending: Pending) -> bool:
+    def _meanwhile(self, pending: PendingRequest) -> bool:
         """A little drafting while a verdict is under way; whether there is more to do at once."""
         self._give_up(pending)
         if self.stats.state == "up":
@@ -325,9 +325,9 @@ class RemoteSession:
         """Whether what the device has of the text is worth drafting from."""
         if self._memory is None:
             return True
-        return len(self._ahead.held) >= ENOUGH * (len(self._verifier.text) - 1)
+        return len(self._ahead.held) >= MIN_HELD_SHARE * (len(self._verifier.text) - 1)
 
-    def _draft_ahead(self, pending: Pending) -> bool:
+    def _draft_ahead(self, pending: PendingRequest) -> bool:
         """As far as a round that goes well and the next one's drafts."""
         own = max(pending.tree.depths, default=0)
         if not self.options.draft_ahead or len(self._ahead.ready()) < own:
@@ -376,11 +376,11 @@ class RemoteSession:
         if self.options.on_cut == "keep" and self._provisional:
             self._verifier.settle()
 
-    def _give_up(self, pending: Pending) -> None:
+    def _give_up(self, pending: PendingRequest) -> None:
         limit = self.options.give_up_s
         if limit is not None and now() - pending.first_s > limit:
-            linked = self.stats.state == "up"
-            what = "The server has verified nothing" if linked else "No link to the server"
+            is_up = self.stats.state == "up"
+            what = "The server has verified nothing" if is_up else "No link to the server"
             raise LinkError(f"{what} for {limit:g} s.")
 
     def _opening(self, request: VerifyRequest) -> pb.Open:
@@ -388,7 +388,7 @@ class RemoteSession:
         layers = 0 if self._drafting is None else self._drafting.num_target_layers
         return pb.Open(
             protocol=identity.PROTOCOL,
-            law=identity.LAW,
+            law=identity.SAMPLING_VERSION,
             target=identity.to_message(self.device.identity),
             drafter=self.device.fingerprint or "",
             codec=wire.CODEC_NUMBERS[self.options.codec],

@@ -21,13 +21,13 @@ from moaspec.remote.device.link import ServerLink
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 
-LOOK_S = 0.25
+POLL_S = 0.25
 """A waiting request looks at its link at least so often."""
 
-MOST_S = 30.0
+MAX_SERVER_S = 30.0
 """Longest time that a server is believed to need, or to want to be left alone."""
 
-PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 """Of a server that does not verify: before the second time that it is asked again, and at most."""
 
 FETCH_AFTER = 2
@@ -35,7 +35,7 @@ FETCH_AFTER = 2
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingRequest:
     """A request that waits for its answer.
 
     Attributes:
@@ -80,7 +80,7 @@ class RemoteVerifier:
         *,
         opening: Callable[[VerifyRequest], pb.Open],
         place: Callable[[pb.Activations], None],
-        meanwhile: Callable[[Pending], bool],
+        meanwhile: Callable[[PendingRequest], bool],
         provisional: Callable[[], list[int]],
         keep: bool,
         most: int,
@@ -95,7 +95,7 @@ class RemoteVerifier:
         self.text: list[int] = []
         self.turn = 0
         self._committed: list[int] | None = None  # what the server holds, as far as we know
-        self._pending: Pending | None = None
+        self._pending: PendingRequest | None = None
         self._wake = asyncio.Event()
         self._placed_s = 0.0
         self._asked_s = 0.0
@@ -118,7 +118,7 @@ class RemoteVerifier:
         self._ahead.sampling = request.sampling
         self._ahead.follow(self.text)
         loop = asyncio.get_running_loop()
-        self._pending = Pending(request, opening, loop.create_future(), request.tree)
+        self._pending = PendingRequest(request, opening, loop.create_future(), request.tree)
         try:
             self._send()
             return [await self._answer(self._pending)]
@@ -128,7 +128,7 @@ class RemoteVerifier:
     def close(self, row: int) -> None:
         """Nothing to do: the session itself tells the server that it is closed."""
 
-    async def _answer(self, pending: Pending) -> VerifyResult:
+    async def _answer(self, pending: PendingRequest) -> VerifyResult:
         """Wait, drafting meanwhile, and repeat the request as often as it takes."""
         await asyncio.sleep(0)
         while not pending.answer.done():
@@ -139,11 +139,11 @@ class RemoteVerifier:
             self._fetch()
             more = self._meanwhile(pending)
             # Answers that have come are read before anything more is drafted.
-            left_s = pending.due_s - now() if self.link.state == "up" else LOOK_S
+            left_s = pending.due_s - now() if self.link.state == "up" else POLL_S
             await self._wait(pending, 0.0 if more else max(0.01, left_s))
         return pending.answer.result()
 
-    async def _wait(self, pending: Pending, timeout_s: float) -> None:
+    async def _wait(self, pending: PendingRequest, timeout_s: float) -> None:
         if not timeout_s:
             await asyncio.sleep(0)
             return
@@ -151,7 +151,7 @@ class RemoteVerifier:
         # In pieces, because the link may turn up, or silent, without waking anybody.
         await asyncio.wait(
             (pending.answer, woken),
-            timeout=min(timeout_s, LOOK_S),
+            timeout=min(timeout_s, POLL_S),
             return_when=asyncio.FIRST_COMPLETED,
         )
         woken.cancel()
@@ -179,7 +179,7 @@ class RemoteVerifier:
         self._send()
         self.wake()
 
-    def _keep_provisional(self, pending: Pending) -> None:
+    def _keep_provisional(self, pending: PendingRequest) -> None:
         """With `keep`, what was shown without verification is the text from now on."""
         if self._keep and self._provisional():
             pending.kept, pending.opening = list(self._provisional()), True
@@ -209,7 +209,7 @@ class RemoteVerifier:
             message.draft.CopyFrom(wire.draft_message(len(self.text), pending.tree))
         self.link.send(message)
 
-    def _drafts(self, pending: Pending) -> DraftTree:
+    def _drafts(self, pending: PendingRequest) -> DraftTree:
         """The request's drafts; after a cut, what the device has drafted since, if that is more."""
         ready = self._ahead.ready()[: self._most]
         further = len(ready) > max(pending.request.tree.depths, default=0)
@@ -267,7 +267,7 @@ class RemoteVerifier:
         if verdict.HasField("activations"):
             self._activations(verdict.activations)
 
-    def _check(self, pending: Pending, verdict: pb.Verdict) -> None:
+    def _check(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
         if verdict.base + len(verdict.tokens) > self._max_positions:
             raise WireError(f"The server sent a text beyond {self._max_positions} tokens.")
         if any(token >= self._vocab_size for token in verdict.tokens):
@@ -278,7 +278,9 @@ class RemoteVerifier:
                 f"The server sent {len(verdict.logprobs)} log-probabilities where {asked} were due."
             )
 
-    def _resolve(self, pending: Pending, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def _resolve(
+        self, pending: PendingRequest, tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> None:
         """Hand the engine its verdict, in terms of a tree that has these tokens."""
         *path, last = [*pending.kept, *tokens]
         tree, nodes = _tree_with(path, (pending.request.tree, pending.tree))
@@ -290,7 +292,7 @@ class RemoteVerifier:
             self.stats.ahead_hits += hit and bool(self._ahead.ready())
             self.stats.ahead_misses += not (hit and bool(self._ahead.ready()))
 
-    def _note(self, pending: Pending, verdict: pb.Verdict) -> None:
+    def _note(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
         drafted = 0 if pending.opening else len(pending.tree.tokens)
         accepted = len(pending.answer.result().accepted) - len(pending.kept)
         ready = len(self._ahead.ready())
@@ -306,7 +308,7 @@ class RemoteVerifier:
             self._placed_s = now()
             self.wake()
 
-    def _reopen(self, pending: Pending) -> None:
+    def _reopen(self, pending: PendingRequest) -> None:
         """The server's text is not ours: tell it what the text is."""
         self.stats.reopened += 1
         pending.opening = True
@@ -330,15 +332,15 @@ class RemoteVerifier:
         self.wake()
 
 
-def _pause_s(pending: Pending) -> float:
+def _pause_s(pending: PendingRequest) -> float:
     """How long a request waits that the server did not verify: the longer, the oftener."""
     pending.put_off += 1
-    return min(PAUSE_S * 2.0 ** min(pending.put_off - 2, 16), LONGEST_PAUSE_S)
+    return min(FIRST_PAUSE_S * 2.0 ** min(pending.put_off - 2, 16), MAX_PAUSE_S)
 
 
 def _seconds(told: float) -> float:
     """What a server says of time, within reason; it may say infinity, or that it is no number."""
-    return told if 0.0 <= told <= MOST_S else MOST_S
+    return told if 0.0 <= told <= MAX_SERVER_S else MAX_SERVER_S
 
 
 def _tree_with(path: list[int], trees: Sequence[DraftTree]) -> tuple[DraftTree, list[int]]:

@@ -90,7 +90,7 @@ class ShapedTransport:
         self.faults = Faults() if faults is None else faults
         self.traffic = Traffic() if traffic is None else traffic
         self._made = 0
-        self._open: list[_Shaped] = []
+        self._open: list[_ShapedConnection] = []
 
     async def connect(self) -> Connection:
         """See `Transport`; while the link is cut nobody answers.
@@ -105,7 +105,7 @@ class ShapedTransport:
         await asyncio.sleep(2 * self._link.delay_s)
         self._made += 1
         seed = self.faults.seed + 2 * self._made
-        shaped = _Shaped(await self._inner.connect(), self, seed)
+        shaped = _ShapedConnection(await self._inner.connect(), self, seed)
         self._open.append(shaped)
         return shaped
 
@@ -120,7 +120,7 @@ class ShapedTransport:
         return Pacer(self._link, seed)
 
 
-class _Shaped:
+class _ShapedConnection:
     """One connection through the link."""
 
     def __init__(self, inner: Connection, through: ShapedTransport, seed: int) -> None:

@@ -17,12 +17,12 @@ from moaspec.errors import WireError
 from moaspec.model.drafter_config import DrafterConfig
 from moaspec.remote.protocol.codec import Bytes, Codec, CodecName, Floats
 
-Parts = tuple[Tensor, Tensor, Tensor | None]
+ActivationParts = tuple[Tensor, Tensor, Tensor | None]
 """CA's key and value, (1, C, T, D) each; of the last layers (2, N, H, T, D), or None."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class ActivationLayout:
     """A record: CA's key heads and value heads, then those of the last N layers.
 
     Args:
@@ -36,7 +36,9 @@ class Layout:
     num_layers: int = 0
 
     @staticmethod
-    def of(config: DrafterConfig, codec: CodecName, num_layers: int, head_dim: int) -> Layout:
+    def of(
+        config: DrafterConfig, codec: CodecName, num_layers: int, head_dim: int
+    ) -> ActivationLayout:
         """The layout for a drafter and N; `head_dim` is the target's.
 
         Raises:
@@ -45,16 +47,16 @@ class Layout:
         ca = config.cross_attention
         memory = Codec(codec, 2 * ca.num_kv_heads, ca.head_dim)
         if not num_layers:
-            return Layout(memory)
+            return ActivationLayout(memory)
         vectors = num_layers * config.kv_size // head_dim
-        return Layout(memory, Codec(codec, vectors, head_dim), num_layers)
+        return ActivationLayout(memory, Codec(codec, vectors, head_dim), num_layers)
 
     @property
     def token_bytes(self) -> int:
         """Size of a record."""
         return self.memory.token_bytes + (self.layers.token_bytes if self.layers else 0)
 
-    def encode(self, parts: Parts) -> Bytes:
+    def encode(self, parts: ActivationParts) -> Bytes:
         """Records of T tokens, (T, `token_bytes`)."""
         key_1CTD, value_1CTD, layers_2NHTD = parts
         records = self.memory.encode(_vectors(torch.cat((key_1CTD, value_1CTD))))
@@ -64,7 +66,7 @@ class Layout:
         own = layers_2NHTD[:, -self.num_layers :].flatten(0, 1)
         return np.concatenate((records, self.layers.encode(_vectors(own))), axis=1)
 
-    def decode(self, data: bytes, count: int, like: Tensor) -> Parts:
+    def decode(self, data: bytes, count: int, like: Tensor) -> ActivationParts:
         """What `encode` was given, in the dtype and place of `like`.
 
         Raises:
@@ -113,8 +115,10 @@ class WireEncoder:
     def __init__(self, module: Any, most_layers: int, num_kv_heads: int) -> None:
         self._module, self._layers, self._heads = module, most_layers, num_kv_heads
 
-    def encode(self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Any) -> list[Parts]:
-        """`Parts` of each row's tokens."""
+    def encode(
+        self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Any
+    ) -> list[ActivationParts]:
+        """`ActivationParts` of each row's tokens."""
         with torch.inference_mode():
             key, value = self._module.encode(kv_1NLK, position_ids_1N)
         sizes = list(counts)

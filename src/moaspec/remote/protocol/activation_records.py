@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_layout import Layout, Parts
+from moaspec.remote.protocol.activation_layout import ActivationLayout, ActivationParts
 from moaspec.remote.protocol.codec import Bytes
-from moaspec.remote.protocol.position_ranges import Positions, Run
+from moaspec.remote.protocol.position_ranges import PositionRange, PositionSet
 
 BLOCK_BYTES = 8192
 """Activations of prompts travel in messages of about this size, so that a verdict that comes
@@ -19,18 +19,18 @@ meanwhile need not wait long."""
 class RecordRequest(NamedTuple):
     """What a device wants of activations."""
 
-    layout: Layout
-    held: list[Run]
+    layout: ActivationLayout
+    held: list[PositionRange]
 
 
-class Records:
+class ActivationRecords:
     """Encoded activations of the first `len` tokens of a text, and which of them were sent."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ActivationLayout) -> None:
         self.layout = layout
         self._data: Bytes = np.zeros((0, layout.token_bytes), np.uint8)
         self._length = 0
-        self.sent = Positions()
+        self.sent = PositionSet()
         self.reading = True
         """While a prompt is read its oldest tokens travel first, afterwards its newest."""
 
@@ -42,7 +42,7 @@ class Records:
         """Memory held."""
         return self._data.nbytes
 
-    def write(self, start: int, parts: Parts) -> None:
+    def write(self, start: int, parts: ActivationParts) -> None:
         """Take in activations of the tokens from `start` on; what was there is replaced."""
         fresh = self.layout.encode(parts)
         stop = start + len(fresh)
@@ -70,7 +70,7 @@ class Records:
         fits = (self._length - start) * self.layout.token_bytes <= BLOCK_BYTES
         return self._message((start, self._length)) if fits and start < self._length else None
 
-    def _message(self, run: Run) -> pb.Activations:
+    def _message(self, run: PositionRange) -> pb.Activations:
         start, stop = run
         self.sent.add(start, stop)
         data = self._data[start:stop].tobytes()

@@ -29,7 +29,7 @@ CodecName = Literal["fp16", "int8", "int4"]
 CODECS: tuple[CodecName, ...] = ("fp16", "int8", "int4")
 GROUP = 64
 """Numbers that share a scale in int4."""
-LARGEST = 65504.0
+MAX_FP16 = 65504.0
 """Of fp16."""
 
 Floats = npt.NDArray[np.float32]
@@ -79,8 +79,8 @@ class Codec:
 
     def encode(self, values_TVD: Floats) -> Bytes:
         """Records of T tokens, (T, `token_bytes`)."""
-        bounded = np.nan_to_num(values_TVD, nan=0.0, posinf=LARGEST, neginf=-LARGEST)
-        bounded = bounded.clip(-LARGEST, LARGEST)
+        bounded = np.nan_to_num(values_TVD, nan=0.0, posinf=MAX_FP16, neginf=-MAX_FP16)
+        bounded = bounded.clip(-MAX_FP16, MAX_FP16)
         encoders: dict[str, Callable[[Floats], Bytes]] = {
             "fp16": _to_fp16,
             "int8": _to_int8,
@@ -108,7 +108,7 @@ class Codec:
         # A hostile record may hold scales that are not finite, or are too large.
         with np.errstate(invalid="ignore"):
             values = np.nan_to_num(decoders[self.name](records))
-        return values.clip(-LARGEST, LARGEST).reshape(count, self.vectors, self.width)
+        return values.clip(-MAX_FP16, MAX_FP16).reshape(count, self.vectors, self.width)
 
     def _from_fp16(self, records: Bytes) -> Floats:
         return _halves(records).astype(np.float32)
@@ -153,7 +153,7 @@ def _to_int4(values_TVD: Floats) -> Bytes:
     flat = _flat(values_TVD)
     grouped = _grouped(flat, edge=True)
     minima_TG = grouped.min(-1).astype("<f2").astype(np.float32)
-    scales_TG = ((grouped.max(-1) - minima_TG) / 15.0).clip(0, LARGEST)
+    scales_TG = ((grouped.max(-1) - minima_TG) / 15.0).clip(0, MAX_FP16)
     scales_TG = scales_TG.astype("<f2").astype(np.float32)
     shifted = grouped - minima_TG[..., None]
     levels = shifted / np.where(scales_TG > 0, scales_TG, 1.0)[..., None]

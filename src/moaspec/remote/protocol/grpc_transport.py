@@ -67,7 +67,7 @@ class GrpcTransport:
         )
         connection = GrpcConnection(channel, call)
         try:
-            with linked():
+            with translated_errors():
                 # The server answers at once, or says why not.
                 await call.wait_for_connection()
         except BaseException:
@@ -86,7 +86,7 @@ class GrpcTransport:
             ask = channel.unary_unary(
                 f"/{SERVICE}/Describe", response_deserializer=pb.Description.FromString
             )
-            with linked():
+            with translated_errors():
                 return await ask(b"", metadata=self._metadata(), timeout=CALL_S)
 
     async def generate(self, request: pb.GenerateRequest, timeout_s: float = STREAM_S) -> Any:
@@ -102,7 +102,7 @@ class GrpcTransport:
                 request_serializer=pb.GenerateRequest.SerializeToString,
                 response_deserializer=pb.Generated.FromString,
             )(request, metadata=self._metadata(), timeout=timeout_s)
-            with linked():
+            with translated_errors():
                 async for message in call:
                     yield message
 
@@ -129,15 +129,15 @@ class GrpcConnection:
 
     async def send(self, frame: bytes) -> None:
         """See `Connection`."""
-        with linked():
+        with translated_errors():
             await self._call.write(frame)
 
     async def receive(self) -> bytes:
         """See `Connection`."""
-        with linked():
+        with translated_errors():
             frame = await self._call.read()
         if frame is grpc.aio.EOF:
-            with linked():
+            with translated_errors():
                 raise LinkError(f"The server ended the connection ({await self._call.code()}).")
         return bytes(frame)
 
@@ -149,7 +149,7 @@ class GrpcConnection:
 
 
 @contextlib.contextmanager
-def linked() -> Iterator[None]:
+def translated_errors() -> Iterator[None]:
     """Turn gRPC's errors into ours."""
     try:
         yield

@@ -13,7 +13,7 @@ from moaspec.remote.protocol import target_pb2 as pb
 PROTOCOL = 1
 """Version of the messages in target.proto."""
 
-LAW = 2
+SAMPLING_VERSION = 2
 """Version of seeded sampling (`sampling/choose.py` and `noise.py`): equal versions choose alike.
 
 2 has `TokenRules`.

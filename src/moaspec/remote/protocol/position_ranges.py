@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-Run = tuple[int, int]
+PositionRange = tuple[int, int]
 """Positions start .. stop - 1."""
 
 
-class Positions:
+class PositionSet:
     """A set of positions of one text."""
 
-    def __init__(self, runs: Iterable[Run] = ()) -> None:
+    def __init__(self, runs: Iterable[PositionRange] = ()) -> None:
         self._flags = bytearray()
         for start, stop in runs:
             self.add(start, stop)
@@ -35,17 +35,17 @@ class Positions:
     def __len__(self) -> int:
         return self._flags.count(1)
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[PositionRange]:
         """The positions in it, ascending."""
         return self._find(1, len(self._flags))
 
-    def gaps(self, length: int) -> Iterator[Run]:
+    def gaps(self, length: int) -> Iterator[PositionRange]:
         """The positions below `length` that are not in it, ascending."""
-        padded = Positions()
+        padded = PositionSet()
         padded._flags = self._flags[:length] + bytes(max(0, length - len(self._flags)))
         return padded._find(0, length)
 
-    def first_gap(self, length: int, most: int) -> Run | None:
+    def first_gap(self, length: int, most: int) -> PositionRange | None:
         """The lowest positions below `length` that are not in it, at most `most` of them."""
         start = self._flags.find(0)
         start = len(self._flags) if start < 0 else start
@@ -55,7 +55,7 @@ class Positions:
         end = length if end < 0 else min(end, length)
         return start, min(end, start + most)
 
-    def last_gap(self, length: int, most: int) -> Run | None:
+    def last_gap(self, length: int, most: int) -> PositionRange | None:
         """The highest such positions."""
         stop = length
         if length <= len(self._flags):
@@ -65,7 +65,7 @@ class Positions:
         start = self._flags.rfind(1, 0, min(stop, len(self._flags))) + 1
         return max(start, stop - most), stop
 
-    def _find(self, flag: int, length: int) -> Iterator[Run]:
+    def _find(self, flag: int, length: int) -> Iterator[PositionRange]:
         start = self._flags.find(flag)
         while 0 <= start < length:
             stop = self._flags.find(1 - flag, start)

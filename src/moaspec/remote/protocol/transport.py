@@ -11,7 +11,7 @@ from moaspec.errors import LinkError, MoaSpecError
 
 T = TypeVar("T")
 
-QUEUED_FRAMES = 64
+MAX_QUEUED_FRAMES = 64
 """Frames that an in-process connection holds in each direction before senders wait."""
 
 
@@ -52,7 +52,7 @@ class Transport(Protocol):
         ...
 
 
-class Converses(Protocol):
+class ConnectionHandler(Protocol):
     """A service that talks over connections; see `TargetService`."""
 
     async def converse(self, owner: str, connection: Connection) -> None:
@@ -68,7 +68,7 @@ class InProcessTransport:
         owner: in whose name; a real server takes it from credentials.
     """
 
-    def __init__(self, service: Converses, owner: str = "local") -> None:
+    def __init__(self, service: ConnectionHandler, owner: str = "local") -> None:
         self._service, self._owner = service, owner
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -86,13 +86,13 @@ class InProcessTransport:
         await far.close()
 
 
-class _End:
+class _PipeEnd:
     """One end of a pipe."""
 
     def __init__(self, incoming: asyncio.Queue[bytes], outgoing: asyncio.Queue[bytes]) -> None:
         self._incoming, self._outgoing = incoming, outgoing
         self._closed = asyncio.Event()
-        self.other: _End | None = None
+        self.other: _PipeEnd | None = None
 
     async def send(self, frame: bytes) -> None:
         await self._or_closed(self._outgoing.put(frame))
@@ -123,8 +123,8 @@ class _End:
 
 def pipe() -> tuple[Connection, Connection]:
     """Two ends: what one sends the other receives."""
-    there: asyncio.Queue[bytes] = asyncio.Queue(QUEUED_FRAMES)
-    back: asyncio.Queue[bytes] = asyncio.Queue(QUEUED_FRAMES)
-    near, far = _End(back, there), _End(there, back)
+    there: asyncio.Queue[bytes] = asyncio.Queue(MAX_QUEUED_FRAMES)
+    back: asyncio.Queue[bytes] = asyncio.Queue(MAX_QUEUED_FRAMES)
+    near, far = _PipeEnd(back, there), _PipeEnd(there, back)
     near.other, far.other = far, near
     return near, far

@@ -27,7 +27,7 @@ from moaspec.limits import (
 )
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.codec import CodecName
-from moaspec.remote.protocol.position_ranges import Run
+from moaspec.remote.protocol.position_ranges import PositionRange
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.token_rules import NO_RULES, TokenRules
 
@@ -172,7 +172,7 @@ def draft_message(base: int, tree: DraftTree) -> pb.Draft:
     return pb.Draft(base=base, tokens=tree.tokens, parents=parents)
 
 
-def runs_of(ranges: Sequence[pb.Range], limits: WireLimits) -> list[Run]:
+def runs_of(ranges: Sequence[pb.Range], limits: WireLimits) -> list[PositionRange]:
     """Runs of positions.
 
     Raises:
@@ -187,7 +187,7 @@ def runs_of(ranges: Sequence[pb.Range], limits: WireLimits) -> list[Run]:
     return runs
 
 
-def range_messages(runs: Iterable[Run]) -> list[pb.Range]:
+def range_messages(runs: Iterable[PositionRange]) -> list[pb.Range]:
     """Runs as they travel; beyond `MAX_RUNS` the later ones are left out."""
     return [pb.Range(start=start, stop=stop) for start, stop in list(runs)[:MAX_RUNS]]
 

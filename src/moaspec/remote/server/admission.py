@@ -12,8 +12,7 @@ import grpc.aio
 
 from moaspec import limits
 from moaspec.remote.server.auth import ANONYMOUS
-from moaspec.remote.server.quotas import Quota
-from moaspec.remote.server.session_store import NoRoomError
+from moaspec.remote.server.session_store import NoRoomError, Quota
 
 Context = Any
 Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]

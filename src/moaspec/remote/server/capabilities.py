@@ -13,16 +13,16 @@ from moaspec.errors import InputError, RefusedError, WireError
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_layout import Layout
+from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.activation_records import RecordRequest
-from moaspec.remote.server.server_session import Opening
+from moaspec.remote.server.server_session import TurnRequest
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.spec import TargetSpec
 
 if TYPE_CHECKING:
     from moaspec.sampling.grammar import Grammars
 
-MOST_LAYERS = 3
+MAX_LAYERS = 3
 """Largest N for drafters that were not trained for a certain one; the paper's largest."""
 
 
@@ -73,7 +73,7 @@ class Capabilities:
             protocol=identity.PROTOCOL,
             target=identity.to_message(self._target.identity),
             drafter=self._fingerprint,
-            law=identity.LAW,
+            law=identity.SAMPLING_VERSION,
             num_target_layers=self.layers,
             max_tokens=self.max_tokens,
             max_drafted=self._engine.max_drafted,
@@ -82,18 +82,18 @@ class Capabilities:
             chains_only=self._engine.chains_only,
         )
 
-    def opening(self, message: pb.ClientMessage) -> Opening:
-        """Everything that a turn asks for, checked; its grammar is compiled later, by `ruled`.
+    def opening(self, message: pb.ClientMessage) -> TurnRequest:
+        """Check a request for a turn; `with_grammar` compiles its grammar later.
 
         Raises:
             WireError: values out of range.
             RefusedError: another model, or one that this server has not.
         """
         asked = message.open
-        if (asked.protocol, asked.law) != (identity.PROTOCOL, identity.LAW):
+        if (asked.protocol, asked.law) != (identity.PROTOCOL, identity.SAMPLING_VERSION):
             raise RefusedError(
                 f"The device speaks protocol {asked.protocol} with law {asked.law}, this server "
-                f"{identity.PROTOCOL} with {identity.LAW}. Update the older one."
+                f"{identity.PROTOCOL} with {identity.SAMPLING_VERSION}. Update the older one."
             )
         target = identity.from_message(asked.target)
         if wrong := identity.difference(target, self._target.identity):
@@ -101,7 +101,7 @@ class Capabilities:
         ids = self.text(asked.token_ids)
         if not 1 <= asked.prompt_length <= len(ids) or message.turn < 1:
             raise WireError("A turn has a number from 1 on, and a prompt within its text.")
-        return Opening(
+        return TurnRequest(
             turn=message.turn,
             token_ids=ids,
             prompt_length=asked.prompt_length,
@@ -118,7 +118,7 @@ class Capabilities:
         """
         return wire.tokens_of(token_ids, self.limits, least=1, most=self.max_tokens - 1)
 
-    async def ruled(
+    async def with_grammar(
         self, sampling: SamplingParams, grammar: str, prompt_length: int, owner: str
     ) -> SamplingParams:
         """Settings with their grammar as a logits processor.
@@ -166,7 +166,7 @@ class Capabilities:
             raise RefusedError(
                 f"N={asked.num_target_layers} is not among {list(self.layers)} of this drafter."
             )
-        layout = Layout.of(
+        layout = ActivationLayout.of(
             self._config,
             wire.codec_of(asked.codec),
             asked.num_target_layers,
@@ -180,4 +180,4 @@ def layers_offered(drafter: MoADrafter, num_layers: int) -> tuple[int, ...]:
     recorded = drafter.config.num_target_layers
     if drafter.exits:
         return tuple(recorded)
-    return tuple(range(min(num_layers, max(*recorded, MOST_LAYERS)) + 1))
+    return tuple(range(min(num_layers, max(*recorded, MAX_LAYERS)) + 1))

@@ -172,7 +172,7 @@ class GrpcServer:
         await context.send_initial_metadata(())
         connection = _ServerConnection(context)
         try:
-            async with self._in_time():
+            async with self._limit_duration():
                 await self.service.converse(owner, connection)
         except MoaSpecError as error:
             await context.abort(_status(error), str(error))
@@ -183,14 +183,17 @@ class GrpcServer:
         owner = await self._owner(context)
         try:
             request = wire.parse_generate(frame)
-            async with self._in_time(), aclosing(self.service.generate(owner, request)) as texts:
+            async with (
+                self._limit_duration(),
+                aclosing(self.service.generate(owner, request)) as texts,
+            ):
                 async for generated in texts:
                     yield generated
         except MoaSpecError as error:
             await context.abort(_status(error), str(error))
 
     @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
+    async def _limit_duration(self) -> AsyncIterator[None]:
         """End what has lasted too long.
 
         Raises:
@@ -228,11 +231,11 @@ class _ServerConnection:
         self._context = context
 
     async def send(self, frame: bytes) -> None:
-        with _broken():
+        with _translated_errors():
             await self._context.write(frame)
 
     async def receive(self) -> bytes:
-        with _broken():
+        with _translated_errors():
             frame: Any = await self._context.read()
         if frame is grpc.aio.EOF:
             raise LinkError("The device ended the connection.")
@@ -243,7 +246,7 @@ class _ServerConnection:
 
 
 @contextmanager
-def _broken() -> Any:
+def _translated_errors() -> Any:
     try:
         yield
     except (grpc.RpcError, grpc.aio.BaseError, grpc.aio.InternalError) as error:

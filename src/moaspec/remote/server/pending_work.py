@@ -10,15 +10,15 @@ from typing import Any
 
 from moaspec.errors import MoaSpecError
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.server.attachments import Attachments
 from moaspec.remote.server.capabilities import Capabilities
-from moaspec.remote.server.server_session import Drafted, Opening, ServerSession
+from moaspec.remote.server.response_stream import SessionStreams
+from moaspec.remote.server.server_session import DraftRequest, ServerSession, TurnRequest
 from moaspec.remote.server.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
 
-class Work:
+class PendingWork:
     """Reads turns and verifies drafts, and answers.
 
     Args:
@@ -31,16 +31,16 @@ class Work:
     def __init__(
         self,
         terms: Capabilities,
-        attachments: Attachments,
+        attachments: SessionStreams,
         observer: Telemetry,
         remove: Callable[[ServerSession], None],
     ) -> None:
         self._terms, self._attachments = terms, attachments
         self._observer, self._remove = observer, remove
         self._tasks: dict[bytes, asyncio.Task[None]] = {}
-        self._next: dict[bytes, Opening | Drafted] = {}
+        self._next: dict[bytes, TurnRequest | DraftRequest] = {}
 
-    def put(self, session: ServerSession, work: Opening | Drafted) -> None:
+    def put(self, session: ServerSession, work: TurnRequest | DraftRequest) -> None:
         """Let a session do something; of what comes while it is busy, the latest counts."""
         session.used_s = time.monotonic()
         self._next[session.name] = work
@@ -76,19 +76,21 @@ class Work:
             if self._tasks.get(session.name) is asyncio.current_task():
                 del self._tasks[session.name]
 
-    def _do(self, session: ServerSession, work: Opening | Drafted) -> Coroutine[Any, Any, None]:
-        if isinstance(work, Opening):
+    def _do(
+        self, session: ServerSession, work: TurnRequest | DraftRequest
+    ) -> Coroutine[Any, Any, None]:
+        if isinstance(work, TurnRequest):
             return self._begin(session, work)
         return self._verify(session, work)
 
-    async def _begin(self, session: ServerSession, opening: Opening) -> None:
+    async def _begin(self, session: ServerSession, opening: TurnRequest) -> None:
         if opening.turn < session.turn:
             return
         if not session.knows(opening):
-            ruled = await self._terms.ruled(
+            with_grammar = await self._terms.with_grammar(
                 opening.sampling, opening.grammar, opening.prompt_length, session.owner
             )
-            session.begin(opening, ruled)
+            session.begin(opening, with_grammar)
         elif opening.asked is not None:
             session.hold(opening.asked)
         self._attachments.more(session)
@@ -98,7 +100,7 @@ class Work:
                     self._attachments.more(session)
         self._attachments.answer(session, len(opening.token_ids))
 
-    async def _verify(self, session: ServerSession, drafted: Drafted) -> None:
+    async def _verify(self, session: ServerSession, drafted: DraftRequest) -> None:
         committed, most = len(session.token_ids), self._terms.max_tokens
         tell = self._attachments
         if drafted.turn != session.turn:

@@ -1,4 +1,4 @@
-"""One connection of a server: which session it is attached to, and what goes out when."""
+"""What a server sends: on which connection each session's answers go out, and in which order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_WAITING = 64
 """Answers that may wait for a device which does not read; a device never needs as many."""
 
 
-class Stream:
+class ResponseStream:
     """Sends answers first, and activations while there is nothing more urgent.
 
     Args:
@@ -100,3 +100,72 @@ class Stream:
         except TimeoutError as error:
             raise LinkError(f"The device read nothing for {self._timeout_s:g} s.") from error
         self._on_sent(len(frame))
+
+
+class SessionStreams:
+    """One stream at most for each session, and one session for each stream."""
+
+    def __init__(self) -> None:
+        self._streams: dict[bytes, ResponseStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __contains__(self, session: ServerSession) -> bool:
+        return session.name in self._streams
+
+    @property
+    def streams(self) -> list[ResponseStream]:
+        """All that are attached."""
+        return list(self._streams.values())
+
+    def attach(self, stream: ResponseStream, session: ServerSession) -> None:
+        """From now on this session's answers go out here, and nowhere else."""
+        old = self._streams.get(session.name)
+        if old is stream and stream.session is session:
+            return
+        if old is not None and old is not stream:
+            old.session = None
+            old.stop(LinkError("The device came back on another connection."))
+        stream.session = session
+        self._streams[session.name] = stream
+
+    def detach(self, stream: ResponseStream) -> None:
+        """A connection has ended."""
+        if stream.session is not None:
+            self.release(stream.session)
+
+    def release(self, session: ServerSession) -> None:
+        """Nobody is connected to this session any more, or it is forgotten."""
+        stream = self._streams.get(session.name)
+        if stream is not None and stream.session is session:
+            stream.session = None
+            del self._streams[session.name]
+
+    def more(self, session: ServerSession) -> None:
+        """There may be new activations."""
+        stream = self._streams.get(session.name)
+        if stream is not None:
+            stream.more()
+
+    def answer(
+        self, session: ServerSession, base: int, activations: pb.Activations | None = None
+    ) -> None:
+        """Say what is committed past `base`; activations that nobody gets were not sent."""
+        stream = self._streams.get(session.name)
+        if stream is not None:
+            verdict = session.answer(base, activations)
+            message = pb.ServerMessage(session=session.name, turn=session.turn, verdict=verdict)
+            stream.answer(message)
+        elif session.records is not None and activations is not None:
+            stop = activations.start + activations.count
+            session.records.sent.discard(activations.start, stop)
+
+    def problem(self, session: ServerSession, kind: pb.Problem.Kind, message: str) -> None:
+        """Say what is wrong with a session."""
+        stream = self._streams.get(session.name)
+        if stream is not None:
+            problem = pb.Problem(kind=kind, message=message)
+            # Who is refused is so for good, also where the turn that was asked for never began.
+            turn = 0 if kind == pb.Problem.REFUSED else session.turn
+            stream.answer(pb.ServerMessage(session=session.name, turn=turn, problem=problem))

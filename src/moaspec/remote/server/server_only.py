@@ -19,7 +19,7 @@ from moaspec.generation.api import RowOptions, check_options, sampling_params, t
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.activation_layout import Parts
+from moaspec.remote.protocol.activation_layout import ActivationParts
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.stop_strings import stop_strings
@@ -34,7 +34,7 @@ SOURCES: tuple[Source, ...] = ("target", "draft", "copy")
 """By their numbers on the wire."""
 
 
-class LeasedRow:
+class LeasedSlot:
     """A `Verifier` of one row that is lent by a `SharedVerifier` and read in stretches."""
 
     def __init__(self, shared: SharedVerifier, owner: str, *, encode: bool) -> None:
@@ -73,10 +73,10 @@ class LeasedRow:
         self._shared.close(self._row)
 
 
-class _OwnDrafting(MoAProposer):
+class _ServerProposer(MoAProposer):
     """The server's own drafter: takes features as its encoder makes them for devices."""
 
-    def observe(self, row: int, features: Parts) -> None:
+    def observe(self, row: int, features: ActivationParts) -> None:
         super().observe(row, features[:2])
 
 
@@ -100,8 +100,8 @@ async def decode_alone(
         and 0 in drafter.config.num_target_layers
         and isinstance(target, Target)
     ):
-        drafting = _OwnDrafting(drafter, target, num_target_layers=0)
-    row = LeasedRow(shared, owner, encode=drafting is not None)
+        drafting = _ServerProposer(drafter, target, num_target_layers=0)
+    row = LeasedSlot(shared, owner, encode=drafting is not None)
     try:
         engine = Engine(
             row,

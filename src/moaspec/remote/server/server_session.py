@@ -14,14 +14,14 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.engine import outgrown, regime
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_records import RecordRequest, Records
+from moaspec.remote.protocol.activation_records import ActivationRecords, RecordRequest
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.token_ids import common_length
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
+class TurnRequest:
     """A turn as a device asks for it, checked; its grammar is still to be compiled."""
 
     turn: int
@@ -33,7 +33,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftRequest:
     """Drafts as a device sends them, checked."""
 
     turn: int
@@ -67,7 +67,7 @@ class ServerSession:
     num_verified: int = 0
     prompt_length: int = 0
     sampling: SamplingParams = GREEDY
-    records: Records | None = None
+    records: ActivationRecords | None = None
     pass_s: float = 0.0
     used_s: float = field(default_factory=time.monotonic)
     _opened: int = 0
@@ -77,12 +77,12 @@ class ServerSession:
         """Whether the turn's first token is chosen."""
         return len(self.token_ids) > self._opened
 
-    def knows(self, opening: Opening) -> bool:
+    def knows(self, opening: TurnRequest) -> bool:
         """Whether this turn began before, so that its request came twice."""
         ids = opening.token_ids
         return opening.turn == self.turn and tuple(self.token_ids[: len(ids)]) == ids
 
-    def begin(self, opening: Opening, sampling: SamplingParams) -> None:
+    def begin(self, opening: TurnRequest, sampling: SamplingParams) -> None:
         """Take over a turn's text: what it shares with the old one stays where it is.
 
         Args:
@@ -105,7 +105,7 @@ class ServerSession:
         if asked is None:
             self.records = None
         elif old is None or old.layout != asked.layout:
-            self.records = Records(asked.layout)
+            self.records = ActivationRecords(asked.layout)
             self.num_verified = 0  # they come from reading the text
         if self.records is not None and asked is not None:
             self.records.cut(self.num_verified)
@@ -177,7 +177,7 @@ class ServerSession:
             self.logprobs += verdict.logprobs
         self.used_s = time.monotonic()
 
-    def _record(self, records: Records, verdict: VerifyResult) -> None:
+    def _record(self, records: ActivationRecords, verdict: VerifyResult) -> None:
         count = verdict.features[0].shape[2]
         records.write(self.num_verified - count, verdict.features)
 

@@ -19,16 +19,16 @@ from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.activation_layout import WireEncoder
 from moaspec.remote.protocol.activation_records import RecordRequest
 from moaspec.remote.protocol.transport import Connection
-from moaspec.remote.server.attachments import Attachments
 from moaspec.remote.server.capabilities import Capabilities, EngineCapabilities, layers_offered
-from moaspec.remote.server.pending_work import Work
-from moaspec.remote.server.quotas import Allowance, Quota
-from moaspec.remote.server.response_stream import Stream
+from moaspec.remote.server.pending_work import PendingWork
+from moaspec.remote.server.response_stream import ResponseStream, SessionStreams
 from moaspec.remote.server.server_only import decode_alone
-from moaspec.remote.server.server_session import Drafted, ServerSession
+from moaspec.remote.server.server_session import DraftRequest, ServerSession
 from moaspec.remote.server.session_store import (
     ForeignSessionError,
     NoRoomError,
+    Quota,
+    RateLimit,
     SessionStore,
     StoreOptions,
 )
@@ -146,15 +146,15 @@ class TargetService:
         self.shared = SharedVerifier(self.verifier, self.options.passes, self.verifier.release)
         self._room = self.options.fitting(target)
         self.sessions = SessionStore(self._room, self)
-        self._attachments = Attachments()
-        self._work = Work(self.terms, self._attachments, self.observer, self.sessions.remove)
-        self._connections: set[Stream] = set()
+        self._attachments = SessionStreams()
+        self._work = PendingWork(self.terms, self._attachments, self.observer, self.sessions.remove)
+        self._connections: set[ResponseStream] = set()
         self._texts: set[asyncio.Future[None]] = set()
         self._quota = Quota(self._room.connections_of, "connections")
         self.draining = self._stopped = False
-        self._show()
+        self._register_gauges()
 
-    def _show(self) -> None:
+    def _register_gauges(self) -> None:
         """What can be read off at any time."""
         counts = self.shared.counts
         for name, what, read in (
@@ -186,11 +186,11 @@ class TargetService:
         return self.shared.num_rows
 
     def rows_of(self, owner: str) -> int:
-        """See `Keeper`."""
+        """Rows that an owner's texts take."""
         return self.shared.rows_of(owner)
 
     def make(self, name: bytes, owner: str) -> ServerSession:
-        """See `Keeper`."""
+        """A new session, with a row of the cache."""
         return ServerSession(
             name=name,
             owner=owner,
@@ -202,17 +202,17 @@ class TargetService:
         )
 
     def drop(self, session: ServerSession) -> None:
-        """See `Keeper`."""
+        """Free what a session holds."""
         self._work.drop(session)
         self._attachments.release(session)
         self.shared.close(session.row)
 
     def is_connected(self, session: ServerSession) -> bool:
-        """See `Keeper`."""
+        """Whether the session's device is connected."""
         return session in self._attachments
 
     def is_working(self, session: ServerSession) -> bool:
-        """See `Keeper`."""
+        """Whether the session waits for a pass."""
         return session in self._work
 
     async def converse(self, owner: str, connection: Connection) -> None:
@@ -235,7 +235,7 @@ class TargetService:
 
     async def _converse(self, owner: str, connection: Connection) -> None:
         timeout_s = self.options.send_timeout_s
-        stream = Stream(connection, send_timeout_s=timeout_s, on_sent=self.observer.sent)
+        stream = ResponseStream(connection, send_timeout_s=timeout_s, on_sent=self.observer.sent)
         self._connections.add(stream)
         sending = asyncio.create_task(stream.run())
         reading = asyncio.create_task(self._read(owner, stream))
@@ -259,8 +259,8 @@ class TargetService:
                 task.cancel()
             await asyncio.gather(sending, reading, return_exceptions=True)
 
-    async def _read(self, owner: str, stream: Stream) -> None:
-        allowance = Allowance(self.options.max_messages_per_s, self.options.burst_s)
+    async def _read(self, owner: str, stream: ResponseStream) -> None:
+        allowance = RateLimit(self.options.max_messages_per_s, self.options.burst_s)
         while True:
             frame = await self._receive(stream.connection)
             self.observer.received(len(frame))
@@ -274,7 +274,7 @@ class TargetService:
         except TimeoutError as error:
             raise LinkError(f"The device said nothing for {self.options.silent_s:g} s.") from error
 
-    def _handle(self, owner: str, stream: Stream, message: pb.ClientMessage) -> None:
+    def _handle(self, owner: str, stream: ResponseStream, message: pb.ClientMessage) -> None:
         """One message of a device."""
         if stream.name not in (None, message.session):
             raise RefusedError("A connection carries one session; open another for this one.")
@@ -297,7 +297,7 @@ class TargetService:
     def _open(
         self,
         owner: str,
-        stream: Stream,
+        stream: ResponseStream,
         session: ServerSession | None,
         message: pb.ClientMessage,
     ) -> None:
@@ -318,12 +318,16 @@ class TargetService:
         self._attachments.attach(stream, session)
         self._work.put(session, opening)
 
-    def _go_on(self, stream: Stream, session: ServerSession, message: pb.ClientMessage) -> None:
+    def _go_on(
+        self, stream: ResponseStream, session: ServerSession, message: pb.ClientMessage
+    ) -> None:
         """Messages of a session's current turn."""
         limits = self.terms.limits
         if message.HasField("draft"):
             draft = message.draft
-            self._work.put(session, Drafted(session.turn, draft.base, wire.tree_of(draft, limits)))
+            self._work.put(
+                session, DraftRequest(session.turn, draft.base, wire.tree_of(draft, limits))
+            )
         elif message.HasField("resume"):
             held = wire.runs_of(message.resume.held, limits)
             if session.records is not None:
@@ -337,7 +341,7 @@ class TargetService:
             stream.more()
 
     @staticmethod
-    def _say(stream: Stream, to: pb.ClientMessage, answer: pb.ServerMessage) -> None:
+    def _say(stream: ResponseStream, to: pb.ClientMessage, answer: pb.ServerMessage) -> None:
         answer.session, answer.turn = to.session, to.turn
         stream.answer(answer)
 
@@ -359,8 +363,10 @@ class TargetService:
             raise NoRoomError(
                 f"These credentials have {self.rows_of(owner)} texts; try again later."
             )
-        with self._counted():
-            sampling = await self.terms.ruled(sampling, request.sampling.grammar, len(ids), owner)
+        with self._count_text():
+            sampling = await self.terms.with_grammar(
+                sampling, request.sampling.grammar, len(ids), owner
+            )
             work = decode_alone(
                 self.shared,
                 self.target,
@@ -375,7 +381,7 @@ class TargetService:
                     yield message
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_text(self) -> Iterator[None]:
         """Let `drain` wait for a text that the server decodes alone."""
         ended = asyncio.get_running_loop().create_future()
         self._texts.add(ended)

@@ -1,15 +1,20 @@
-"""All sessions of a server: who may have one, and which is evicted when there is no room."""
+"""All sessions of a server: how many each owner may have, and which is evicted first."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from moaspec.errors import MoaSpecError
+from moaspec.errors import MoaSpecError, RefusedError
 from moaspec.remote.server.auth import ANONYMOUS
 from moaspec.remote.server.server_session import ServerSession
+
+if TYPE_CHECKING:
+    from moaspec.remote.server.service import TargetService
 
 
 class NoRoomError(MoaSpecError):
@@ -56,45 +61,16 @@ class StoreOptions:
         return 2 * (max(64, self.share_of(owner)) if most is None else most)
 
 
-class SessionHost(Protocol):
-    """Whoever lends sessions what they hold, and knows what they do."""
-
-    def make(self, name: bytes, owner: str) -> ServerSession:
-        """A new session for a name and an owner."""
-        ...
-
-    def drop(self, session: ServerSession) -> None:
-        """Let go of what a session holds."""
-        ...
-
-    def is_connected(self, session: ServerSession) -> bool:
-        """Whether its device is."""
-        ...
-
-    def is_working(self, session: ServerSession) -> bool:
-        """Whether it waits for a pass."""
-        ...
-
-    def rows_of(self, owner: str) -> int:
-        """Rows lent to an owner."""
-        ...
-
-    @property
-    def num_rows(self) -> int:
-        """Rows lent, to sessions and to others."""
-        ...
-
-
 class SessionStore:
     """Sessions by name.
 
     Args:
-        options: how many.
-        keeper: of what they hold.
+        options: how many there may be.
+        service: makes and drops sessions, and knows which are in use.
     """
 
-    def __init__(self, options: StoreOptions, keeper: SessionHost) -> None:
-        self._options, self._keeper = options, keeper
+    def __init__(self, options: StoreOptions, service: TargetService) -> None:
+        self._options, self._service = options, service
         self._sessions: dict[bytes, ServerSession] = {}
         self.evicted = 0
 
@@ -121,19 +97,19 @@ class SessionStore:
         Raises:
             NoRoomError: too many, and none of them idle.
         """
-        own = self._keeper.rows_of(owner)
+        own = self._service.rows_of(owner)
         if own >= self._options.share_of(owner) and not self._evict(owner):
             raise NoRoomError(f"These credentials have {own} texts, all of them in use.")
-        if self._keeper.num_rows >= self._options.max_sessions and not self._evict(None):
-            raise NoRoomError(f"All {self._keeper.num_rows} texts of this server are in use.")
-        session = self._sessions[name] = self._keeper.make(name, owner)
+        if self._service.num_rows >= self._options.max_sessions and not self._evict(None):
+            raise NoRoomError(f"All {self._service.num_rows} texts of this server are in use.")
+        session = self._sessions[name] = self._service.make(name, owner)
         return session
 
     def remove(self, session: ServerSession) -> None:
         """Forget a session and free what it holds."""
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
-            self._keeper.drop(session)
+            self._service.drop(session)
 
     def sweep(self) -> None:
         """Forget sessions that nobody is connected to and that were idle for too long."""
@@ -156,11 +132,67 @@ class SessionStore:
         self.remove(session)
 
     def _idle(self, seconds: float, *, connected: bool) -> list[ServerSession]:
-        keeper, before = self._keeper, time.monotonic() - seconds
+        service, before = self._service, time.monotonic() - seconds
         return [
             session
             for session in self
             if session.used_s < before
-            and keeper.is_connected(session) == connected
-            and not keeper.is_working(session)
+            and service.is_connected(session) == connected
+            and not service.is_working(session)
         ]
+
+
+class RateLimit:
+    """How many messages a connection may still send.
+
+    Args:
+        per_s: on average.
+        burst_s: over so many seconds.
+    """
+
+    def __init__(self, per_s: float, burst_s: float) -> None:
+        self._per_s, self._full = per_s, per_s * burst_s
+        self._left, self._last_s = self._full, time.monotonic()
+
+    def take(self) -> None:
+        """Count a message.
+
+        Raises:
+            RefusedError: one too many.
+        """
+        now = time.monotonic()
+        self._left = min(self._full, self._left + (now - self._last_s) * self._per_s) - 1
+        self._last_s = now
+        if self._left < 0:
+            raise RefusedError(f"More than {self._per_s:g} messages a second.")
+
+
+class Quota:
+    """How many of something each owner has at the same time.
+
+    Args:
+        most: of an owner.
+        what: they are, in the plural.
+    """
+
+    def __init__(self, most: Callable[[str], int], what: str) -> None:
+        self._most, self._what = most, what
+        self._counts: Counter[str] = Counter()
+
+    @contextmanager
+    def one(self, owner: str) -> Iterator[None]:
+        """Have one of them.
+
+        Raises:
+            NoRoomError: one too many; the device may try again.
+        """
+        most = self._most(owner)
+        if self._counts[owner] >= most:
+            raise NoRoomError(f"These credentials have {most} {self._what}; try again later.")
+        self._counts[owner] += 1
+        try:
+            yield
+        finally:
+            self._counts[owner] -= 1
+            # What is 0 is forgotten, so that the table does not grow with the owners of the past.
+            self._counts += Counter()

@@ -43,7 +43,7 @@ class PassOptions:
 
 
 @dataclass(eq=False)
-class _Job:
+class _QueuedRequest:
     request: VerifyRequest
     owner: str
     answer: asyncio.Future[tuple[VerifyResult, float]]
@@ -72,11 +72,11 @@ class _Pass:
 
     options: PassOptions
     owner_drafted: int
-    jobs: list[_Job] = field(default_factory=list)
+    jobs: list[_QueuedRequest] = field(default_factory=list)
     prefill: int = 0
     drafted: Counter[str] = field(default_factory=Counter)
 
-    def take(self, job: _Job) -> bool:
+    def take(self, job: _QueuedRequest) -> bool:
         """Take a request if it fits; the first always does."""
         drafted = min(job.drafted, self.owner_drafted)
         fits = (
@@ -121,7 +121,7 @@ class SharedVerifier:
     ) -> None:
         self._verifier, self.options = verifier, options or PassOptions()
         self._on_idle = on_idle
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_QueuedRequest] = deque()
         self._used: dict[int, str] = {}  # the owner of each row
         self._served: dict[str, int] = {}  # the latest pass of each owner
         self._asked_s: dict[str, float] = {}
@@ -174,7 +174,7 @@ class SharedVerifier:
             self._task = asyncio.create_task(self._run())
         owner = self._used.get(request.row, "")
         self._asked_s[owner] = time.monotonic()
-        job = _Job(request, owner, asyncio.get_running_loop().create_future())
+        job = _QueuedRequest(request, owner, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         self._wake.set()
         return await job.answer
@@ -197,14 +197,14 @@ class SharedVerifier:
             while jobs := self._next():
                 await self._decide_together(jobs)
 
-    def _next(self) -> list[_Job]:
+    def _next(self) -> list[_QueuedRequest]:
         """Requests of one pass: at least one, if there are any.
 
         Owners take turns, first whoever was served longest ago; of each the oldest comes first.
         """
         jobs = [job for job in self._jobs if not job.answer.cancelled()]
         seen: Counter[str] = Counter()
-        order: list[tuple[int, int, _Job]] = []
+        order: list[tuple[int, int, _QueuedRequest]] = []
         for job in jobs:
             order.append((seen[job.owner], self._served.get(job.owner, 0), job))
             seen[job.owner] += 1
@@ -224,7 +224,7 @@ class SharedVerifier:
         several = len(waiting | self._asked_s.keys()) > 1
         return self.options.owner_drafted if several else self.options.max_drafted
 
-    async def _decide_together(self, jobs: list[_Job]) -> None:
+    async def _decide_together(self, jobs: list[_QueuedRequest]) -> None:
         self._running = {job.request.row for job in jobs}
         started = time.monotonic()
         answers: list[VerifyResult | Exception]
@@ -247,7 +247,7 @@ class SharedVerifier:
             else:
                 job.answer.set_exception(answer)
 
-    def _count(self, jobs: list[_Job], seconds: float) -> None:
+    def _count(self, jobs: list[_QueuedRequest], seconds: float) -> None:
         counts = self.counts
         counts.passes += 1
         counts.rows += len(jobs)
