@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from moaspec.drafting.baseline_proposers import IndependentProposer
-from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import Drafter
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
 from moaspec.generation.api import find_drafter, load_any_drafter
@@ -37,9 +36,8 @@ from moaspec.model.drafter_config import LayerConfig, TargetIdentity
 from moaspec.model.independent import IndependentDrafter
 from moaspec.model.moa import MoADrafter
 from moaspec.model.stack import StackConfig
-from moaspec.remote.device.local_parts import last_layers_cache
+from moaspec.remote.device.local_parts import Device, make_moa_proposer
 from moaspec.remote.protocol.identity import fingerprint
-from moaspec.target.generation_defaults import GenerationDefaults
 from moaspec.target.partial import (
     PartialTarget,
     excerpt_tensors,
@@ -89,8 +87,8 @@ class BundleInfo:
 
 
 @dataclass(frozen=True)
-class DeviceBundle:
-    """A loaded bundle, the `Device` of a session.
+class DeviceBundle(Device):
+    """A loaded bundle.
 
     Attributes:
         info: what it records.
@@ -104,48 +102,13 @@ class DeviceBundle:
 
     @property
     def identity(self) -> TargetIdentity:
-        """Of the target that the server must have."""
+        """See `Device`."""
         return self.info.target
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the drafter whose encoder the server must have; None where none is needed."""
+        """See `Device`."""
         return self.info.fingerprint
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the target."""
-        return self.target.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        """The target's context, in tokens."""
-        return self.target.max_positions
-
-    @property
-    def rope_switches(self) -> tuple[int, ...]:
-        """See `Target.rope_switches`."""
-        return self.target.rope_switches
-
-    @property
-    def rope_growth(self) -> int | None:
-        """See `Target.rope_growth`."""
-        return self.target.rope_growth
-
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """Ids that end a turn."""
-        return self.target.stop_token_ids
-
-    @property
-    def generation_defaults(self) -> GenerationDefaults:
-        """See `TargetSpec`."""
-        return self.target.generation_defaults
-
-    @property
-    def tokenizer(self) -> Any:
-        """The target's."""
-        return self.target.tokenizer
 
     def drafting(self, num_target_layers: int | None = None) -> Drafter:
         """A new drafter with caches of its own.
@@ -160,10 +123,7 @@ class DeviceBundle:
             )
         if isinstance(self.module, IndependentDrafter):
             return IndependentProposer(self.module, self.target)
-        drafting = MoAProposer(self.module, self.target, num_target_layers=num_target_layers)
-        if drafting.num_target_layers:
-            drafting.share_target_cache(last_layers_cache(self.target))
-        return drafting
+        return make_moa_proposer(self.module, self.target, num_target_layers)
 
 
 def export_bundle(
