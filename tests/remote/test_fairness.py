@@ -52,7 +52,7 @@ def passes(*owners: tuple[str, int, int], **options: int) -> list[list[tuple[str
     """Owner and drafted tokens of the requests in each pass, until nobody waits."""
 
     async def run() -> list[list[tuple[str, int]]]:
-        shared = SharedVerifier(Unused(), PassOptions(lately_s=600.0, **options))
+        shared = SharedVerifier(Unused(), PassOptions(recent_s=600.0, **options))
         for owner, drafted, number in owners:
             asked(shared, owner, drafted, number)
         made = []
@@ -146,7 +146,7 @@ def test_cut_drafts_of_several_owners_change_no_text(temperature: float) -> None
 
     async def run() -> tuple[list[list[int]], Recording]:
         recording = Recording(target)
-        shared = SharedVerifier(recording, PassOptions(lately_s=600.0))
+        shared = SharedVerifier(recording, PassOptions(recent_s=600.0))
         texts = await asyncio.gather(*(write(shared, i) for i in range(len(tiny.PROMPTS))))
         await shared.stop()
         return texts, recording

@@ -1,4 +1,4 @@
-"""What a server offers, and all that is checked about what a device asks of it."""
+"""A server's description of itself, and the checks of device requests."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MAX_LAYERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapabilities:
-    """What devices are told of what runs the target.
+    """Properties of the inference engine, which devices are told.
 
     Attributes:
         name: of the engine.
-        max_drafted: drafts of one round that it verifies; of more, the first ones.
-        chains_only: of a tree it verifies one chain, that of the first children.
+        max_drafted: drafted tokens that it verifies in one round; more are cut.
+        chains_only: it verifies only the chain of first children of a tree.
     """
 
     name: str = "torch"
@@ -45,10 +45,10 @@ class Capabilities:
     """Checks requests against a target and a drafter.
 
     Args:
-        target: decides.
-        drafter: whose encoder runs on the server; None: there is none.
-        max_tokens: longest text.
-        engine: what runs the target.
+        target: the model that verifies.
+        drafter: its encoder runs on the server; None for no drafter.
+        max_tokens: length of the longest text.
+        engine: properties of the engine that runs the target.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Capabilities:
         self._grammars: Grammars | None = None  # made when a device first asks for one
 
     def describe(self) -> pb.Description:
-        """Who this server is and what it can do."""
+        """Describe this server to a device."""
         return pb.Description(
             protocol=identity.PROTOCOL,
             target=identity.to_message(self._target.identity),
@@ -87,7 +87,7 @@ class Capabilities:
 
         Raises:
             WireError: values out of range.
-            RefusedError: another model, or one that this server has not.
+            RefusedError: another target, drafter or protocol than the server's.
         """
         asked = message.open
         if (asked.protocol, asked.law) != (identity.PROTOCOL, identity.SAMPLING_VERSION):
@@ -111,23 +111,23 @@ class Capabilities:
         )
 
     def text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """A text that has room for another token.
+        """Check a text, which must leave room for another token.
 
         Raises:
-            WireError: an empty one, one that is too long, or ids outside the vocabulary.
+            WireError: the text is empty or too long, or an id is outside the vocabulary.
         """
         return wire.tokens_of(token_ids, self.limits, least=1, most=self.max_tokens - 1)
 
     async def with_grammar(
         self, sampling: SamplingParams, grammar: str, prompt_length: int, owner: str
     ) -> SamplingParams:
-        """Settings with their grammar as a logits processor.
+        """Add a grammar to sampling parameters, as a logits processor.
 
-        Compiling may take seconds, in which heartbeats of all devices are to be answered: so it
-        happens in another thread, for each owner one grammar after the other.
+        Compiling may take seconds, so it runs in another thread while heartbeats are answered. Each
+        owner's grammars are compiled one after another.
 
         Raises:
-            RefusedError: a grammar that cannot be compiled here.
+            RefusedError: the grammar cannot be compiled.
         """
         if not grammar:
             return sampling
@@ -153,7 +153,7 @@ class Capabilities:
         return self._grammars
 
     def _asked(self, asked: pb.Open) -> RecordRequest | None:
-        """The activations that a device wants."""
+        """Check which activations the device asks for."""
         if not asked.drafter:
             return None
         if asked.drafter != self._fingerprint or self._config is None:

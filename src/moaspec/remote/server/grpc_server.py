@@ -1,4 +1,4 @@
-"""A `TargetService` on the network."""
+"""A gRPC server around a `TargetService`."""
 
 from __future__ import annotations
 
@@ -35,23 +35,22 @@ STATUSES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (LinkError, grpc.StatusCode.UNAVAILABLE),
     (MoaSpecError, grpc.StatusCode.INTERNAL),
 )
-"""What each of our errors is called in gRPC; the first that fits."""
+"""The gRPC status of each of our errors; the first match counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where and for whom a server is.
+    """Address, credentials and limits of a server.
 
     Attributes:
         host: address to listen on.
         port: 0 takes a free one.
-        credentials: for TLS; None listens without.
-        guard: whose connections are accepted.
-        max_connections: calls at the same time, of one client half of them; more are told to come
-            back. Clients without credentials are told apart by their addresses.
-        connection_s: a connection lasts so long at most, whatever its device wants; so credentials
-            are looked at again.
-        sweep_s: between two looks for idle sessions.
+        credentials: for TLS; None listens without TLS.
+        guard: decides which clients are accepted.
+        max_connections: calls at the same time; one client may have half of them. Further calls are
+            refused for now. Clients without credentials are identified by address.
+        connection_s: longest duration of a connection, after which credentials are checked again.
+        sweep_s: seconds between two searches for idle sessions.
     """
 
     host: str = "127.0.0.1"
@@ -64,7 +63,7 @@ class ServerOptions:
 
 
 class GrpcServer:
-    """Serves until `drain`; an async context manager.
+    """Serves until `drain` or until the context ends.
 
     Args:
         service: answers.
@@ -85,7 +84,7 @@ class GrpcServer:
                 ("grpc.max_concurrent_streams", limits.MAX_GRPC_CALLS_PER_CONNECTION),
                 ("grpc.server_handshake_timeout_ms", limits.MAX_GRPC_HANDSHAKE_S * 1000),
                 ("grpc.max_connection_idle_ms", limits.MAX_GRPC_IDLE_S * 1000),
-                # Devices that send HTTP/2 pings besides our heartbeats are welcome.
+                # Devices may send HTTP/2 pings besides our heartbeats.
                 ("grpc.http2.min_ping_interval_without_data_ms", 200),
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.keepalive_time_ms", 10_000),
@@ -100,7 +99,7 @@ class GrpcServer:
         self.port = 0
 
     async def __aenter__(self) -> GrpcServer:
-        """Listen."""
+        """Listen and accept calls."""
         address = self._address(self._options.port)
         credentials = self._options.credentials
         try:
@@ -124,11 +123,11 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, HOST:PORT."""
+        """The address that it listens on, HOST:PORT."""
         return self._address(self.port)
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop at once; `drain` first to let devices leave."""
+        """Stop at once; call `drain` first to let devices finish."""
         for task in self._repeated:
             task.cancel()
         await asyncio.gather(*self._repeated, return_exceptions=True)
@@ -136,7 +135,7 @@ class GrpcServer:
         await self.service.stop()
 
     async def drain(self, timeout_s: float = 10.0) -> None:
-        """Take no new work, let the running end, tell devices and load balancers."""
+        """Refuse new work, finish running work, and notify devices and load balancers."""
         await self._health.enter_graceful_shutdown()
         await self.service.drain(timeout_s)
         await self._server.stop(timeout_s / 10)
@@ -194,10 +193,10 @@ class GrpcServer:
 
     @asynccontextmanager
     async def _limit_duration(self) -> AsyncIterator[None]:
-        """End what has lasted too long.
+        """Limit the duration of a call.
 
         Raises:
-            LinkError: it did.
+            LinkError: the limit is reached.
         """
         try:
             async with asyncio.timeout(self._options.connection_s):
@@ -225,7 +224,7 @@ def _status(error: Exception) -> grpc.StatusCode:
 
 
 class _ServerConnection:
-    """A gRPC stream as the service sees it."""
+    """A `Connection` over one gRPC stream."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._context = context
@@ -242,7 +241,7 @@ class _ServerConnection:
         return bytes(frame)
 
     async def close(self) -> None:
-        """Ends with the call."""
+        """Do nothing: gRPC closes the stream when the call returns."""
 
 
 @contextmanager

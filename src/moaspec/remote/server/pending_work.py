@@ -1,4 +1,4 @@
-"""What sessions have asked for: each does one thing at a time, and all of them share the passes."""
+"""Runs the requests of sessions: one at a time for each session, in shared passes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class PendingWork:
-    """Reads turns and verifies drafts, and answers.
+    """Encodes turns, verifies drafts, and sends the answers.
 
     Args:
-        terms: compile grammars, and say how long a text may be.
-        attachments: carry answers.
-        observer: counts what happens.
-        remove: forgets a session that failed.
+        terms: compile grammars and limit the length of texts.
+        attachments: send answers.
+        observer: metrics and traces.
+        remove: called for a session that failed.
     """
 
     def __init__(
@@ -41,36 +41,36 @@ class PendingWork:
         self._next: dict[bytes, TurnRequest | DraftRequest] = {}
 
     def put(self, session: ServerSession, work: TurnRequest | DraftRequest) -> None:
-        """Let a session do something; of what comes while it is busy, the latest counts."""
+        """Start a session's request; while it is busy, only the latest request is kept."""
         session.used_s = time.monotonic()
         self._next[session.name] = work
         if session.name not in self._tasks:
             self._tasks[session.name] = asyncio.create_task(self._run(session))
 
     def __contains__(self, session: ServerSession) -> bool:
-        """Whether a session has something to do."""
+        """Whether a request of the session is running."""
         return session.name in self._tasks
 
     def drop(self, session: ServerSession) -> None:
-        """The session is no more."""
+        """Cancel the requests of a session."""
         self._next.pop(session.name, None)
         task = self._tasks.pop(session.name, None)
         if task is not None:
             task.cancel()
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until nobody does anything, for at most so long."""
+        """Wait until no request is running, at most `timeout_s`."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
 
     async def _run(self, session: ServerSession) -> None:
-        """Work on what a session asks for until it asks for nothing more."""
+        """Run the requests of a session until none is left."""
         try:
             while (work := self._next.pop(session.name, None)) is not None:
                 await self._do(session, work)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 - a session that fails must not hang its device
+        except Exception as error:  # noqa: BLE001 - the device is told
             self._fail(session, error)
         finally:
             if self._tasks.get(session.name) is asyncio.current_task():
@@ -118,11 +118,11 @@ class PendingWork:
             tell.answer(session, committed, activations)
 
     def _fail(self, session: ServerSession, error: Exception) -> None:
-        """A turn failed for this session alone; its device is told."""
+        """Tell the device that its session failed, and remove the session."""
         self._observer.failed(type(error).__name__)
         told = str(error)
         if not isinstance(error, MoaSpecError):
-            # Never the message of a library's error: it might quote the text.
+            # The message of a library's error might quote the text.
             log.error("A session failed: %s", type(error).__name__)
             told = "The pass failed."
         self._attachments.problem(session, pb.Problem.REFUSED, told)

@@ -1,4 +1,4 @@
-"""The server's side of the protocol, whatever carries its frames."""
+"""The server's side of the protocol, for any kind of connection."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
 
 BUSY_RETRY_S = 0.5
-"""When a device that found no room may ask again."""
+"""Seconds after which a device that found no room may ask again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,15 @@ class ServiceOptions:
     """Limits of a service.
 
     Attributes:
-        max_tokens: longest text, prompt included; None takes the target's context.
-        max_cache_bytes: keys and values of all sessions at their longest; fewer sessions are
-            accepted where more would not fit.
+        max_tokens: length of the longest text with its prompt; None takes the target's context.
+        max_cache_bytes: keys and values of all sessions at full length; this also limits the number
+            of sessions.
         max_messages_per_s: of one connection, averaged over `burst_s`.
-        burst_s: see above.
-        silent_s: a connection that says nothing for so long is closed; devices send heartbeats.
-        send_timeout_s: how long a device may take to read one message.
-        sessions: how many sessions there may be.
-        passes: what one pass of the target may hold.
+        burst_s: see `max_messages_per_s`.
+        silent_s: silence after which a connection is closed; devices send heartbeats.
+        send_timeout_s: time for a device to read one message.
+        sessions: limits of the number of sessions.
+        passes: limits of one pass of the target.
     """
 
     max_tokens: int | None = None
@@ -67,42 +67,42 @@ class ServiceOptions:
     passes: PassOptions = field(default_factory=PassOptions)
 
     def longest(self, target: TargetSpec) -> int:
-        """Tokens of the longest text."""
+        """Length of the longest text, in tokens."""
         most = target.max_positions
         return most if self.max_tokens is None else min(most, self.max_tokens)
 
     @staticmethod
     def token_bytes(target: TargetSpec) -> int:
-        """Of one token's keys and values."""
+        """Bytes of one token's keys and values."""
         return target.num_layers * target.identity.kv_size * target.dtype.itemsize
 
     def fitting(self, target: TargetSpec) -> StoreOptions:
-        """As many sessions as were asked for, or as many as fit into the memory for them."""
+        """Session limits, reduced to the number of sessions that fit into `max_cache_bytes`."""
         per_session = self.token_bytes(target) * self.longest(target)
         fit = max(1, self.max_cache_bytes // per_session)
         return replace(self.sessions, max_sessions=min(self.sessions.max_sessions, fit))
 
 
 class ServingVerifier(Verifier, Protocol):
-    """A verifier that a service can be built on."""
+    """A verifier that a service can use."""
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values held."""
+        """Bytes of keys and values that are held."""
         ...
 
     def release(self) -> None:
-        """Give the memory of rows back; none is in use."""
+        """Free the memory of all rows; none may be in use."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingEngine:
-    """What decides in place of the target's own passes.
+    """An inference engine that verifies in place of the target's own passes.
 
     Attributes:
-        verifier: whose features are those of `wire_encoder`, where there is a drafter.
-        terms: what devices are told of it.
+        verifier: with a drafter, it returns the features of `wire_encoder`.
+        terms: properties that devices are told.
     """
 
     verifier: ServingVerifier
@@ -113,11 +113,11 @@ class TargetService:
     """Verifies the drafts of many devices with one target.
 
     Args:
-        target: decides; a whole `Target`, unless an engine runs its weights.
-        drafter: whose encoder runs here; None gives devices no activations.
+        target: the model that verifies; a whole `Target`, unless an engine runs its weights.
+        drafter: its encoder runs here; None sends devices no activations.
         options: limits.
-        observer: counts what happens.
-        engine: runs the target; None: the target itself.
+        observer: metrics and traces.
+        engine: runs the target; None runs the target in this process.
 
     Raises:
         MismatchError: the drafter belongs to another target.
@@ -155,7 +155,7 @@ class TargetService:
         self._register_gauges()
 
     def _register_gauges(self) -> None:
-        """What can be read off at any time."""
+        """Register gauges of the service's state."""
         counts = self.shared.counts
         for name, what, read in (
             ("sessions", "Sessions that are held", lambda: len(self.sessions)),
@@ -172,17 +172,17 @@ class TargetService:
             self.observer.gauge(name, what).set_function(read)
 
     def _record_bytes(self) -> int:
-        """Memory of activations that devices may still ask for."""
+        """Bytes of activations that are kept for devices."""
         return sum(s.records.num_bytes for s in self.sessions if s.records is not None)
 
     @property
     def max_sessions(self) -> int:
-        """Texts that may be held at once."""
+        """Largest number of texts held at once."""
         return self._room.max_sessions
 
     @property
     def num_rows(self) -> int:
-        """Texts that are held, of sessions and of the server alone."""
+        """Number of texts that are held, including those that the server decodes alone."""
         return self.shared.num_rows
 
     def rows_of(self, owner: str) -> int:
@@ -216,16 +216,16 @@ class TargetService:
         return session in self._work
 
     async def converse(self, owner: str, connection: Connection) -> None:
-        """Serve one connection until it ends, whatever comes over it.
+        """Serve one connection until it ends.
 
         Args:
-            owner: whose credentials the connection has.
+            owner: owner of the credentials.
             connection: carries frames.
 
         Raises:
-            LinkError: it broke.
-            WireError: the device sent what no device sends; it was told so.
-            RefusedError: the device cannot be served; it was told why.
+            LinkError: the connection broke.
+            WireError: the device sent an invalid message; the device is told.
+            RefusedError: the device cannot be served; the device is told why.
             NoRoomError: too many connections with these credentials.
         """
         if self._stopped:
@@ -275,7 +275,7 @@ class TargetService:
             raise LinkError(f"The device said nothing for {self.options.silent_s:g} s.") from error
 
     def _handle(self, owner: str, stream: ResponseStream, message: pb.ClientMessage) -> None:
-        """One message of a device."""
+        """Handle one message of a device."""
         if stream.name not in (None, message.session):
             raise RefusedError("A connection carries one session; open another for this one.")
         stream.name = message.session
@@ -304,7 +304,7 @@ class TargetService:
         opening = self.terms.opening(message)
         if session is not None and message.turn < session.turn:
             return
-        # What has begun is brought to its end, also for a device that came back meanwhile.
+        # A turn that has begun is finished, even if its device has reconnected.
         begun = session is not None and message.turn == session.turn
         if self.draining and not begun:
             self._say(stream, message, _problem(pb.Problem.DRAINING, "The server is stopping."))
@@ -321,7 +321,7 @@ class TargetService:
     def _go_on(
         self, stream: ResponseStream, session: ServerSession, message: pb.ClientMessage
     ) -> None:
-        """Messages of a session's current turn."""
+        """Handle a message of a session's current turn."""
         limits = self.terms.limits
         if message.HasField("draft"):
             draft = message.draft
@@ -348,11 +348,11 @@ class TargetService:
     async def generate(
         self, owner: str, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.Generated]:
-        """The server alone.
+        """Decode a text by the server alone.
 
         Raises:
-            WireError: values out of range.
-            RefusedError: a grammar that cannot be compiled here.
+            WireError: a value is out of range.
+            RefusedError: the grammar cannot be compiled.
             NoRoomError: too many texts at once, of these credentials or of all.
         """
         ids = self.terms.text(request.token_ids)
@@ -382,7 +382,7 @@ class TargetService:
 
     @contextlib.contextmanager
     def _count_text(self) -> Iterator[None]:
-        """Let `drain` wait for a text that the server decodes alone."""
+        """Register a text that the server decodes alone, so that `drain` waits for it."""
         ended = asyncio.get_running_loop().create_future()
         self._texts.add(ended)
         try:
@@ -392,11 +392,11 @@ class TargetService:
             ended.set_result(None)
 
     def sweep(self) -> None:
-        """Forget sessions that were idle for too long."""
+        """Remove sessions that were idle for too long."""
         self.sessions.sweep()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new turns, let running passes end, and tell devices to go elsewhere."""
+        """Refuse new turns, let running passes end, and tell devices to leave."""
         self.draining = True
         for stream in self._attachments.streams:
             message = _problem(pb.Problem.DRAINING, "The server is stopping.")
@@ -411,7 +411,7 @@ class TargetService:
         await asyncio.gather(*flushed)
 
     async def stop(self) -> None:
-        """End all connections and forget all sessions."""
+        """End all connections and remove all sessions."""
         self._stopped = True
         for stream in self._connections:
             stream.stop(LinkError("The server has stopped."))
@@ -421,7 +421,7 @@ class TargetService:
 
 
 def wire_encoder(drafter: MoADrafter, target: TargetSpec) -> WireEncoder:
-    """The drafter's encoder as a server runs it.
+    """The drafter's encoder, for a server.
 
     Raises:
         MismatchError: the drafter belongs to another target.

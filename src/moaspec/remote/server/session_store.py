@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NoRoomError(MoaSpecError):
-    """There is no room for another session now; the device may try again."""
+    """No further session fits now; the device may try again."""
 
 
 class ForeignSessionError(MoaSpecError):
@@ -27,17 +27,16 @@ class ForeignSessionError(MoaSpecError):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """How many sessions there may be.
+    """Limits of the number of sessions.
 
     Attributes:
         max_sessions: of all devices.
-        max_sessions_per_owner: of one device's or tenant's credentials, texts that the server
-            decodes alone included. None: half of all; all of them for `ANONYMOUS`.
-        idle_s: a session without connection is forgotten after so long.
-        busy_s: a session without connection that was used more recently is not evicted to make
-            room for another.
-        connected_busy_s: the same for one whose device is connected; it is opened again from its
-            token ids when the device goes on.
+        max_sessions_per_owner: of one device's or tenant's credentials, including texts that the
+            server decodes alone. None: half of `max_sessions`, or all of them for `ANONYMOUS`.
+        idle_s: seconds after which an idle session without connection is removed.
+        busy_s: a session without connection may be evicted after this idle time.
+        connected_busy_s: a session with connection may be evicted after this idle time; its device
+            can open it again from the token ids.
     """
 
     max_sessions: int = 64
@@ -47,15 +46,15 @@ class StoreOptions:
     connected_busy_s: float = 60.0
 
     def share_of(self, owner: str) -> int:
-        """Texts that an owner may have."""
+        """Number of texts that an owner may have."""
         if self.max_sessions_per_owner is not None:
             return self.max_sessions_per_owner
         return self.max_sessions if owner == ANONYMOUS else max(1, self.max_sessions // 2)
 
     def connections_of(self, owner: str) -> int:
-        """Connections that an owner may have; a cut leaves one behind that nobody uses any more.
+        """Number of connections that an owner may have: a cut leaves a dead one behind.
 
-        More devices may be connected than have sessions: an idle one's makes room.
+        More devices may be connected than have sessions, because idle sessions are evicted.
         """
         most = self.max_sessions_per_owner
         return 2 * (max(64, self.share_of(owner)) if most is None else most)
@@ -81,10 +80,10 @@ class SessionStore:
         return iter(list(self._sessions.values()))
 
     def find(self, name: bytes, owner: str) -> ServerSession | None:
-        """A session that this owner has.
+        """Find a session of this owner.
 
         Raises:
-            ForeignSessionError: it is another's. Names are random, so nobody meets this by chance.
+            ForeignSessionError: it belongs to another owner; names are random.
         """
         session = self._sessions.get(name)
         if session is not None and session.owner != owner:
@@ -92,10 +91,10 @@ class SessionStore:
         return session
 
     def create(self, name: bytes, owner: str) -> ServerSession:
-        """A new session.
+        """Create a session.
 
         Raises:
-            NoRoomError: too many, and none of them idle.
+            NoRoomError: there are too many, and none of them is idle.
         """
         own = self._service.rows_of(owner)
         if own >= self._options.share_of(owner) and not self._evict(owner):
@@ -106,18 +105,18 @@ class SessionStore:
         return session
 
     def remove(self, session: ServerSession) -> None:
-        """Forget a session and free what it holds."""
+        """Remove a session and free its row."""
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
             self._service.drop(session)
 
     def sweep(self) -> None:
-        """Forget sessions that nobody is connected to and that were idle for too long."""
+        """Remove sessions without connection that were idle for too long."""
         for session in self._idle(self._options.idle_s, connected=False):
             self._forget(session)
 
     def _evict(self, owner: str | None) -> bool:
-        """Make room for one: the session idle longest, rather one that nobody is connected to."""
+        """Evict the session that was idle longest, preferably one without connection."""
         options = self._options
         for seconds, connected in ((options.busy_s, False), (options.connected_busy_s, True)):
             idle = self._idle(seconds, connected=connected)
@@ -143,11 +142,11 @@ class SessionStore:
 
 
 class RateLimit:
-    """How many messages a connection may still send.
+    """Limits the messages of a connection.
 
     Args:
-        per_s: on average.
-        burst_s: over so many seconds.
+        per_s: average number per second.
+        burst_s: seconds over which the average is taken.
     """
 
     def __init__(self, per_s: float, burst_s: float) -> None:
@@ -158,7 +157,7 @@ class RateLimit:
         """Count a message.
 
         Raises:
-            RefusedError: one too many.
+            RefusedError: the rate is exceeded.
         """
         now = time.monotonic()
         self._left = min(self._full, self._left + (now - self._last_s) * self._per_s) - 1
@@ -168,11 +167,11 @@ class RateLimit:
 
 
 class Quota:
-    """How many of something each owner has at the same time.
+    """Limits how much of a resource each owner has at the same time.
 
     Args:
-        most: of an owner.
-        what: they are, in the plural.
+        most: the limit of an owner.
+        what: name of the resource in the plural, for messages.
     """
 
     def __init__(self, most: Callable[[str], int], what: str) -> None:
@@ -181,10 +180,10 @@ class Quota:
 
     @contextmanager
     def one(self, owner: str) -> Iterator[None]:
-        """Have one of them.
+        """Hold one unit.
 
         Raises:
-            NoRoomError: one too many; the device may try again.
+            NoRoomError: the owner has reached the limit; the device may try again.
         """
         most = self._most(owner)
         if self._counts[owner] >= most:
@@ -194,5 +193,5 @@ class Quota:
             yield
         finally:
             self._counts[owner] -= 1
-            # What is 0 is forgotten, so that the table does not grow with the owners of the past.
+            # Remove zeros, so that the table does not grow with past owners.
             self._counts += Counter()
