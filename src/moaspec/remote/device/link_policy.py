@@ -1,4 +1,4 @@
-"""How many tokens a device drafts: as many as the round trip leaves time for, and pay.
+"""How many tokens a device drafts: the chain with the most expected tokens per second.
 
 gamma drafts, t_d each; R the round trip; t_v the server's pass; A(gamma) expected tokens of a
 round, the bonus token included; h the probability that a round's text is what was drafted ahead.
@@ -16,19 +16,19 @@ from moaspec.drafting.draft_tree import Chain, DraftTree, Tree
 from moaspec.drafting.policy.cost_model import MAX_DEPTH, PRIOR, Acceptance
 
 MAX_DRAFTS = 24
-"""Drafts at most; acceptance of deeper ones is that of the deepest that is counted."""
+"""Largest number of drafts; beyond `MAX_DEPTH` the acceptance of the last depth is assumed."""
 
 ASSUMED_WAIT_S, ASSUMED_STEP_S = 0.05, 0.01
-"""Until there was a round trip, and a draft."""
+"""Assumed before the first round trip and the first draft."""
 
 
 class LinkPolicy:
     """The `DraftPolicy` of a device.
 
     Args:
-        wait_s: round trip and pass as they are now; None before the first.
-        step_s: one drafted token; None before the first.
-        ahead: whether drafting goes on while a verdict is under way.
+        wait_s: current time of a round trip with its pass; None before the first.
+        step_s: current time of one drafted token; None before the first.
+        ahead: whether the device drafts while it waits for a verdict.
         prior: acceptance rates to start from.
     """
 
@@ -46,7 +46,7 @@ class LinkPolicy:
         self._acceptance = Acceptance(prior)
 
     def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
-        """Nothing to decide: the server encodes."""
+        """Do nothing: the server encodes."""
 
     def shape(self, _length: int, _num_rows: int) -> Tree | None:
         """The chain with the most expected tokens per second."""
@@ -66,7 +66,7 @@ class LinkPolicy:
         return np.asarray(tokens / (np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s))
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """See `DraftPolicy`."""
+        """Update acceptance rates; see `DraftPolicy`."""
         self._acceptance.count(tree, accepted)
 
 

@@ -1,4 +1,4 @@
-"""What one token's activations consist of, and how drafters' tensors become records.
+"""The layout of one token's activations, and the conversion between tensors and records.
 
 Legend: T tokens, C CA's KV heads, D head dim, N last target layers, H target KV heads, L layers,
 K = 2 * H * D.
@@ -39,10 +39,10 @@ class ActivationLayout:
     def of(
         config: DrafterConfig, codec: CodecName, num_layers: int, head_dim: int
     ) -> ActivationLayout:
-        """The layout for a drafter and N; `head_dim` is the target's.
+        """Make the layout for a drafter and N; `head_dim` is the target's.
 
         Raises:
-            InputError: no such codec.
+            InputError: an unknown codec.
         """
         ca = config.cross_attention
         memory = Codec(codec, 2 * ca.num_kv_heads, ca.head_dim)
@@ -67,10 +67,10 @@ class ActivationLayout:
         return np.concatenate((records, self.layers.encode(_vectors(own))), axis=1)
 
     def decode(self, data: bytes, count: int, like: Tensor) -> ActivationParts:
-        """What `encode` was given, in the dtype and place of `like`.
+        """Decode records into tensors with the dtype and device of `like`.
 
         Raises:
-            WireError: not as many bytes as `count` records have.
+            WireError: `data` has not the size of `count` records.
         """
         if self.layers is None:
             return *_halves(self.memory.decode(data, count), like), None
@@ -101,12 +101,12 @@ def _halves(values_TVD: Floats, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class WireEncoder:
-    """The drafter's encoder as a server runs it: its features are what travels.
+    """The drafter's encoder on a server: its features are sent to devices.
 
-    Stands where a `Drafter` does in `LocalVerifier`, which asks it for nothing else.
+    It takes the place of a `Drafter` in `LocalVerifier`, which calls `encode` only.
 
     Args:
-        module: the drafter, of which only the encoder is used.
+        module: the drafter; only its encoder is used.
         most_layers: the largest N that a session may ask for.
     """
 
