@@ -101,12 +101,12 @@ class DeviceBundle(Device):
 
     @property
     def identity(self) -> TargetIdentity:
-        """See `Device`."""
+        """Identity of the target that the server must have."""
         return self.info.target
 
     @property
     def fingerprint(self) -> str | None:
-        """See `Device`."""
+        """Of the drafter whose encoder the server must have, or None."""
         return self.info.fingerprint
 
     def drafting(self, num_target_layers: int | None = None) -> Drafter:

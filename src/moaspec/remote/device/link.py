@@ -34,8 +34,8 @@ class LinkOptions:
         backoff_s, max_backoff_s: first and longest pause between attempts, with the time that an
             attempt takes.
         connect_s: timeout of an attempt.
-        retry_s: a request is repeated after this time or several round trips, whichever is longer,
-            in case it or its answer was lost.
+        retry_s: a request is repeated after this time or several round trips, the longer of both, in
+            case it or its answer was lost.
     """
 
     heartbeat_s: float = 0.5
@@ -85,7 +85,7 @@ class ServerLink:
 
     @property
     def retry_s(self) -> float:
-        """See `LinkOptions.retry_s`."""
+        """Time after which requests are repeated."""
         return self._options.retry_s
 
     @property

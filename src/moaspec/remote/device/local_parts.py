@@ -1,4 +1,4 @@
-"""The device of a session, and one that holds the whole target."""
+"""The device of a session, and a device with the whole target."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Device(ABC):
 
     @property
     def rope_growth(self) -> int | None:
-        """See `Target.rope_growth`."""
+        """Growth of a text that changes all keys; see `Target.rope_growth`."""
         return self.target.rope_growth
 
     @property
@@ -112,16 +112,16 @@ class LocalDevice(Device):
 
     @property
     def identity(self) -> TargetIdentity:
-        """See `Device`."""
+        """Identity of the whole target."""
         return self.target.identity
 
     @property
     def fingerprint(self) -> str | None:
-        """See `Device`."""
+        """Of the drafter, if it has an encoder."""
         return self._fingerprint
 
     def drafting(self, num_target_layers: int | None) -> Drafter:
-        """See `Device`."""
+        """Make a drafter for one session; see `Device`."""
         if isinstance(self._drafter, MoADrafter):
             return make_moa_proposer(self._drafter, self.target, num_target_layers)
         return self._drafter

@@ -100,7 +100,7 @@ def parse_generate(frame: bytes) -> pb.GenerateRequest:
     """Parse a request for a text.
 
     Raises:
-        WireError: an invalid message, or one that exceeds a limit.
+        WireError: an invalid message, or a limit is exceeded.
     """
     request = _parse(frame, pb.GenerateRequest())
     _at_most(len(request.stop), MAX_STOP_STRINGS, "stop strings")

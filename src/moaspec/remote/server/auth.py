@@ -130,7 +130,7 @@ class CallAuth:
             peer: name in the device's certificate, if TLS has verified one.
 
         Raises:
-            RefusedError: no token, an unknown one, or one that has expired.
+            RefusedError: the token is missing, unknown or expired.
         """
         if self.tokens is None:
             return peer or ANONYMOUS

@@ -1,4 +1,4 @@
-"""What a server sends: on which connection each session's answers go out, and in which order."""
+"""The messages that a server sends, and the connection of each session."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class SessionStreams:
 
     @property
     def streams(self) -> list[ResponseStream]:
-        """All attached streams."""
+        """All streams with a session."""
         return list(self._streams.values())
 
     def attach(self, stream: ResponseStream, session: ServerSession) -> None:

@@ -41,7 +41,7 @@ class LeasedSlot:
         self._shared, self._encode, self._row = shared, encode, shared.lease(owner)
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        """See `Verifier`."""
+        """Verify one request; see `Verifier`."""
         (request,) = requests
         request = replace(request, row=self._row, encode=self._encode)
         size, total = (

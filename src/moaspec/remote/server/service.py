@@ -182,7 +182,7 @@ class TargetService:
 
     @property
     def num_rows(self) -> int:
-        """Number of texts that are held, including those that the server decodes alone."""
+        """Number of texts that are held, with those decoded by the server alone."""
         return self.shared.num_rows
 
     def rows_of(self, owner: str) -> int:
@@ -202,7 +202,7 @@ class TargetService:
         )
 
     def drop(self, session: ServerSession) -> None:
-        """Free what a session holds."""
+        """Free the row and the work of a session."""
         self._work.drop(session)
         self._attachments.release(session)
         self.shared.close(session.row)
