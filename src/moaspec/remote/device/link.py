@@ -34,7 +34,7 @@ class LinkOptions:
         backoff_s, max_backoff_s: first and longest pause between attempts, with the time that an
             attempt takes.
         connect_s: timeout of an attempt.
-        retry_s: a request is repeated after this time or several round trips, the longer of both, in
+        retry_s: a request is repeated after this time or several round trips, in
             case it or its answer was lost.
     """
 
