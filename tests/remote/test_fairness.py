@@ -198,8 +198,8 @@ def test_grammars_of_one_owner_wait_for_one_another() -> None:
 
     async def run() -> None:
         grammars: Any = Slow()
-        service.terms._grammars = grammars
-        with_grammar = service.terms.with_grammar
+        service.capabilities._grammars = grammars
+        with_grammar = service.capabilities.with_grammar
         hostile = [
             asyncio.create_task(with_grammar(GREEDY, "mallory", 1, "mallory")) for _ in range(50)
         ]
@@ -208,7 +208,7 @@ def test_grammars_of_one_owner_wait_for_one_another() -> None:
         assert not all(one.done() for one in hostile)
         await asyncio.gather(*hostile)
         await service.stop()
-        assert not service.terms._turns
+        assert not service.capabilities._turns
 
     asyncio.run(run())
     assert most == {"mallory": 1, "alice": 1}

@@ -317,5 +317,7 @@ def vllm_engine(options: Verifying, encoder: Any = None) -> ServingEngine:
     Raises:
         ServingError: this vLLM cannot be joined.
     """
-    terms = EngineCapabilities(name="vllm", max_drafted=options.max_drafted, chains_only=True)
-    return ServingEngine(verifier=VLLMVerifier(options, encoder), terms=terms)
+    capabilities = EngineCapabilities(
+        name="vllm", max_drafted=options.max_drafted, chains_only=True
+    )
+    return ServingEngine(verifier=VLLMVerifier(options, encoder), capabilities=capabilities)

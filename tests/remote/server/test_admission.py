@@ -70,7 +70,7 @@ def test_open_calls_keep_nobody_out() -> None:
 def test_messages_beyond_all_limits_are_not_read() -> None:
     async def run() -> None:
         async with server() as at, grpc.aio.insecure_channel(f"127.0.0.1:{at.port}") as channel:
-            frame = bytes(at.service.terms.limits.max_bytes + 1)
+            frame = bytes(at.service.capabilities.limits.max_bytes + 1)
             call = channel.unary_stream(f"/{SERVICE}/Generate")(
                 frame, metadata=[("authorization", f"Bearer {TOKEN}")]
             )

@@ -78,7 +78,7 @@ class GrpcServer:
         self._server = grpc.aio.server(
             options=[
                 # Of an option that is given twice, gRPC takes the first.
-                ("grpc.max_receive_message_length", service.terms.limits.max_bytes),
+                ("grpc.max_receive_message_length", service.capabilities.limits.max_bytes),
                 *OPTIONS,
                 ("grpc.max_allowed_incoming_connections", limits.MAX_GRPC_CONNECTIONS),
                 ("grpc.max_concurrent_streams", limits.MAX_GRPC_CALLS_PER_CONNECTION),
@@ -164,7 +164,7 @@ class GrpcServer:
 
     async def _describe(self, _: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         await self._owner(context)
-        return self.service.terms.describe()
+        return self.service.capabilities.describe()
 
     async def _converse(self, _: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         owner = await self._owner(context)

@@ -22,7 +22,7 @@ class PendingWork:
     """Encodes turns, verifies drafts, and sends the answers.
 
     Args:
-        terms: compile grammars and limit the length of texts.
+        capabilities: compile grammars and limit the length of texts.
         attachments: send answers.
         observer: metrics and traces.
         remove: called for a session that failed.
@@ -30,12 +30,12 @@ class PendingWork:
 
     def __init__(
         self,
-        terms: Capabilities,
+        capabilities: Capabilities,
         attachments: SessionStreams,
         observer: Telemetry,
         remove: Callable[[ServerSession], None],
     ) -> None:
-        self._terms, self._attachments = terms, attachments
+        self._capabilities, self._attachments = capabilities, attachments
         self._observer, self._remove = observer, remove
         self._tasks: dict[bytes, asyncio.Task[None]] = {}
         self._next: dict[bytes, TurnRequest | DraftRequest] = {}
@@ -87,7 +87,7 @@ class PendingWork:
         if opening.turn < session.turn:
             return
         if not session.knows(opening):
-            with_grammar = await self._terms.with_grammar(
+            with_grammar = await self._capabilities.with_grammar(
                 opening.sampling, opening.grammar, opening.prompt_length, session.owner
             )
             session.begin(opening, with_grammar)
@@ -101,7 +101,7 @@ class PendingWork:
         self._attachments.answer(session, len(opening.token_ids))
 
     async def _verify(self, session: ServerSession, drafted: DraftRequest) -> None:
-        committed, most = len(session.token_ids), self._terms.max_tokens
+        committed, most = len(session.token_ids), self._capabilities.max_tokens
         tell = self._attachments
         if drafted.turn != session.turn:
             return

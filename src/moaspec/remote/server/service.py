@@ -102,11 +102,11 @@ class ServingEngine:
 
     Attributes:
         verifier: with a drafter, it returns the features of `wire_encoder`.
-        terms: properties that devices are told.
+        capabilities: properties that devices are told.
     """
 
     verifier: ServingVerifier
-    terms: EngineCapabilities
+    capabilities: EngineCapabilities
 
 
 class TargetService:
@@ -134,8 +134,8 @@ class TargetService:
         self.target, self.options = target, options or ServiceOptions()
         self.observer = observer or Telemetry()
         self._drafter = drafter
-        own = EngineCapabilities() if engine is None else engine.terms
-        self.terms = Capabilities(target, drafter, self.options.longest(target), own)
+        own = EngineCapabilities() if engine is None else engine.capabilities
+        self.capabilities = Capabilities(target, drafter, self.options.longest(target), own)
         self.verifier: Any
         if engine is not None:
             self.verifier = engine.verifier
@@ -147,7 +147,9 @@ class TargetService:
         self._room = self.options.fitting(target)
         self.sessions = SessionStore(self._room, self)
         self._attachments = SessionStreams()
-        self._work = PendingWork(self.terms, self._attachments, self.observer, self.sessions.remove)
+        self._work = PendingWork(
+            self.capabilities, self._attachments, self.observer, self.sessions.remove
+        )
         self._connections: set[ResponseStream] = set()
         self._texts: set[asyncio.Future[None]] = set()
         self._quota = Quota(self._room.connections_of, "connections")
@@ -198,7 +200,7 @@ class TargetService:
             shared=self.shared,
             switches=self.target.rope_switches,
             growth=self.target.rope_growth,
-            max_tokens=self.terms.max_tokens,
+            max_tokens=self.capabilities.max_tokens,
         )
 
     def drop(self, session: ServerSession) -> None:
@@ -301,7 +303,7 @@ class TargetService:
         session: ServerSession | None,
         message: pb.ClientMessage,
     ) -> None:
-        opening = self.terms.opening(message)
+        opening = self.capabilities.opening(message)
         if session is not None and message.turn < session.turn:
             return
         # A turn that has begun is finished, even if its device has reconnected.
@@ -322,7 +324,7 @@ class TargetService:
         self, stream: ResponseStream, session: ServerSession, message: pb.ClientMessage
     ) -> None:
         """Handle a message of a session's current turn."""
-        limits = self.terms.limits
+        limits = self.capabilities.limits
         if message.HasField("draft"):
             draft = message.draft
             self._work.put(
@@ -355,8 +357,8 @@ class TargetService:
             RefusedError: the grammar cannot be compiled.
             NoRoomError: too many texts at once, of these credentials or of all.
         """
-        ids = self.terms.text(request.token_ids)
-        sampling = wire.sampling_of(request.sampling, self.terms.limits)
+        ids = self.capabilities.text(request.token_ids)
+        sampling = wire.sampling_of(request.sampling, self.capabilities.limits)
         if self.draining or self.num_rows >= self._room.max_sessions:
             raise NoRoomError("There is no room for another text; try again later.")
         if self.rows_of(owner) >= self._room.share_of(owner):
@@ -364,7 +366,7 @@ class TargetService:
                 f"These credentials have {self.rows_of(owner)} texts; try again later."
             )
         with self._count_text():
-            sampling = await self.terms.with_grammar(
+            sampling = await self.capabilities.with_grammar(
                 sampling, request.sampling.grammar, len(ids), owner
             )
             work = decode_alone(
@@ -374,7 +376,7 @@ class TargetService:
                 request,
                 sampling,
                 owner=owner,
-                max_tokens=self.terms.max_tokens,
+                max_tokens=self.capabilities.max_tokens,
             )
             async with contextlib.aclosing(work) as messages:
                 async for message in messages:
