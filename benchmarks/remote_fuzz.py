@@ -31,7 +31,7 @@ from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.activation_layout import Layout
+from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.codec import CODECS
 from moaspec.remote.protocol.identity import fingerprint
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, pipe
@@ -80,7 +80,7 @@ def against_the_device(frames: int, seed: int) -> Counter[str]:
     chance, ends = random.Random(seed), Counter[str]()  # noqa: S311 - nothing secret
     target = tiny.target()
     layouts = [
-        Layout.of(tiny.agreeing_drafter("llama").config, codec, layers, target.head_dim)
+        ActivationLayout.of(tiny.agreeing_drafter("llama").config, codec, layers, target.head_dim)
         for codec in CODECS
         for layers in (0, 2)
     ]

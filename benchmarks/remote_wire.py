@@ -31,7 +31,7 @@ from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.emulation.emulated_link import link_named
 from moaspec.remote.emulation.shaped_transport import ShapedTransport
 from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.activation_layout import Layout
+from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.codec import CODECS, Codec
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
 from moaspec.remote.server.service import TargetService
@@ -177,7 +177,7 @@ def sizes(
                 decoded(target, drafter, [prompt], new_tokens, codec=name, num_target_layers=layers)
             )
             stats = session.stats
-            record = Layout.of(drafter.config, name, layers, target.head_dim).token_bytes
+            record = ActivationLayout.of(drafter.config, name, layers, target.head_dim).token_bytes
             # Every token but the newest has been read; the last rounds' may still be under way.
             read = len(prompt) + len(session.result.token_ids) - 1
             row = {

@@ -103,7 +103,7 @@ def opening(name: bytes) -> pb.ClientMessage:
     message.open.MergeFrom(
         pb.Open(
             protocol=identity.PROTOCOL,
-            law=identity.LAW,
+            law=identity.SAMPLING_VERSION,
             target=identity.to_message(serving.target().identity),
             sampling=wire.sampling_message(GREEDY),
             token_ids=tiny.PROMPTS[0],
@@ -141,6 +141,9 @@ async def frames(channel: grpc.aio.Channel) -> str:
     """Send noise and lies about a session."""
     call = channel.stream_stream(f"/{SERVICE}/Converse")(metadata=token(), timeout=CALL_S)
     for _ in range(30):
+        # grpc's client says INTERNAL or InvalidStateError where it writes to a call that has ended.
+        if call.done():
+            return (await call.code()).name
         await call.write(HOSTILE.frame())
         await asyncio.sleep(0.01)
     return "taken"

@@ -54,6 +54,30 @@ def test_too_much_in_a_request_for_text(request_: pb.GenerateRequest) -> None:
         wire.parse_generate(request_.SerializeToString())
 
 
+def test_the_largest_request_is_one_that_breaks_no_limit() -> None:
+    stop = [chr(0x10FFFF) * limits.MAX_STOP_CHARACTERS] * limits.MAX_STOP_STRINGS
+    words = [pb.TokenRules.Word(token_ids=[LIMITS.vocab_size - 1] * 16)] * limits.MAX_WORDS
+    request = pb.GenerateRequest(
+        token_ids=[LIMITS.vocab_size - 1] * LIMITS.max_tokens,
+        stop=stop,
+        stop_token_ids=[LIMITS.vocab_size - 1] * limits.MAX_STOP_TOKENS,
+        sampling=pb.Sampling(
+            grammar=chr(0x10FFFF) * limits.MAX_GRAMMAR,
+            logit_bias={(1 << 20) - 1 - i: 1.0 for i in range(limits.MAX_LOGIT_BIAS)},
+            top_p=1.0,
+            repetition_penalty=1.0,
+            rules=pb.TokenRules(
+                suppress_tokens=[LIMITS.vocab_size - 1] * limits.MAX_RULE_TOKENS,
+                begin_suppress_tokens=[LIMITS.vocab_size - 1] * limits.MAX_RULE_TOKENS,
+                bad_words_ids=words,
+            ),
+        ),
+    )
+    frame = request.SerializeToString()
+    wire.sampling_of(wire.parse_generate(frame).sampling, LIMITS)
+    assert len(frame) <= LIMITS.max_bytes < limits.MAX_FRAME_BYTES
+
+
 TOKENS = range(limits.MAX_RULE_TOKENS + 1)
 WORD = pb.TokenRules.Word
 

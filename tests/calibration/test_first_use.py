@@ -78,8 +78,8 @@ def test_stored_costs_are_read_once(asked: Target, monkeypatch: pytest.MonkeyPat
         reads.append(given)
         return stored_costs(*given, **named)
 
-    for place in ("exits", "calibration"):
-        monkeypatch.setattr(f"moaspec.decode.{place}.stored_costs", counted)
+    for place in ("choose_exit", "measure_costs"):
+        monkeypatch.setattr(f"moaspec.calibration.{place}.stored_costs", counted)
     shaping_for(asked, module)
     assert len(reads) == 1
 

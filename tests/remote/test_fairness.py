@@ -19,7 +19,7 @@ from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.wire import chain
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import NoRoomError, StoreOptions
-from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier, _Job
+from moaspec.remote.server.shared_verifier import PassOptions, SharedVerifier, _QueuedRequest
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.target import Target
 
@@ -43,14 +43,16 @@ def asked(shared: SharedVerifier, owner: str, drafted: int, number: int = 1) -> 
     for _ in range(number):
         row = shared.lease(owner)
         request = VerifyRequest(row, 0, (1,), tree(drafted), GREEDY, 1, False)
-        shared._jobs.append(_Job(request, owner, asyncio.get_running_loop().create_future()))
+        shared._jobs.append(
+            _QueuedRequest(request, owner, asyncio.get_running_loop().create_future())
+        )
 
 
 def passes(*owners: tuple[str, int, int], **options: int) -> list[list[tuple[str, int]]]:
     """Owner and drafted tokens of the requests in each pass, until nobody waits."""
 
     async def run() -> list[list[tuple[str, int]]]:
-        shared = SharedVerifier(Unused(), PassOptions(lately_s=600.0, **options))
+        shared = SharedVerifier(Unused(), PassOptions(recent_s=600.0, **options))
         for owner, drafted, number in owners:
             asked(shared, owner, drafted, number)
         made = []
@@ -144,7 +146,7 @@ def test_cut_drafts_of_several_owners_change_no_text(temperature: float) -> None
 
     async def run() -> tuple[list[list[int]], Recording]:
         recording = Recording(target)
-        shared = SharedVerifier(recording, PassOptions(lately_s=600.0))
+        shared = SharedVerifier(recording, PassOptions(recent_s=600.0))
         texts = await asyncio.gather(*(write(shared, i) for i in range(len(tiny.PROMPTS))))
         await shared.stop()
         return texts, recording
@@ -196,15 +198,17 @@ def test_grammars_of_one_owner_wait_for_one_another() -> None:
 
     async def run() -> None:
         grammars: Any = Slow()
-        service.terms._grammars = grammars
-        ruled = service.terms.ruled
-        hostile = [asyncio.create_task(ruled(GREEDY, "mallory", 1, "mallory")) for _ in range(50)]
+        service.capabilities._grammars = grammars
+        with_grammar = service.capabilities.with_grammar
+        hostile = [
+            asyncio.create_task(with_grammar(GREEDY, "mallory", 1, "mallory")) for _ in range(50)
+        ]
         await asyncio.sleep(0)
-        await ruled(GREEDY, "alice", 1, "alice")
+        await with_grammar(GREEDY, "alice", 1, "alice")
         assert not all(one.done() for one in hostile)
         await asyncio.gather(*hostile)
         await service.stop()
-        assert not service.terms._turns
+        assert not service.capabilities._turns
 
     asyncio.run(run())
     assert most == {"mallory": 1, "alice": 1}

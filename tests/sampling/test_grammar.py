@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import serving
 from hostile_grammars import chained, grammars, rules
 from moaspec.errors import InputError
+from moaspec.sampling import grammar_worker
 
 SCHEMA: dict[str, Any] = {"enum": ["abc", "abd", 17]}
 
@@ -49,6 +51,18 @@ def test_any_order_of_prefixes_gives_the_same() -> None:
     shared = made.processor(grammar, 0)
     for one in itertools.chain(prefixes, reversed(prefixes), prefixes[::3]):
         assert torch.equal(shared(one, logits_V), fresh[one])
+
+
+def test_a_trial_lets_servers_go_first() -> None:
+    script = "import os; from grammar_worker import bound; bound(5, 1 << 34); print(os.nice(0))"
+    told = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(grammar_worker.__file__).parent,
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    assert told.stdout.strip() == "19"
 
 
 @pytest.mark.parametrize(

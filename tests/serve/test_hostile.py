@@ -210,6 +210,13 @@ def test_oversized_bodies(http: httpx.Client) -> None:
     error(http.post(CHAT, content=pieces()), 413)
 
 
+def test_bodies_of_very_many_values(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_JSON_VALUES", 50)
+    many = {**GOOD, "stop": ["x"] * 51}
+    assert "JSON values" in error(http.post(CHAT, json=many), 413)["message"]
+    assert http.post(CHAT, json={**GOOD, "user": '"\\",' * 51}).status_code == 200
+
+
 def raw(served: Served, text: bytes) -> bytes:
     """Send bytes and read until the server closes or has answered."""
     port = int(served.url.rpartition(":")[2])

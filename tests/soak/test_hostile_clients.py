@@ -65,8 +65,8 @@ WARM_S = 30.0
 SETTLED_S = 150.0
 """In which memory returns to where it was; caches that nobody uses are given back."""
 
-MOST_GROWTH = 1.25
-SLOWEST = 3.0
+MAX_GROWTH = 1.25
+MAX_SLOWDOWN = 3.0
 """Of honest clients, mixed over alone, at the 99th percentile."""
 
 Once = Callable[[int, int], Awaitable[bool]]
@@ -286,10 +286,10 @@ async def honest(once: Once, seconds: float) -> tuple[list[float], int]:
 
 
 def attacked(kind: str, address: str, seconds: float) -> dict[str, int]:
-    """Attack from a process that takes little of the others' time, as another machine would."""
+    """Attack from a process of lower priority; with the lowest one it starves on a busy machine."""
     attack = [sys.executable, str(TESTS / "attacks.py"), kind, address, str(seconds)]
     told = subprocess.run(
-        ["nice", "-n", "19", *attack], stdout=subprocess.PIPE, check=True, env=ENVIRONMENT
+        ["nice", "-n", "5", *attack], stdout=subprocess.PIPE, check=True, env=ENVIRONMENT
     )
     counted: dict[str, int] = json.loads(told.stdout)
     return counted
@@ -345,5 +345,5 @@ def test_nobody_is_brought_down_or_starved(kind: str, files: Files) -> None:
     sys.stdout.write(f"\n{kind}: {json.dumps(figures)}\n")
     assert figures["wrong"] == 0
     if MINUTES:
-        assert figures["mib"]["after"] <= figures["mib"]["before"] * MOST_GROWTH
-        assert figures["mixed_s"][1] <= SLOWEST * figures["alone_s"][1]
+        assert figures["mib"]["after"] <= figures["mib"]["before"] * MAX_GROWTH
+        assert figures["mixed_s"][1] <= MAX_SLOWDOWN * figures["alone_s"][1]

@@ -13,7 +13,7 @@ from moaspec.model.drafter_config import TargetIdentity
 from moaspec.remote.device.local_parts import Device
 
 
-class HeldDevice:
+class HeldDevice(Device):
     """A device whose draft steps take at least a set time.
 
     On one machine, device and server are equally fast; holding one back makes their ratio what an
@@ -30,12 +30,17 @@ class HeldDevice:
     ) -> None:
         self._inner, self._step_s, self._replay = inner, step_s, replay
         self.steps = Steps()
-        self.identity: TargetIdentity = inner.identity
-        self.fingerprint = None if replay is not None else inner.fingerprint
-        self.vocab_size, self.max_positions = inner.vocab_size, inner.max_positions
-        self.rope_switches, self.stop_token_ids = inner.rope_switches, inner.stop_token_ids
-        self.rope_growth, self.tokenizer = inner.rope_growth, inner.tokenizer
-        self.generation_defaults = inner.generation_defaults
+        self.target = inner.target
+
+    @property
+    def identity(self) -> TargetIdentity:
+        """See `Device`."""
+        return self._inner.identity
+
+    @property
+    def fingerprint(self) -> str | None:
+        """See `Device`."""
+        return None if self._replay is not None else self._inner.fingerprint
 
     def drafting(self, num_target_layers: int | None) -> Drafter:
         """See `Device`: the inner device's drafter, held back."""

@@ -1,4 +1,4 @@
-"""Private spans: what never leaves the device is replaced before anything else happens."""
+"""Private spans: text that is replaced by placeholders before it leaves the device."""
 
 from moaspec.privacy.recognisers import Phones, Recogniser, cards, default, emails, ibans
 from moaspec.privacy.spans import Span, marked

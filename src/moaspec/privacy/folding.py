@@ -1,8 +1,8 @@
-"""Copies of a text with one spelling for equal text, and the way back to the text.
+"""Normalised copies of a text, with a map from each character to its place in the text.
 
 Compatibility forms, capitals, digits of other scripts, white space, dashes, quotation marks and
-angle brackets become the usual ones; accents and characters that nobody sees go. A second copy has
-the escapes of JSON, HTML, URLs and Markdown decoded. Both take time in proportion to the text.
+angle brackets become the usual ones; accents and invisible characters are removed. In a second copy
+the escapes of JSON, HTML, URLs and Markdown are decoded. The time is linear in the text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from unicodedata import category, decimal, normalize
 from urllib.parse import unquote
 
 _UNSEEN = frozenset("\u034f\u115f\u1160\u17b4\u17b5")
-"""Besides control and format characters."""
-_SAME = {
+"""Invisible characters besides control and format characters."""
+_REPLACEMENTS = {
     **dict.fromkeys("\u2212\u2043", "-"),
     **dict.fromkeys("\u2044\u2215", "/"),
     **dict.fromkeys("\u2018\u2019\u201b\u2032\u02bc\u02b9`", "'"),
@@ -33,17 +33,17 @@ _ESCAPE = re.compile(
     re.IGNORECASE,
 )
 _DECODINGS = 4
-"""Escapes within escapes are decoded so many times."""
+"""Passes that decode escapes within escapes."""
 
 
 @dataclass(frozen=True)
-class Folded:
-    """A copy of a text.
+class FoldedText:
+    """A normalised copy of a text.
 
     Attributes:
         text: the copy.
-        starts, stops: where in the text each of its characters begins and ends; both ascend.
-        source: the text.
+        starts, stops: range in the source of each character of the copy; both ascend.
+        source: the original text.
     """
 
     text: str
@@ -52,16 +52,16 @@ class Folded:
     source: str
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
-        """Where characters `start` to `stop - 1` stand in the text, their accents included."""
+        """Range in the source of characters `start` to `stop - 1`, with their accents."""
         end = self.stops[stop - 1]
         while end < len(self.source) and _is_mark(self.source[end]):
             end += 1
         return self.starts[start], end
 
 
-def copies(text: str) -> Iterator[Folded]:
-    """The text folded; where it has escapes or emphasis, also without these."""
-    read = same(text)
+def folded_copies(text: str) -> Iterator[FoldedText]:
+    """Yield the folded text, and if it has escapes or emphasis, a copy without these."""
+    read = unfolded(text)
     yield _folded(read)
     plain = read
     for _ in range(_DECODINGS):
@@ -73,35 +73,35 @@ def copies(text: str) -> Iterator[Folded]:
         yield _folded(plain)
 
 
-def fold(text: str) -> Folded:
-    """The first of the `copies` of a text."""
-    return _folded(same(text))
+def fold(text: str) -> FoldedText:
+    """Fold a text without decoding its escapes."""
+    return _folded(unfolded(text))
 
 
-def same(text: str) -> Folded:
-    """A text as its own copy."""
-    return Folded(text, range(len(text)), range(1, len(text) + 1), text)
+def unfolded(text: str) -> FoldedText:
+    """Make an unchanged copy of a text."""
+    return FoldedText(text, range(len(text)), range(1, len(text) + 1), text)
 
 
-def _folded(read: Folded) -> Folded:
+def _folded(read: FoldedText) -> FoldedText:
     chars, starts, stops = list[str](), list[int](), list[int]()
     last = ""
     for place, char in enumerate(read.text):
-        for new in _usual(char):
+        for new in _fold_character(char):
             if new != " " or last != " ":
                 chars.append(new)
                 starts.append(read.starts[place])
                 stops.append(read.stops[place])
                 last = new
-    return Folded("".join(chars), starts, stops, read.source)
+    return FoldedText("".join(chars), starts, stops, read.source)
 
 
-def _decoded(read: Folded) -> Folded:
-    """A copy whose escapes are decoded; each character of one stands for all of it."""
+def _decoded(read: FoldedText) -> FoldedText:
+    """Decode escapes; each decoded character maps to the whole escape."""
     parts, starts, stops, place = list[str](), list[int](), list[int](), 0
     for found in _ESCAPE.finditer(read.text):
         first, end = found.span()
-        new = _meaning(found[0])
+        new = _decode_escape(found[0])
         parts += [read.text[place:first], new]
         starts += read.starts[place:first]
         starts += [read.starts[first]] * len(new)
@@ -110,11 +110,11 @@ def _decoded(read: Folded) -> Folded:
         place = end
     starts += read.starts[place:]
     stops += read.stops[place:]
-    return Folded("".join([*parts, read.text[place:]]), starts, stops, read.source)
+    return FoldedText("".join([*parts, read.text[place:]]), starts, stops, read.source)
 
 
-def _meaning(escape: str) -> str:
-    """What an escape stands for; nothing for emphasis and for a backslash before punctuation."""
+def _decode_escape(escape: str) -> str:
+    """Decode one escape; emphasis and a backslash before punctuation are dropped."""
     if escape[0] == "%":
         return unquote(escape)
     if escape[0] == "&":
@@ -128,13 +128,13 @@ def _meaning(escape: str) -> str:
 
 
 @lru_cache(1 << 12)
-def _usual(char: str) -> str:
-    """A character as others like it are written; several for a ligature, none for an accent."""
+def _fold_character(char: str) -> str:
+    """Fold a character: into several for a ligature, into none for an accent."""
     found = normalize("NFKD", normalize("NFKD", char).casefold())
-    return "".join(_SAME.get(one, _one(one)) for one in found)
+    return "".join(_REPLACEMENTS.get(one, _fold_decomposed(one)) for one in found)
 
 
-def _one(char: str) -> str:
+def _fold_decomposed(char: str) -> str:
     if char.isspace():
         return " "
     if _is_mark(char) or _is_unseen(char):
@@ -150,5 +150,5 @@ def _is_mark(char: str) -> bool:
 
 
 def _is_unseen(char: str) -> bool:
-    """Format and control characters, and fillers; selectors of variants are marks."""
+    """Whether a character is a format or control character, or a filler."""
     return category(char) in {"Cf", "Cc"} or char in _UNSEEN

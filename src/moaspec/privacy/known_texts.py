@@ -1,4 +1,4 @@
-"""Finds texts that are known to be private, in any spelling, in one pass over another text."""
+"""Finds known private texts in another text, in any spelling, in one pass."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass, field
 from unicodedata import category
 
 from moaspec.errors import InputError
-from moaspec.privacy.folding import Folded, fold
+from moaspec.privacy.folding import FoldedText, fold
 from moaspec.privacy.spans import Span
 
-_PART_OF_WORD = 3
-"""Shorter private text is looked for as a whole word only: two letters are in every third word."""
+_MAX_WHOLE_WORD = 3
+"""Private text of at most this length is found as a whole word only; many words contain it."""
 
-_SURE = 8
-"""Private text of so many letters is looked for within words too, however it is spaced."""
+_MIN_INFIX = 8
+"""Private text of at least this length is found within words too, with any spacing."""
 
-_WORK = 64
-"""Private texts within one another that are looked at, for each character on average."""
+_MAX_WORK = 64
+"""Limit of nested private texts that are checked per character, on average."""
 
 
 @dataclass(frozen=True)
-class Letters:
-    """What of a folded text counts: letters, digits and signs, without what stands between them.
+class LetterSequence:
+    """The letters, digits and symbols of a folded text, without separators.
 
     Attributes:
-        text: the letters.
-        places: of each in the folded text.
-        breaks: how many breaks stand before each letter. Between digits none count, as digits may
-            be grouped in any way.
-        edges: whether a word may begin at each letter; one more for the end.
+        text: these characters.
+        places: index of each in the folded text.
+        breaks: number of separators before each. Those between digits do not count, because digits
+            may be grouped in any way.
+        edges: whether a word may begin at each; one more for the end.
     """
 
     text: str
@@ -39,10 +39,10 @@ class Letters:
     edges: list[bool]
 
 
-def letters(folded: Folded | str) -> Letters:
-    """The letters of a text."""
+def letters(folded: FoldedText | str) -> LetterSequence:
+    """Extract the letters, digits and symbols of a text."""
     text = folded if isinstance(folded, str) else folded.text
-    places = [place for place, char in enumerate(text) if _counts(char)]
+    places = [place for place, char in enumerate(text) if _is_significant(char)]
     breaks, edges, last = list[int](), list[bool](), -2
     for place in places:
         char, before = text[place], text[last] if last >= 0 else ""
@@ -51,10 +51,10 @@ def letters(folded: Folded | str) -> Letters:
         breaks.append((breaks[-1] if breaks else 0) + (apart and bool(before) and not digits))
         edges.append(apart or char.isdigit() != before.isdigit() or _is_word(char, before))
         last = place
-    return Letters("".join(text[one] for one in places), places, breaks, [*edges, True])
+    return LetterSequence("".join(text[one] for one in places), places, breaks, [*edges, True])
 
 
-def _counts(char: str) -> bool:
+def _is_significant(char: str) -> bool:
     return char.isalnum() or (not char.isascii() and category(char).startswith("S"))
 
 
@@ -68,10 +68,10 @@ class _Node:
     """One state of the automaton.
 
     Attributes:
-        after: the next states.
-        shorter: the state of the longest other beginning that ends here.
-        ends: the longest private text that ends here: its length, breaks and kind.
-        next_end: the state of the next shorter one.
+        after: next state by character.
+        shorter: failure link: the state of the longest proper suffix.
+        ends: length, breaks and kind of the private text that ends here.
+        next_end: output link: the state of the next shorter private text that ends here.
     """
 
     after: dict[str, _Node] = field(default_factory=dict)
@@ -80,24 +80,24 @@ class _Node:
     next_end: _Node | None = None
 
 
-class Finder:
-    """An automaton (Aho and Corasick, 1975) of private texts.
+class PrivateTextFinder:
+    """An Aho-Corasick automaton of private texts (Aho and Corasick, 1975).
 
     Args:
-        kinds: private texts, and their kinds.
+        kinds: kinds of private texts by text.
     """
 
     def __init__(self, kinds: Mapping[str, str]) -> None:
         self._root = _Node()
         for value, kind in kinds.items():
-            self._add(letters(fold(value)), kind)
+            self._add_text(letters(fold(value)), kind)
         self._link()
 
-    def find(self, folded: Folded) -> Iterator[Span]:
-        """Where they stand, in other capitals, spacing, hyphenation or accents, too.
+    def find(self, folded: FoldedText) -> Iterator[Span]:
+        """Find private texts, also with other capitals, spacing, hyphenation or accents.
 
         Raises:
-            InputError: more private texts within one another than can be told apart in time.
+            InputError: too many private texts are parts of one another.
         """
         read, node, work = letters(folded), self._root, 0
         for end, char in enumerate(read.text, start=1):
@@ -105,12 +105,12 @@ class Finder:
             ending: _Node | None = node if node.ends else node.next_end
             while ending is not None:
                 work += 1
-                if work > _WORK * (len(read.text) + _WORK):
+                if work > _MAX_WORK * (len(read.text) + _MAX_WORK):
                     raise InputError(
                         "Too many of the private texts are parts of one another; mark fewer."
                     )
                 length, breaks, kind = ending.ends or (0, frozenset(), "")
-                if _is_here(read, end - length, end, breaks):
+                if _is_match(read, end - length, end, breaks):
                     place = folded.span(read.places[end - length], read.places[end - 1] + 1)
                     yield Span(*place, kind)
                     break  # the shorter ones are within
@@ -121,7 +121,7 @@ class Finder:
             node = node.shorter
         return node.after.get(char, self._root)
 
-    def _add(self, value: Letters, kind: str) -> None:
+    def _add_text(self, value: LetterSequence, kind: str) -> None:
         if not value.text:
             return
         node = self._root
@@ -144,10 +144,10 @@ class Finder:
                 waiting.append(after)
 
 
-def _is_here(read: Letters, start: int, end: int, breaks: frozenset[int]) -> bool:
-    """Whole words are; parts of words where they are long, or as long as one and spaced alike."""
-    if end - start >= _SURE or (read.edges[start] and read.edges[end]):
+def _is_match(read: LetterSequence, start: int, end: int, breaks: frozenset[int]) -> bool:
+    """Whether a range is whole words, long enough, or spaced like the private text."""
+    if end - start >= _MIN_INFIX or (read.edges[start] and read.edges[end]):
         return True
-    if end - start <= _PART_OF_WORD:
+    if end - start <= _MAX_WHOLE_WORD:
         return False
     return read.breaks[end - 1] - read.breaks[start] in breaks

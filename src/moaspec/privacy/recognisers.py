@@ -1,7 +1,7 @@
-"""What private text looks like: e-mail addresses, telephone numbers, payment cards, bank accounts.
+"""Recognisers of e-mail addresses, telephone numbers, payment cards and bank accounts.
 
-Recognisers find what has a form and, where the form has one, a right check digit. They cannot know
-that a name, a street or a diagnosis is private: that is for the user to mark.
+They find text by its form and, if the form has them, correct check digits. They cannot recognise
+names, streets or diagnoses: users mark these.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from moaspec.errors import InputError
 from moaspec.extras import require
-from moaspec.privacy.folding import copies, same
+from moaspec.privacy.folding import folded_copies, unfolded
 from moaspec.privacy.spans import Span
 
 Recogniser = Callable[[str], Iterable[Span]]
-"""Finds spans in a text; any function will do."""
+"""A function that finds private spans in a text."""
 
 _AT = re.compile(r" @ |@ ?| ?[\[({<] ?(?:at|@) ?[\])}>] ?")
 _DOT = r"(?:[.\u3002]| ?[\[({<] ?(?:dot|\.) ?[\])}>] ?)"
@@ -27,13 +27,13 @@ _DOMAIN = re.compile(
 )
 _QUOTED = re.compile(r'"[^"@]{1,64}"\Z')
 _IN_LOCAL = frozenset("_.!#$%&'*+/=?^`{|}~-")
-_LONGEST_LOCAL = 256
-"""Characters before the at-sign that are looked at."""
+_MAX_LOCAL = 256
+"""Most characters of an address before the at-sign."""
 
 _NEAR = "[ ./:_|\u00b7\u2022-]{0,3}"
-"""What may stand between digits of a number that is written in groups."""
+"""Separators between groups of digits."""
 _FAR = r"[\W_]{0,4}"
-"""The same where the groups are those of a card, or the letters those of an account."""
+"""Separators between the groups of a card or the letters of an account."""
 _DIGITS = re.compile(rf"\d(?:{_NEAR}\d)*")
 _CARD_LENGTHS = range(12, 20)
 _CARD_GROUPS = re.compile(
@@ -45,9 +45,9 @@ _IBAN_LENGTHS = range(15, 35)
 
 
 def emails(text: str) -> Iterator[Span]:
-    """E-mail addresses, international ones included."""
+    """Find e-mail addresses, also international ones."""
     places = set[tuple[int, int]]()
-    for copy in copies(text):
+    for copy in folded_copies(text):
         for at in _AT.finditer(copy.text):
             domain = _DOMAIN.match(copy.text, at.end())
             start = _local_start(copy.text, at.start())
@@ -57,8 +57,8 @@ def emails(text: str) -> Iterator[Span]:
 
 
 def _local_start(text: str, end: int) -> int:
-    """Where the part before an at-sign begins."""
-    start, least = end, max(end - _LONGEST_LOCAL, 0)
+    """Find the start of the part before an at-sign."""
+    start, least = end, max(end - _MAX_LOCAL, 0)
     while start > least and (text[start - 1].isalnum() or text[start - 1] in _IN_LOCAL):
         start -= 1
     quoted = _QUOTED.search(text, max(end - 66, 0), end) if start == end else None
@@ -66,16 +66,15 @@ def _local_start(text: str, end: int) -> int:
 
 
 def cards(text: str) -> Iterator[Span]:
-    """Numbers of payment cards: 12 to 19 digits, in groups or not, whose check digit is right.
+    """Find payment card numbers: 12 to 19 digits, in groups or not, with a correct check digit.
 
-    Other digits may stand around them, such as a date of expiry: any run of whole groups may be the
-    number.
+    Other digits may surround them, such as an expiry date, so every range of groups is tried.
     """
     places = set[tuple[int, int]]()
-    for copy in copies(text):
+    for copy in folded_copies(text):
         for first, end in [found.span() for found in _DIGITS.finditer(copy.text)]:
             groups = [one.span() for one in re.finditer(r"\d+", copy.text[first:end])]
-            for start, stop in _runs(copy.text[first:end], groups):
+            for start, stop in _card_ranges(copy.text[first:end], groups):
                 places.add(copy.span(first + start, first + stop))
         for found in _CARD_GROUPS.finditer(copy.text):
             if _has_check_digit(re.sub(r"\D", "", found[1])):
@@ -86,8 +85,8 @@ def cards(text: str) -> Iterator[Span]:
     yield from (Span(*place, "CARD") for place in sorted(places))
 
 
-def _runs(text: str, groups: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive groups that are a card's number."""
+def _card_ranges(text: str, groups: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of consecutive groups that are a card number."""
     longest = max(_CARD_LENGTHS)
     for first, (start, _) in enumerate(groups):
         digits = ""
@@ -104,16 +103,16 @@ def _has_check_digit(digits: str) -> bool:
 
 
 def ibans(text: str) -> Iterator[Span]:
-    """International bank account numbers whose length and check digits are right.
+    """Find international bank account numbers with correct length and check digits.
 
-    One may begin anywhere, within what began like another, too.
+    Numbers may begin within text that looks like the beginning of another.
     """
     is_valid = _library("stdnum.iban").is_valid
     places = set[tuple[int, int]]()
-    for copy in copies(text):
+    for copy in folded_copies(text):
         for found in _IBAN.finditer(copy.text):
             own = [place for place in range(*found.span(1)) if copy.text[place].isalnum()]
-            # The words that follow are of the same characters: the longest whole number counts.
+            # Words that follow have the same characters: the longest valid number counts.
             for size in _checked_sizes([copy.text[place] for place in own]):
                 if is_valid("".join(copy.text[place] for place in own[:size])):
                     places.add(copy.span(own[0], own[size - 1] + 1))
@@ -122,7 +121,7 @@ def ibans(text: str) -> Iterator[Span]:
 
 
 def _checked_sizes(chars: Sequence[str]) -> list[int]:
-    """Lengths at which the check digits are right, the longest first."""
+    """Lengths with correct check digits, longest first."""
     head, rest, found = int("".join(str(int(one, 36)) for one in chars[:4])), 0, list[int]()
     for size, char in enumerate(chars[4:], start=5):
         rest = (rest * (10 if char.isdigit() else 100) + int(char, 36)) % 97
@@ -132,14 +131,14 @@ def _checked_sizes(chars: Sequence[str]) -> list[int]:
 
 
 _SPACED = str.maketrans(dict.fromkeys("_|\u00b7\u2022\\'*[]{}", " "))
-"""What stands between digits, and is none of what the library expects there."""
-_ABROAD = re.compile(rf"(?:\+|(?<![\d:.,])00)((?:{_FAR}\d){{7,15}})")
+"""Separators that `phonenumbers` does not accept between digits."""
+_INTERNATIONAL = re.compile(rf"(?:\+|(?<![\d:.,])00)((?:{_FAR}\d){{7,15}})")
 
 
-def _abroad(text: str) -> Iterator[tuple[int, int]]:
-    """Numbers with the prefix of a country; any signs may stand between their digits."""
+def _international_numbers(text: str) -> Iterator[tuple[int, int]]:
+    """Find numbers with a country's prefix and any separators."""
     phonenumbers = _library("phonenumbers")
-    for found in _ABROAD.finditer(text):
+    for found in _INTERNATIONAL.finditer(text):
         ends = [one.end() for one in re.finditer(r"\d+", found[1])]
         for end in reversed(ends):
             digits = re.sub(r"\D", "", found[1][:end])
@@ -156,50 +155,50 @@ def _abroad(text: str) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Phones:
-    """Telephone numbers that exist in the numbering plans of the world.
+    """Finds valid telephone numbers.
 
     Attributes:
-        regions: two-letter countries whose national forms count too; numbers that begin with a plus
-            are found wherever they are from.
+        regions: two-letter codes of countries whose national forms are found; numbers that begin
+            with a plus are found for all countries.
     """
 
     regions: tuple[str, ...] = ("US",)
 
     def __call__(self, text: str) -> Iterator[Span]:
-        """Numbers in a text."""
+        """Find telephone numbers in a text."""
         phonenumbers = _library("phonenumbers")
         unknown = set(self.regions) - set(phonenumbers.SUPPORTED_REGIONS)
         if unknown:
             raise InputError(f"Unknown telephone regions {sorted(unknown)}; for example US, DE.")
-        # Folding joins lines, of which each may end in a number: the text itself is read too.
-        read = list(copies(text))
+        # Folding joins lines, so the original text is searched too.
+        read = list(folded_copies(text))
         spaced = [replace(one, text=one.text.translate(_SPACED)) for one in read]
-        texts = {one.text.casefold(): one for one in (*read, *spaced, same(text))}
+        texts = {one.text.casefold(): one for one in (*read, *spaced, unfolded(text))}
         places = {
             one.span(found.start, found.end)
             for region, one in product(self.regions or (None,), texts.values())
             for found in phonenumbers.PhoneNumberMatcher(one.text, region)
         }
-        places |= {one.span(*place) for one in read for place in _abroad(one.text)}
+        places |= {one.span(*place) for one in read for place in _international_numbers(one.text)}
         for place in sorted(places):
             yield Span(*place, "PHONE")
 
 
 def default(phone_regions: Sequence[str] = ("US",)) -> tuple[Recogniser, ...]:
-    """All recognisers of this file.
+    """Make all recognisers of this module.
 
     Args:
         phone_regions: see `Phones`.
 
     Raises:
-        InputError: the libraries that they use are not installed.
+        InputError: their libraries are not installed.
     """
     _library("stdnum.luhn")
     return ibans, cards, emails, Phones(tuple(phone_regions))
 
 
 def _library(name: str) -> Any:
-    """A library of the extra `private`; only those who use recognisers need it."""
+    """Import a library of the extra `private`."""
     import importlib
 
     require("Recognising private spans (not needed with --no-recognise)", "private")

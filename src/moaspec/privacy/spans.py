@@ -1,4 +1,4 @@
-"""Stretches of text that stay on the device, and the marks by which users name them."""
+"""Private spans of a text, and the marks that set them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from moaspec.errors import InputError
-from moaspec.privacy.folding import Folded, copies
+from moaspec.privacy.folding import FoldedText, folded_copies
 
 MARKED = "PRIVATE"
 _OPEN, _CLOSE = "<private>", "</private>"
@@ -17,19 +17,19 @@ _TAG = re.compile(
     + "[ ._-]?".join("private")
     + r")(?![-_]*[^\W_])(?P<end> ?>)?"
 )
-"""What looks like a mark, in a folded text; it is one where it is written as it should be."""
+"""Text that looks like a mark in a folded text; only the correct form is accepted."""
 _NO_TAG = re.compile(
     rf"[\[{{(\u00ab] ?[/\\] ?{_WORD} ?[\]}})\u00bb]|> ?[/\\] ?{_WORD} ?<|etavirp"
     r"|<[ /\\]{0,8}(?P<word>[^\W_]{5,10})[ /\\]{0,3}>"
     r"|<[ /\\]{0,8}p ?r ?i ?(?:v ?(?:a ?(?:t ?)?)?)?\Z"
 )
-"""A mark in other brackets, reversed, with a mistake, or of which the rest is missing."""
+"""A mark in other brackets, reversed, misspelt or incomplete."""
 _LOOK_ALIKE = str.maketrans(
     "\u1d18\u0280\u026a\u1d00\u1d07\u0430\u03b1\u0251@4\u0435\u0454\u03b5\u212e3\u0456\u03b9\u0131\u0269\u04cf1!l|"
     "\u0440\u03c1\u2ca3\u0433\u1d26\u0442\u03c4\u1d1b7\u0475\u03bd\u1d20\u2228",
     "priaeaaaaaeeeee" + "iiiiiiiii" + "ppprrtttt" + "vvvv",
 )
-"""Cyrillic, Greek, dotless and phonetic letters, and signs that stand for letters."""
+"""Cyrillic, Greek, dotless and phonetic letters, and digits and signs that replace letters."""
 _KIND = re.compile(r"[A-Z]{2,16}")
 
 
@@ -38,10 +38,10 @@ class Span:
     """Characters `start` to `stop - 1` of a text.
 
     Attributes:
-        kind: what they are, two to sixteen capitals; the server sees this.
+        kind: two to sixteen capitals; the server sees them.
 
     Raises:
-        InputError: an empty span, or another kind of name.
+        InputError: an empty span, or an invalid kind.
     """
 
     start: int
@@ -56,14 +56,13 @@ class Span:
 
 
 def marked(text: str) -> tuple[str, list[Span]]:
-    """A text without its marks, and what stood between `<private>` and `</private>`.
+    """Remove the marks `<private>` and `</private>` of a text; returns the text and its spans.
 
-    Capitals, spaces, full-width brackets, escapes and characters that nobody sees make no
-    difference to a mark.
+    Capitals, spaces, full-width brackets, escapes and invisible characters in a mark are ignored.
 
     Raises:
-        InputError: a mark without its partner, one inside another, or what only looks like one.
-            Nothing may be sent then: what the user meant to hide is not known.
+        InputError: a mark has no partner, is inside another, or is misspelt. Nothing may be sent
+            then, because the intended span is unknown.
     """
     kept, spans, length, place, start = list[str](), list[Span](), 0, 0, -1
     for tag in _tags(text):
@@ -90,8 +89,8 @@ class _Tag:
 
 
 def _tags(text: str) -> Iterator[_Tag]:
-    """The marks of a text, however they are spelled; see `marked`."""
-    *_, plain = copies(text)  # without escapes, if there are any
+    """Find the marks of a text in any spelling; see `marked`."""
+    *_, plain = folded_copies(text)  # the last copy has no escapes
     spelled = plain.text.translate(_LOOK_ALIKE)
     for found in _NO_TAG.finditer(spelled):
         if found["word"] is None or _is_misspelt(found["word"]):
@@ -103,7 +102,7 @@ def _tags(text: str) -> Iterator[_Tag]:
         yield _Tag(*plain.span(*found.span()), opens=not slash)
 
 
-def _refusal(plain: Folded, first: int, end: int) -> InputError:
+def _refusal(plain: FoldedText, first: int, end: int) -> InputError:
     start, stop = plain.span(first, end)
     return InputError(
         f"{plain.source[start:stop]!r} at character {start} looks like a mark of private text and "
@@ -112,7 +111,7 @@ def _refusal(plain: Folded, first: int, end: int) -> InputError:
 
 
 def _is_misspelt(word: str) -> bool:
-    """Whether one letter is too many, missing, wrong or exchanged with the next."""
+    """Whether one letter is added, missing, wrong or swapped with the next."""
     right = "private"
     if word == right:
         return False
@@ -124,10 +123,10 @@ def _is_misspelt(word: str) -> bool:
     return other in (rest[1:], swapped) or rest == other[1:] or rest[1:] == other[1:]
 
 
-def united(spans: Iterable[Span]) -> list[Span]:
-    """Spans that overlap become one, of the kind of the one that starts first.
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
+    """Merge overlapping spans; the merged span has the kind of the first.
 
-    Of two that overlap neither may be dropped: the rest of it would stay readable.
+    Dropping one of two overlapping spans would leave its rest readable.
     """
     found: list[Span] = []
     for span in sorted(spans, key=lambda one: one.start):

@@ -1,4 +1,4 @@
-"""Placeholders for private text, and the way back. What stands for what is only ever in memory."""
+"""Placeholders for private text; the mapping is kept in memory only."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from moaspec.errors import InputError
-from moaspec.privacy.folding import copies
-from moaspec.privacy.known_texts import Finder
+from moaspec.privacy.folding import folded_copies
+from moaspec.privacy.known_texts import PrivateTextFinder
 from moaspec.privacy.recognisers import Recogniser, default
-from moaspec.privacy.spans import Span, marked, united
+from moaspec.privacy.spans import Span, marked, merge_spans
 
 PLACEHOLDER = re.compile(r"\[[A-Z]{2,16}_\d{1,6}\]")
 _BEGINNING = re.compile(r"\[(?:[A-Z]{0,16}|[A-Z]{2,16}_\d{0,6})\Z")
-"""What may still become a placeholder when more text arrives."""
+"""Text that may become a placeholder when more text arrives."""
 
 LITERAL = "TEXT"
-"""Kind of text that looks like a placeholder without being one."""
+"""Kind of text that has the form of a placeholder but is none."""
 
 
 class Vault:
-    """Replaces private text by placeholders, always the same one for the same text.
+    """Replaces private text by placeholders; equal texts have equal placeholders.
 
-    What was private once is so everywhere: a later text in which it stands unmarked, an answer that
-    names it, the whole conversation of the next turn. Only text that was sent before somebody
-    marked it is beyond help.
+    Text that was private once stays private: in later texts without marks, in answers, and in the
+    whole conversation of the next turn. Text that was sent before it was marked cannot be hidden.
 
-    The object cannot be pickled or copied, and does not show what it holds.
+    A vault cannot be pickled or copied, and its representation shows no private text.
 
     Args:
-        recognisers: find private text that nobody marked; None takes all that there are.
+        recognisers: find private text without marks; None takes all recognisers.
     """
 
     def __init__(self, recognisers: Iterable[Recogniser] | None = None) -> None:
@@ -38,7 +37,7 @@ class Vault:
         self._placeholders: dict[str, str] = {}
         self._values: dict[str, str] = {}
         self._kinds: dict[str, str] = {}
-        self._finder: Finder | None = None
+        self._finder: PrivateTextFinder | None = None
         self._counts: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -52,27 +51,25 @@ class Vault:
 
     @property
     def placeholders(self) -> tuple[str, ...]:
-        """All that stand for something."""
+        """All placeholders in use."""
         return tuple(self._values)
 
     def hide(self, text: str) -> str:
-        """A text to send: marked, recognised and known private text replaced, marks removed.
+        """Replace marked, recognised and known private text, and remove the marks.
 
         Raises:
-            InputError: marks that are not closed, or what only looks like a mark.
+            InputError: a mark is not closed or is misspelt.
         """
         return self.hide_texts([text])[0]
 
     def hide_messages(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-        """A conversation to send, with the messages of all roles hidden; see `hide_texts`."""
+        """Hide the messages of all roles of a conversation; see `hide_texts`."""
         hidden = self.hide_texts([message["content"] for message in messages])
         pairs = zip(messages, hidden, strict=True)
         return [{**message, "content": content} for message, content in pairs]
 
     def hide_texts(self, texts: Sequence[str]) -> list[str]:
-        """`hide` for texts that belong together.
-
-        What one of them marks is hidden in all of them, earlier ones too.
+        """Hide several texts; text that is marked in one is hidden in all.
 
         Raises:
             InputError: see `hide`.
@@ -80,30 +77,30 @@ class Vault:
         return self._hidden([marked(text) for text in texts])
 
     def hide_spans(self, text: str, spans: Iterable[Span]) -> str:
-        """`hide` for a text without marks, whose private spans the caller names.
+        """Hide the given spans of a text without marks.
 
         Raises:
-            InputError: a span past the text's end.
+            InputError: a span exceeds the text.
         """
         return self._hidden([(text, list(spans))])[0]
 
     def restore(self, text: str) -> str:
-        """The text with every placeholder of this vault replaced by what it stands for."""
+        """Replace the placeholders of this vault by their texts."""
         return PLACEHOLDER.sub(lambda found: self._values.get(found[0], found[0]), text)
 
     def restorer(self) -> Restorer:
-        """`restore` for text that arrives in pieces."""
+        """Make a `Restorer` for text that arrives in pieces."""
         return Restorer(self)
 
     def _hidden(self, texts: Sequence[tuple[str, list[Span]]]) -> list[str]:
-        """Texts without marks and their marked spans, with all that is private replaced."""
-        found = [(text, self._learned(text, spans)) for text, spans in texts]
+        """Replace all private text; takes texts without marks, and their spans."""
+        found = [(text, self._find_and_remember(text, spans)) for text, spans in texts]
         if self._finder is None:
-            self._finder = Finder(self._kinds)
-        return [self._replaced(text, [*spans, *self._known(text)]) for text, spans in found]
+            self._finder = PrivateTextFinder(self._kinds)
+        return [self._replaced(text, [*spans, *self._known_spans(text)]) for text, spans in found]
 
-    def _learned(self, text: str, spans: list[Span]) -> list[Span]:
-        """What the user named and what recognisers find; both are known from now on."""
+    def _find_and_remember(self, text: str, spans: list[Span]) -> list[Span]:
+        """Add recognised spans to marked ones, and remember the texts of both."""
         found = [*spans, *(span for recognise in self._recognisers for span in recognise(text))]
         for span in found:
             if span.stop > len(text):
@@ -116,15 +113,15 @@ class Vault:
                 self._kinds[value], self._finder = span.kind, None
         return found
 
-    def _known(self, text: str) -> list[Span]:
-        """Where text stands that is known to be private, and text that looks like a placeholder."""
+    def _known_spans(self, text: str) -> list[Span]:
+        """Find known private text, and text that has the form of a placeholder."""
         assert self._finder is not None, "_hidden() has made it"
         found = [Span(*one.span(), LITERAL) for one in PLACEHOLDER.finditer(text)]
-        return [*found, *(span for copy in copies(text) for span in self._finder.find(copy))]
+        return [*found, *(span for copy in folded_copies(text) for span in self._finder.find(copy))]
 
     def _replaced(self, text: str, spans: list[Span]) -> str:
         kept, place = list[str](), 0
-        for span in united(spans):
+        for span in merge_spans(spans):
             value = text[span.start : span.stop]
             kept += [text[place : span.start], self._placeholder(value, span.kind)]
             place = span.stop
@@ -139,7 +136,7 @@ class Vault:
 
 
 def beginning(text: str) -> int:
-    """Where a placeholder begins that more text may complete; the text's length where none does."""
+    """Find the start of an incomplete placeholder at the end, or the text's length."""
     found = _BEGINNING.search(text)
     return len(text) if found is None else found.start()
 
@@ -148,20 +145,20 @@ class Restorer:
     """Restores text that arrives in pieces; a piece may end within a placeholder.
 
     Args:
-        vault: knows what placeholders stand for.
+        vault: holds the texts of placeholders.
     """
 
     def __init__(self, vault: Vault) -> None:
         self._vault, self._pending = vault, ""
 
     def push(self, piece: str) -> str:
-        """What can be shown now; the beginning of a placeholder waits for its end."""
+        """Add a piece; returns the text that can be shown, without an incomplete placeholder."""
         text = self._pending + piece
         place = beginning(text)
         self._pending = text[place:]
         return self._vault.restore(text[:place])
 
     def close(self) -> str:
-        """What was still waiting: the text has ended, and it was no placeholder."""
+        """Return the held back text after the last piece."""
         text, self._pending = self._pending, ""
         return self._vault.restore(text)

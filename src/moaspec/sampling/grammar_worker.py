@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 import threading
@@ -19,7 +20,9 @@ NAMED_TOKEN = re.compile(r"<[A-Za-z_|][^<>\s]{0,80}>")
 
 
 def bound(seconds: int, num_bytes: int) -> None:
-    """Limit this process's time and memory, where the system can."""
+    """Limit this process's time and memory, where the system can, and let servers go first."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(19)
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

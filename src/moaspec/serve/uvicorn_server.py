@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moaspec import limits
 from moaspec.errors import InputError
+from moaspec.process_memory import freeze_loaded_objects, return_memory_forever
 from moaspec.serve.app import create_app
 from moaspec.serve.server_context import ServeSettings
 from moaspec.serve.sources.source import TextSource
@@ -58,6 +59,7 @@ def serve(
     if host in LOOPBACK and not settings.guarded.hosts:
         settings = replace(settings, guarded=replace(settings.guarded, hosts=LOOPBACK_HOSTS))
     server = Server(config(create_app(source, settings)), source, ready=ready)
+    freeze_loaded_objects()
     # Uvicorn raises the signal that ended it again.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -139,15 +141,19 @@ class Server(uvicorn.Server):
         settings.timeout_graceful_shutdown = round(grace_s + ERROR_S)
         super().__init__(settings)
         self._source, self._grace_s, self._ready = source, grace_s, ready
+        self._returning: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the server and call `ready`."""
         await super().startup(sockets)
+        self._returning = asyncio.create_task(return_memory_forever())
         if self.started:
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down; close the source if answers take too long."""
+        if self._returning is not None:
+            self._returning.cancel()
         closing = asyncio.create_task(self._close_source())
         await super().shutdown(sockets)
         closing.cancel()

@@ -322,4 +322,4 @@ def vllm_engine(options: VLLMVerifierSettings, encoder: Any = None) -> ServingEn
     capabilities = EngineCapabilities(
         name="vllm", max_drafted=options.max_drafted, chains_only=True
     )
-    return ServingEngine(verifier=VLLMVerifier(options, encoder), terms=capabilities)
+    return ServingEngine(verifier=VLLMVerifier(options, encoder), capabilities=capabilities)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import tiny
 from moaspec.errors import InputError, WireError
-from moaspec.remote.protocol.activation_layout import Layout, WireEncoder
-from moaspec.remote.protocol.codec import CODECS, GROUP, LARGEST, Codec
+from moaspec.remote.protocol.activation_layout import ActivationLayout, WireEncoder
+from moaspec.remote.protocol.codec import CODECS, GROUP, MAX_FP16, Codec
 
 SHAPES = st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(1, 40).map(lambda n: 2 * n))
 
@@ -39,7 +39,9 @@ def test_any_numbers_come_back_as_near_as_the_codec_says(
     assert records.shape == (count, codec.token_bytes)
     back = codec.decode(records.tobytes(), count)
     assert np.isfinite(back).all()
-    clean = np.nan_to_num(values, nan=0.0, posinf=LARGEST, neginf=-LARGEST).clip(-LARGEST, LARGEST)
+    clean = np.nan_to_num(values, nan=0.0, posinf=MAX_FP16, neginf=-MAX_FP16).clip(
+        -MAX_FP16, MAX_FP16
+    )
     assert (np.abs(back - clean) <= _error(name, clean)).all()
 
 
@@ -73,7 +75,7 @@ def test_hostile_bytes_are_numbers_within_fp16(data: st.DataObject) -> None:
     extreme = st.sampled_from([b"\x00\x7c", b"\x00\xfc", b"\xff\x7b", b"\x01\x7e"])
     pairs = data.draw(st.lists(extreme | st.binary(min_size=2, max_size=2), min_size=size))
     values = codec.decode(b"".join(pairs)[: 2 * size], 2)
-    assert np.abs(values).max() <= LARGEST
+    assert np.abs(values).max() <= MAX_FP16
 
 
 @given(st.data())
@@ -102,7 +104,7 @@ def test_layouts_carry_what_the_encoder_made(num_layers: int) -> None:
     encoder = WireEncoder(drafter, 3, target.num_kv_heads)
     positions = torch.arange(length)[None]
     first, second = encoder.encode(read, positions, [5, length - 5])
-    layout = Layout.of(drafter.config, "fp16", num_layers, target.head_dim)
+    layout = ActivationLayout.of(drafter.config, "fp16", num_layers, target.head_dim)
     data = np.concatenate((layout.encode(first), layout.encode(second))).tobytes()
     key, value, layers = layout.decode(data, length, read)
     expected = drafter.project_kv(drafter.aggregate(read), positions)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moaspec.remote.protocol.position_ranges import Positions
+from moaspec.remote.protocol.position_ranges import PositionSet
 
 RUNS = st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 5)), max_size=8)
 
 
 @given(RUNS, st.integers(0, 20), st.integers(1, 6))
 def test_runs_and_gaps(steps: list[tuple[bool, int, int]], length: int, most: int) -> None:
-    positions, expected = Positions(), set[int]()
+    positions, expected = PositionSet(), set[int]()
     for put, start, size in steps:
         (positions.add if put else positions.discard)(start, start + size)
         run = set(range(start, start + size))
@@ -35,6 +35,6 @@ def test_runs_and_gaps(steps: list[tuple[bool, int, int]], length: int, most: in
 
 
 def test_what_is_cut_is_forgotten() -> None:
-    positions = Positions([(0, 4), (6, 9)])
+    positions = PositionSet([(0, 4), (6, 9)])
     positions.cut(7)
     assert list(positions.runs()) == [(0, 4), (6, 7)]

@@ -67,6 +67,18 @@ def test_open_calls_keep_nobody_out() -> None:
     asyncio.run(run())
 
 
+def test_messages_beyond_all_limits_are_not_read() -> None:
+    async def run() -> None:
+        async with server() as at, grpc.aio.insecure_channel(f"127.0.0.1:{at.port}") as channel:
+            frame = bytes(at.service.capabilities.limits.max_bytes + 1)
+            call = channel.unary_stream(f"/{SERVICE}/Generate")(
+                frame, metadata=[("authorization", f"Bearer {TOKEN}")]
+            )
+            assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    asyncio.run(run())
+
+
 def test_open_calls_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_OPEN_CALL_S", 0.2)
 

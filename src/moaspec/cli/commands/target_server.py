@@ -209,11 +209,14 @@ def _print_traces() -> None:
 
 
 async def _serve(make: Callable[[], Any], drain_s: float, facts: dict[str, Any]) -> None:
+    from moaspec.process_memory import freeze_loaded_objects
+
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(NotImplementedError):  # not on Windows
             loop.add_signal_handler(number, stop.set)
+    freeze_loaded_objects()
     async with make() as server:
         console.out.print(json.dumps({"address": server.address, **facts}))
         await stop.wait()

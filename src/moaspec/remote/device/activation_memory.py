@@ -1,4 +1,4 @@
-"""Activations on the device: from records to tensors, and to the disk and back."""
+"""Activations on the device: decodes records, and keeps those of prompts on disk."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ import torch
 from moaspec.engine.engine import regime
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.prefix_cache import BLOCK_TOKENS, PrefixStore
-from moaspec.remote.protocol.activation_layout import Layout, Parts
+from moaspec.remote.protocol.activation_layout import ActivationLayout, ActivationParts
 from moaspec.remote.protocol.codec import Bytes
 
 
-class DeviceMemory:
+class DeviceActivations:
     """Decodes activations for a drafter.
 
     Args:
         layout: of records.
-        target: in whose dtype and place tensors are made.
+        target: gives the dtype and device of tensors.
         switches: see `Target.rope_switches`.
-        store: where activations of prompts are kept; None keeps none.
+        store: keeps activations of prompts; None keeps none.
     """
 
     def __init__(
-        self, layout: Layout, target: Any, switches: Sequence[int], store: PrefixStore | None
+        self,
+        layout: ActivationLayout,
+        target: Any,
+        switches: Sequence[int],
+        store: PrefixStore | None,
     ) -> None:
         self._layout, self._switches, self._store = layout, switches, store
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._records: Bytes = np.zeros((0, layout.token_bytes), np.uint8)
 
-    def take(self, start: int, data: bytes, count: int) -> Parts:
+    def take(self, start: int, data: bytes, count: int) -> ActivationParts:
         """Decode `count` records, the first of position `start`.
 
         Raises:
-            WireError: not as many bytes as they have.
+            WireError: `data` has not the size of `count` records.
         """
         parts = self._layout.decode(data, count, self._like)
         if self._store is not None:
@@ -52,17 +56,17 @@ class DeviceMemory:
         self._records[start:stop] = fresh
 
     def restore(self, prompt: Sequence[int], ahead: AheadDrafter) -> None:
-        """Give a drafter what the disk has of a prompt's beginning."""
+        """Load the activations of a prompt's beginning from disk into a drafter."""
         if self._store is None:
             return
         held = next(iter(ahead.held.gaps(len(prompt))), (len(prompt), 0))[0]
-        # The newest token's activations come with its verdict; a whole text is never all there.
+        # The activations of the newest token come with its verdict, so it is never on disk.
         for start, data in self._store.load(prompt[:-1], regime(len(prompt), self._switches)):
             if start >= held:
                 ahead.place(start, self.take(start, data, BLOCK_TOKENS))
 
     def save(self, text: Sequence[int], length: int, ahead: AheadDrafter) -> None:
-        """Keep activations of a text's first `length` tokens, if they are there without a gap."""
+        """Save activations of the first `length` tokens, up to the first gap."""
         of_prompt, of_text = (regime(one, self._switches) for one in (length, len(text)))
         if self._store is not None and of_prompt == of_text:
             whole = next(iter(ahead.held.gaps(length)), (length, 0))[0]

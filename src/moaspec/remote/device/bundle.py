@@ -1,8 +1,8 @@
-"""Device bundles: the one directory that a device loads.
+"""Device bundles: the directory that a device loads.
 
-It holds the target's embedding, the rows of its head that can be drafted, its last layers where the
-drafter reuses them, the drafter's decoder, the tokenizer, and what they were taken from. Nothing on
-the device ever opens the target's own files.
+A bundle holds the target's embedding, the rows of its head that can be drafted, its last layers if
+the drafter reuses them, the drafter's decoder, the tokenizer, and the identities of the models. The
+device never opens the target's own files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from moaspec.drafting.baseline_proposers import IndependentProposer
-from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import Drafter
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
 from moaspec.generation.api import find_drafter, load_any_drafter
@@ -37,9 +36,8 @@ from moaspec.model.drafter_config import LayerConfig, TargetIdentity
 from moaspec.model.independent import IndependentDrafter
 from moaspec.model.moa import MoADrafter
 from moaspec.model.stack import StackConfig
-from moaspec.remote.device.local_parts import last_layers_cache
+from moaspec.remote.device.local_parts import Device, make_moa_proposer
 from moaspec.remote.protocol.identity import fingerprint
-from moaspec.target.generation_defaults import GenerationDefaults
 from moaspec.target.partial import (
     PartialTarget,
     excerpt_tensors,
@@ -51,14 +49,14 @@ from moaspec.target.registry import DTYPES, load_target, require_dtype
 from moaspec.target.target import Target
 
 SECTION = "moaspec_device"
-"""By this `moaspec info` knows a bundle, too."""
+"""The section of a config that marks a bundle, also for `moaspec info`."""
 FORMAT_VERSION = 1
 TARGET, DRAFTER = "target", "drafter"
 TARGET_CONFIG = "target"
-"""Directory, inside the bundle, of the target's config and its tokenizer."""
+"""Directory inside the bundle for the target's config and tokenizer."""
 
 _OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.EACCES)
-"""What a rename onto a directory fails with; the last is Windows's."""
+"""Errors of a rename onto an existing directory; the last one occurs on Windows."""
 _ATTEMPTS = 8
 _ON_DEVICE = ("decoder.", "exits.")
 M = TypeVar("M", bound=nn.Module)
@@ -66,17 +64,16 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class BundleInfo:
-    """What a bundle records.
+    """Metadata of a bundle.
 
     Attributes:
         kind: "moa" or "independent".
         target: identity of the target that the server must have.
-        fingerprint: of the drafter whose encoder the server must have; None for a drafter that
-            needs none.
+        fingerprint: of the drafter whose encoder the server must have, or None.
         weights: "bfloat16" or "int8".
-        num_target_layers: N of the target's layers that are in it.
+        num_target_layers: number of the target's last layers in the bundle.
         stop_token_ids: ids that end a turn.
-        drafter: the drafter's config, as its checkpoint has it.
+        drafter: the drafter's config, as in its checkpoint.
     """
 
     kind: str
@@ -89,13 +86,13 @@ class BundleInfo:
 
 
 @dataclass(frozen=True)
-class DeviceBundle:
-    """A loaded bundle, the `Device` of a session.
+class DeviceBundle(Device):
+    """A loaded bundle.
 
     Attributes:
-        info: what it records.
-        target: embedding, head, last layers and tokenizer; cannot verify.
-        module: the drafter's half that runs here.
+        info: metadata.
+        target: embedding, head, last layers and tokenizer; it cannot verify.
+        module: the part of the drafter that runs on the device.
     """
 
     info: BundleInfo
@@ -104,54 +101,19 @@ class DeviceBundle:
 
     @property
     def identity(self) -> TargetIdentity:
-        """Of the target that the server must have."""
+        """Identity of the target that the server must have."""
         return self.info.target
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the drafter whose encoder the server must have; None where none is needed."""
+        """Of the drafter whose encoder the server must have, or None."""
         return self.info.fingerprint
 
-    @property
-    def vocab_size(self) -> int:
-        """V of the target."""
-        return self.target.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        """The target's context, in tokens."""
-        return self.target.max_positions
-
-    @property
-    def rope_switches(self) -> tuple[int, ...]:
-        """See `Target.rope_switches`."""
-        return self.target.rope_switches
-
-    @property
-    def rope_growth(self) -> int | None:
-        """See `Target.rope_growth`."""
-        return self.target.rope_growth
-
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """Ids that end a turn."""
-        return self.target.stop_token_ids
-
-    @property
-    def generation_defaults(self) -> GenerationDefaults:
-        """See `TargetSpec`."""
-        return self.target.generation_defaults
-
-    @property
-    def tokenizer(self) -> Any:
-        """The target's."""
-        return self.target.tokenizer
-
     def drafting(self, num_target_layers: int | None = None) -> Drafter:
-        """A new drafter with caches of its own.
+        """Make a drafter with caches of its own.
 
         Raises:
-            InputError: an N that the drafter has not, or more layers than the bundle.
+            InputError: the drafter has no such N, or the bundle too few layers.
         """
         if (num_target_layers or 0) > self.info.num_target_layers:
             raise InputError(
@@ -160,10 +122,7 @@ class DeviceBundle:
             )
         if isinstance(self.module, IndependentDrafter):
             return IndependentProposer(self.module, self.target)
-        drafting = MoAProposer(self.module, self.target, num_target_layers=num_target_layers)
-        if drafting.num_target_layers:
-            drafting.share_target_cache(last_layers_cache(self.target))
-        return drafting
+        return make_moa_proposer(self.module, self.target, num_target_layers)
 
 
 def export_bundle(
@@ -174,24 +133,24 @@ def export_bundle(
     int8: bool = False,
     num_target_layers: int | None = None,
 ) -> None:
-    """Write a device bundle, which is there once it is whole.
+    """Write a device bundle atomically.
 
-    It is written beside `directory` and renamed at the end, so what was there before can be used
-    until then. An export that is killed leaves a hidden directory beside it, which nobody reads.
+    It is written beside `directory` and renamed at the end, so an older bundle can be used until
+    then. A killed export leaves a hidden directory beside it, which is never read.
 
     Args:
         target: alias, directory, GGUF file or hub id.
         drafter: a Mixture-of-Attentions drafter or an independent one: alias, directory or hub id.
-        directory: created when missing; a bundle in it is replaced.
-        int8: keep matrices in eight bits, a quarter of float32 and half of bf16.
-        num_target_layers: how many of the target's last layers to add; None takes as many as the
-            drafter was trained for.
+        directory: created if missing; a bundle in it is replaced.
+        int8: store matrices in eight bits, half the size of bf16.
+        num_target_layers: number of the target's last layers to add; None takes the largest N that
+            the drafter was trained for.
 
     Raises:
-        InputError: a drafter that needs more of the target than a server sends, a target without
-            tokenizer, or a directory that holds something else.
-        UnknownModelError: nothing of one of the names.
-        CheckpointError: a drafter that is damaged or belongs to another target.
+        InputError: the drafter needs activations that a server does not send, the target has no
+            tokenizer, or the directory holds other files.
+        UnknownModelError: a name is unknown.
+        CheckpointError: the drafter is damaged or belongs to another target.
     """
     directory = Path(directory).resolve()
     _require_free(directory)
@@ -244,7 +203,7 @@ def _write(
 
 
 def _put_in_place(made: Path, directory: Path) -> None:
-    """Rename, and leave an older bundle beside `made`; of several at once the last one stays."""
+    """Rename `made`, and move an older bundle beside it; of concurrent exports the last wins."""
     for attempt in range(_ATTEMPTS):
         _require_free(directory)
         with contextlib.suppress(FileNotFoundError):
@@ -252,7 +211,7 @@ def _put_in_place(made: Path, directory: Path) -> None:
         try:
             made.rename(directory)
         except OSError as error:
-            # Another export was quicker.
+            # Another export has created the directory meanwhile.
             if error.errno not in _OCCUPIED or attempt == _ATTEMPTS - 1:
                 raise
         else:
@@ -262,7 +221,7 @@ def _put_in_place(made: Path, directory: Path) -> None:
 def _num_layers(
     module: MoADrafter | IndependentDrafter, wanted: int | None, num_layers: int
 ) -> int:
-    """How many of the target's last layers a bundle holds."""
+    """The number of the target's last layers in a bundle."""
     if isinstance(module, IndependentDrafter):
         return 0
     found = max(module.config.num_target_layers) if wanted is None else wanted
@@ -272,7 +231,7 @@ def _num_layers(
 
 
 def _require_free(directory: Path) -> None:
-    """Refuse to write into a directory that is somebody else's."""
+    """Refuse a directory that holds other files."""
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file; name a directory for the bundle.")
     if directory.is_dir() and any(directory.iterdir()) and not is_bundle(directory):
@@ -284,7 +243,7 @@ def _require_free(directory: Path) -> None:
 def _tensors(
     target: Target, module: MoADrafter | IndependentDrafter, num_layers: int, *, int8: bool
 ) -> dict[str, Tensor]:
-    """All weights of a bundle."""
+    """All tensors of a bundle."""
     ids = module.draft_token_ids
     parts = {
         TARGET: excerpt_tensors(target, num_layers=num_layers, head_token_ids=ids),
@@ -299,7 +258,7 @@ def _tensors(
 
 
 def _drafter_tensors(module: MoADrafter | IndependentDrafter) -> dict[str, Tensor]:
-    """The half of the drafter that runs on the device, in bf16."""
+    """The part of the drafter that runs on the device, in bf16."""
     if isinstance(module, IndependentDrafter):
         return {name: p.detach().contiguous().cpu() for name, p in module.named_parameters()}
     return {
@@ -316,11 +275,11 @@ def is_bundle(directory: str | Path) -> bool:
 
 
 def read_bundle_info(directory: str | Path) -> BundleInfo:
-    """What a bundle records, its weights not read.
+    """Read the metadata of a bundle, without its weights.
 
     Raises:
-        CheckpointError: no bundle, or one of another version.
-        CorruptCheckpointError: its config is damaged.
+        CheckpointError: no bundle, or another version of the format.
+        CorruptCheckpointError: the config is damaged.
     """
     if not is_bundle(directory):
         raise CheckpointError(
@@ -346,15 +305,15 @@ def read_bundle_info(directory: str | Path) -> BundleInfo:
 
 
 def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBundle:
-    """Load what a device drafts with.
+    """Load a device bundle.
 
     Args:
-        directory: what `export_bundle` wrote.
-        dtype: to compute in. Bundles in eight bits are made for bfloat16.
+        directory: written by `export_bundle`.
+        dtype: of computations. Bundles in eight bits are made for bfloat16.
 
     Raises:
         InputError: an unknown dtype.
-        CheckpointError: no bundle there, or one of another version.
+        CheckpointError: no bundle, or another version of the format.
         CorruptCheckpointError: files are missing, truncated or inconsistent.
     """
     require_dtype(dtype)
@@ -390,7 +349,7 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
 
 
 def _generation_config(directory: Path) -> GenerationConfig | None:
-    """The target's; bundles of earlier versions have none."""
+    """The target's generation config; bundles of earlier versions have none."""
     try:
         return GenerationConfig.from_pretrained(directory)
     except OSError:
@@ -404,7 +363,7 @@ def _tied(tensors: Mapping[str, Tensor]) -> bool:
 def _module(
     info: BundleInfo, state: Mapping[str, Tensor], ids: Tensor | None, dtype: torch.dtype
 ) -> MoADrafter | IndependentDrafter:
-    """The drafter's half that runs here."""
+    """The part of the drafter that runs on the device."""
     if info.kind == IndependentDrafter.kind:
         values = info.drafter
         layer, target = LayerConfig(**values["layer"]), TargetIdentity(**values["target"])
@@ -412,7 +371,7 @@ def _module(
         independent = IndependentDrafter(stack, ids).to(dtype)
         return _loaded(independent, state, dtype)
     drafter = MoADrafter(config_from_json(info.drafter), ids)
-    # It runs beside the target, on the server.
+    # The encoder runs on the server.
     del drafter.encoder
     return _loaded(drafter.to(dtype), {module_name(k): t for k, t in state.items()}, dtype)
 

@@ -1,4 +1,4 @@
-"""Drafts that run ahead of the verified text: while a verdict is under way, or without a link."""
+"""Drafting ahead of the verified text, while a verdict is awaited or without a link."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from moaspec.drafting.draft_tree import MAX_SIZES, Chain, DraftTree, Tree
 from moaspec.drafting.protocols import Drafter, Features, Need, RowText
-from moaspec.remote.protocol.activation_layout import Parts
-from moaspec.remote.protocol.position_ranges import Positions
+from moaspec.remote.protocol.activation_layout import ActivationParts
+from moaspec.remote.protocol.position_ranges import PositionSet
 from moaspec.remote.protocol.wire import chain
 from moaspec.sampling.params import GREEDY
 from moaspec.sampling.token_ids import common_length
@@ -16,25 +16,25 @@ from moaspec.torch_settings import plain_torch
 
 
 class AheadDrafter:
-    """A `Drafter` of one row that remembers what it expects the text to become.
+    """A `Drafter` of one row that keeps an expected text.
 
-    Chains are cut out of that expectation, and `extend` makes it longer, one token at a time. It
-    holds as long as the target chooses what it says; then drafts are there before they are needed.
+    Drafted chains are slices of the expected text, and `extend` adds tokens to it. While the target
+    chooses the expected tokens, drafts are ready before they are needed.
 
     Args:
-        inner: drafts.
-        needs_memory: whether it can draft nothing before features of some token have come.
-        clock: of the time that a draft takes.
+        inner: the drafter.
+        needs_memory: whether it needs features of some token before it can draft.
+        clock: measures the time of a draft.
     """
 
     needs: frozenset[Need] = frozenset()
     ROW = 0
-    """The only one."""
+    """The only row."""
 
     def __init__(self, inner: Drafter, *, needs_memory: bool, clock: Callable[[], float]) -> None:
         self.inner: Any = inner
         self.needs_memory, self._clock = needs_memory, clock
-        self.held = Positions()
+        self.held = PositionSet()
         self.expected: list[int] = []
         self.step_s: float | None = None
         self._verified = 0
@@ -44,28 +44,28 @@ class AheadDrafter:
 
     @property
     def can_draft(self) -> bool:
-        """Whether anything is known to draft from."""
+        """Whether the drafter has the features that it needs."""
         return not self.needs_memory or len(self.held) > 0
 
     def begin(self, *, end: int, stops: frozenset[int], switches: Sequence[int] = ()) -> None:
-        """A turn starts.
+        """Start a turn.
 
         Args:
             end: length of the text at which it ends.
             stops: tokens that end it.
-            switches: see `Target.rope_switches`; no draft crosses one.
+            switches: see `Target.rope_switches`; drafts end before a switch.
         """
         self._end, self.stops, self._switches = end, stops, tuple(switches)
 
-    def place(self, start: int, parts: Parts) -> None:
-        """Take in activations of verified tokens."""
+    def place(self, start: int, parts: ActivationParts) -> None:
+        """Store activations of verified tokens."""
         key, value, layers = parts
         last = None if layers is None else (layers[0], layers[1])
         self.inner.place(self.ROW, start, (key, value), last)
         self.held.add(start, start + key.shape[2])
 
     def follow(self, text: Sequence[int]) -> bool:
-        """The text as it is now verified, its newest token included; whether it was expected."""
+        """Take over the verified text with its newest token; returns whether it was expected."""
         common = common_length(self.expected, text)
         if common < min(len(self.expected), len(text)):
             self.rollback(self.ROW, common)
@@ -77,7 +77,7 @@ class AheadDrafter:
 
     @plain_torch()
     def extend(self, count: int = 1) -> bool:
-        """Expect more tokens; False where the text ends, or nothing can be drafted."""
+        """Draft more expected tokens; returns False if the text ends or nothing can be drafted."""
         text = self.expected
         end = min([self._end, *(one for one in self._switches if one >= self._verified)])
         count = min(count, end - len(text), MAX_SIZES["depth"])
@@ -97,11 +97,11 @@ class AheadDrafter:
         return any(token in self.stops for token in self.ready())
 
     def ready(self) -> list[int]:
-        """Tokens that are expected after the verified ones."""
+        """Expected tokens after the verified text."""
         return self.expected[self._verified :]
 
     def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
-        """See `Drafter`; chains come from what is expected, which is extended where it is short."""
+        """See `Drafter`; chains are slices of the expected text, which is extended if needed."""
         (row,) = rows
         self.follow(row.token_ids)
         if not self.can_draft:
@@ -122,17 +122,17 @@ class AheadDrafter:
         return encoded
 
     def observe(self, row: int, features: Features) -> None:
-        """See `Drafter`."""
+        """Pass features to the drafter."""
         self.inner.observe(row, features)
 
     def rollback(self, row: int, length: int) -> None:
-        """See `Drafter`."""
+        """Cut the expected text and the drafter's caches."""
         self.expected = self.expected[:length]
         self.held.cut(length)
         self.inner.rollback(row, length)
 
     def close(self, row: int) -> None:
-        """See `Drafter`."""
+        """Free the row and its expected text."""
         self.expected = []
         self.held.cut(0)
         self.inner.close(row)

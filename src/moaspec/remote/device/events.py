@@ -1,4 +1,4 @@
-"""What a device's session tells: events, and statistics of its link."""
+"""Events of a device's session, and statistics of its link."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ LinkState = Literal["connecting", "up", "down", "closed"]
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteEvent:
-    """The text from `start` on: `text[start:] = token_ids` is all that a reader has to do.
+    """A change of the generated text: readers apply `text[start:] = token_ids`.
 
     Attributes:
         start: index into the generated tokens.
-        token_ids: what stands there now.
-        sources: who proposed each.
-        num_provisional: the last so many of them are not verified.
-        num_corrected: provisional tokens of earlier events that are taken back or changed.
-        link: state when the event was made.
+        token_ids: the tokens from `start` on.
+        sources: the source of each token.
+        num_provisional: number of tokens at the end that are not verified.
+        num_corrected: number of earlier provisional tokens that were removed or changed.
+        link: state of the link.
         stop_reason: set on the last event of a turn.
-        verified: what the engine said, where a verdict is behind the event.
+        verified: the engine's event, if a verdict caused this one.
     """
 
     start: int
@@ -39,14 +39,14 @@ class RemoteEvent:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """One verdict.
+    """Times and counts of one verdict.
 
     Attributes:
-        sent_s, received_s: `time.monotonic` when its request was first sent, and when it came.
-        pass_s: what the server's pass took.
-        drafted: tokens in the request.
-        accepted: how many of them the target chose.
-        ahead: tokens that were drafted ahead while it was under way.
+        sent_s, received_s: `time.monotonic` of the first request and of the verdict.
+        pass_s: duration of the server's pass.
+        drafted: drafted tokens in the request.
+        accepted: accepted tokens among them.
+        ahead: tokens that were drafted meanwhile.
     """
 
     sent_s: float
@@ -59,10 +59,10 @@ class RoundTrip:
 
 @dataclass
 class LinkStats:
-    """What a session's link has done so far.
+    """Statistics of a session's link.
 
     Attributes:
-        state: now.
+        state: current state.
         rtt_s: round trip of heartbeats, smoothed; None before the first.
         bytes_up, bytes_down, messages_up, messages_down: of frames, gRPC's own not counted.
         activation_bytes: of bytes_down, activations.
@@ -100,10 +100,10 @@ class LinkStats:
     rounds: deque[RoundTrip] = field(default_factory=lambda: deque(maxlen=65536))
 
     def saw_round_trip(self, seconds: float) -> None:
-        """Take in one heartbeat's round trip."""
+        """Update the smoothed round trip of heartbeats."""
         self.rtt_s = seconds if self.rtt_s is None else 0.8 * self.rtt_s + 0.2 * seconds
 
 
 def now() -> float:
-    """The clock of all statistics; never set by anybody."""
+    """The clock of all statistics, which never jumps."""
     return time.monotonic()

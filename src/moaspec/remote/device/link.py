@@ -1,7 +1,7 @@
-"""A device's link to its server: connects, notices when it is dead, and connects again.
+"""A device's link to its server: connects, detects a dead connection, and connects again.
 
-A link is up from the first message of a connection on. Every message is a sign of life; heartbeats
-make sure that there is one every half second.
+A link is up after the first message of a connection. Every message shows that the link works;
+heartbeats cause at least one every half second.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.transport import Connection, Transport
 
 FAREWELL_S = 0.5
-"""How long a link that is closed may take to send what waits."""
+"""Time for a link that is closed to send queued messages."""
 
 LATE_S = 0.2
-"""A timer that fires so much too late says that the device itself stood still, not the link."""
+"""A timer that fires this late shows that the device was suspended, not that the link is dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOptions:
-    """When a link counts as dead, and how it is mended.
+    """When a link counts as dead, and how it reconnects.
 
     Attributes:
-        heartbeat_s: between two heartbeats.
+        heartbeat_s: time between two heartbeats.
         dead_after_s: silence after which the link is dead.
-        backoff_s, max_backoff_s: first and longest pause between attempts; attempts that hang
-            count as pauses.
-        connect_s: how long an attempt may hang.
-        retry_s: a request is repeated after at least so long, and after several round trips, in
-            case it or its answer was lost on the way.
+        backoff_s, max_backoff_s: first and longest pause between attempts, with the time that an
+            attempt takes.
+        connect_s: timeout of an attempt.
+        retry_s: a request is repeated after this time or several round trips, in
+            case it or its answer was lost.
     """
 
     heartbeat_s: float = 0.5
@@ -51,12 +51,12 @@ class ServerLink:
 
     Args:
         transport: makes connections.
-        session: put on every message.
+        session: name of the session, set in every message.
         options: times.
-        stats: kept up to date.
-        on_message: told of every message but heartbeats.
-        on_connect: told of a new connection; what it sends goes out first.
-        on_change: told of a new state, and of a refusal.
+        stats: updated by the link.
+        on_message: called with every message but heartbeats.
+        on_connect: called for a new connection; its messages are sent first.
+        on_change: called for a new state and for a refusal.
     """
 
     def __init__(
@@ -85,36 +85,36 @@ class ServerLink:
 
     @property
     def retry_s(self) -> float:
-        """See `LinkOptions`."""
+        """Time after which requests are repeated."""
         return self._options.retry_s
 
     @property
     def state(self) -> LinkState:
-        """Now."""
+        """Current state of the link."""
         return self.stats.state
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection, though perhaps no sign of life yet."""
+        """Whether there is a connection, even if no message has come yet."""
         return self._connection is not None
 
     def start(self) -> None:
-        """Begin to connect, unless that has begun."""
+        """Start to connect, unless that is done already."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
 
     def send(self, message: pb.ClientMessage) -> None:
-        """Send while connected; a message that cannot be sent is lost, as any may be."""
+        """Send a message; without a connection it is dropped."""
         if self._connection is not None:
             message.session = self._session
             self._outgoing.put_nowait(message)
 
     def renew(self) -> None:
-        """Leave this connection for another one."""
+        """Replace this connection by a new one."""
         self._renew = True
 
     async def close(self) -> None:
-        """Send what waits, as far as that takes little time, and end."""
+        """Send queued messages for a short time, then close the link."""
         self._closing = True
         if self._task is not None:
             with contextlib.suppress(TimeoutError):
@@ -133,7 +133,7 @@ class ServerLink:
     async def _run(self) -> None:
         try:
             await self._mend()
-        except Exception as error:  # noqa: BLE001 - whoever waits for this link must learn of it
+        except Exception as error:  # noqa: BLE001 - waiting requests raise it
             known = isinstance(error, MoaSpecError)
             self.refuse(error if known else RefusedError(f"The session failed: {error!r}"))
 
@@ -142,15 +142,15 @@ class ServerLink:
         while self.refused is None:
             started = now()
             was_up = await self._once()
-            # A server that ends every connection at once is not asked as often as one that is back.
+            # The pause is reset only after a connection that lasted.
             if was_up and now() - started > self._options.max_backoff_s:
                 pause_s = self._options.backoff_s
-            # An attempt that hung has waited already.
+            # The time of a failed attempt counts as pause.
             await asyncio.sleep(max(0.0, pause_s - (0.0 if was_up else now() - started)))
             pause_s = min(2 * pause_s, self._options.max_backoff_s)
 
     async def _once(self) -> bool:
-        """One connection, from its attempt to its end; whether it was ever up."""
+        """Open one connection and use it until it ends; returns whether it was ever up."""
         try:
             async with asyncio.timeout(self._options.connect_s):
                 connection = await self._transport.connect()
@@ -164,12 +164,12 @@ class ServerLink:
             await connection.close()
 
     def refuse(self, error: Exception) -> None:
-        """The server will not serve this session; nothing more is tried."""
+        """Stop trying: the server refuses this session."""
         self.refused = error
         self._on_change()
 
     async def _keep(self, connection: Connection) -> bool:
-        """Use a connection until it breaks, falls silent or is left."""
+        """Use a connection until it breaks, falls silent or is replaced."""
         self._connection, self._heard_s, self._renew = connection, now(), False
         self._beats.clear()
         self._on_connect()
@@ -229,13 +229,13 @@ class ServerLink:
             outgoing.task_done()
 
     async def _beat(self) -> None:
-        """Send heartbeats; end when the link has been silent for too long, or is left."""
+        """Send heartbeats; return if the link is silent for too long or is replaced."""
         tick_s = min(self._options.heartbeat_s, self._options.dead_after_s) / 10
         next_s = woke_s = now()
         while not self._renew:
             late = now() - woke_s > tick_s + LATE_S
             if late:
-                # What came while the device stood still is still to be read.
+                # Messages that came while the device was suspended are not read yet.
                 self._heard_s = max(self._heard_s, now() - self._options.dead_after_s / 2)
             elif now() - self._heard_s > self._options.dead_after_s:
                 return

@@ -1,4 +1,4 @@
-"""How many tokens a device drafts: as many as the round trip leaves time for, and pay.
+"""How many tokens a device drafts: the chain with the most expected tokens per second.
 
 gamma drafts, t_d each; R the round trip; t_v the server's pass; A(gamma) expected tokens of a
 round, the bonus token included; h the probability that a round's text is what was drafted ahead.
@@ -15,20 +15,20 @@ import numpy as np
 from moaspec.drafting.draft_tree import Chain, DraftTree, Tree
 from moaspec.drafting.policy.cost_model import MAX_DEPTH, PRIOR, Acceptance
 
-LONGEST = 24
-"""Drafts at most; acceptance of deeper ones is that of the deepest that is counted."""
+MAX_DRAFTS = 24
+"""Largest number of drafts; beyond `MAX_DEPTH` the acceptance of the last depth is assumed."""
 
 ASSUMED_WAIT_S, ASSUMED_STEP_S = 0.05, 0.01
-"""Until there was a round trip, and a draft."""
+"""Assumed before the first round trip and the first draft."""
 
 
 class LinkPolicy:
     """The `DraftPolicy` of a device.
 
     Args:
-        wait_s: round trip and pass as they are now; None before the first.
-        step_s: one drafted token; None before the first.
-        ahead: whether drafting goes on while a verdict is under way.
+        wait_s: current time of a round trip with its pass; None before the first.
+        step_s: current time of one drafted token; None before the first.
+        ahead: whether the device drafts while it waits for a verdict.
         prior: acceptance rates to start from.
     """
 
@@ -46,7 +46,7 @@ class LinkPolicy:
         self._acceptance = Acceptance(prior)
 
     def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
-        """Nothing to decide: the server encodes."""
+        """Do nothing: the server encodes."""
 
     def shape(self, _length: int, _num_rows: int) -> Tree | None:
         """The chain with the most expected tokens per second."""
@@ -55,20 +55,20 @@ class LinkPolicy:
     def speeds(self) -> np.ndarray:
         """Expected tokens per second of chains of 1, 2, ... drafts."""
         rates = self._acceptance.rates
-        rates = np.append(rates, np.full(LONGEST - MAX_DEPTH, rates[-1]))
+        rates = np.append(rates, np.full(MAX_DRAFTS - MAX_DEPTH, rates[-1]))
         reached = rates.cumprod()
         tokens = 1.0 + reached.cumsum()
-        wait_s = _or(self._wait_s(), ASSUMED_WAIT_S)
-        draft_s = np.arange(1, LONGEST + 1) * _or(self._step_s(), ASSUMED_STEP_S)
+        wait_s = _known_or(self._wait_s(), ASSUMED_WAIT_S)
+        draft_s = np.arange(1, MAX_DRAFTS + 1) * _known_or(self._step_s(), ASSUMED_STEP_S)
         if not self._ahead:
             return np.asarray(tokens / (draft_s + wait_s))
         hit = reached * rates[0]
         return np.asarray(tokens / (np.maximum(draft_s, wait_s) + (1.0 - hit) * draft_s))
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """See `DraftPolicy`."""
+        """Update acceptance rates; see `DraftPolicy`."""
         self._acceptance.count(tree, accepted)
 
 
-def _or(value: float | None, otherwise: float) -> float:
+def _known_or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else max(value, 1e-4)

@@ -1,8 +1,9 @@
-"""What a session needs to know of the device, and the one that has the target at hand."""
+"""The device of a session, and a device with the whole target."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.moa_proposer import MoAProposer
@@ -11,81 +12,116 @@ from moaspec.model.drafter_config import TargetIdentity
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol.identity import fingerprint
 from moaspec.target.generation_defaults import GenerationDefaults
+from moaspec.target.partial import PartialTarget
 from moaspec.target.target import Target
 
 
-class Device(Protocol):
-    """The drafting side: a device bundle, or a target in the same process.
+class Device(ABC):
+    """What a session needs of a device: a drafter, and facts about the target that it drafts for.
 
     Attributes:
-        identity: of the target that is drafted for.
-        fingerprint: of the drafter; None where it needs no activations.
-        vocab_size, max_positions, rope_switches, rope_growth, stop_token_ids,
-        generation_defaults: the target's.
-        tokenizer: the target's, of transformers, or None.
+        target: a whole target, or the parts of it in a device bundle.
     """
 
-    @property
-    def identity(self) -> TargetIdentity: ...
-    @property
-    def fingerprint(self) -> str | None: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_positions(self) -> int: ...
-    @property
-    def rope_switches(self) -> tuple[int, ...]: ...
-    @property
-    def rope_growth(self) -> int | None: ...
-    @property
-    def stop_token_ids(self) -> frozenset[int]: ...
-    @property
-    def generation_defaults(self) -> GenerationDefaults: ...
-    @property
-    def tokenizer(self) -> Any: ...
+    target: Target | PartialTarget
 
+    @property
+    @abstractmethod
+    def identity(self) -> TargetIdentity:
+        """Identity of the target that the server must have."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str | None:
+        """Of the drafter whose encoder the server must have; None where none is needed."""
+
+    @abstractmethod
     def drafting(self, num_target_layers: int | None) -> Drafter:
-        """A drafter for one session, with caches of its own.
+        """Make a drafter for one session, with caches of its own.
 
-        A `MoAProposer` with N > 0 has also borrowed one that the last layers are placed in.
+        A `MoAProposer` with N > 0 has a cache for the target's last layers.
         """
-        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the target."""
+        return self.target.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """The target's context, in tokens."""
+        return self.target.max_positions
+
+    @property
+    def rope_switches(self) -> tuple[int, ...]:
+        """Lengths at which all keys of a text change; see `Target.rope_switches`."""
+        return self.target.rope_switches
+
+    @property
+    def rope_growth(self) -> int | None:
+        """Growth of a text that changes all keys; see `Target.rope_growth`."""
+        return self.target.rope_growth
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Ids that end a turn."""
+        return self.target.stop_token_ids
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """The target's defaults of sampling."""
+        return self.target.generation_defaults
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer of transformers, or None."""
+        return self.target.tokenizer
 
 
-class LocalDevice:
-    """A device that holds the whole target, of which it uses what a bundle would hold.
+def make_moa_proposer(
+    module: MoADrafter, target: Any, num_target_layers: int | None
+) -> MoAProposer:
+    """Make a proposer, with a cache for the target's last layers where it reuses some."""
+    proposer = MoAProposer(module, target, num_target_layers=num_target_layers)
+    if proposer.num_target_layers:
+        proposer.share_target_cache(
+            KVCache(
+                num_layers=target.num_layers,
+                num_heads=target.num_kv_heads,
+                head_dim=target.head_dim,
+                dtype=target.dtype,
+                device=target.device,
+            )
+        )
+    return proposer
+
+
+class LocalDevice(Device):
+    """A device that holds the whole target and uses the parts that a bundle would hold.
 
     Args:
         target: whose embedding, head and last layers are used.
         drafter: drafts; any `Drafter` that needs no activations will do too, for one session.
     """
 
+    target: Target
+
     def __init__(self, target: Target, drafter: MoADrafter | Drafter) -> None:
         self.target, self._drafter = target, drafter
-        self.identity = target.identity
-        trained = isinstance(drafter, MoADrafter)
-        self.fingerprint = fingerprint(drafter) if trained else None  # type: ignore[arg-type]
-        self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
-        self.rope_switches, self.stop_token_ids = target.rope_switches, target.stop_token_ids
-        self.rope_growth, self.tokenizer = target.rope_growth, target.tokenizer
-        self.generation_defaults = target.generation_defaults
+        self._fingerprint = fingerprint(drafter) if isinstance(drafter, MoADrafter) else None
+
+    @property
+    def identity(self) -> TargetIdentity:
+        """Identity of the whole target."""
+        return self.target.identity
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the drafter, if it has an encoder."""
+        return self._fingerprint
 
     def drafting(self, num_target_layers: int | None) -> Drafter:
-        """See `Device`."""
-        if not isinstance(self._drafter, MoADrafter):
-            return self._drafter
-        drafting = MoAProposer(self._drafter, self.target, num_target_layers=num_target_layers)
-        if drafting.num_target_layers:
-            drafting.share_target_cache(last_layers_cache(self.target))
-        return drafting
-
-
-def last_layers_cache(target: Any) -> KVCache:
-    """A cache for as many layers as this target (or what a bundle holds of one) runs."""
-    return KVCache(
-        num_layers=target.num_layers,
-        num_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        dtype=target.dtype,
-        device=target.device,
-    )
+        """Make a drafter for one session; see `Device`."""
+        if isinstance(self._drafter, MoADrafter):
+            return make_moa_proposer(self._drafter, self.target, num_target_layers)
+        return self._drafter

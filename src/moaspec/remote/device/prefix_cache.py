@@ -1,10 +1,10 @@
-"""Activations of prompts, kept on the device's disk, so that they are sent once.
+"""Activations of prompts on the device's disk, so that they are sent once.
 
-A text is cut into blocks; the name of a block's file is a hash of everything before it and of
-itself, of the models, and of the tenant, so equal beginnings meet and nothing else does. Token ids
-are hashed as they travel: private spans are placeholders by then.
+A text is cut into blocks. The name of a block's file is a hash of the text up to the block's end,
+the models and the tenant, so only equal prefixes of one tenant share files. Token ids are hashed as
+they are sent: private spans are placeholders by then.
 
-Whatever goes wrong with the disk, activations come from the server instead.
+If the disk fails, activations come from the server instead.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from moaspec.remote.protocol.codec import Bytes
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 64
-CHECK_BYTES = 16
-"""Of a file: the beginning of its content's SHA-256."""
+CHECKSUM_BYTES = 16
+"""Bytes of SHA-256 at the beginning of a file, over the rest of it."""
 
 
 class PrefixStore:
     """Blocks of records on disk.
 
     Args:
-        directory: of all tenants; made where it is missing.
-        tenant: whose; nothing is shared between tenants.
-        models: what activations depend on besides the text: identities, codec, N.
+        directory: of all tenants; made if missing.
+        tenant: nothing is shared between tenants.
+        models: all that activations depend on besides the text: identities, codec, N.
         token_bytes: size of a record.
-        max_bytes: of one tenant; the least recently used blocks go first.
+        max_bytes: of one tenant; the least recently used blocks are removed first.
 
     Raises:
-        InputError: the directory cannot be made or written, or others may write it.
+        InputError: the directory cannot be made or written, or other users may write to it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PrefixStore:
         self._directory = Path(directory) / hashlib.sha256(tenant.encode()).hexdigest()[:32]
         self._token_bytes, self._max_bytes = token_bytes, max_bytes
         try:
-            # Activations are as private as the text that they were made from.
+            # Activations are as private as their text.
             make_private(self._directory)
             reason = why_not_trusted(self._directory / "block", self._directory)
         except OSError as error:
@@ -67,11 +67,11 @@ class PrefixStore:
             )
 
     def load(self, token_ids: Sequence[int], regime: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Records of the text's beginning, block by block: position of the first token, and data.
+        """Yield the blocks of the text's beginning: position of the first token, and records.
 
         Args:
             token_ids: of the text.
-            regime: which rotary embeddings it has.
+            regime: index of its rotary embeddings, which depend on the length for LongRoPE.
         """
         for start, path in self._blocks(token_ids, regime):
             data = self._read(path)
@@ -80,16 +80,16 @@ class PrefixStore:
             yield start, data
 
     def save(self, token_ids: Sequence[int], records: Bytes, regime: int = 0) -> None:
-        """Keep the blocks of a text whose records are all there.
+        """Save the whole blocks of a text.
 
         Args:
-            token_ids: of the text; as many as there are records.
+            token_ids: of the text, one for each record.
             records: (T, `token_bytes`).
             regime: see `load`.
         """
         try:
             for start, path in self._blocks(token_ids, regime):
-                # A damaged block is no block: `load` may never have come so far.
+                # Damaged blocks are replaced; `load` may not have read this one.
                 if self._read(path) is None:
                     self._write(path, records[start : start + BLOCK_TOKENS].tobytes())
             self._shrink()
@@ -103,15 +103,15 @@ class PrefixStore:
             yield start, self._directory / digest.hexdigest()
 
     def _read(self, path: Path) -> bytes | None:
-        """A block; None where there is none, or a damaged one."""
+        """Read a block; None if it is missing or damaged."""
         try:
             if (reason := why_not_trusted(path, self._directory)) is not None:
                 log.warning("A prefix is not read, and comes from the server: %s", reason)
                 return None
             content = path.read_bytes()
-            data = content[CHECK_BYTES:]
+            data = content[CHECKSUM_BYTES:]
             whole = len(data) == BLOCK_TOKENS * self._token_bytes
-            if not whole or _check(data) != content[:CHECK_BYTES]:
+            if not whole or _check(data) != content[:CHECKSUM_BYTES]:
                 path.unlink()
                 return None
             os.utime(path)
@@ -120,7 +120,7 @@ class PrefixStore:
         return data
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Whole or not at all: another process may read at any time."""
+        """Write a file atomically: another process may read it at any time."""
         handle, scratch = tempfile.mkstemp(dir=self._directory)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -141,4 +141,4 @@ class PrefixStore:
 
 
 def _check(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()[:CHECK_BYTES]
+    return hashlib.sha256(data).digest()[:CHECKSUM_BYTES]

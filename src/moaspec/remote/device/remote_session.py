@@ -1,4 +1,4 @@
-"""A text that is drafted here and verified there: the device's session."""
+"""The device's session: drafts on the device, verifies on a server."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult, Source
 from moaspec.errors import InputError, LinkError
 from moaspec.generation.api import RowOptions, check_options, row_settings, token_ids
-from moaspec.remote.device.activation_memory import DeviceMemory
+from moaspec.remote.device.activation_memory import DeviceActivations
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import LinkStats, RemoteEvent, now
 from moaspec.remote.device.link import LinkOptions, ServerLink
 from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.prefix_cache import PrefixStore
-from moaspec.remote.device.remote_verifier import Pending, RemoteVerifier
+from moaspec.remote.device.remote_verifier import PendingRequest, RemoteVerifier
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_layout import Layout
+from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.codec import CODECS, CodecName
 from moaspec.remote.protocol.transport import Transport
 from moaspec.sampling.stop_strings import StopStrings, stop_strings
 from moaspec.sampling.token_ids import common_length
 
-ENOUGH = 0.75
-"""Share of a text whose activations a device must hold to go on with it alone."""
+MIN_HELD_SHARE = 0.75
+"""Share of a text whose activations a device must hold to continue it without a link."""
 
 OnCut = Literal["rollback", "keep", "wait"]
 
@@ -48,19 +48,19 @@ class RemoteOptions:
     Attributes:
         codec: of activations: "fp16", "int8" or "int4".
         num_target_layers: N; None takes the drafter's default.
-        draft: a shape, or "auto": as long a chain as pays on this link.
-        draft_ahead: go on drafting while a verdict is under way.
-        on_cut: what becomes of tokens that are drafted without a link: "rollback" replaces those
-            that the target does not choose, "keep" leaves them, "wait" makes none.
-        max_provisional: of these at most so many.
-        link: when the link counts as dead, and how it is mended.
-        tenant, prefix_dir: keep activations of prompts in this directory, apart for each tenant;
+        draft: a shape, or "auto" for the fastest chain on this link.
+        draft_ahead: draft while waiting for a verdict.
+        on_cut: treatment of tokens that are drafted without a link: "rollback" replaces tokens
+            that the target does not choose, "keep" leaves them, "wait" drafts none.
+        max_provisional: largest number of such tokens.
+        link: when the link counts as dead, and how it reconnects.
+        tenant, prefix_dir: keep activations of prompts in this directory, separate for each tenant;
             without a directory they are not kept.
-        give_up_s: a turn fails after so long without a verdict, whether there is a link or not;
-            None: never.
+        give_up_s: time without a verdict after which a turn fails, with or without a link; None for
+            no limit.
 
     Raises:
-        InputError: a value that is none of these.
+        InputError: an invalid value.
     """
 
     codec: CodecName = "int8"
@@ -90,14 +90,14 @@ class RemoteOptions:
 
 
 class RemoteSession:
-    """Decodes turn after turn with a target that is elsewhere.
+    """Decodes turns with a target on a server.
 
-    Like `moaspec.Session`, every turn hands in the whole conversation so far, and what it shares
-    with the one before is neither computed nor sent again. One turn at a time.
+    As in `moaspec.Session`, every turn passes the whole conversation so far; the prefix that it
+    shares with the last turn is neither computed nor sent again. One turn at a time.
 
     Args:
-        device: drafts.
-        transport: leads to the server.
+        device: the drafting side.
+        transport: connects to the server.
         options: see `RemoteOptions`.
 
     Attributes:
@@ -154,9 +154,9 @@ class RemoteSession:
         self._ended_alone = False
         self._policy: DraftPolicy = FixedPolicy()
 
-    def _make_memory(self, drafting: MoAProposer) -> DeviceMemory:
+    def _make_memory(self, drafting: MoAProposer) -> DeviceActivations:
         head_dim, layers = self.device.identity.head_dim, drafting.num_target_layers
-        layout = Layout.of(drafting.module.config, self.options.codec, layers, head_dim)
+        layout = ActivationLayout.of(drafting.module.config, self.options.codec, layers, head_dim)
         store = None
         if self.options.prefix_dir is not None:
             models = (self.device.identity, self.device.fingerprint, self.options.codec, layers)
@@ -166,16 +166,16 @@ class RemoteSession:
                 models=repr(models),
                 token_bytes=layout.token_bytes,
             )
-        return DeviceMemory(layout, drafting.target, self.device.rope_switches, store)
+        return DeviceActivations(layout, drafting.target, self.device.rope_switches, store)
 
     @property
     def result(self) -> GenerationResult:
-        """Of the latest turn: verified tokens (with "keep" also kept ones), finished or not."""
+        """Result of the latest turn so far: verified tokens, and kept ones with "keep"."""
         return self._result
 
     @property
     def provisional(self) -> list[int]:
-        """Tokens that were shown after those of `result` and are not verified yet."""
+        """Tokens after those of `result` that were shown but are not verified yet."""
         return list(self._provisional)
 
     async def generate(
@@ -189,17 +189,17 @@ class RemoteSession:
     async def stream(
         self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
     ) -> AsyncGenerator[RemoteEvent]:
-        """Answer a conversation, yielding text as it is verified, or drafted without a link.
+        """Answer a conversation; yields tokens as they are verified, or drafted without a link.
 
         Args:
             prompt_ids: token ids of the whole conversation.
-            **options: see `RowOptions`; `logits_processors` cannot travel. `tree` goes before
+            **options: see `RowOptions`; `logits_processors` cannot be sent. `tree` overrides
                 `RemoteOptions.draft`.
 
         Raises:
-            InputError: bad prompt ids, tree sizes or numbers.
+            InputError: invalid prompt ids, tree sizes or numbers.
             RefusedError: the server refuses; the message says why.
-            LinkError: no verdict for `give_up_s`.
+            LinkError: no verdict within `give_up_s`.
         """
         await self._end_turn()
         self._begin(prompt_ids, options)
@@ -264,13 +264,13 @@ class RemoteSession:
         )
 
     def _wait_s(self) -> float | None:
-        """What a verdict takes: the median of the latest, in case one met a hiccup."""
+        """Time of a verdict: the median of the latest ones, which ignores outliers."""
         rounds = itertools.islice(reversed(self.stats.rounds), 9)
         latest = [one.received_s - one.sent_s for one in rounds]
         return sorted(latest)[len(latest) // 2] if latest else self.stats.rtt_s
 
     async def _decode(self) -> None:
-        """The turn: rounds until the row ends."""
+        """Run rounds until the turn ends."""
         try:
             while self._engine.num_active:
                 for event in await self._engine.astep():
@@ -286,14 +286,14 @@ class RemoteSession:
             await asyncio.gather(task, return_exceptions=True)
 
     def _verified(self, event: Event) -> RemoteEvent:
-        """What a round brought, and what is left of the provisional tokens behind it."""
+        """Make the event of a round: its tokens, and the provisional tokens that remain."""
         start = len(self._result.token_ids) - len(event.token_ids)
         guessed, tokens = self._shown[start:], list(event.token_ids)
         same = common_length(guessed, tokens)
         rest = guessed[len(tokens) :] if same == len(tokens) and event.stop_reason is None else []
         self._shown[start:] = [*tokens, *rest]
         self._provisional = rest
-        # An end that the target does not see is none; the next cut may write on.
+        # The target did not confirm the end, so the next cut may continue the text.
         self._ended_alone = self._ended_alone and bool(rest)
         if self.stats.first_token_s is None and tokens:
             self.stats.first_token_s = now() - self._started_s
@@ -311,31 +311,31 @@ class RemoteSession:
             verified=event,
         )
 
-    def _meanwhile(self, pending: Pending) -> bool:
-        """A little drafting while a verdict is under way; whether there is more to do at once."""
+    def _meanwhile(self, pending: PendingRequest) -> bool:
+        """Draft one step while a verdict is awaited; returns whether to draft another at once."""
         self._give_up(pending)
         if self.stats.state == "up":
             return self._draft_ahead(pending)
         alone = self.stats.state == "down" and self.options.on_cut != "wait"
         if pending.kept and self._link.connected:
-            return False  # the server is being told what the text is
+            return False  # the kept text is being sent to the server
         return alone and self._knows_enough() and self._draft_alone()
 
     def _knows_enough(self) -> bool:
-        """Whether what the device has of the text is worth drafting from."""
+        """Whether the device has enough activations of the text to draft from."""
         if self._memory is None:
             return True
-        return len(self._ahead.held) >= ENOUGH * (len(self._verifier.text) - 1)
+        return len(self._ahead.held) >= MIN_HELD_SHARE * (len(self._verifier.text) - 1)
 
-    def _draft_ahead(self, pending: Pending) -> bool:
-        """As far as a round that goes well and the next one's drafts."""
+    def _draft_ahead(self, pending: PendingRequest) -> bool:
+        """Draft ahead, at most to the end of the next round's drafts."""
         own = max(pending.tree.depths, default=0)
         if not self.options.draft_ahead or len(self._ahead.ready()) < own:
             return False
         return len(self._ahead.ready()) <= 2 * own and self._ahead.extend()
 
     def _draft_alone(self) -> bool:
-        """One provisional token; drafts that the server was asked about come first."""
+        """Show one provisional token; drafts that were sent to the server come first."""
         if self._ended_alone or len(self._provisional) >= self.options.max_provisional:
             return False
         shown = len(self._provisional)
@@ -361,7 +361,7 @@ class RemoteSession:
         return not self._ended_alone
 
     def _alone_stops(self, token: int) -> bool:
-        """Whether the text ends here as far as the device can tell."""
+        """Whether a provisional token ends the text."""
         if token in self._ahead.stops:
             return True
         if self._strings and len(self._provisional) == 1:
@@ -371,24 +371,24 @@ class RemoteSession:
         return bool(self._strings and self._stop and self._stop.push(token))
 
     def _end_alone(self) -> None:
-        """The text has ended without a link; with "keep" that is its end."""
+        """Stop provisional tokens at the end of the text; with "keep", end the turn."""
         self._ended_alone = True
         if self.options.on_cut == "keep" and self._provisional:
             self._verifier.settle()
 
-    def _give_up(self, pending: Pending) -> None:
+    def _give_up(self, pending: PendingRequest) -> None:
         limit = self.options.give_up_s
         if limit is not None and now() - pending.first_s > limit:
-            linked = self.stats.state == "up"
-            what = "The server has verified nothing" if linked else "No link to the server"
+            is_up = self.stats.state == "up"
+            what = "The server has verified nothing" if is_up else "No link to the server"
             raise LinkError(f"{what} for {limit:g} s.")
 
     def _opening(self, request: VerifyRequest) -> pb.Open:
-        """A turn's opening, without its text."""
+        """Make the message that opens a turn, without its text."""
         layers = 0 if self._drafting is None else self._drafting.num_target_layers
         return pb.Open(
             protocol=identity.PROTOCOL,
-            law=identity.LAW,
+            law=identity.SAMPLING_VERSION,
             target=identity.to_message(self.device.identity),
             drafter=self.device.fingerprint or "",
             codec=wire.CODEC_NUMBERS[self.options.codec],

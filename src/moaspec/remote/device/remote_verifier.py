@@ -1,8 +1,7 @@
-"""The verifier whose target is across a network.
+"""A `Verifier` whose target is on a server.
 
-For the engine it is a `Verifier` like any other, only that its verdicts take their time: whatever
-the link does meanwhile, a request is repeated until it is answered. What the server answers depends
-on the text alone, so repetitions change nothing.
+A request is repeated until it is answered, also after cuts of the link. Answers depend on the text
+alone, so repetitions change nothing.
 """
 
 from __future__ import annotations
@@ -21,33 +20,33 @@ from moaspec.remote.device.link import ServerLink
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 
-LOOK_S = 0.25
-"""A waiting request looks at its link at least so often."""
+POLL_S = 0.25
+"""A waiting request checks its link at least this often."""
 
-MOST_S = 30.0
-"""Longest time that a server is believed to need, or to want to be left alone."""
+MAX_SERVER_S = 30.0
+"""Limit of times that a server states: of a pass, and until the next attempt."""
 
-PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-"""Of a server that does not verify: before the second time that it is asked again, and at most."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
+"""First and longest pause before a request that the server did not verify is repeated."""
 
 FETCH_AFTER = 2
-"""Activations that are missing so many `retry_s` after the latest came are asked for again."""
+"""Missing activations are requested after this multiple of `retry_s` without any."""
 
 
 @dataclass(eq=False)
-class Pending:
-    """A request that waits for its answer.
+class PendingRequest:
+    """A request that waits for its verdict.
 
     Attributes:
-        request: the engine's.
-        opening: whether it begins a turn.
-        answer: what the engine will get.
-        tree: the drafts as they were sent last.
-        kept: provisional tokens that became part of the text without being asked for.
+        request: of the engine.
+        opening: whether it opens a turn.
+        answer: resolves to the result for the engine.
+        tree: the drafts that were sent last.
+        kept: provisional tokens that became part of the text without verification.
         resent: whether the link was lost since the request was made.
-        put_off: how often the server did not verify it.
-        first_s: when it was sent first.
-        due_s: when it is sent again.
+        put_off: number of times that the server did not verify it.
+        first_s: time of the first message.
+        due_s: time of the next repetition.
     """
 
     request: VerifyRequest
@@ -62,14 +61,15 @@ class Pending:
 
 
 class RemoteVerifier:
-    """Asks a server; see `Verifier`. One row.
+    """A `Verifier` of one row that asks a server.
 
     Args:
-        ahead: this device's drafter, told of what is verified.
-        opening: the `Open` of a request, without its text.
-        place: takes in activations.
-        meanwhile: drafts a little while an answer is under way; whether there is more to do.
-        keep: whether provisional tokens stay; else they are drafts like any others.
+        ahead: this device's drafter, which follows the verified text.
+        opening: makes the `Open` message of a request, without its text.
+        place: stores activations.
+        meanwhile: drafts one step while a verdict is awaited; returns whether to call it again.
+        provisional: the tokens that were shown without verification.
+        keep: whether provisional tokens stay; otherwise they are drafts.
         most: drafted tokens of one message.
         vocab_size, max_positions: the target's.
     """
@@ -80,36 +80,36 @@ class RemoteVerifier:
         *,
         opening: Callable[[VerifyRequest], pb.Open],
         place: Callable[[pb.Activations], None],
-        meanwhile: Callable[[Pending], bool],
+        meanwhile: Callable[[PendingRequest], bool],
         provisional: Callable[[], list[int]],
         keep: bool,
         most: int,
         vocab_size: int,
         max_positions: int,
     ) -> None:
-        self.link: ServerLink  # set by whoever makes both
+        self.link: ServerLink  # the session sets it
         self._ahead, self._opening, self._place = ahead, opening, place
         self._meanwhile, self._provisional = meanwhile, provisional
         self._keep, self._most = keep, most
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self.text: list[int] = []
         self.turn = 0
-        self._committed: list[int] | None = None  # what the server holds, as far as we know
-        self._pending: Pending | None = None
+        self._committed: list[int] | None = None  # the server's text, if known
+        self._pending: PendingRequest | None = None
         self._wake = asyncio.Event()
         self._placed_s = 0.0
         self._asked_s = 0.0
 
     @property
     def stats(self) -> LinkStats:
-        """Of the link."""
+        """Statistics of the link."""
         return self.link.stats
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        """See `Verifier`.
+        """Verify a request on the server.
 
         Raises:
-            RefusedError: the server refuses the session, or answers what no server may.
+            RefusedError: the server refuses the session, or its answer is invalid.
         """
         (request,) = requests
         self.text = [*self.text[: request.num_verified], *request.new_tokens]
@@ -118,7 +118,7 @@ class RemoteVerifier:
         self._ahead.sampling = request.sampling
         self._ahead.follow(self.text)
         loop = asyncio.get_running_loop()
-        self._pending = Pending(request, opening, loop.create_future(), request.tree)
+        self._pending = PendingRequest(request, opening, loop.create_future(), request.tree)
         try:
             self._send()
             return [await self._answer(self._pending)]
@@ -126,10 +126,10 @@ class RemoteVerifier:
             self._pending = None
 
     def close(self, row: int) -> None:
-        """Nothing to do: the session itself tells the server that it is closed."""
+        """Do nothing: the session tells the server that it is closed."""
 
-    async def _answer(self, pending: Pending) -> VerifyResult:
-        """Wait, drafting meanwhile, and repeat the request as often as it takes."""
+    async def _answer(self, pending: PendingRequest) -> VerifyResult:
+        """Wait for the verdict; draft meanwhile, and repeat the request when it is due."""
         await asyncio.sleep(0)
         while not pending.answer.done():
             if self.link.refused is not None:
@@ -138,27 +138,27 @@ class RemoteVerifier:
                 self._send()
             self._fetch()
             more = self._meanwhile(pending)
-            # Answers that have come are read before anything more is drafted.
-            left_s = pending.due_s - now() if self.link.state == "up" else LOOK_S
+            # Received answers are handled before the next draft.
+            left_s = pending.due_s - now() if self.link.state == "up" else POLL_S
             await self._wait(pending, 0.0 if more else max(0.01, left_s))
         return pending.answer.result()
 
-    async def _wait(self, pending: Pending, timeout_s: float) -> None:
+    async def _wait(self, pending: PendingRequest, timeout_s: float) -> None:
         if not timeout_s:
             await asyncio.sleep(0)
             return
         woken = asyncio.ensure_future(self._wake.wait())
-        # In pieces, because the link may turn up, or silent, without waking anybody.
+        # In short waits, because the link may change its state without a wake-up.
         await asyncio.wait(
             (pending.answer, woken),
-            timeout=min(timeout_s, LOOK_S),
+            timeout=min(timeout_s, POLL_S),
             return_when=asyncio.FIRST_COMPLETED,
         )
         woken.cancel()
         self._wake.clear()
 
     def wake(self) -> None:
-        """Something changed that a waiting request should look at."""
+        """Let a waiting request check its state."""
         self._wake.set()
 
     def _retry_s(self) -> float:
@@ -167,7 +167,7 @@ class RemoteVerifier:
         return max(self.link.retry_s, 4 * (stats.rtt_s or 0.0) + 4 * pass_s)
 
     def connected(self) -> None:
-        """A new connection: say who is there, and ask again what was not answered."""
+        """Resume the session on a new connection, and repeat the waiting request."""
         opens = self._pending is not None and self._pending.opening
         if self._committed is not None and not opens:
             held = wire.range_messages(self._ahead.held.runs())
@@ -179,22 +179,22 @@ class RemoteVerifier:
         self._send()
         self.wake()
 
-    def _keep_provisional(self, pending: Pending) -> None:
-        """With `keep`, what was shown without verification is the text from now on."""
+    def _keep_provisional(self, pending: PendingRequest) -> None:
+        """With `keep`, add the provisional tokens to the text."""
         if self._keep and self._provisional():
             pending.kept, pending.opening = list(self._provisional()), True
             self.turn += 1
 
     def settle(self) -> None:
-        """End a turn with what was drafted without the server, which need not be asked."""
+        """End a turn with its provisional tokens, without asking the server."""
         pending, tokens = self._pending, self._provisional()
         if pending is not None and not pending.answer.done():
-            self._committed = None  # the server knows nothing of these
+            self._committed = None  # the server does not have these tokens
             pending.kept = tokens[:-1]
             self._resolve(pending, tokens[-1:], [])
 
     def _send(self) -> None:
-        """Send the request that waits, as it should be asked now."""
+        """Send the waiting request in its current form."""
         pending = self._pending
         if pending is None or pending.answer.done():
             return
@@ -209,14 +209,14 @@ class RemoteVerifier:
             message.draft.CopyFrom(wire.draft_message(len(self.text), pending.tree))
         self.link.send(message)
 
-    def _drafts(self, pending: Pending) -> DraftTree:
-        """The request's drafts; after a cut, what the device has drafted since, if that is more."""
+    def _drafts(self, pending: PendingRequest) -> DraftTree:
+        """The request's drafts; after a cut, the drafts made since, if they are longer."""
         ready = self._ahead.ready()[: self._most]
         further = len(ready) > max(pending.request.tree.depths, default=0)
         return wire.chain(ready) if pending.resent and further else pending.request.tree
 
     def _fetch(self) -> None:
-        """Ask for activations that must have been lost."""
+        """Request activations that must have been lost."""
         gaps = self._gaps()
         waited = min(now() - self._placed_s, now() - self._asked_s)
         if gaps and waited > FETCH_AFTER * self.link.retry_s and self.link.state == "up":
@@ -230,12 +230,12 @@ class RemoteVerifier:
         return list(self._ahead.held.gaps(len(self._committed) - 1))
 
     def receive(self, message: pb.ServerMessage) -> None:
-        """A message of the server; those of earlier turns mean nothing any more.
+        """Handle a message of the server; messages of earlier turns are ignored.
 
-        A problem of no turn is one of the connection or of the whole session.
+        A problem without a turn concerns the connection or the whole session.
 
         Raises:
-            WireError: what no server may say.
+            WireError: an invalid message.
         """
         of_no_turn = message.HasField("problem") and not message.turn
         if message.turn != self.turn and not of_no_turn:
@@ -267,7 +267,7 @@ class RemoteVerifier:
         if verdict.HasField("activations"):
             self._activations(verdict.activations)
 
-    def _check(self, pending: Pending, verdict: pb.Verdict) -> None:
+    def _check(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
         if verdict.base + len(verdict.tokens) > self._max_positions:
             raise WireError(f"The server sent a text beyond {self._max_positions} tokens.")
         if any(token >= self._vocab_size for token in verdict.tokens):
@@ -278,8 +278,10 @@ class RemoteVerifier:
                 f"The server sent {len(verdict.logprobs)} log-probabilities where {asked} were due."
             )
 
-    def _resolve(self, pending: Pending, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Hand the engine its verdict, in terms of a tree that has these tokens."""
+    def _resolve(
+        self, pending: PendingRequest, tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> None:
+        """Resolve a request with a tree that contains these tokens."""
         *path, last = [*pending.kept, *tokens]
         tree, nodes = _tree_with(path, (pending.request.tree, pending.tree))
         told = (*[math.nan] * len(pending.kept), *logprobs) if logprobs else ()
@@ -290,7 +292,7 @@ class RemoteVerifier:
             self.stats.ahead_hits += hit and bool(self._ahead.ready())
             self.stats.ahead_misses += not (hit and bool(self._ahead.ready()))
 
-    def _note(self, pending: Pending, verdict: pb.Verdict) -> None:
+    def _note(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
         drafted = 0 if pending.opening else len(pending.tree.tokens)
         accepted = len(pending.answer.result().accepted) - len(pending.kept)
         ready = len(self._ahead.ready())
@@ -299,15 +301,15 @@ class RemoteVerifier:
         )
 
     def _activations(self, activations: pb.Activations) -> None:
-        """Take activations in, if they are of text that is known to be verified."""
+        """Store activations, if their tokens are known to be verified."""
         self.stats.activation_bytes += len(activations.data)
         if activations.start + activations.count <= len(self.text):
             self._place(activations)
             self._placed_s = now()
             self.wake()
 
-    def _reopen(self, pending: Pending) -> None:
-        """The server's text is not ours: tell it what the text is."""
+    def _reopen(self, pending: PendingRequest) -> None:
+        """Open the turn again, because the server's text differs."""
         self.stats.reopened += 1
         pending.opening = True
         self.turn += 1
@@ -330,21 +332,21 @@ class RemoteVerifier:
         self.wake()
 
 
-def _pause_s(pending: Pending) -> float:
-    """How long a request waits that the server did not verify: the longer, the oftener."""
+def _pause_s(pending: PendingRequest) -> float:
+    """Pause before a request that the server did not verify is repeated; it doubles each time."""
     pending.put_off += 1
-    return min(PAUSE_S * 2.0 ** min(pending.put_off - 2, 16), LONGEST_PAUSE_S)
+    return min(FIRST_PAUSE_S * 2.0 ** min(pending.put_off - 2, 16), MAX_PAUSE_S)
 
 
 def _seconds(told: float) -> float:
-    """What a server says of time, within reason; it may say infinity, or that it is no number."""
-    return told if 0.0 <= told <= MOST_S else MOST_S
+    """Clamp a time that a server states, which may be infinite or not a number."""
+    return told if 0.0 <= told <= MAX_SERVER_S else MAX_SERVER_S
 
 
 def _tree_with(path: list[int], trees: Sequence[DraftTree]) -> tuple[DraftTree, list[int]]:
-    """The first of these trees that has a path from its root, and its nodes; else one made of it.
+    """Find the first tree that contains a path from its root, and the nodes of the path.
 
-    The text may have come further than any request that the device still knows of.
+    If none does, return a chain of the path: the text may be longer than any known request.
     """
     for tree in trees:
         edges, nodes = children(tree), [-1]

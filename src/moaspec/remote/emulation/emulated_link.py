@@ -1,4 +1,4 @@
-"""What a link does, in numbers."""
+"""Parameters of an emulated link."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PRESETS = {
         LinkProfile(name="none"),
         # The paper's wired link: 9 ms there and back.
         LinkProfile(name="lan", delay_s=0.0045, bits_per_s=50e6),
-        # The paper's mobile links: each way so many milliseconds, normally distributed.
+        # The paper's mobile links: normally distributed one-way delays.
         LinkProfile(
             name="4g",
             delay_s=0.021,

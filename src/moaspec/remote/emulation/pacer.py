@@ -1,4 +1,4 @@
-"""When a packet arrives: one direction of a link, as arithmetic. No clock is read here."""
+"""Arrival times of packets in one direction of a link. No clock is read here."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import random
 from moaspec.remote.emulation.emulated_link import LinkProfile
 
 COHERENT_S = 0.1
-"""How long one draw of the delay holds where jitter is coherent."""
-
+"""Time for which a coherent delay is constant."""
 
 APART_S = 1e-6
-"""Packets in order arrive at least so far apart."""
+"""Least time between packets that arrive in order."""
 
 
 class Pacer:
     """One direction of a link.
 
     Args:
-        link: what it does.
+        link: parameters of the link.
         seed: of losses and delays.
     """
 
@@ -30,24 +29,24 @@ class Pacer:
         self._window, self._window_delay = -1, 0.0
 
     def arrival(self, now: float, num_bytes: int) -> float | None:
-        """Seconds on the caller's clock at which a packet arrives; None where it is lost.
+        """Time at which a packet arrives, on the caller's clock; None if it is lost.
 
         Args:
-            now: when it is sent; never earlier than in the call before.
-            num_bytes: its size on the wire.
+            now: time at which it is sent; must not decrease between calls.
+            num_bytes: size on the wire.
         """
         sent = max(now, self._free_at)
         if self.link.bits_per_s and sent - now > self.link.queue_s:
             return None
         if self.link.bits_per_s:
             sent += 8 * num_bytes / self.link.bits_per_s
-        # A packet that is lost on its way has taken its turn nevertheless.
+        # A lost packet has used the link, too.
         self._free_at = sent
         if self.link.loss and self._random.random() < self.link.loss:
             return None
         arrives = sent + self._delay(sent)
         if self.link.jitter != "reorder":
-            # A little later, so that equal times do not leave the order to chance.
+            # Different times keep the order well defined.
             arrives = self._last = max(arrives, self._last + APART_S)
         return arrives
 

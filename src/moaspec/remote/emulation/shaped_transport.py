@@ -1,7 +1,7 @@
-"""A transport that does to messages what a bad network does to packets, and worse.
+"""A transport that delays, drops, duplicates and reorders messages, for unit tests.
 
-For unit tests: no root, no processes. Messages take the place of packets, so one may be lost,
-doubled or overtaken, which TCP would never let through; a session has to bear it all the same.
+It needs neither root nor processes. Unlike TCP it also loses, duplicates and reorders messages; a
+session must work even so.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from moaspec.remote.protocol.transport import Connection, Transport
 
 @dataclass
 class Faults:
-    """What befalls messages beside delay, rate and loss; may be changed while a session runs.
+    """Faults besides delay, rate and loss; may be changed while a session runs.
 
     Attributes:
         duplicate: probability that a message arrives twice.
         reorder: probability that a message is held back until after later ones.
-        held_s: for how long it is held back.
-        seed: of these draws and of the link's.
-        cut: while True no message passes and no connection is made, and nobody is told.
+        held_s: time that it is held back.
+        seed: of these faults and of the link.
+        cut: while True no message passes and no connection is made, without any error.
 
     Raises:
         InputError: a number outside its range.
@@ -46,11 +46,12 @@ class Faults:
 
 @dataclass
 class Traffic:
-    """What went into a link, lost messages included.
+    """Traffic of a link, with lost messages.
 
     Attributes:
-        up, down: every frame, in order, as bytes; kept where `keep` is set.
-        bytes_up, bytes_down: their sizes.
+        keep: whether frames are kept.
+        up, down: kept frames, in order.
+        bytes_up, bytes_down: total sizes.
     """
 
     keep: bool = False
@@ -60,7 +61,7 @@ class Traffic:
     bytes_down: int = 0
 
     def note(self, frame: bytes, *, upward: bool) -> None:
-        """Count one frame."""
+        """Count one frame, and keep it if wanted."""
         if upward:
             self.bytes_up += len(frame)
         else:
@@ -75,8 +76,8 @@ class ShapedTransport:
     Args:
         inner: makes the connections.
         link: delay, jitter, rate and loss of both directions.
-        faults: more trouble; the caller may change it at any time, `cut` above all.
-        traffic: counts what leaves and what arrives.
+        faults: further faults, which the caller may change at any time.
+        traffic: counts frames of both directions.
     """
 
     def __init__(
@@ -90,38 +91,38 @@ class ShapedTransport:
         self.faults = Faults() if faults is None else faults
         self.traffic = Traffic() if traffic is None else traffic
         self._made = 0
-        self._open: list[_Shaped] = []
+        self._open: list[_ShapedConnection] = []
 
     async def connect(self) -> Connection:
-        """See `Transport`; while the link is cut nobody answers.
+        """Open a connection; while the link is cut, it fails after a pause.
 
         Raises:
             LinkError: the link is cut, or the inner transport's own.
         """
         if self.faults.cut:
-            # Long enough to show that the session does not count on a quick refusal.
+            # A session must not rely on a quick refusal.
             await asyncio.sleep(0.05)
             raise LinkError("The emulated link is cut.")
         await asyncio.sleep(2 * self._link.delay_s)
         self._made += 1
         seed = self.faults.seed + 2 * self._made
-        shaped = _Shaped(await self._inner.connect(), self, seed)
+        shaped = _ShapedConnection(await self._inner.connect(), self, seed)
         self._open.append(shaped)
         return shaped
 
     async def reset(self) -> None:
-        """Break every open connection at once, as a restarted server or router does."""
+        """Break every open connection, as a restarted server or router does."""
         broken, self._open = self._open, []
         for connection in broken:
             await connection.close()
 
     def pacer(self, seed: int) -> Pacer:
-        """One direction of the link."""
+        """Make the pacer of one direction."""
         return Pacer(self._link, seed)
 
 
-class _Shaped:
-    """One connection through the link."""
+class _ShapedConnection:
+    """One connection over the emulated link."""
 
     def __init__(self, inner: Connection, through: ShapedTransport, seed: int) -> None:
         self._inner, self._through = inner, through
@@ -140,7 +141,7 @@ class _Shaped:
         self._carry(frame, self._up, self._hand_over)
 
     async def _hand_over(self, frame: bytes) -> None:
-        # Messages arrive when they do, but a connection takes one at a time.
+        # Messages may arrive at the same time, but a connection takes one at a time.
         async with self._sending:
             await self._inner.send(frame)
 
@@ -166,11 +167,11 @@ class _Shaped:
                 frame = await self._inner.receive()
                 self._through.traffic.note(frame, upward=False)
                 self._carry(frame, self._down, self._arrived.put)
-        except Exception as error:  # noqa: BLE001 - whoever receives raises it
+        except Exception as error:  # noqa: BLE001 - the receiver raises it
             self._arrived.put_nowait(error)
 
     def _carry(self, frame: bytes, pacer: Pacer, deliver: Any) -> None:
-        """Let a message arrive once, twice, late or never."""
+        """Deliver a message once, twice, late or never."""
         faults, now = self._through.faults, asyncio.get_running_loop().time()
         copies = 2 if self._random.random() < faults.duplicate else 1
         for _ in range(copies):
@@ -183,14 +184,14 @@ class _Shaped:
     async def _deliver(self, frame: bytes, after_s: float, deliver: Any) -> None:
         if after_s > 0:
             await asyncio.sleep(after_s)
-        # What was on its way when the link was cut is lost too.
+        # A cut also drops messages that are on their way.
         if self._through.faults.cut:
             return
         try:
             await deliver(frame)
         except LinkError:
-            pass  # whoever receives will notice
-        except Exception as error:  # noqa: BLE001 - whoever receives raises it
+            pass  # the receiver gets it
+        except Exception as error:  # noqa: BLE001 - the receiver raises it
             self._arrived.put_nowait(error)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,4 +1,4 @@
-"""What one token's activations consist of, and how drafters' tensors become records.
+"""The layout of one token's activations, and the conversion between tensors and records.
 
 Legend: T tokens, C CA's KV heads, D head dim, N last target layers, H target KV heads, L layers,
 K = 2 * H * D.
@@ -17,12 +17,12 @@ from moaspec.errors import WireError
 from moaspec.model.drafter_config import DrafterConfig
 from moaspec.remote.protocol.codec import Bytes, Codec, CodecName, Floats
 
-Parts = tuple[Tensor, Tensor, Tensor | None]
+ActivationParts = tuple[Tensor, Tensor, Tensor | None]
 """CA's key and value, (1, C, T, D) each; of the last layers (2, N, H, T, D), or None."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class ActivationLayout:
     """A record: CA's key heads and value heads, then those of the last N layers.
 
     Args:
@@ -36,25 +36,27 @@ class Layout:
     num_layers: int = 0
 
     @staticmethod
-    def of(config: DrafterConfig, codec: CodecName, num_layers: int, head_dim: int) -> Layout:
-        """The layout for a drafter and N; `head_dim` is the target's.
+    def of(
+        config: DrafterConfig, codec: CodecName, num_layers: int, head_dim: int
+    ) -> ActivationLayout:
+        """Make the layout for a drafter and N; `head_dim` is the target's.
 
         Raises:
-            InputError: no such codec.
+            InputError: an unknown codec.
         """
         ca = config.cross_attention
         memory = Codec(codec, 2 * ca.num_kv_heads, ca.head_dim)
         if not num_layers:
-            return Layout(memory)
+            return ActivationLayout(memory)
         vectors = num_layers * config.kv_size // head_dim
-        return Layout(memory, Codec(codec, vectors, head_dim), num_layers)
+        return ActivationLayout(memory, Codec(codec, vectors, head_dim), num_layers)
 
     @property
     def token_bytes(self) -> int:
         """Size of a record."""
         return self.memory.token_bytes + (self.layers.token_bytes if self.layers else 0)
 
-    def encode(self, parts: Parts) -> Bytes:
+    def encode(self, parts: ActivationParts) -> Bytes:
         """Records of T tokens, (T, `token_bytes`)."""
         key_1CTD, value_1CTD, layers_2NHTD = parts
         records = self.memory.encode(_vectors(torch.cat((key_1CTD, value_1CTD))))
@@ -64,11 +66,11 @@ class Layout:
         own = layers_2NHTD[:, -self.num_layers :].flatten(0, 1)
         return np.concatenate((records, self.layers.encode(_vectors(own))), axis=1)
 
-    def decode(self, data: bytes, count: int, like: Tensor) -> Parts:
-        """What `encode` was given, in the dtype and place of `like`.
+    def decode(self, data: bytes, count: int, like: Tensor) -> ActivationParts:
+        """Decode records into tensors with the dtype and device of `like`.
 
         Raises:
-            WireError: not as many bytes as `count` records have.
+            WireError: `data` has not the size of `count` records.
         """
         if self.layers is None:
             return *_halves(self.memory.decode(data, count), like), None
@@ -99,12 +101,12 @@ def _halves(values_TVD: Floats, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class WireEncoder:
-    """The drafter's encoder as a server runs it: its features are what travels.
+    """The drafter's encoder on a server: its features are sent to devices.
 
-    Stands where a `Drafter` does in `LocalVerifier`, which asks it for nothing else.
+    It takes the place of a `Drafter` in `LocalVerifier`, which calls `encode` only.
 
     Args:
-        module: the drafter, of which only the encoder is used.
+        module: the drafter; only its encoder is used.
         most_layers: the largest N that a session may ask for.
     """
 
@@ -113,8 +115,10 @@ class WireEncoder:
     def __init__(self, module: Any, most_layers: int, num_kv_heads: int) -> None:
         self._module, self._layers, self._heads = module, most_layers, num_kv_heads
 
-    def encode(self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Any) -> list[Parts]:
-        """`Parts` of each row's tokens."""
+    def encode(
+        self, kv_1NLK: Tensor, position_ids_1N: Tensor, counts: Any
+    ) -> list[ActivationParts]:
+        """`ActivationParts` of each row's tokens."""
         with torch.inference_mode():
             key, value = self._module.encode(kv_1NLK, position_ids_1N)
         sizes = list(counts)

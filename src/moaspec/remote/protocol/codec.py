@@ -1,15 +1,15 @@
 """Activations as bytes.
 
-Each token is one record of fixed size, so that any run of tokens can be cut out of a text's records
-without decoding. A record holds the token's vectors (keys and values of one head each) as numbers,
+Each token is one record of fixed size, so any range of tokens can be sliced without decoding. A
+record holds the token's vectors (keys and values of one head each) as numbers,
 then their scales:
 
 - fp16: 2 bytes a number;
 - int8: 1 byte a number, and an fp16 scale per vector;
 - int4: half a byte a number; per group of 64 numbers an fp16 scale and an fp16 minimum.
 
-What is not finite or too large for fp16 is clamped: a wrong activation costs an accepted draft,
-never a token.
+Numbers that are not finite or too large for fp16 are clamped: a wrong activation may cost an
+accepted draft, but never changes the text.
 
 Legend: T tokens, V vectors of a token, D numbers of a vector, G groups of a token.
 """
@@ -29,8 +29,8 @@ CodecName = Literal["fp16", "int8", "int4"]
 CODECS: tuple[CodecName, ...] = ("fp16", "int8", "int4")
 GROUP = 64
 """Numbers that share a scale in int4."""
-LARGEST = 65504.0
-"""Of fp16."""
+MAX_FP16 = 65504.0
+"""Largest finite fp16 number."""
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -38,7 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Codec:
-    """How the vectors of one token become a record.
+    """Encodes the vectors of one token as a record.
 
     Args:
         name: one of `CODECS`.
@@ -46,7 +46,7 @@ class Codec:
         width: D, even.
 
     Raises:
-        InputError: no such codec, or a width that it cannot pack.
+        InputError: an unknown codec, or a width that it cannot pack.
     """
 
     name: CodecName
@@ -63,7 +63,7 @@ class Codec:
 
     @property
     def numbers(self) -> int:
-        """V * D."""
+        """Numbers of a record, V * D."""
         return self.vectors * self.width
 
     @property
@@ -79,8 +79,8 @@ class Codec:
 
     def encode(self, values_TVD: Floats) -> Bytes:
         """Records of T tokens, (T, `token_bytes`)."""
-        bounded = np.nan_to_num(values_TVD, nan=0.0, posinf=LARGEST, neginf=-LARGEST)
-        bounded = bounded.clip(-LARGEST, LARGEST)
+        bounded = np.nan_to_num(values_TVD, nan=0.0, posinf=MAX_FP16, neginf=-MAX_FP16)
+        bounded = bounded.clip(-MAX_FP16, MAX_FP16)
         encoders: dict[str, Callable[[Floats], Bytes]] = {
             "fp16": _to_fp16,
             "int8": _to_int8,
@@ -89,14 +89,14 @@ class Codec:
         return encoders[self.name](bounded)
 
     def decode(self, data: bytes, count: int) -> Floats:
-        """What `encode` was given, as far as the codec keeps it: (T, V, D) float32 within fp16.
+        """Decode records into (T, V, D) float32, with the precision of the codec.
 
         Args:
             data: records, one after another.
             count: T.
 
         Raises:
-            WireError: not as many bytes as `count` records have.
+            WireError: `data` has not the size of `count` records.
         """
         if len(data) != count * self.token_bytes:
             raise WireError(
@@ -105,10 +105,10 @@ class Codec:
             )
         records = np.frombuffer(data, np.uint8).reshape(count, self.token_bytes)
         decoders = {"fp16": self._from_fp16, "int8": self._from_int8, "int4": self._from_int4}
-        # A hostile record may hold scales that are not finite, or are too large.
+        # A hostile record may hold infinite or too large scales.
         with np.errstate(invalid="ignore"):
             values = np.nan_to_num(decoders[self.name](records))
-        return values.clip(-LARGEST, LARGEST).reshape(count, self.vectors, self.width)
+        return values.clip(-MAX_FP16, MAX_FP16).reshape(count, self.vectors, self.width)
 
     def _from_fp16(self, records: Bytes) -> Floats:
         return _halves(records).astype(np.float32)
@@ -153,7 +153,7 @@ def _to_int4(values_TVD: Floats) -> Bytes:
     flat = _flat(values_TVD)
     grouped = _grouped(flat, edge=True)
     minima_TG = grouped.min(-1).astype("<f2").astype(np.float32)
-    scales_TG = ((grouped.max(-1) - minima_TG) / 15.0).clip(0, LARGEST)
+    scales_TG = ((grouped.max(-1) - minima_TG) / 15.0).clip(0, MAX_FP16)
     scales_TG = scales_TG.astype("<f2").astype(np.float32)
     shifted = grouped - minima_TG[..., None]
     levels = shifted / np.where(scales_TG > 0, scales_TG, 1.0)[..., None]

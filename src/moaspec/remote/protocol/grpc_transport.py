@@ -1,4 +1,4 @@
-"""The real network: gRPC on both sides, carrying the frames as they are."""
+"""Connections over gRPC, which carries the frames unchanged."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from moaspec.remote.server.auth import Credentials
 
 SERVICE = "moaspec.remote.v1.Target"
 STREAM_S = 3600.0
-"""Deadline of one connection; a session goes on over the next."""
+"""Deadline of one connection; a session continues on the next."""
 CALL_S = 10.0
-"""Deadline of a question that is answered at once."""
+"""Deadline of a call that is answered at once."""
 
 REFUSALS = frozenset(
     {
@@ -31,15 +31,15 @@ REFUSALS = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-"""Statuses after which trying again is of no use."""
+"""Statuses after which a device does not try again."""
 
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-    # Reconnecting is ours: gRPC's own pauses grow to minutes.
+    # We reconnect ourselves: gRPC's own pauses grow to minutes.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # A proxy in the environment is meant for the web.
+    # A proxy in the environment is for HTTP.
     ("grpc.enable_http_proxy", 0),
 )
 
@@ -49,10 +49,10 @@ class GrpcTransport:
 
     Args:
         address: host:port.
-        credentials: what this device shows.
+        credentials: of this device.
 
     Raises:
-        InputError: a token that would travel in the clear.
+        InputError: a token would be sent without encryption.
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
@@ -60,15 +60,15 @@ class GrpcTransport:
         self._credentials.check(address)
 
     async def connect(self) -> GrpcConnection:
-        """See `Transport`."""
+        """Open a connection; see `Transport`."""
         channel = self._channel()
         call = channel.stream_stream(f"/{SERVICE}/Converse")(
             metadata=self._metadata(), timeout=STREAM_S
         )
         connection = GrpcConnection(channel, call)
         try:
-            with linked():
-                # The server answers at once, or says why not.
+            with translated_errors():
+                # The server accepts at once, or says why not.
                 await call.wait_for_connection()
         except BaseException:
             await asyncio.shield(connection.close())
@@ -76,21 +76,21 @@ class GrpcTransport:
         return connection
 
     async def describe(self) -> pb.Description:
-        """Who the server is.
+        """Ask the server to describe itself.
 
         Raises:
-            LinkError: it cannot be reached.
-            RefusedError: it does not answer these credentials.
+            LinkError: the server cannot be reached.
+            RefusedError: the server does not accept these credentials.
         """
         async with self._channel() as channel:
             ask = channel.unary_unary(
                 f"/{SERVICE}/Describe", response_deserializer=pb.Description.FromString
             )
-            with linked():
+            with translated_errors():
                 return await ask(b"", metadata=self._metadata(), timeout=CALL_S)
 
     async def generate(self, request: pb.GenerateRequest, timeout_s: float = STREAM_S) -> Any:
-        """The server alone; yields `Generated` messages.
+        """Let the server decode alone; yields `Generated` messages.
 
         Raises:
             LinkError: the link broke.
@@ -102,7 +102,7 @@ class GrpcTransport:
                 request_serializer=pb.GenerateRequest.SerializeToString,
                 response_deserializer=pb.Generated.FromString,
             )(request, metadata=self._metadata(), timeout=timeout_s)
-            with linked():
+            with translated_errors():
                 async for message in call:
                     yield message
 
@@ -122,35 +122,35 @@ class GrpcTransport:
 
 
 class GrpcConnection:
-    """One stream of a channel of its own."""
+    """A `Connection`: one stream of its own channel."""
 
     def __init__(self, channel: grpc.aio.Channel, call: Any) -> None:
         self._channel, self._call = channel, call
 
     async def send(self, frame: bytes) -> None:
-        """See `Connection`."""
-        with linked():
+        """Send a frame; see `Connection`."""
+        with translated_errors():
             await self._call.write(frame)
 
     async def receive(self) -> bytes:
-        """See `Connection`."""
-        with linked():
+        """Receive a frame; see `Connection`."""
+        with translated_errors():
             frame = await self._call.read()
         if frame is grpc.aio.EOF:
-            with linked():
+            with translated_errors():
                 raise LinkError(f"The server ended the connection ({await self._call.code()}).")
         return bytes(frame)
 
     async def close(self) -> None:
-        """See `Connection`."""
+        """Close the channel; see `Connection`."""
         self._call.cancel()
         with contextlib.suppress(Exception):
             await self._channel.close(None)
 
 
 @contextlib.contextmanager
-def linked() -> Iterator[None]:
-    """Turn gRPC's errors into ours."""
+def translated_errors() -> Iterator[None]:
+    """Translate gRPC's errors into ours."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

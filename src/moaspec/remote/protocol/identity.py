@@ -1,4 +1,4 @@
-"""Who the two sides are: fingerprints of models, and versions."""
+"""Fingerprints of models, and versions of the protocol."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from moaspec.remote.protocol import target_pb2 as pb
 PROTOCOL = 1
 """Version of the messages in target.proto."""
 
-LAW = 2
-"""Version of seeded sampling (`sampling/choose.py` and `noise.py`): equal versions choose alike.
+SAMPLING_VERSION = 2
+"""Version of seeded sampling in `sampling/choose.py`: equal versions choose equal tokens.
 
-2 has `TokenRules`.
+Version 2 added `TokenRules`. Messages call it `law`.
 """
 
 
 def fingerprint(drafter: MoADrafter) -> str:
-    """Identity of a drafter's weights: the same for a float32 and a bfloat16 copy of them.
+    """Hash a drafter's weights; float32 and bfloat16 copies have the same hash.
 
     Returns:
         SHA-256, hexadecimal, over names, shapes and values rounded to bfloat16, of both halves.
@@ -35,7 +35,7 @@ def fingerprint(drafter: MoADrafter) -> str:
 
 
 def to_message(identity: TargetIdentity) -> pb.TargetIdentity:
-    """As it travels."""
+    """Convert an identity to a message."""
     return pb.TargetIdentity(
         model_type=identity.model_type,
         num_layers=identity.num_layers,
@@ -48,7 +48,7 @@ def to_message(identity: TargetIdentity) -> pb.TargetIdentity:
 
 
 def from_message(message: pb.TargetIdentity) -> TargetIdentity:
-    """As it was sent."""
+    """Convert a message to an identity."""
     return TargetIdentity(
         model_type=message.model_type,
         num_layers=message.num_layers,
@@ -61,9 +61,9 @@ def from_message(message: pb.TargetIdentity) -> TargetIdentity:
 
 
 def difference(got: TargetIdentity, expected: TargetIdentity) -> str | None:
-    """What makes two targets different ones, in words; None where nothing does.
+    """Describe the differences of two targets; None if there are none.
 
-    A tokenizer's hash counts only where both sides know one.
+    Hashes of tokenizers are compared only if both are known.
     """
     names = ("model_type", "num_layers", "hidden_size", "num_kv_heads", "head_dim", "vocab_size")
     wrong = [name for name in names if getattr(got, name) != getattr(expected, name)]

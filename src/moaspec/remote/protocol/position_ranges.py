@@ -1,52 +1,52 @@
-"""Sets of positions as runs, and the order in which runs travel."""
+"""Sets of token positions as ranges."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-Run = tuple[int, int]
+PositionRange = tuple[int, int]
 """Positions start .. stop - 1."""
 
 
-class Positions:
+class PositionSet:
     """A set of positions of one text."""
 
-    def __init__(self, runs: Iterable[Run] = ()) -> None:
+    def __init__(self, runs: Iterable[PositionRange] = ()) -> None:
         self._flags = bytearray()
         for start, stop in runs:
             self.add(start, stop)
 
     def add(self, start: int, stop: int) -> None:
-        """Put positions start .. stop - 1 in."""
+        """Add positions start .. stop - 1."""
         if stop > len(self._flags):
             self._flags.extend(bytes(stop - len(self._flags)))
         self._flags[start:stop] = b"\x01" * (stop - start)
 
     def discard(self, start: int, stop: int) -> None:
-        """Take positions out."""
+        """Remove positions start .. stop - 1."""
         stop = min(stop, len(self._flags))
         if start < stop:
             self._flags[start:stop] = bytes(stop - start)
 
     def cut(self, length: int) -> None:
-        """Forget everything from position `length` on."""
+        """Remove all positions from `length` on."""
         del self._flags[length:]
 
     def __len__(self) -> int:
         return self._flags.count(1)
 
-    def runs(self) -> Iterator[Run]:
-        """The positions in it, ascending."""
+    def runs(self) -> Iterator[PositionRange]:
+        """The ranges of the set, ascending."""
         return self._find(1, len(self._flags))
 
-    def gaps(self, length: int) -> Iterator[Run]:
-        """The positions below `length` that are not in it, ascending."""
-        padded = Positions()
+    def gaps(self, length: int) -> Iterator[PositionRange]:
+        """The missing ranges below `length`, ascending."""
+        padded = PositionSet()
         padded._flags = self._flags[:length] + bytes(max(0, length - len(self._flags)))
         return padded._find(0, length)
 
-    def first_gap(self, length: int, most: int) -> Run | None:
-        """The lowest positions below `length` that are not in it, at most `most` of them."""
+    def first_gap(self, length: int, most: int) -> PositionRange | None:
+        """The first missing range below `length`, cut to its first `most` positions."""
         start = self._flags.find(0)
         start = len(self._flags) if start < 0 else start
         if start >= length:
@@ -55,8 +55,8 @@ class Positions:
         end = length if end < 0 else min(end, length)
         return start, min(end, start + most)
 
-    def last_gap(self, length: int, most: int) -> Run | None:
-        """The highest such positions."""
+    def last_gap(self, length: int, most: int) -> PositionRange | None:
+        """The last missing range below `length`, cut to its last `most` positions."""
         stop = length
         if length <= len(self._flags):
             stop = self._flags.rfind(0, 0, length) + 1
@@ -65,7 +65,7 @@ class Positions:
         start = self._flags.rfind(1, 0, min(stop, len(self._flags))) + 1
         return max(start, stop - most), stop
 
-    def _find(self, flag: int, length: int) -> Iterator[Run]:
+    def _find(self, flag: int, length: int) -> Iterator[PositionRange]:
         start = self._flags.find(flag)
         while 0 <= start < length:
             stop = self._flags.find(1 - flag, start)

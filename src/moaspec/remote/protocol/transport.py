@@ -11,31 +11,31 @@ from moaspec.errors import LinkError, MoaSpecError
 
 T = TypeVar("T")
 
-QUEUED_FRAMES = 64
-"""Frames that an in-process connection holds in each direction before senders wait."""
+MAX_QUEUED_FRAMES = 64
+"""Frames that an in-process connection queues in each direction before senders wait."""
 
 
 class Connection(Protocol):
     """One stream of frames in both directions."""
 
     async def send(self, frame: bytes) -> None:
-        """Hand a frame over; waits where the other side does not read. One at a time.
+        """Send a frame; waits while the other side does not read. One call at a time.
 
         Raises:
-            LinkError: it is broken.
+            LinkError: the connection is broken.
         """
         ...
 
     async def receive(self) -> bytes:
-        """The next frame.
+        """Receive the next frame.
 
         Raises:
-            LinkError: it is broken or was closed, by either side.
+            LinkError: the connection is broken, or either side closed it.
         """
         ...
 
     async def close(self) -> None:
-        """End it; whoever waits on it gets `LinkError`."""
+        """Close the connection; waiting calls raise `LinkError`."""
         ...
 
 
@@ -43,17 +43,17 @@ class Transport(Protocol):
     """Makes connections to one server."""
 
     async def connect(self) -> Connection:
-        """A new connection.
+        """Open a connection.
 
         Raises:
             LinkError: the server cannot be reached.
-            RefusedError: it does not accept these credentials.
+            RefusedError: the server does not accept these credentials.
         """
         ...
 
 
-class Converses(Protocol):
-    """A service that talks over connections; see `TargetService`."""
+class ConnectionHandler(Protocol):
+    """A service that serves connections, such as `TargetService`."""
 
     async def converse(self, owner: str, connection: Connection) -> None:
         """Serve one connection until it ends."""
@@ -64,16 +64,16 @@ class InProcessTransport:
     """Connections to a service in the same event loop.
 
     Args:
-        service: answers.
-        owner: in whose name; a real server takes it from credentials.
+        service: serves the connections.
+        owner: owner of the connections; a real server finds it from credentials.
     """
 
-    def __init__(self, service: Converses, owner: str = "local") -> None:
+    def __init__(self, service: ConnectionHandler, owner: str = "local") -> None:
         self._service, self._owner = service, owner
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self) -> Connection:
-        """See `Transport`."""
+        """Open a connection; see `Transport`."""
         near, far = pipe()
         task = asyncio.create_task(self._serve(far))
         self._tasks.add(task)
@@ -86,13 +86,13 @@ class InProcessTransport:
         await far.close()
 
 
-class _End:
+class _PipeEnd:
     """One end of a pipe."""
 
     def __init__(self, incoming: asyncio.Queue[bytes], outgoing: asyncio.Queue[bytes]) -> None:
         self._incoming, self._outgoing = incoming, outgoing
         self._closed = asyncio.Event()
-        self.other: _End | None = None
+        self.other: _PipeEnd | None = None
 
     async def send(self, frame: bytes) -> None:
         await self._or_closed(self._outgoing.put(frame))
@@ -108,7 +108,7 @@ class _End:
             self.other._closed.set()
 
     async def _or_closed(self, waiting: Coroutine[Any, Any, T]) -> T:
-        """Wait for a queue, but no longer than the pipe is open."""
+        """Wait for a queue until the pipe is closed."""
         task = asyncio.ensure_future(waiting)
         closed = asyncio.ensure_future(self._closed.wait())
         try:
@@ -122,9 +122,9 @@ class _End:
 
 
 def pipe() -> tuple[Connection, Connection]:
-    """Two ends: what one sends the other receives."""
-    there: asyncio.Queue[bytes] = asyncio.Queue(QUEUED_FRAMES)
-    back: asyncio.Queue[bytes] = asyncio.Queue(QUEUED_FRAMES)
-    near, far = _End(back, there), _End(there, back)
+    """Make two connected ends: each receives the frames that the other sends."""
+    there: asyncio.Queue[bytes] = asyncio.Queue(MAX_QUEUED_FRAMES)
+    back: asyncio.Queue[bytes] = asyncio.Queue(MAX_QUEUED_FRAMES)
+    near, far = _PipeEnd(back, there), _PipeEnd(there, back)
     near.other, far.other = far, near
     return near, far

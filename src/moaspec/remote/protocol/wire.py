@@ -1,4 +1,4 @@
-"""Between protobuf messages and our own objects, with a limit on everything that comes in."""
+"""Conversion between protobuf messages and our own objects; limits all received values."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from moaspec.limits import (
 )
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.codec import CodecName
-from moaspec.remote.protocol.position_ranges import Run
+from moaspec.remote.protocol.position_ranges import PositionRange
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.token_rules import NO_RULES, TokenRules
 
 M = TypeVar("M", bound=Message)
 
 SESSION_BYTES = 16
-"""Of a session's name: enough that nobody guesses one."""
+"""Length of a session's random name."""
 
 MAX_MESSAGE = 500
-"""Characters of what a server tells the user."""
+"""Characters of a server's message that are shown to the user."""
 
 CODEC_NUMBERS: dict[CodecName, pb.Codec] = {
     "fp16": pb.CODEC_FP16,
@@ -49,7 +49,7 @@ CODEC_NAMES: dict[int, CodecName] = {int(number): name for name, number in CODEC
 
 @dataclass(frozen=True)
 class WireLimits:
-    """What a message may hold.
+    """Limits of a message.
 
     Attributes:
         vocab_size: token ids are below it.
@@ -59,12 +59,24 @@ class WireLimits:
     vocab_size: int
     max_tokens: int
 
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the largest message of a client that breaks no other limit.
+
+        Token ids take at most 5 bytes, characters 4, and other entries 16 with their numbers.
+        """
+        token_ids = self.max_tokens + MAX_STOP_TOKENS + 4 * MAX_RULE_TOKENS + MAX_WORDS_TOKENS
+        characters = MAX_GRAMMAR + MAX_STOP_STRINGS * (MAX_STOP_CHARACTERS + 1)
+        entries = MAX_LOGIT_BIAS + MAX_RUNS + MAX_WORDS + MAX_DRAFTED
+        fixed = 4096  # numbers, the names of the target and the drafter
+        return min(5 * token_ids + 4 * characters + 16 * entries + fixed, MAX_FRAME_BYTES)
+
 
 def parse_client(frame: bytes) -> pb.ClientMessage:
-    """A device's message.
+    """Parse a device's message.
 
     Raises:
-        WireError: no such message.
+        WireError: an invalid message.
     """
     message = _parse(frame, pb.ClientMessage())
     if len(message.session) != SESSION_BYTES or message.WhichOneof("kind") is None:
@@ -76,19 +88,19 @@ def parse_client(frame: bytes) -> pb.ClientMessage:
 
 
 def parse_server(frame: bytes) -> pb.ServerMessage:
-    """A server's message.
+    """Parse a server's message.
 
     Raises:
-        WireError: no such message.
+        WireError: an invalid message.
     """
     return _parse(frame, pb.ServerMessage())
 
 
 def parse_generate(frame: bytes) -> pb.GenerateRequest:
-    """A request for text.
+    """Parse a request for a text.
 
     Raises:
-        WireError: no such message, or more in it than a request may have.
+        WireError: an invalid message, or a limit is exceeded.
     """
     request = _parse(frame, pb.GenerateRequest())
     _at_most(len(request.stop), MAX_STOP_STRINGS, "stop strings")
@@ -98,7 +110,7 @@ def parse_generate(frame: bytes) -> pb.GenerateRequest:
 
 
 def _at_most(number: int, most: int, what: str) -> None:
-    """Raise WireError for more than a request may have."""
+    """Raise WireError if `number` exceeds the limit."""
     if number > most:
         raise WireError(f"A request has at most {most} {what}; got {number}.")
 
@@ -116,7 +128,7 @@ def _parse(frame: bytes, message: M) -> M:
 def tokens_of(
     ids: Sequence[int], limits: WireLimits, *, least: int = 0, most: int
 ) -> tuple[int, ...]:
-    """Token ids of a message.
+    """Check the token ids of a message.
 
     Raises:
         WireError: fewer or more than allowed, or ids outside the vocabulary.
@@ -132,10 +144,10 @@ def tokens_of(
 
 
 def tree_of(draft: pb.Draft, limits: WireLimits) -> DraftTree:
-    """A message's drafts.
+    """Check the drafts of a message.
 
     Raises:
-        WireError: too many, ids outside the vocabulary, or parents that make no tree.
+        WireError: too many, ids outside the vocabulary, or parents that form no tree.
     """
     tokens = tokens_of(draft.tokens, limits, most=MAX_DRAFTED)
     if not draft.parents:
@@ -149,19 +161,19 @@ def tree_of(draft: pb.Draft, limits: WireLimits) -> DraftTree:
 
 
 def chain(tokens: Sequence[int]) -> DraftTree:
-    """Tokens that follow one another."""
+    """Make a tree of one path."""
     return DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
 
 def draft_message(base: int, tree: DraftTree) -> pb.Draft:
-    """Drafts as they travel."""
+    """Convert drafts to a message."""
     plain = tree.parents == tuple(range(-1, len(tree.tokens) - 1))
     parents = () if plain else [parent + 1 for parent in tree.parents]
     return pb.Draft(base=base, tokens=tree.tokens, parents=parents)
 
 
-def runs_of(ranges: Sequence[pb.Range], limits: WireLimits) -> list[Run]:
-    """Runs of positions.
+def runs_of(ranges: Sequence[pb.Range], limits: WireLimits) -> list[PositionRange]:
+    """Check the ranges of positions of a message.
 
     Raises:
         WireError: too many, not ascending, or beyond the longest text.
@@ -175,16 +187,16 @@ def runs_of(ranges: Sequence[pb.Range], limits: WireLimits) -> list[Run]:
     return runs
 
 
-def range_messages(runs: Iterable[Run]) -> list[pb.Range]:
-    """Runs as they travel; beyond `MAX_RUNS` the later ones are left out."""
+def range_messages(runs: Iterable[PositionRange]) -> list[pb.Range]:
+    """Convert ranges to messages; drops those after the first `MAX_RUNS`."""
     return [pb.Range(start=start, stop=stop) for start, stop in list(runs)[:MAX_RUNS]]
 
 
 def sampling_message(sampling: SamplingParams) -> pb.Sampling:
-    """Settings as they travel.
+    """Convert sampling parameters to a message.
 
     Raises:
-        InputError: custom processors, which are code and cannot travel; a grammar can.
+        InputError: custom logits processors, which are code and cannot be sent; grammars can.
     """
     grammars = [getattr(one, "grammar", "") for one in sampling.processors]
     if len(grammars) > 1 or "" in grammars:
@@ -229,7 +241,7 @@ def _rules_message(rules: TokenRules) -> pb.TokenRules:
 
 
 def _rules_of(message: pb.TokenRules, limits: WireLimits) -> TokenRules:
-    """Rules of a message.
+    """Check the token rules of a message.
 
     Raises:
         WireError: too many, or ids outside the vocabulary.
@@ -261,7 +273,7 @@ def _rules_of(message: pb.TokenRules, limits: WireLimits) -> TokenRules:
 
 
 def _check_rules(message: pb.TokenRules) -> None:
-    """Refuse rules that are too many, before any of them is read."""
+    """Check the sizes of rules before their values are read."""
     for listed in (
         message.forced_eos_token_id,
         message.suppress_tokens,
@@ -278,10 +290,10 @@ def _check_rules(message: pb.TokenRules) -> None:
 
 
 def sampling_of(message: pb.Sampling, limits: WireLimits) -> SamplingParams:
-    """Settings of a message.
+    """Check the sampling parameters of a message.
 
     Raises:
-        WireError: a value outside its range, or noise without a seed.
+        WireError: a value outside its range, or sampling without a seed.
     """
     _at_most(len(message.logit_bias), MAX_LOGIT_BIAS, "tokens in logit_bias")
     if any(token >= limits.vocab_size for token in message.logit_bias):
@@ -311,10 +323,10 @@ def sampling_of(message: pb.Sampling, limits: WireLimits) -> SamplingParams:
 
 
 def codec_of(number: int) -> CodecName:
-    """A message's codec.
+    """Find the codec of a message.
 
     Raises:
-        WireError: none that is known.
+        WireError: an unknown number.
     """
     if number not in CODEC_NAMES:
         raise WireError(f"Unknown codec number {number}; known: {sorted(CODEC_NAMES)}.")
@@ -322,6 +334,6 @@ def codec_of(number: int) -> CodecName:
 
 
 def one_line(message: str) -> str:
-    """What a server tells the user, without what no line of text holds."""
+    """Shorten a server's message to one line of printable characters."""
     text = " ".join(message[:MAX_MESSAGE].split())
     return "".join(char if char.isprintable() else "\ufffd" for char in text)

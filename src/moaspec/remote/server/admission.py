@@ -1,4 +1,4 @@
-"""Which gRPC calls are served: each kind has a budget, and requests must arrive in time."""
+"""Admission of gRPC calls: a budget for each kind of call, and deadlines for requests."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import grpc.aio
 
 from moaspec import limits
 from moaspec.remote.server.auth import ANONYMOUS
-from moaspec.remote.server.quotas import Quota
-from moaspec.remote.server.session_store import NoRoomError
+from moaspec.remote.server.session_store import NoRoomError, Quota
 
 Context = Any
 Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 class Admission(grpc.aio.ServerInterceptor):
-    """Bounds calls before their requests are read.
+    """Limits calls before their requests are read.
 
     Args:
-        service: the calls that need credentials are those of this service.
-        owner: whose a call is; ends those without good credentials.
-        max_calls: with good credentials, at the same time.
+        service: name of the service whose calls need credentials.
+        owner: finds the owner of a call; aborts calls with wrong credentials.
+        max_calls: number of calls with valid credentials at the same time.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Admission(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continue, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """See gRPC: every call becomes one whose request this class reads."""
+        """See gRPC; calls are served as streams, so that this class reads the request."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -77,12 +76,12 @@ class Admission(grpc.aio.ServerInterceptor):
 
 
 def _address(context: Context) -> str:
-    """Where a call comes from, without the port: "ipv4:192.0.2.1"."""
+    """The address of a client without the port: "ipv4:192.0.2.1"."""
     return str(context.peer()).rpartition(":")[0]
 
 
 async def _answer(handler: Any, requests: Any, context: Context) -> None:
-    """What gRPC does with a handler of any kind."""
+    """Call a handler of any kind as gRPC does."""
     given = requests
     if not handler.request_streaming:
         given = await _request(context)

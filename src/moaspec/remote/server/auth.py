@@ -1,4 +1,4 @@
-"""Who may use a server, and how both sides prove who they are."""
+"""Authentication of devices and servers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ import grpc
 from moaspec.errors import InputError, RefusedError
 
 ANONYMOUS = "anonymous"
-"""The owner of all sessions where a server knows its clients neither by token nor certificate."""
+"""The owner of all sessions if clients have neither tokens nor certificates."""
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-"""What goes there leaves no machine, and needs no TLS."""
+"""Connections to these hosts stay on this machine and need no TLS."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What a device shows.
+    """Credentials of a device.
 
     Attributes:
         token: bearer token; needs TLS, unless the server is on this machine.
-        ca: file with the certificates that the server's must be signed by; None connects without
-            TLS, "system" trusts those of this system.
-        certificate, key: files with the device's own, for servers that ask for one.
-        server_name: the name in the server's certificate, where it is not its address.
+        ca: file with the CA certificates of the server's certificate; None connects without TLS,
+            "system" trusts the CAs of this system.
+        certificate, key: files of the device's certificate, for servers that require one.
+        server_name: name in the server's certificate, if it differs from the address.
     """
 
     token: str | None = None
@@ -50,7 +50,7 @@ class Credentials:
             raise InputError("A device's certificate needs TLS: say which ca the server's is of.")
 
     def check(self, address: str) -> None:
-        """Refuse to show a token to everybody on the way.
+        """Refuse to send a token without encryption.
 
         Args:
             address: host:port of the server.
@@ -66,7 +66,7 @@ class Credentials:
             )
 
     def channel(self) -> grpc.ChannelCredentials | None:
-        """For gRPC; None without TLS.
+        """Credentials for gRPC; None without TLS.
 
         Raises:
             InputError: a file cannot be read.
@@ -81,11 +81,11 @@ class Credentials:
 
 @dataclass
 class CallAuth:
-    """Decides whose a connection is.
+    """Identifies the owner of a connection.
 
     Args:
-        tokens: owner by the SHA-256 (64 small hexadecimal digits) of a bearer token. None lets
-            everybody in, an empty mapping nobody.
+        tokens: owners by the SHA-256 of their bearer tokens, 64 lower-case hexadecimal digits. None
+            accepts everybody, an empty mapping nobody.
         until_s: seconds since the epoch at which an owner's tokens expire.
     """
 
@@ -123,14 +123,14 @@ class CallAuth:
         return CallAuth({digest: owner for owner, digest in digests.items()}, until)
 
     def owner(self, bearer: str | None, peer: str | None) -> str:
-        """Whose a connection is.
+        """Find the owner of a connection.
 
         Args:
             bearer: the token that was sent.
-            peer: the name in the device's certificate, where TLS has checked one.
+            peer: name in the device's certificate, if TLS has verified one.
 
         Raises:
-            RefusedError: no token, an unknown one, or one that has expired.
+            RefusedError: the token is missing, unknown or expired.
         """
         if self.tokens is None:
             return peer or ANONYMOUS
@@ -153,10 +153,10 @@ def _read(path: Path | str) -> bytes:
 def server_credentials(
     certificate: Path, key: Path, client_ca: Path | None = None
 ) -> grpc.ServerCredentials:
-    """TLS for a server; with `client_ca` devices must show a certificate that it signed.
+    """TLS credentials of a server; with `client_ca`, devices need a certificate signed by it.
 
     Raises:
-        InputError: a file cannot be read, or is not what it should be.
+        InputError: a file cannot be read or is invalid.
     """
     _require_pair(certificate, key, client_ca)
     roots = None if client_ca is None else _read(client_ca)
@@ -166,10 +166,10 @@ def server_credentials(
 
 
 def _require_pair(certificate: Path, key: Path, client_ca: Path | None) -> None:
-    """Refuse what gRPC would only call an address that cannot be listened on.
+    """Check the files, for which gRPC would only report that it cannot listen.
 
     Raises:
-        InputError: names the files.
+        InputError: a file is invalid.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:

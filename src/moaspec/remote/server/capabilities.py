@@ -1,4 +1,4 @@
-"""What a server offers, and all that is checked about what a device asks of it."""
+"""A server's description of itself, and the checks of device requests."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from moaspec.errors import InputError, RefusedError, WireError
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_layout import Layout
+from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.activation_records import RecordRequest
-from moaspec.remote.server.server_session import Opening
+from moaspec.remote.server.server_session import TurnRequest
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.spec import TargetSpec
 
 if TYPE_CHECKING:
     from moaspec.sampling.grammar import Grammars
 
-MOST_LAYERS = 3
+MAX_LAYERS = 3
 """Largest N for drafters that were not trained for a certain one; the paper's largest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapabilities:
-    """What devices are told of what runs the target.
+    """Properties of the inference engine, which devices are told.
 
     Attributes:
         name: of the engine.
-        max_drafted: drafts of one round that it verifies; of more, the first ones.
-        chains_only: of a tree it verifies one chain, that of the first children.
+        max_drafted: drafted tokens that it verifies in one round; more are cut.
+        chains_only: it verifies only the chain of first children of a tree.
     """
 
     name: str = "torch"
@@ -45,10 +45,10 @@ class Capabilities:
     """Checks requests against a target and a drafter.
 
     Args:
-        target: decides.
-        drafter: whose encoder runs on the server; None: there is none.
-        max_tokens: longest text.
-        engine: what runs the target.
+        target: the model that verifies.
+        drafter: its encoder runs on the server; None for no drafter.
+        max_tokens: length of the longest text.
+        engine: properties of the engine that runs the target.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Capabilities:
         self._grammars: Grammars | None = None  # made when a device first asks for one
 
     def describe(self) -> pb.Description:
-        """Who this server is and what it can do."""
+        """Describe this server to a device."""
         return pb.Description(
             protocol=identity.PROTOCOL,
             target=identity.to_message(self._target.identity),
             drafter=self._fingerprint,
-            law=identity.LAW,
+            law=identity.SAMPLING_VERSION,
             num_target_layers=self.layers,
             max_tokens=self.max_tokens,
             max_drafted=self._engine.max_drafted,
@@ -82,18 +82,18 @@ class Capabilities:
             chains_only=self._engine.chains_only,
         )
 
-    def opening(self, message: pb.ClientMessage) -> Opening:
-        """Everything that a turn asks for, checked; its grammar is compiled later, by `ruled`.
+    def opening(self, message: pb.ClientMessage) -> TurnRequest:
+        """Check a request for a turn; `with_grammar` compiles its grammar later.
 
         Raises:
             WireError: values out of range.
-            RefusedError: another model, or one that this server has not.
+            RefusedError: another target, drafter or protocol than the server's.
         """
         asked = message.open
-        if (asked.protocol, asked.law) != (identity.PROTOCOL, identity.LAW):
+        if (asked.protocol, asked.law) != (identity.PROTOCOL, identity.SAMPLING_VERSION):
             raise RefusedError(
                 f"The device speaks protocol {asked.protocol} with law {asked.law}, this server "
-                f"{identity.PROTOCOL} with {identity.LAW}. Update the older one."
+                f"{identity.PROTOCOL} with {identity.SAMPLING_VERSION}. Update the older one."
             )
         target = identity.from_message(asked.target)
         if wrong := identity.difference(target, self._target.identity):
@@ -101,7 +101,7 @@ class Capabilities:
         ids = self.text(asked.token_ids)
         if not 1 <= asked.prompt_length <= len(ids) or message.turn < 1:
             raise WireError("A turn has a number from 1 on, and a prompt within its text.")
-        return Opening(
+        return TurnRequest(
             turn=message.turn,
             token_ids=ids,
             prompt_length=asked.prompt_length,
@@ -111,23 +111,23 @@ class Capabilities:
         )
 
     def text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """A text that has room for another token.
+        """Check a text, which must leave room for another token.
 
         Raises:
-            WireError: an empty one, one that is too long, or ids outside the vocabulary.
+            WireError: the text is empty or too long, or an id is outside the vocabulary.
         """
         return wire.tokens_of(token_ids, self.limits, least=1, most=self.max_tokens - 1)
 
-    async def ruled(
+    async def with_grammar(
         self, sampling: SamplingParams, grammar: str, prompt_length: int, owner: str
     ) -> SamplingParams:
-        """Settings with their grammar as a logits processor.
+        """Add a grammar to sampling parameters, as a logits processor.
 
-        Compiling may take seconds, in which heartbeats of all devices are to be answered: so it
-        happens in another thread, for each owner one grammar after the other.
+        Compiling may take seconds, so it runs in another thread while heartbeats are answered. Each
+        owner's grammars are compiled one after another.
 
         Raises:
-            RefusedError: a grammar that cannot be compiled here.
+            RefusedError: the grammar cannot be compiled.
         """
         if not grammar:
             return sampling
@@ -153,7 +153,7 @@ class Capabilities:
         return self._grammars
 
     def _asked(self, asked: pb.Open) -> RecordRequest | None:
-        """The activations that a device wants."""
+        """Check which activations the device asks for."""
         if not asked.drafter:
             return None
         if asked.drafter != self._fingerprint or self._config is None:
@@ -166,7 +166,7 @@ class Capabilities:
             raise RefusedError(
                 f"N={asked.num_target_layers} is not among {list(self.layers)} of this drafter."
             )
-        layout = Layout.of(
+        layout = ActivationLayout.of(
             self._config,
             wire.codec_of(asked.codec),
             asked.num_target_layers,
@@ -180,4 +180,4 @@ def layers_offered(drafter: MoADrafter, num_layers: int) -> tuple[int, ...]:
     recorded = drafter.config.num_target_layers
     if drafter.exits:
         return tuple(recorded)
-    return tuple(range(min(num_layers, max(*recorded, MOST_LAYERS)) + 1))
+    return tuple(range(min(num_layers, max(*recorded, MAX_LAYERS)) + 1))

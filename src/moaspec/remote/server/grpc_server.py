@@ -1,4 +1,4 @@
-"""A `TargetService` on the network."""
+"""A gRPC server around a `TargetService`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from moaspec import limits
 from moaspec.errors import InputError, LinkError, MoaSpecError, RefusedError, WireError
+from moaspec.process_memory import return_memory_forever
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.grpc_transport import OPTIONS, SERVICE
@@ -34,23 +35,22 @@ STATUSES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (LinkError, grpc.StatusCode.UNAVAILABLE),
     (MoaSpecError, grpc.StatusCode.INTERNAL),
 )
-"""What each of our errors is called in gRPC; the first that fits."""
+"""The gRPC status of each of our errors; the first match counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where and for whom a server is.
+    """Address, credentials and limits of a server.
 
     Attributes:
         host: address to listen on.
         port: 0 takes a free one.
-        credentials: for TLS; None listens without.
-        guard: whose connections are accepted.
-        max_connections: calls at the same time, of one client half of them; more are told to come
-            back. Clients without credentials are told apart by their addresses.
-        connection_s: a connection lasts so long at most, whatever its device wants; so credentials
-            are looked at again.
-        sweep_s: between two looks for idle sessions.
+        credentials: for TLS; None listens without TLS.
+        guard: decides which clients are accepted.
+        max_connections: calls at the same time; one client may have half of them. Further calls are
+            refused for now. Clients without credentials are identified by address.
+        connection_s: longest duration of a connection, after which credentials are checked again.
+        sweep_s: seconds between two searches for idle sessions.
     """
 
     host: str = "127.0.0.1"
@@ -63,7 +63,7 @@ class ServerOptions:
 
 
 class GrpcServer:
-    """Serves until `drain`; an async context manager.
+    """Serves until `drain` or until the context ends.
 
     Args:
         service: answers.
@@ -77,12 +77,14 @@ class GrpcServer:
         self.service, self._options = service, options or ServerOptions()
         self._server = grpc.aio.server(
             options=[
+                # Of an option that is given twice, gRPC takes the first.
+                ("grpc.max_receive_message_length", service.capabilities.limits.max_bytes),
                 *OPTIONS,
                 ("grpc.max_allowed_incoming_connections", limits.MAX_GRPC_CONNECTIONS),
                 ("grpc.max_concurrent_streams", limits.MAX_GRPC_CALLS_PER_CONNECTION),
                 ("grpc.server_handshake_timeout_ms", limits.MAX_GRPC_HANDSHAKE_S * 1000),
                 ("grpc.max_connection_idle_ms", limits.MAX_GRPC_IDLE_S * 1000),
-                # Devices that send HTTP/2 pings besides our heartbeats are welcome.
+                # Devices may send HTTP/2 pings besides our heartbeats.
                 ("grpc.http2.min_ping_interval_without_data_ms", 200),
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.keepalive_time_ms", 10_000),
@@ -93,11 +95,11 @@ class GrpcServer:
         )
         self._slow = SlowDown()
         self._health = health.HealthServicer()
-        self._sweeping: asyncio.Task[None] | None = None
+        self._repeated: list[asyncio.Task[None]] = []
         self.port = 0
 
     async def __aenter__(self) -> GrpcServer:
-        """Listen."""
+        """Listen and accept calls."""
         address = self._address(self._options.port)
         credentials = self._options.credentials
         try:
@@ -110,7 +112,9 @@ class GrpcServer:
         self._add_services()
         await self._server.start()
         await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        self._sweeping = asyncio.create_task(self._sweep())
+        self._repeated = [
+            asyncio.create_task(work) for work in (self._sweep(), return_memory_forever())
+        ]
         return self
 
     def _address(self, port: int) -> str:
@@ -119,19 +123,19 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, HOST:PORT."""
+        """The address that it listens on, HOST:PORT."""
         return self._address(self.port)
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop at once; `drain` first to let devices leave."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.gather(self._sweeping, return_exceptions=True)
+        """Stop at once; call `drain` first to let devices finish."""
+        for task in self._repeated:
+            task.cancel()
+        await asyncio.gather(*self._repeated, return_exceptions=True)
         await self._server.stop(0)
         await self.service.stop()
 
     async def drain(self, timeout_s: float = 10.0) -> None:
-        """Take no new work, let the running end, tell devices and load balancers."""
+        """Refuse new work, finish running work, and notify devices and load balancers."""
         await self._health.enter_graceful_shutdown()
         await self.service.drain(timeout_s)
         await self._server.stop(timeout_s / 10)
@@ -160,14 +164,14 @@ class GrpcServer:
 
     async def _describe(self, _: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         await self._owner(context)
-        return self.service.terms.describe()
+        return self.service.capabilities.describe()
 
     async def _converse(self, _: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         owner = await self._owner(context)
         await context.send_initial_metadata(())
         connection = _ServerConnection(context)
         try:
-            async with self._in_time():
+            async with self._limit_duration():
                 await self.service.converse(owner, connection)
         except MoaSpecError as error:
             await context.abort(_status(error), str(error))
@@ -178,18 +182,21 @@ class GrpcServer:
         owner = await self._owner(context)
         try:
             request = wire.parse_generate(frame)
-            async with self._in_time(), aclosing(self.service.generate(owner, request)) as texts:
+            async with (
+                self._limit_duration(),
+                aclosing(self.service.generate(owner, request)) as texts,
+            ):
                 async for generated in texts:
                     yield generated
         except MoaSpecError as error:
             await context.abort(_status(error), str(error))
 
     @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
-        """End what has lasted too long.
+    async def _limit_duration(self) -> AsyncIterator[None]:
+        """Limit the duration of a call.
 
         Raises:
-            LinkError: it did.
+            LinkError: the limit is reached.
         """
         try:
             async with asyncio.timeout(self._options.connection_s):
@@ -217,28 +224,28 @@ def _status(error: Exception) -> grpc.StatusCode:
 
 
 class _ServerConnection:
-    """A gRPC stream as the service sees it."""
+    """A `Connection` over one gRPC stream."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._context = context
 
     async def send(self, frame: bytes) -> None:
-        with _broken():
+        with _translated_errors():
             await self._context.write(frame)
 
     async def receive(self) -> bytes:
-        with _broken():
+        with _translated_errors():
             frame: Any = await self._context.read()
         if frame is grpc.aio.EOF:
             raise LinkError("The device ended the connection.")
         return bytes(frame)
 
     async def close(self) -> None:
-        """Ends with the call."""
+        """Do nothing: gRPC closes the stream when the call returns."""
 
 
 @contextmanager
-def _broken() -> Any:
+def _translated_errors() -> Any:
     try:
         yield
     except (grpc.RpcError, grpc.aio.BaseError, grpc.aio.InternalError) as error:

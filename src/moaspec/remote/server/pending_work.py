@@ -1,4 +1,4 @@
-"""What sessions have asked for: each does one thing at a time, and all of them share the passes."""
+"""Runs the requests of sessions: one at a time for each session, in shared passes."""
 
 from __future__ import annotations
 
@@ -10,85 +10,87 @@ from typing import Any
 
 from moaspec.errors import MoaSpecError
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.server.attachments import Attachments
 from moaspec.remote.server.capabilities import Capabilities
-from moaspec.remote.server.server_session import Drafted, Opening, ServerSession
+from moaspec.remote.server.response_stream import SessionStreams
+from moaspec.remote.server.server_session import DraftRequest, ServerSession, TurnRequest
 from moaspec.remote.server.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
 
-class Work:
-    """Reads turns and verifies drafts, and answers.
+class PendingWork:
+    """Encodes turns, verifies drafts, and sends the answers.
 
     Args:
-        terms: compile grammars, and say how long a text may be.
-        attachments: carry answers.
-        observer: counts what happens.
-        remove: forgets a session that failed.
+        capabilities: compile grammars and limit the length of texts.
+        attachments: send answers.
+        observer: metrics and traces.
+        remove: called for a session that failed.
     """
 
     def __init__(
         self,
-        terms: Capabilities,
-        attachments: Attachments,
+        capabilities: Capabilities,
+        attachments: SessionStreams,
         observer: Telemetry,
         remove: Callable[[ServerSession], None],
     ) -> None:
-        self._terms, self._attachments = terms, attachments
+        self._capabilities, self._attachments = capabilities, attachments
         self._observer, self._remove = observer, remove
         self._tasks: dict[bytes, asyncio.Task[None]] = {}
-        self._next: dict[bytes, Opening | Drafted] = {}
+        self._next: dict[bytes, TurnRequest | DraftRequest] = {}
 
-    def put(self, session: ServerSession, work: Opening | Drafted) -> None:
-        """Let a session do something; of what comes while it is busy, the latest counts."""
+    def put(self, session: ServerSession, work: TurnRequest | DraftRequest) -> None:
+        """Start a session's request; while it is busy, only the latest request is kept."""
         session.used_s = time.monotonic()
         self._next[session.name] = work
         if session.name not in self._tasks:
             self._tasks[session.name] = asyncio.create_task(self._run(session))
 
     def __contains__(self, session: ServerSession) -> bool:
-        """Whether a session has something to do."""
+        """Whether a request of the session is running."""
         return session.name in self._tasks
 
     def drop(self, session: ServerSession) -> None:
-        """The session is no more."""
+        """Cancel the requests of a session."""
         self._next.pop(session.name, None)
         task = self._tasks.pop(session.name, None)
         if task is not None:
             task.cancel()
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until nobody does anything, for at most so long."""
+        """Wait until no request is running, at most `timeout_s`."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
 
     async def _run(self, session: ServerSession) -> None:
-        """Work on what a session asks for until it asks for nothing more."""
+        """Run the requests of a session until none is left."""
         try:
             while (work := self._next.pop(session.name, None)) is not None:
                 await self._do(session, work)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 - a session that fails must not hang its device
+        except Exception as error:  # noqa: BLE001 - the device is told
             self._fail(session, error)
         finally:
             if self._tasks.get(session.name) is asyncio.current_task():
                 del self._tasks[session.name]
 
-    def _do(self, session: ServerSession, work: Opening | Drafted) -> Coroutine[Any, Any, None]:
-        if isinstance(work, Opening):
+    def _do(
+        self, session: ServerSession, work: TurnRequest | DraftRequest
+    ) -> Coroutine[Any, Any, None]:
+        if isinstance(work, TurnRequest):
             return self._begin(session, work)
         return self._verify(session, work)
 
-    async def _begin(self, session: ServerSession, opening: Opening) -> None:
+    async def _begin(self, session: ServerSession, opening: TurnRequest) -> None:
         if opening.turn < session.turn:
             return
         if not session.knows(opening):
-            ruled = await self._terms.ruled(
+            with_grammar = await self._capabilities.with_grammar(
                 opening.sampling, opening.grammar, opening.prompt_length, session.owner
             )
-            session.begin(opening, ruled)
+            session.begin(opening, with_grammar)
         elif opening.asked is not None:
             session.hold(opening.asked)
         self._attachments.more(session)
@@ -98,8 +100,8 @@ class Work:
                     self._attachments.more(session)
         self._attachments.answer(session, len(opening.token_ids))
 
-    async def _verify(self, session: ServerSession, drafted: Drafted) -> None:
-        committed, most = len(session.token_ids), self._terms.max_tokens
+    async def _verify(self, session: ServerSession, drafted: DraftRequest) -> None:
+        committed, most = len(session.token_ids), self._capabilities.max_tokens
         tell = self._attachments
         if drafted.turn != session.turn:
             return
@@ -116,11 +118,11 @@ class Work:
             tell.answer(session, committed, activations)
 
     def _fail(self, session: ServerSession, error: Exception) -> None:
-        """A turn failed for this session alone; its device is told."""
+        """Tell the device that its session failed, and remove the session."""
         self._observer.failed(type(error).__name__)
         told = str(error)
         if not isinstance(error, MoaSpecError):
-            # Never the message of a library's error: it might quote the text.
+            # The message of a library's error might quote the text.
             log.error("A session failed: %s", type(error).__name__)
             told = "The pass failed."
         self._attachments.problem(session, pb.Problem.REFUSED, told)

@@ -1,6 +1,6 @@
-"""The server alone: plain decoding, or its own drafter beside its target, streamed.
+"""Decoding by the server alone, plain or with its own drafter, streamed.
 
-This is what client-server competes with, and what devices without a bundle can use.
+It is the baseline of client-server decoding, and serves devices that have no bundle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moaspec.generation.api import RowOptions, check_options, sampling_params, t
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
-from moaspec.remote.protocol.activation_layout import Parts
+from moaspec.remote.protocol.activation_layout import ActivationParts
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.stop_strings import stop_strings
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from moaspec.remote.protocol.grpc_transport import GrpcTransport
 
 SOURCES: tuple[Source, ...] = ("target", "draft", "copy")
-"""By their numbers on the wire."""
+"""Their indices are the numbers on the wire."""
 
 
-class LeasedRow:
-    """A `Verifier` of one row that is lent by a `SharedVerifier` and read in stretches."""
+class LeasedSlot:
+    """A `Verifier` of one row that a `SharedVerifier` leases; it encodes prompts in pieces."""
 
     def __init__(self, shared: SharedVerifier, owner: str, *, encode: bool) -> None:
         self._shared, self._encode, self._row = shared, encode, shared.lease(owner)
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        """See `Verifier`."""
+        """Verify one request; see `Verifier`."""
         (request,) = requests
         request = replace(request, row=self._row, encode=self._encode)
         size, total = (
@@ -66,17 +66,17 @@ class LeasedRow:
         return [verdict]
 
     def close(self, row: int) -> None:
-        """The row is given back by `release`, whatever became of the request."""
+        """Do nothing: `release` returns the row in every case."""
 
     def release(self) -> None:
-        """Give the row back."""
+        """Return the row to the shared verifier."""
         self._shared.close(self._row)
 
 
-class _OwnDrafting(MoAProposer):
-    """The server's own drafter: takes features as its encoder makes them for devices."""
+class _ServerProposer(MoAProposer):
+    """A proposer on the server that reads the features which the encoder makes for devices."""
 
-    def observe(self, row: int, features: Parts) -> None:
+    def observe(self, row: int, features: ActivationParts) -> None:
         super().observe(row, features[:2])
 
 
@@ -90,18 +90,18 @@ async def decode_alone(
     owner: str,
     max_tokens: int,
 ) -> AsyncGenerator[pb.Generated]:
-    """Decode a request to its end, or to the longest text; whoever stops listening ends it."""
+    """Decode a request to its end, or to the longest text; closing the generator stops it."""
     drafting: Drafter | None = None
-    # Where another engine runs the weights, there is no embedding and no head to draft with. And no
-    # layers are reused here, so that a drafter for other N alone is of no use.
+    # Another engine that runs the weights lends no embedding and no head to draft with. No layers
+    # are reused here, so a drafter that was trained for N > 0 only cannot draft.
     if (
         request.speculate
         and drafter is not None
         and 0 in drafter.config.num_target_layers
         and isinstance(target, Target)
     ):
-        drafting = _OwnDrafting(drafter, target, num_target_layers=0)
-    row = LeasedRow(shared, owner, encode=drafting is not None)
+        drafting = _ServerProposer(drafter, target, num_target_layers=0)
+    row = LeasedSlot(shared, owner, encode=drafting is not None)
     try:
         engine = Engine(
             row,
@@ -138,8 +138,8 @@ class RemoteText:
 
     Args:
         transport: leads to the server.
-        stop_token_ids: that end a turn where `stream` names none; a device knows its target's.
-        defaults: the target's; hold where `stream` says nothing else.
+        stop_token_ids: ids that end a turn, unless `stream` is given others.
+        defaults: the target's defaults of sampling, unless `stream` is given others.
     """
 
     def __init__(
@@ -153,17 +153,17 @@ class RemoteText:
     async def stream(
         self, prompt_ids: Sequence[int], *, speculate: bool = False, **options: Unpack[RowOptions]
     ) -> AsyncGenerator[Event]:
-        """Verified tokens as they come.
+        """Yield verified tokens as they arrive.
 
         Args:
             prompt_ids: token ids.
             speculate: let the server's own drafter draft.
-            **options: see `RowOptions`; what to draft is the server's to decide, and functions and
-                log-probabilities do not travel.
+            **options: see `RowOptions`. The server decides what to draft; functions and
+                log-probabilities are not transmitted.
 
         Raises:
             InputError: options out of range.
-            LinkError: the link broke; there is no coming back.
+            LinkError: the link broke; the text cannot be resumed.
             RefusedError: the server refuses.
         """
         check_options(options, RowOptions)

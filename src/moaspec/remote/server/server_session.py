@@ -1,7 +1,7 @@
-"""One session as the server holds it: its text, its row, and what to answer.
+"""One session on the server: its text, its row of the cache, and its answers.
 
-The text is all that answers depend on. `token_ids` is what is committed: every token that the
-target chose, and the prompt. Of them the last has no keys and values yet.
+Answers depend on the text alone. `token_ids` holds the committed text: the prompt and every token
+that the target chose. The last token has no keys and values yet.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.engine import outgrown, regime
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_records import RecordRequest, Records
+from moaspec.remote.protocol.activation_records import ActivationRecords, RecordRequest
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.token_ids import common_length
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
-    """A turn as a device asks for it, checked; its grammar is still to be compiled."""
+class TurnRequest:
+    """A checked request for a turn, whose grammar is not compiled yet."""
 
     turn: int
     token_ids: tuple[int, ...]
@@ -33,8 +33,8 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """Drafts as a device sends them, checked."""
+class DraftRequest:
+    """A checked request to verify drafts."""
 
     turn: int
     base: int
@@ -43,15 +43,14 @@ class Drafted:
 
 @dataclass(eq=False)
 class ServerSession:
-    """A row of the shared target, lent to one device.
+    """A row of the shared target, leased to one device.
 
     Attributes:
-        name: the device's name for it.
-        owner: whose credentials opened it.
-        row: its row.
-        token_ids: committed tokens, prompt included.
-        base: of these, tokens whose keys and values the target's cache holds.
-        decided: whether the target has chosen a token after the turn's opening text.
+        name: chosen by the device.
+        owner: owner of the credentials that opened it.
+        row: index of the row.
+        token_ids: committed tokens, with the prompt.
+        num_verified: number of these tokens whose keys and values are in the target's cache.
     """
 
     name: bytes
@@ -67,27 +66,27 @@ class ServerSession:
     num_verified: int = 0
     prompt_length: int = 0
     sampling: SamplingParams = GREEDY
-    records: Records | None = None
+    records: ActivationRecords | None = None
     pass_s: float = 0.0
     used_s: float = field(default_factory=time.monotonic)
     _opened: int = 0
 
     @property
     def decided(self) -> bool:
-        """Whether the turn's first token is chosen."""
+        """Whether the target has chosen the turn's first token."""
         return len(self.token_ids) > self._opened
 
-    def knows(self, opening: Opening) -> bool:
-        """Whether this turn began before, so that its request came twice."""
+    def knows(self, opening: TurnRequest) -> bool:
+        """Whether this turn has begun already, so that its request is a repetition."""
         ids = opening.token_ids
         return opening.turn == self.turn and tuple(self.token_ids[: len(ids)]) == ids
 
-    def begin(self, opening: Opening, sampling: SamplingParams) -> None:
-        """Take over a turn's text: what it shares with the old one stays where it is.
+    def begin(self, opening: TurnRequest, sampling: SamplingParams) -> None:
+        """Begin a turn; the common prefix with the old text is not encoded again.
 
         Args:
-            opening: the turn.
-            sampling: its settings, with the grammar as a logits processor.
+            opening: the request.
+            sampling: its parameters, with the grammar as a logits processor.
         """
         ids = list(opening.token_ids)
         same_keys = regime(self.num_verified, self.switches) == regime(len(ids), self.switches)
@@ -100,26 +99,26 @@ class ServerSession:
         self._adopt(opening.asked)
 
     def _adopt(self, asked: RecordRequest | None) -> None:
-        """Hold activations as the device wants them now."""
+        """Keep activations in the layout that the device asks for."""
         old = self.records
         if asked is None:
             self.records = None
         elif old is None or old.layout != asked.layout:
-            self.records = Records(asked.layout)
-            self.num_verified = 0  # they come from reading the text
+            self.records = ActivationRecords(asked.layout)
+            self.num_verified = 0  # activations are made while the text is encoded
         if self.records is not None and asked is not None:
             self.records.cut(self.num_verified)
             self.hold(asked)
 
     def hold(self, asked: RecordRequest) -> None:
-        """The device says what it has."""
+        """Mark the activations that the device has."""
         if self.records is not None:
             self.records.sent.cut(0)
             for start, stop in asked.held:
                 self.records.sent.add(start, stop)
 
     async def read(self) -> AsyncIterator[None]:
-        """Read the text, stretch by stretch, and choose the token after it; yields after each."""
+        """Encode the text in pieces and choose the next token; yields after each piece."""
         if self.records is not None:
             self.records.reading = True
         size, total = self.shared.options.prefill_tokens, len(self.token_ids)
@@ -134,10 +133,10 @@ class ServerSession:
         yield
 
     async def verify(self, tree: DraftTree) -> pb.Activations | None:
-        """Verify drafts below the newest token; activations of what was verified, if few."""
+        """Verify drafts after the newest token; returns activations if they are small."""
         start = self.num_verified
         if regime(start, self.switches) != regime(len(self.token_ids), self.switches):
-            # All keys have changed with the text's length: it is read anew, without drafts.
+            # All keys change at this length, so the text is encoded again, without drafts.
             self.num_verified = 0
             if self.records is not None:
                 self.records.cut(0)
@@ -148,7 +147,7 @@ class ServerSession:
         return None if self.records is None else self.records.newest(start)
 
     def _allowed(self, tree: DraftTree) -> DraftTree:
-        """No drafts past the longest text or past the next change of all keys."""
+        """Drop drafts that exceed the longest text or the next change of all keys."""
         length = len(self.token_ids)
         end = min([self.max_tokens, *(s for s in self.switches if s >= length)])
         return tree if max(tree.depths, default=0) <= end - length else DraftTree()
@@ -156,7 +155,7 @@ class ServerSession:
     async def _decide(
         self, known: Sequence[int], tree: DraftTree | None = None, *, total: int = 0
     ) -> None:
-        """One pass; with `total` the text goes on, and what follows `known` is not asked."""
+        """Run one pass; with `total`, the text's length, it only encodes and chooses no token."""
         request = VerifyRequest(
             self.row,
             self.num_verified,
@@ -177,12 +176,12 @@ class ServerSession:
             self.logprobs += verdict.logprobs
         self.used_s = time.monotonic()
 
-    def _record(self, records: Records, verdict: VerifyResult) -> None:
+    def _record(self, records: ActivationRecords, verdict: VerifyResult) -> None:
         count = verdict.features[0].shape[2]
         records.write(self.num_verified - count, verdict.features)
 
     def answer(self, base: int, activations: pb.Activations | None = None) -> pb.Verdict:
-        """Everything committed past `base`."""
+        """All tokens committed past `base`."""
         past = len(self.token_ids) - base
         return pb.Verdict(
             base=base,

@@ -1,4 +1,4 @@
-"""The server's side of the protocol, whatever carries its frames."""
+"""The server's side of the protocol, for any kind of connection."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.activation_layout import WireEncoder
 from moaspec.remote.protocol.activation_records import RecordRequest
 from moaspec.remote.protocol.transport import Connection
-from moaspec.remote.server.attachments import Attachments
 from moaspec.remote.server.capabilities import Capabilities, EngineCapabilities, layers_offered
-from moaspec.remote.server.pending_work import Work
-from moaspec.remote.server.quotas import Allowance, Quota
-from moaspec.remote.server.response_stream import Stream
+from moaspec.remote.server.pending_work import PendingWork
+from moaspec.remote.server.response_stream import ResponseStream, SessionStreams
 from moaspec.remote.server.server_only import decode_alone
-from moaspec.remote.server.server_session import Drafted, ServerSession
+from moaspec.remote.server.server_session import DraftRequest, ServerSession
 from moaspec.remote.server.session_store import (
     ForeignSessionError,
     NoRoomError,
+    Quota,
+    RateLimit,
     SessionStore,
     StoreOptions,
 )
@@ -38,7 +38,7 @@ from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
 
 BUSY_RETRY_S = 0.5
-"""When a device that found no room may ask again."""
+"""Seconds after which a device that found no room may ask again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,15 @@ class ServiceOptions:
     """Limits of a service.
 
     Attributes:
-        max_tokens: longest text, prompt included; None takes the target's context.
-        max_cache_bytes: keys and values of all sessions at their longest; fewer sessions are
-            accepted where more would not fit.
+        max_tokens: length of the longest text with its prompt; None takes the target's context.
+        max_cache_bytes: keys and values of all sessions at full length; this also limits the number
+            of sessions.
         max_messages_per_s: of one connection, averaged over `burst_s`.
-        burst_s: see above.
-        silent_s: a connection that says nothing for so long is closed; devices send heartbeats.
-        send_timeout_s: how long a device may take to read one message.
-        sessions: how many sessions there may be.
-        passes: what one pass of the target may hold.
+        burst_s: see `max_messages_per_s`.
+        silent_s: silence after which a connection is closed; devices send heartbeats.
+        send_timeout_s: time for a device to read one message.
+        sessions: limits of the number of sessions.
+        passes: limits of one pass of the target.
     """
 
     max_tokens: int | None = None
@@ -67,57 +67,57 @@ class ServiceOptions:
     passes: PassOptions = field(default_factory=PassOptions)
 
     def longest(self, target: TargetSpec) -> int:
-        """Tokens of the longest text."""
+        """Length of the longest text, in tokens."""
         most = target.max_positions
         return most if self.max_tokens is None else min(most, self.max_tokens)
 
     @staticmethod
     def token_bytes(target: TargetSpec) -> int:
-        """Of one token's keys and values."""
+        """Bytes of one token's keys and values."""
         return target.num_layers * target.identity.kv_size * target.dtype.itemsize
 
     def fitting(self, target: TargetSpec) -> StoreOptions:
-        """As many sessions as were asked for, or as many as fit into the memory for them."""
+        """Session limits, reduced to the number of sessions that fit into `max_cache_bytes`."""
         per_session = self.token_bytes(target) * self.longest(target)
         fit = max(1, self.max_cache_bytes // per_session)
         return replace(self.sessions, max_sessions=min(self.sessions.max_sessions, fit))
 
 
 class ServingVerifier(Verifier, Protocol):
-    """A verifier that a service can be built on."""
+    """A verifier that a service can use."""
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values held."""
+        """Bytes of keys and values that are held."""
         ...
 
     def release(self) -> None:
-        """Give the memory of rows back; none is in use."""
+        """Free the memory of all rows; none may be in use."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingEngine:
-    """What decides in place of the target's own passes.
+    """An inference engine that verifies in place of the target's own passes.
 
     Attributes:
-        verifier: whose features are those of `wire_encoder`, where there is a drafter.
-        terms: what devices are told of it.
+        verifier: with a drafter, it returns the features of `wire_encoder`.
+        capabilities: properties that devices are told.
     """
 
     verifier: ServingVerifier
-    terms: EngineCapabilities
+    capabilities: EngineCapabilities
 
 
 class TargetService:
     """Verifies the drafts of many devices with one target.
 
     Args:
-        target: decides; a whole `Target`, unless an engine runs its weights.
-        drafter: whose encoder runs here; None gives devices no activations.
+        target: the model that verifies; a whole `Target`, unless an engine runs its weights.
+        drafter: its encoder runs here; None sends devices no activations.
         options: limits.
-        observer: counts what happens.
-        engine: runs the target; None: the target itself.
+        observer: metrics and traces.
+        engine: runs the target; None runs the target in this process.
 
     Raises:
         MismatchError: the drafter belongs to another target.
@@ -134,8 +134,8 @@ class TargetService:
         self.target, self.options = target, options or ServiceOptions()
         self.observer = observer or Telemetry()
         self._drafter = drafter
-        own = EngineCapabilities() if engine is None else engine.terms
-        self.terms = Capabilities(target, drafter, self.options.longest(target), own)
+        own = EngineCapabilities() if engine is None else engine.capabilities
+        self.capabilities = Capabilities(target, drafter, self.options.longest(target), own)
         self.verifier: Any
         if engine is not None:
             self.verifier = engine.verifier
@@ -146,16 +146,18 @@ class TargetService:
         self.shared = SharedVerifier(self.verifier, self.options.passes, self.verifier.release)
         self._room = self.options.fitting(target)
         self.sessions = SessionStore(self._room, self)
-        self._attachments = Attachments()
-        self._work = Work(self.terms, self._attachments, self.observer, self.sessions.remove)
-        self._connections: set[Stream] = set()
+        self._attachments = SessionStreams()
+        self._work = PendingWork(
+            self.capabilities, self._attachments, self.observer, self.sessions.remove
+        )
+        self._connections: set[ResponseStream] = set()
         self._texts: set[asyncio.Future[None]] = set()
         self._quota = Quota(self._room.connections_of, "connections")
         self.draining = self._stopped = False
-        self._show()
+        self._register_gauges()
 
-    def _show(self) -> None:
-        """What can be read off at any time."""
+    def _register_gauges(self) -> None:
+        """Register gauges of the service's state."""
         counts = self.shared.counts
         for name, what, read in (
             ("sessions", "Sessions that are held", lambda: len(self.sessions)),
@@ -172,25 +174,25 @@ class TargetService:
             self.observer.gauge(name, what).set_function(read)
 
     def _record_bytes(self) -> int:
-        """Memory of activations that devices may still ask for."""
+        """Bytes of activations that are kept for devices."""
         return sum(s.records.num_bytes for s in self.sessions if s.records is not None)
 
     @property
     def max_sessions(self) -> int:
-        """Texts that may be held at once."""
+        """Largest number of texts held at once."""
         return self._room.max_sessions
 
     @property
     def num_rows(self) -> int:
-        """Texts that are held, of sessions and of the server alone."""
+        """Number of texts that are held, with those decoded by the server alone."""
         return self.shared.num_rows
 
     def rows_of(self, owner: str) -> int:
-        """See `Keeper`."""
+        """Rows that an owner's texts take."""
         return self.shared.rows_of(owner)
 
     def make(self, name: bytes, owner: str) -> ServerSession:
-        """See `Keeper`."""
+        """A new session, with a row of the cache."""
         return ServerSession(
             name=name,
             owner=owner,
@@ -198,34 +200,34 @@ class TargetService:
             shared=self.shared,
             switches=self.target.rope_switches,
             growth=self.target.rope_growth,
-            max_tokens=self.terms.max_tokens,
+            max_tokens=self.capabilities.max_tokens,
         )
 
     def drop(self, session: ServerSession) -> None:
-        """See `Keeper`."""
+        """Free the row and the work of a session."""
         self._work.drop(session)
         self._attachments.release(session)
         self.shared.close(session.row)
 
     def is_connected(self, session: ServerSession) -> bool:
-        """See `Keeper`."""
+        """Whether the session's device is connected."""
         return session in self._attachments
 
     def is_working(self, session: ServerSession) -> bool:
-        """See `Keeper`."""
+        """Whether the session waits for a pass."""
         return session in self._work
 
     async def converse(self, owner: str, connection: Connection) -> None:
-        """Serve one connection until it ends, whatever comes over it.
+        """Serve one connection until it ends.
 
         Args:
-            owner: whose credentials the connection has.
+            owner: owner of the credentials.
             connection: carries frames.
 
         Raises:
-            LinkError: it broke.
-            WireError: the device sent what no device sends; it was told so.
-            RefusedError: the device cannot be served; it was told why.
+            LinkError: the connection broke.
+            WireError: the device sent an invalid message; the device is told.
+            RefusedError: the device cannot be served; the device is told why.
             NoRoomError: too many connections with these credentials.
         """
         if self._stopped:
@@ -235,7 +237,7 @@ class TargetService:
 
     async def _converse(self, owner: str, connection: Connection) -> None:
         timeout_s = self.options.send_timeout_s
-        stream = Stream(connection, send_timeout_s=timeout_s, on_sent=self.observer.sent)
+        stream = ResponseStream(connection, send_timeout_s=timeout_s, on_sent=self.observer.sent)
         self._connections.add(stream)
         sending = asyncio.create_task(stream.run())
         reading = asyncio.create_task(self._read(owner, stream))
@@ -259,8 +261,8 @@ class TargetService:
                 task.cancel()
             await asyncio.gather(sending, reading, return_exceptions=True)
 
-    async def _read(self, owner: str, stream: Stream) -> None:
-        allowance = Allowance(self.options.max_messages_per_s, self.options.burst_s)
+    async def _read(self, owner: str, stream: ResponseStream) -> None:
+        allowance = RateLimit(self.options.max_messages_per_s, self.options.burst_s)
         while True:
             frame = await self._receive(stream.connection)
             self.observer.received(len(frame))
@@ -274,8 +276,8 @@ class TargetService:
         except TimeoutError as error:
             raise LinkError(f"The device said nothing for {self.options.silent_s:g} s.") from error
 
-    def _handle(self, owner: str, stream: Stream, message: pb.ClientMessage) -> None:
-        """One message of a device."""
+    def _handle(self, owner: str, stream: ResponseStream, message: pb.ClientMessage) -> None:
+        """Handle one message of a device."""
         if stream.name not in (None, message.session):
             raise RefusedError("A connection carries one session; open another for this one.")
         stream.name = message.session
@@ -297,14 +299,14 @@ class TargetService:
     def _open(
         self,
         owner: str,
-        stream: Stream,
+        stream: ResponseStream,
         session: ServerSession | None,
         message: pb.ClientMessage,
     ) -> None:
-        opening = self.terms.opening(message)
+        opening = self.capabilities.opening(message)
         if session is not None and message.turn < session.turn:
             return
-        # What has begun is brought to its end, also for a device that came back meanwhile.
+        # A turn that has begun is finished, even if its device has reconnected.
         begun = session is not None and message.turn == session.turn
         if self.draining and not begun:
             self._say(stream, message, _problem(pb.Problem.DRAINING, "The server is stopping."))
@@ -318,12 +320,16 @@ class TargetService:
         self._attachments.attach(stream, session)
         self._work.put(session, opening)
 
-    def _go_on(self, stream: Stream, session: ServerSession, message: pb.ClientMessage) -> None:
-        """Messages of a session's current turn."""
-        limits = self.terms.limits
+    def _go_on(
+        self, stream: ResponseStream, session: ServerSession, message: pb.ClientMessage
+    ) -> None:
+        """Handle a message of a session's current turn."""
+        limits = self.capabilities.limits
         if message.HasField("draft"):
             draft = message.draft
-            self._work.put(session, Drafted(session.turn, draft.base, wire.tree_of(draft, limits)))
+            self._work.put(
+                session, DraftRequest(session.turn, draft.base, wire.tree_of(draft, limits))
+            )
         elif message.HasField("resume"):
             held = wire.runs_of(message.resume.held, limits)
             if session.records is not None:
@@ -337,30 +343,32 @@ class TargetService:
             stream.more()
 
     @staticmethod
-    def _say(stream: Stream, to: pb.ClientMessage, answer: pb.ServerMessage) -> None:
+    def _say(stream: ResponseStream, to: pb.ClientMessage, answer: pb.ServerMessage) -> None:
         answer.session, answer.turn = to.session, to.turn
         stream.answer(answer)
 
     async def generate(
         self, owner: str, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.Generated]:
-        """The server alone.
+        """Decode a text by the server alone.
 
         Raises:
-            WireError: values out of range.
-            RefusedError: a grammar that cannot be compiled here.
+            WireError: a value is out of range.
+            RefusedError: the grammar cannot be compiled.
             NoRoomError: too many texts at once, of these credentials or of all.
         """
-        ids = self.terms.text(request.token_ids)
-        sampling = wire.sampling_of(request.sampling, self.terms.limits)
+        ids = self.capabilities.text(request.token_ids)
+        sampling = wire.sampling_of(request.sampling, self.capabilities.limits)
         if self.draining or self.num_rows >= self._room.max_sessions:
             raise NoRoomError("There is no room for another text; try again later.")
         if self.rows_of(owner) >= self._room.share_of(owner):
             raise NoRoomError(
                 f"These credentials have {self.rows_of(owner)} texts; try again later."
             )
-        with self._counted():
-            sampling = await self.terms.ruled(sampling, request.sampling.grammar, len(ids), owner)
+        with self._count_text():
+            sampling = await self.capabilities.with_grammar(
+                sampling, request.sampling.grammar, len(ids), owner
+            )
             work = decode_alone(
                 self.shared,
                 self.target,
@@ -368,15 +376,15 @@ class TargetService:
                 request,
                 sampling,
                 owner=owner,
-                max_tokens=self.terms.max_tokens,
+                max_tokens=self.capabilities.max_tokens,
             )
             async with contextlib.aclosing(work) as messages:
                 async for message in messages:
                     yield message
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Let `drain` wait for a text that the server decodes alone."""
+    def _count_text(self) -> Iterator[None]:
+        """Register a text that the server decodes alone, so that `drain` waits for it."""
         ended = asyncio.get_running_loop().create_future()
         self._texts.add(ended)
         try:
@@ -386,11 +394,11 @@ class TargetService:
             ended.set_result(None)
 
     def sweep(self) -> None:
-        """Forget sessions that were idle for too long."""
+        """Remove sessions that were idle for too long."""
         self.sessions.sweep()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new turns, let running passes end, and tell devices to go elsewhere."""
+        """Refuse new turns, let running passes end, and tell devices to leave."""
         self.draining = True
         for stream in self._attachments.streams:
             message = _problem(pb.Problem.DRAINING, "The server is stopping.")
@@ -405,7 +413,7 @@ class TargetService:
         await asyncio.gather(*flushed)
 
     async def stop(self) -> None:
-        """End all connections and forget all sessions."""
+        """End all connections and remove all sessions."""
         self._stopped = True
         for stream in self._connections:
             stream.stop(LinkError("The server has stopped."))
@@ -415,7 +423,7 @@ class TargetService:
 
 
 def wire_encoder(drafter: MoADrafter, target: TargetSpec) -> WireEncoder:
-    """The drafter's encoder as a server runs it.
+    """The drafter's encoder, for a server.
 
     Raises:
         MismatchError: the drafter belongs to another target.

@@ -1,19 +1,24 @@
-"""All sessions of a server: who may have one, and which is evicted when there is no room."""
+"""All sessions of a server: how many each owner may have, and which is evicted first."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from moaspec.errors import MoaSpecError
+from moaspec.errors import MoaSpecError, RefusedError
 from moaspec.remote.server.auth import ANONYMOUS
 from moaspec.remote.server.server_session import ServerSession
 
+if TYPE_CHECKING:
+    from moaspec.remote.server.service import TargetService
+
 
 class NoRoomError(MoaSpecError):
-    """There is no room for another session now; the device may try again."""
+    """No further session fits now; the device may try again."""
 
 
 class ForeignSessionError(MoaSpecError):
@@ -22,17 +27,16 @@ class ForeignSessionError(MoaSpecError):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """How many sessions there may be.
+    """Limits of the number of sessions.
 
     Attributes:
         max_sessions: of all devices.
-        max_sessions_per_owner: of one device's or tenant's credentials, texts that the server
-            decodes alone included. None: half of all; all of them for `ANONYMOUS`.
-        idle_s: a session without connection is forgotten after so long.
-        busy_s: a session without connection that was used more recently is not evicted to make
-            room for another.
-        connected_busy_s: the same for one whose device is connected; it is opened again from its
-            token ids when the device goes on.
+        max_sessions_per_owner: of one device's or tenant's credentials, including texts that the
+            server decodes alone. None: half of `max_sessions`, or all of them for `ANONYMOUS`.
+        idle_s: seconds after which an idle session without connection is removed.
+        busy_s: a session without connection may be evicted after this idle time.
+        connected_busy_s: a session with connection may be evicted after this idle time; its device
+            can open it again from the token ids.
     """
 
     max_sessions: int = 64
@@ -42,59 +46,30 @@ class StoreOptions:
     connected_busy_s: float = 60.0
 
     def share_of(self, owner: str) -> int:
-        """Texts that an owner may have."""
+        """Number of texts that an owner may have."""
         if self.max_sessions_per_owner is not None:
             return self.max_sessions_per_owner
         return self.max_sessions if owner == ANONYMOUS else max(1, self.max_sessions // 2)
 
     def connections_of(self, owner: str) -> int:
-        """Connections that an owner may have; a cut leaves one behind that nobody uses any more.
+        """Number of connections that an owner may have: a cut leaves a dead one behind.
 
-        More devices may be connected than have sessions: an idle one's makes room.
+        More devices may be connected than have sessions, because idle sessions are evicted.
         """
         most = self.max_sessions_per_owner
         return 2 * (max(64, self.share_of(owner)) if most is None else most)
-
-
-class SessionHost(Protocol):
-    """Whoever lends sessions what they hold, and knows what they do."""
-
-    def make(self, name: bytes, owner: str) -> ServerSession:
-        """A new session for a name and an owner."""
-        ...
-
-    def drop(self, session: ServerSession) -> None:
-        """Let go of what a session holds."""
-        ...
-
-    def is_connected(self, session: ServerSession) -> bool:
-        """Whether its device is."""
-        ...
-
-    def is_working(self, session: ServerSession) -> bool:
-        """Whether it waits for a pass."""
-        ...
-
-    def rows_of(self, owner: str) -> int:
-        """Rows lent to an owner."""
-        ...
-
-    @property
-    def num_rows(self) -> int:
-        """Rows lent, to sessions and to others."""
-        ...
 
 
 class SessionStore:
     """Sessions by name.
 
     Args:
-        options: how many.
-        keeper: of what they hold.
+        options: how many there may be.
+        service: makes and drops sessions, and knows which are in use.
     """
 
-    def __init__(self, options: StoreOptions, keeper: SessionHost) -> None:
-        self._options, self._keeper = options, keeper
+    def __init__(self, options: StoreOptions, service: TargetService) -> None:
+        self._options, self._service = options, service
         self._sessions: dict[bytes, ServerSession] = {}
         self.evicted = 0
 
@@ -105,10 +80,10 @@ class SessionStore:
         return iter(list(self._sessions.values()))
 
     def find(self, name: bytes, owner: str) -> ServerSession | None:
-        """A session that this owner has.
+        """Find a session of this owner.
 
         Raises:
-            ForeignSessionError: it is another's. Names are random, so nobody meets this by chance.
+            ForeignSessionError: it belongs to another owner; names are random.
         """
         session = self._sessions.get(name)
         if session is not None and session.owner != owner:
@@ -116,32 +91,32 @@ class SessionStore:
         return session
 
     def create(self, name: bytes, owner: str) -> ServerSession:
-        """A new session.
+        """Create a session.
 
         Raises:
-            NoRoomError: too many, and none of them idle.
+            NoRoomError: there are too many, and none of them is idle.
         """
-        own = self._keeper.rows_of(owner)
+        own = self._service.rows_of(owner)
         if own >= self._options.share_of(owner) and not self._evict(owner):
             raise NoRoomError(f"These credentials have {own} texts, all of them in use.")
-        if self._keeper.num_rows >= self._options.max_sessions and not self._evict(None):
-            raise NoRoomError(f"All {self._keeper.num_rows} texts of this server are in use.")
-        session = self._sessions[name] = self._keeper.make(name, owner)
+        if self._service.num_rows >= self._options.max_sessions and not self._evict(None):
+            raise NoRoomError(f"All {self._service.num_rows} texts of this server are in use.")
+        session = self._sessions[name] = self._service.make(name, owner)
         return session
 
     def remove(self, session: ServerSession) -> None:
-        """Forget a session and free what it holds."""
+        """Remove a session and free its row."""
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
-            self._keeper.drop(session)
+            self._service.drop(session)
 
     def sweep(self) -> None:
-        """Forget sessions that nobody is connected to and that were idle for too long."""
+        """Remove sessions without connection that were idle for too long."""
         for session in self._idle(self._options.idle_s, connected=False):
             self._forget(session)
 
     def _evict(self, owner: str | None) -> bool:
-        """Make room for one: the session idle longest, rather one that nobody is connected to."""
+        """Evict the session that was idle longest, preferably one without connection."""
         options = self._options
         for seconds, connected in ((options.busy_s, False), (options.connected_busy_s, True)):
             idle = self._idle(seconds, connected=connected)
@@ -156,11 +131,67 @@ class SessionStore:
         self.remove(session)
 
     def _idle(self, seconds: float, *, connected: bool) -> list[ServerSession]:
-        keeper, before = self._keeper, time.monotonic() - seconds
+        service, before = self._service, time.monotonic() - seconds
         return [
             session
             for session in self
             if session.used_s < before
-            and keeper.is_connected(session) == connected
-            and not keeper.is_working(session)
+            and service.is_connected(session) == connected
+            and not service.is_working(session)
         ]
+
+
+class RateLimit:
+    """Limits the messages of a connection.
+
+    Args:
+        per_s: average number per second.
+        burst_s: seconds over which the average is taken.
+    """
+
+    def __init__(self, per_s: float, burst_s: float) -> None:
+        self._per_s, self._full = per_s, per_s * burst_s
+        self._left, self._last_s = self._full, time.monotonic()
+
+    def take(self) -> None:
+        """Count a message.
+
+        Raises:
+            RefusedError: the rate is exceeded.
+        """
+        now = time.monotonic()
+        self._left = min(self._full, self._left + (now - self._last_s) * self._per_s) - 1
+        self._last_s = now
+        if self._left < 0:
+            raise RefusedError(f"More than {self._per_s:g} messages a second.")
+
+
+class Quota:
+    """Limits how much of a resource each owner has at the same time.
+
+    Args:
+        most: the limit of an owner.
+        what: name of the resource in the plural, for messages.
+    """
+
+    def __init__(self, most: Callable[[str], int], what: str) -> None:
+        self._most, self._what = most, what
+        self._counts: Counter[str] = Counter()
+
+    @contextmanager
+    def one(self, owner: str) -> Iterator[None]:
+        """Hold one unit.
+
+        Raises:
+            NoRoomError: the owner has reached the limit; the device may try again.
+        """
+        most = self._most(owner)
+        if self._counts[owner] >= most:
+            raise NoRoomError(f"These credentials have {most} {self._what}; try again later.")
+        self._counts[owner] += 1
+        try:
+            yield
+        finally:
+            self._counts[owner] -= 1
+            # Remove zeros, so that the table does not grow with past owners.
+            self._counts += Counter()

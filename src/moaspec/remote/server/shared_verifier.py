@@ -1,8 +1,7 @@
-"""One target for many rows: what is asked at the same time shares its passes.
+"""Batches the requests of many rows into passes of one target.
 
-Everybody asks for one row at a time and waits. Whatever came while a pass was running is the next
-pass, so batches form by themselves. Owners take turns, and each has a share of a pass: nobody's
-requests make another wait for longer than a pass of such shares.
+Each caller asks for one row and waits. Requests that arrive during a pass form the next one. Owners
+take turns, and each has a share of a pass, so no owner waits longer than a pass of such shares.
 """
 
 from __future__ import annotations
@@ -22,44 +21,44 @@ from moaspec.engine.engine import run_now
 
 @dataclass(frozen=True, kw_only=True)
 class PassOptions:
-    """What one pass may hold.
+    """Limits of one pass.
 
     Attributes:
-        max_rows: verifications at most.
-        prefill_tokens: tokens of prompts at most; a prompt is read in stretches of this size.
-        max_drafted: drafted tokens at most.
-        owner_drafted: drafted tokens of one owner at most, if several have asked lately. Of longer
-            drafts the first tokens are verified, which changes no text.
-        lately_s: see above.
-        min_pass_s: passes take at least so long, to hold a server's speed in experiments.
+        max_rows: requests.
+        prefill_tokens: prompt tokens; longer prompts are encoded in pieces of this size.
+        max_drafted: drafted tokens.
+        owner_drafted: drafted tokens of one owner, if several owners asked within `recent_s`.
+            Longer drafts are cut, which changes no text.
+        recent_s: see `owner_drafted`.
+        min_pass_s: least duration of a pass, which fixes a server's speed in experiments.
     """
 
     max_rows: int = 64
     prefill_tokens: int = 128
     max_drafted: int = 1024
     owner_drafted: int = 64
-    lately_s: float = 5.0
+    recent_s: float = 5.0
     min_pass_s: float = 0.0
 
 
 @dataclass(eq=False)
-class _Job:
+class _QueuedRequest:
     request: VerifyRequest
     owner: str
     answer: asyncio.Future[tuple[VerifyResult, float]]
 
     @property
     def prefill(self) -> int:
-        """Tokens of text that are read, beyond the newest."""
+        """Number of text tokens to encode, without the newest."""
         return len(self.request.new_tokens) - 1
 
     @property
     def drafted(self) -> int:
-        """Tokens that are drafted."""
+        """Number of drafted tokens."""
         return len(self.request.tree.tokens)
 
     def cut(self, most: int) -> None:
-        """Verify the first drafted tokens only; the parents of each are among those before it."""
+        """Drop drafted tokens after the first `most`; parents always precede their children."""
         tree = self.request.tree
         if len(tree.tokens) > most:
             kept = DraftTree(tree.tokens[:most], tree.parents[:most])
@@ -68,16 +67,16 @@ class _Job:
 
 @dataclass
 class _Pass:
-    """What a pass has taken so far."""
+    """Requests of the pass that is being formed."""
 
     options: PassOptions
     owner_drafted: int
-    jobs: list[_Job] = field(default_factory=list)
+    jobs: list[_QueuedRequest] = field(default_factory=list)
     prefill: int = 0
     drafted: Counter[str] = field(default_factory=Counter)
 
-    def take(self, job: _Job) -> bool:
-        """Take a request if it fits; the first always does."""
+    def take(self, job: _QueuedRequest) -> bool:
+        """Add a request if it fits; the first always does."""
         drafted = min(job.drafted, self.owner_drafted)
         fits = (
             len(self.jobs) < self.options.max_rows
@@ -96,7 +95,7 @@ class _Pass:
 
 @dataclass
 class PassCounts:
-    """What passes have done so far."""
+    """Totals of all passes."""
 
     passes: int = 0
     rows: int = 0
@@ -105,12 +104,12 @@ class PassCounts:
 
 
 class SharedVerifier:
-    """Lends rows of a verifier and batches what is asked of them.
+    """Leases rows of a verifier and batches their requests.
 
     Args:
-        verifier: decides; called in a thread of its own, one pass at a time.
-        options: of passes.
-        on_idle: done whenever a row comes back and none is lent any more.
+        verifier: called in a thread of its own, one pass at a time.
+        options: limits of a pass.
+        on_idle: called when the last leased row is returned.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class SharedVerifier:
     ) -> None:
         self._verifier, self.options = verifier, options or PassOptions()
         self._on_idle = on_idle
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_QueuedRequest] = deque()
         self._used: dict[int, str] = {}  # the owner of each row
         self._served: dict[str, int] = {}  # the latest pass of each owner
         self._asked_s: dict[str, float] = {}
@@ -134,26 +133,26 @@ class SharedVerifier:
 
     @property
     def num_rows(self) -> int:
-        """Rows that are lent."""
+        """Number of leased rows."""
         return len(self._used)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no pass has taken yet."""
+        """Number of requests that wait for a pass."""
         return len(self._jobs)
 
     def rows_of(self, owner: str) -> int:
-        """Rows that are lent to an owner."""
+        """Number of rows leased to an owner."""
         return sum(one == owner for one in self._used.values())
 
     def lease(self, owner: str = "") -> int:
-        """A row of one's own, until `close`. The lowest free one, so that caches stay small."""
+        """Lease the lowest free row, which keeps caches small, until `close`."""
         row = next(i for i in range(len(self._used) + 1) if i not in self._used)
         self._used[row] = owner
         return row
 
     def close(self, row: int) -> None:
-        """Give a row back; one that a pass is working on becomes free when it is done."""
+        """Return a row; if a pass is working on it, it becomes free after the pass."""
         self._jobs = deque(job for job in self._jobs if job.request.row != row)
         if row in self._running:
             self._leaving.add(row)
@@ -164,23 +163,23 @@ class SharedVerifier:
             self._on_idle()
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        """See `Verifier`."""
+        """Verify requests of several rows; see `Verifier`."""
         answers = await asyncio.gather(*(self.decide(request) for request in requests))
         return [verdict for verdict, _ in answers]
 
     async def decide(self, request: VerifyRequest) -> tuple[VerifyResult, float]:
-        """One row's verdict, and the seconds of the pass that brought it."""
+        """Verify a request of one row; returns the result and the duration of its pass."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         owner = self._used.get(request.row, "")
         self._asked_s[owner] = time.monotonic()
-        job = _Job(request, owner, asyncio.get_running_loop().create_future())
+        job = _QueuedRequest(request, owner, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         self._wake.set()
         return await job.answer
 
     async def stop(self) -> None:
-        """End after the running pass; what waits is cancelled."""
+        """End after the running pass and cancel waiting requests."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -197,14 +196,14 @@ class SharedVerifier:
             while jobs := self._next():
                 await self._decide_together(jobs)
 
-    def _next(self) -> list[_Job]:
-        """Requests of one pass: at least one, if there are any.
+    def _next(self) -> list[_QueuedRequest]:
+        """Take the requests of the next pass: at least one, if any waits.
 
-        Owners take turns, first whoever was served longest ago; of each the oldest comes first.
+        Owners take turns, the least recently served first; each owner's oldest request comes first.
         """
         jobs = [job for job in self._jobs if not job.answer.cancelled()]
         seen: Counter[str] = Counter()
-        order: list[tuple[int, int, _Job]] = []
+        order: list[tuple[int, int, _QueuedRequest]] = []
         for job in jobs:
             order.append((seen[job.owner], self._served.get(job.owner, 0), job))
             seen[job.owner] += 1
@@ -216,21 +215,21 @@ class SharedVerifier:
         return taken.jobs
 
     def _owner_drafted(self) -> int:
-        """Drafted tokens of one owner in a pass: a share only if there is another owner."""
-        since = time.monotonic() - self.options.lately_s
+        """The limit of one owner's drafted tokens, which is lower if there is another owner."""
+        since = time.monotonic() - self.options.recent_s
         self._asked_s = {owner: at for owner, at in self._asked_s.items() if at >= since}
         self._served = {o: at for o, at in self._served.items() if o in self._asked_s}
         waiting = {job.owner for job in self._jobs}
         several = len(waiting | self._asked_s.keys()) > 1
         return self.options.owner_drafted if several else self.options.max_drafted
 
-    async def _decide_together(self, jobs: list[_Job]) -> None:
+    async def _decide_together(self, jobs: list[_QueuedRequest]) -> None:
         self._running = {job.request.row for job in jobs}
         started = time.monotonic()
         answers: list[VerifyResult | Exception]
         try:
             answers = await self._pass([job.request for job in jobs])
-        except RuntimeError as error:  # the thread is gone; nobody should wait for it
+        except RuntimeError as error:  # the thread has ended
             answers = [error] * len(jobs)
         finally:
             self._free_left_rows()
@@ -247,7 +246,7 @@ class SharedVerifier:
             else:
                 job.answer.set_exception(answer)
 
-    def _count(self, jobs: list[_Job], seconds: float) -> None:
+    def _count(self, jobs: list[_QueuedRequest], seconds: float) -> None:
         counts = self.counts
         counts.passes += 1
         counts.rows += len(jobs)
@@ -261,11 +260,11 @@ class SharedVerifier:
             self.close(row)
 
     async def _pass(self, requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
-        """One pass in the thread; where it fails, each row alone, so that one harms no other."""
+        """Run one pass in the thread; if it fails, run each request alone."""
         loop = asyncio.get_running_loop()
         working = loop.run_in_executor(self._pool, self._decide, requests)
         try:
-            # Cancelled or not, the pass ends before its rows may be lent again.
+            # Even if cancelled, wait for the pass before its rows can be leased again.
             return await asyncio.shield(working)
         except asyncio.CancelledError:
             await asyncio.wait([working])
@@ -274,7 +273,7 @@ class SharedVerifier:
     def _decide(self, requests: list[VerifyRequest]) -> list[VerifyResult | Exception]:
         try:
             return list(run_now(self._verifier.verify(requests)))
-        except Exception as error:  # noqa: BLE001 - whoever asked is told, the others go on
+        except Exception as error:  # noqa: BLE001 - the caller gets it, other requests go on
             if len(requests) == 1:
                 return [error]
             return [answer for one in requests for answer in self._decide([one])]

@@ -1,4 +1,4 @@
-"""What a server tells of itself: Prometheus metrics and OpenTelemetry traces, never any text."""
+"""Prometheus metrics and OpenTelemetry traces of a server; they never contain text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class Telemetry:
-    """Counts what happens.
-
-    Spans go to the tracer provider that the process has set; without one they cost nothing.
+    """Metrics and traces. Spans go to the tracer provider of the process, if it has one.
 
     Attributes:
-        registry: for `prometheus_client`'s exposition.
+        registry: of `prometheus_client`.
     """
 
     def __init__(self) -> None:
@@ -41,29 +39,29 @@ class Telemetry:
         return Counter(f"moaspec_{name}", what, [label], registry=self.registry)
 
     def gauge(self, name: str, what: str) -> Gauge:
-        """A number that somebody else sets."""
+        """Register a gauge, which the caller sets."""
         return Gauge(f"moaspec_{name}", what, registry=self.registry)
 
     def sent(self, size: int) -> None:
-        """A message of so many bytes went out."""
+        """Count a sent message of `size` bytes."""
         self._frames.labels("out").inc()
         self._bytes.labels("out").inc(size)
 
     def received(self, size: int) -> None:
-        """A message of so many bytes came in."""
+        """Count a received message of `size` bytes."""
         self._frames.labels("in").inc()
         self._bytes.labels("in").inc(size)
 
     def refused(self, reason: str) -> None:
-        """A connection was refused."""
+        """Count a refused connection."""
         self._refused.labels(reason).inc()
 
     def failed(self, error: str) -> None:
-        """A pass failed for a session."""
+        """Count a session whose pass failed."""
         self._failed.labels(error).inc()
 
     def verified(self, drafted: int, emitted: int) -> None:
-        """A round ended."""
+        """Count the tokens of a round."""
         self._tokens.labels("drafted").inc(drafted)
         self._tokens.labels("emitted").inc(emitted)
 

@@ -37,7 +37,7 @@ class TextPart(RequestModel):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(max_length=limits.MAX_PARTS)]
+Content = str | Annotated[list[TextPart], Field(max_length=limits.MAX_PARTS, fail_fast=True)]
 
 
 class SystemMessage(RequestModel):
@@ -72,7 +72,9 @@ class AssistantMessage(RequestModel):
     refusal: str | None = None
     audio: None = None
     function_call: FunctionCall | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_CALLS)] | None = None
+    tool_calls: (
+        Annotated[list[ToolCall], Field(max_length=limits.MAX_CALLS, fail_fast=True)] | None
+    ) = None
 
 
 class ToolMessage(RequestModel):
@@ -142,10 +144,14 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tools: (
+        Annotated[list[FunctionTool], Field(max_length=limits.MAX_TOOLS, fail_fast=True)] | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[Function], Field(max_length=limits.MAX_TOOLS)] | None = None
+    functions: (
+        Annotated[list[Function], Field(max_length=limits.MAX_TOOLS, fail_fast=True)] | None
+    ) = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
     reasoning_effort: ReasoningEffort | None = None
     stream_options: StreamOptions | None = None

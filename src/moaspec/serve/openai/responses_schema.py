@@ -29,7 +29,7 @@ class InputText(RequestModel):
 class InputMessage(RequestModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
+    content: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS, fail_fast=True)]
 
 
 class InputCall(RequestModel):
@@ -42,7 +42,7 @@ class InputCall(RequestModel):
 class InputCallOutput(RequestModel):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS)]
+    output: str | Annotated[list[InputText], Field(max_length=limits.MAX_PARTS, fail_fast=True)]
 
 
 InputItem = InputMessage | InputCall | InputCallOutput
@@ -115,7 +115,9 @@ class ResponseRequest(GenerationRequest):
     text: ResponseText | None = None
     include: list[Included] | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tools: (
+        Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS, fail_fast=True)] | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Variables | None = None

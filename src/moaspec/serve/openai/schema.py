@@ -9,7 +9,14 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+)
 
 from moaspec import limits
 from moaspec.serve.sources.source import LinkState
@@ -19,7 +26,11 @@ Id = Annotated[int, Field(ge=0)]
 TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=limits.MAX_STOP_CHARACTERS)]
-Stop = StopString | Annotated[list[StopString], Field(max_length=limits.MAX_STOP_STRINGS)]
+Stop = (
+    StopString
+    | Annotated[list[StopString], Field(max_length=limits.MAX_STOP_STRINGS, fail_fast=True)]
+)
+Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 
 
 def _encodable(value: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +48,13 @@ Variables = Annotated[dict[Name, Any], AfterValidator(_encodable)]
 """Variables of a chat template: any JSON."""
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_encodable)]
+
+
+def _few_biases(value: Any) -> Any:
+    """Refuse too many before each of them becomes an error of its own."""
+    if isinstance(value, dict) and len(value) > limits.MAX_LOGIT_BIAS:
+        raise ValueError(f"it names over {limits.MAX_LOGIT_BIAS} tokens")
+    return value
 
 
 class RequestModel(BaseModel):
@@ -77,9 +95,14 @@ class GenerationRequest(RequestModel):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=limits.MAX_LOGIT_BIAS)] | None = (
-        None
-    )
+    logit_bias: (
+        Annotated[
+            dict[TokenId, Bias],
+            Field(max_length=limits.MAX_LOGIT_BIAS),
+            BeforeValidator(_few_biases),
+        ]
+        | None
+    ) = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | None = None
     stream: bool | None = None
@@ -103,12 +126,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
-        | Annotated[list[Id], Field(min_length=1)]
-        | Annotated[
-            list[Annotated[list[Id], Field(min_length=1)]],
-            Field(min_length=1, max_length=limits.MAX_PROMPTS),
-        ]
+        | Annotated[list[str], Field(min_length=1, max_length=limits.MAX_PROMPTS, fail_fast=True)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=limits.MAX_PROMPTS, fail_fast=True)]
     )
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
