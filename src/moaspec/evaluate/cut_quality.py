@@ -25,18 +25,18 @@ from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.generation.api import local_parts
 from moaspec.target.target import Target
 
-IsRight = Callable[[Prompt, Sequence[int]], bool | None]
+Grader = Callable[[Prompt, Sequence[int]], bool | None]
 """(what was asked, token ids of the answer) -> whether it is right, where anybody can tell."""
 
-STRETCH = 64
+DRAFTS_PER_CALL = 64
 """Tokens drafted in one go; what a text goes on with does not depend on it."""
 
-OWN = "target"
+TARGET_NAME = "target"
 """The name under which the target's own continuation stands beside the drafters'."""
 
 
 @dataclass(frozen=True)
-class CutText:
+class Continuation:
     """One continuation of one prompt.
 
     Attributes:
@@ -59,7 +59,7 @@ class CutText:
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutQuality:
     """Continuations by method, the target's own among them.
 
     Attributes:
@@ -70,7 +70,7 @@ class Cut:
     """
 
     after: int
-    texts: dict[str, list[CutText]]
+    texts: dict[str, list[Continuation]]
     left_out: int = 0
     interrupted: bool = False
 
@@ -112,9 +112,9 @@ def measure_cut(
     *,
     after: int,
     max_new_tokens: int,
-    is_right: IsRight = lambda *_: None,
+    is_correct: Grader = lambda *_: None,
     advance: Callable[[], None] = lambda: None,
-) -> Cut:
+) -> CutQuality:
     """Let every drafter go on alone after `after` tokens of the target.
 
     A prompt that does not fit, or whose answer ends before the cut, is left out.
@@ -125,7 +125,7 @@ def measure_cut(
         encode: a turn to prompt ids.
         after: tokens before the cut, at least 1.
         max_new_tokens: of the whole text.
-        is_right: judges whole answers; the target's own tell what it does without a cut.
+        is_correct: judges whole answers; the target's own tell what it does without a cut.
         advance: called after each prompt, for a progress display.
 
     Raises:
@@ -137,18 +137,20 @@ def measure_cut(
         raise InputError("--cut needs a method with a drafter, for example moa.")
     check_cut(after, max_new_tokens)
     left_out, interrupted = 0, False
-    texts: dict[str, list[CutText]] = {name: [] for name in (OWN, *(m.name for m in drafted))}
+    texts: dict[str, list[Continuation]] = {
+        name: [] for name in (TARGET_NAME, *(m.name for m in drafted))
+    }
     try:
         for prompt in prompts:
             found = _texts(
-                drafted, prompt, encode(prompt.turns[0]), (after, max_new_tokens), is_right
+                drafted, prompt, encode(prompt.turns[0]), (after, max_new_tokens), is_correct
             )
             left_out += not found
             for name, text in found.items():
                 texts[name].append(text)
             advance()
     except KeyboardInterrupt:
-        if not texts[OWN]:
+        if not texts[TARGET_NAME]:
             raise
         interrupted = True
     if left_out == len(prompts):
@@ -156,7 +158,7 @@ def measure_cut(
             f"No prompt fits, or no answer is longer than the {after} tokens before the cut; use "
             "other prompts or an earlier --cut."
         )
-    return Cut(after, texts, left_out, interrupted)
+    return CutQuality(after, texts, left_out, interrupted)
 
 
 def _texts(
@@ -164,8 +166,8 @@ def _texts(
     prompt: Prompt,
     prompt_ids: list[int],
     lengths: tuple[int, int],
-    is_right: IsRight,
-) -> dict[str, CutText]:
+    is_correct: Grader,
+) -> dict[str, Continuation]:
     """The continuations of one prompt, by method; none where it is left out.
 
     `lengths`: tokens before the cut, and of the whole text.
@@ -173,7 +175,7 @@ def _texts(
     target, (after, max_new_tokens) = drafted[0].target, lengths
     if len(prompt_ids) + max_new_tokens > target.max_positions:
         return {}
-    own = Method(OWN, target).decode([prompt_ids], max_new_tokens)[0].token_ids
+    own = Method(TARGET_NAME, target).decode([prompt_ids], max_new_tokens)[0].token_ids
     begun, expected = own[:after], own[after:]
     if not expected:
         return {}
@@ -181,9 +183,9 @@ def _texts(
     alone = {one.name: continue_alone(one, seen, left) for one in drafted}
     return {
         name: replace(
-            _judged(target, prompt, seen, text, expected), right=is_right(prompt, [*begun, *text])
+            _judged(target, prompt, seen, text, expected), right=is_correct(prompt, [*begun, *text])
         )
-        for name, text in {OWN: expected, **alone}.items()
+        for name, text in {TARGET_NAME: expected, **alone}.items()
     }
 
 
@@ -202,7 +204,7 @@ def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int
             drafter.observe(0, verdict.features)
     stops, text = method.target.stop_token_ids, list[int]()
     while len(text) < max_new_tokens and not stops.intersection(text):
-        shape = Chain(min(STRETCH, max_new_tokens - len(text)))
+        shape = Chain(min(DRAFTS_PER_CALL, max_new_tokens - len(text)))
         (tree,) = drafter.propose([RowText(0, [*token_ids, *text])], shape)
         if not tree.tokens:
             break
@@ -212,15 +214,15 @@ def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int
 
 def _judged(
     target: Target, prompt: Prompt, seen: Sequence[int], text: list[int], expected: Sequence[int]
-) -> CutText:
+) -> Continuation:
     parting = first_difference(text, expected)
     same = len(text) if parting is None else parting
-    likelihood, agreement = opinion(target, seen, text) if text else (None, None)
-    return CutText(prompt.suite, prompt.question_id, len(text), likelihood, agreement, same)
+    likelihood, agreement = score_text(target, seen, text) if text else (None, None)
+    return Continuation(prompt.suite, prompt.question_id, len(text), likelihood, agreement, same)
 
 
 @torch.inference_mode()
-def opinion(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
+def score_text(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
     """Mean log-probability and share of first choices of `text` under the target.
 
     Args:

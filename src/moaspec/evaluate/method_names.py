@@ -19,12 +19,12 @@ LOOKUP_TOKENS = 10
 """Drafts of transformers' prompt lookup, the number its documentation uses."""
 
 
-COPIES: dict[str, FreeBranches] = {"": "auto", "copy": True, "nocopy": False}
+FREE_BRANCHES: dict[str, FreeBranches] = {"": "auto", "copy": True, "nocopy": False}
 """What may stand after the plus."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodParts:
+class MethodResources:
     """What methods are made of.
 
     Attributes:
@@ -40,7 +40,7 @@ class MethodParts:
 
 
 @dataclass(frozen=True)
-class Spec:
+class MethodSpec:
     """A method's name, read."""
 
     name: str
@@ -51,7 +51,7 @@ class Spec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class MethodKind:
     """One row of the table.
 
     Attributes:
@@ -63,7 +63,7 @@ class Kind:
         stock: runs on the target as transformers loads it.
     """
 
-    make: Callable[[Spec, Target, Any], Method]
+    make: Callable[[MethodSpec, Target, Any], Method]
     help: str
     shaped: bool = False
     setting: str = ""
@@ -71,28 +71,28 @@ class Kind:
     stock: bool = False
 
 
-def _hf(spec: Spec, target: Target, _: Any) -> Method:
+def _hf(spec: MethodSpec, target: Target, _: Any) -> Method:
     return TransformersMethod(spec.name, target)
 
 
-def _hf_lookup(spec: Spec, target: Target, _: Any) -> Method:
+def _hf_lookup(spec: MethodSpec, target: Target, _: Any) -> Method:
     options = (("prompt_lookup_num_tokens", LOOKUP_TOKENS),)
     return TransformersMethod(spec.name, target, options=options)
 
 
-def _hf_assisted(spec: Spec, target: Target, assistant: Target) -> Method:
+def _hf_assisted(spec: MethodSpec, target: Target, assistant: Target) -> Method:
     return TransformersMethod(spec.name, target, options=(("assistant_model", assistant.model),))
 
 
-def _plain(spec: Spec, target: Target, _: Any) -> Method:
+def _plain(spec: MethodSpec, target: Target, _: Any) -> Method:
     return Method(spec.name, target)
 
 
-def _lookup(spec: Spec, target: Target, _: Any) -> Method:
+def _lookup(spec: MethodSpec, target: Target, _: Any) -> Method:
     return Method(spec.name, target, NgramProposer(), spec.shape, free_branches=spec.free_branches)
 
 
-def _replay(spec: Spec, target: Target, _: Any) -> Method:
+def _replay(spec: MethodSpec, target: Target, _: Any) -> Method:
     try:
         agreement = float(spec.setting or 1.0)
     except ValueError:
@@ -111,16 +111,16 @@ def _replay(spec: Spec, target: Target, _: Any) -> Method:
     )
 
 
-def _drafted(spec: Spec, target: Target, drafter: Drafter) -> Method:
+def _drafted(spec: MethodSpec, target: Target, drafter: Drafter) -> Method:
     return Method(spec.name, target, drafter, spec.shape, free_branches=spec.free_branches)
 
 
-def _moa(spec: Spec, target: Target, drafter: MoADrafter) -> Method:
+def _moa(spec: MethodSpec, target: Target, drafter: MoADrafter) -> Method:
     layers = _num_layers(spec, target) if spec.setting else None
     return Method(spec.name, target, drafter, spec.shape, layers, spec.free_branches)
 
 
-def _num_layers(spec: Spec, target: Target) -> int:
+def _num_layers(spec: MethodSpec, target: Target) -> int:
     digits = spec.setting.removeprefix("n")
     if spec.setting[:1] != "n" or not digits.isdecimal() or int(digits) > target.num_layers:
         raise InputError(
@@ -130,22 +130,22 @@ def _num_layers(spec: Spec, target: Target) -> int:
     return int(digits)
 
 
-KINDS: dict[str, Kind] = {
-    "hf": Kind(make=_hf, stock=True, help="transformers' generate"),
-    "hf-lookup": Kind(make=_hf_lookup, stock=True, help="transformers' prompt lookup"),
-    "hf-assisted": Kind(
+KINDS: dict[str, MethodKind] = {
+    "hf": MethodKind(make=_hf, stock=True, help="transformers' generate"),
+    "hf-lookup": MethodKind(make=_hf_lookup, stock=True, help="transformers' prompt lookup"),
+    "hf-assisted": MethodKind(
         make=_hf_assisted, stock=True, checkpoint=True, help="transformers' assisted generation"
     ),
-    "plain": Kind(make=_plain, help="this package without drafts"),
-    "lookup": Kind(make=_lookup, shaped=True, help="prompt lookup"),
-    "replay": Kind(
+    "plain": MethodKind(make=_plain, help="this package without drafts"),
+    "lookup": MethodKind(make=_lookup, shaped=True, help="prompt lookup"),
+    "replay": MethodKind(
         make=_replay, shaped=True, setting="AGREEMENT", help="drafts of a set agreement"
     ),
-    "moa": Kind(
+    "moa": MethodKind(
         make=_moa, shaped=True, setting="nN", checkpoint=True, help="Mixture of Attentions"
     ),
-    "eagle": Kind(make=_drafted, shaped=True, checkpoint=True, help="EAGLE-2's draft head"),
-    "independent": Kind(make=_drafted, shaped=True, checkpoint=True, help="a small model"),
+    "eagle": MethodKind(make=_drafted, shaped=True, checkpoint=True, help="EAGLE-2's draft head"),
+    "independent": MethodKind(make=_drafted, shaped=True, checkpoint=True, help="a small model"),
 }
 """A new way of decoding is a row here."""
 
@@ -175,7 +175,7 @@ def require_known_noise(names: Sequence[str], temperature: float) -> None:
             )
 
 
-def parse_methods(names: Sequence[str], parts: MethodParts) -> list[Method]:
+def parse_methods(names: Sequence[str], parts: MethodResources) -> list[Method]:
     """Read method names, for example `hf`, `plain`, `moa`, `moa:n1@chain:4`, `replay:0.8`.
 
     `+copy` adds free branches, as in `moa@auto+copy`, and `+nocopy` forbids them; without either,
@@ -214,20 +214,20 @@ def _kind_name(name: str) -> str:
     return name.partition("+")[0].partition("@")[0].partition(":")[0]
 
 
-def _spec(name: str) -> Spec:
+def _spec(name: str) -> MethodSpec:
     rest, plus, copies = name.partition("+")
     head, at, shape = rest.partition("@")
     kind_name, colon, setting = head.partition(":")
     kind = KINDS.get(kind_name)
     if kind is None or ((at or plus) and not kind.shaped) or (colon and not kind.setting):
         raise InputError(f"Unknown method {name!r}; use {usage()}.")
-    if copies not in COPIES or bool(plus) != bool(copies):
+    if copies not in FREE_BRANCHES or bool(plus) != bool(copies):
         raise InputError(f"Method {name!r}: after the plus write copy or nocopy, not {copies!r}.")
     tree = parse_shape(shape) if at and shape != "auto" else "auto"
-    return Spec(name, kind_name, setting, tree, COPIES[copies])
+    return MethodSpec(name, kind_name, setting, tree, FREE_BRANCHES[copies])
 
 
-def _made(spec: Spec, parts: MethodParts, stock: Target | None) -> Method:
+def _made(spec: MethodSpec, parts: MethodResources, stock: Target | None) -> Method:
     kind = KINDS[spec.kind]
     checkpoint = parts.checkpoints.get(spec.kind)
     if kind.checkpoint and checkpoint is None:

@@ -212,7 +212,7 @@ class TransformersMethod(Method):
         ids_1T = torch.tensor([list(prompt_ids)], device=self.target.device)
         model: Any = self.target.model
         forget_growth(model)
-        counter = _Arrivals(self.target.device)
+        counter = _TokenCounter(self.target.device)
         with counter.clock:
             output = model.generate(
                 input_ids=ids_1T,
@@ -227,7 +227,7 @@ class TransformersMethod(Method):
         return counter.result(tokens)
 
 
-class _Arrivals:
+class _TokenCounter:
     """A streamer of transformers that notes how many tokens arrive at once."""
 
     def __init__(self, device: torch.device) -> None:

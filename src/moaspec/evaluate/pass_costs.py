@@ -33,7 +33,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (1, 2, 4, 8, 16)
 REPEATS = 5
-FREE = 1.25
+MAX_FREE_RATIO = 1.25
 """A pass counts as free of charge up to this many times the cost of a pass over one token."""
 
 COPY_BYTES = 2**27
@@ -92,8 +92,8 @@ class MemoryBound:
         floor_s: the least that a pass can take, `weight_bytes` over `bytes_per_s`.
         flops_per_s: measured in a large matrix product.
         arithmetic_s: what the products of a pass over one token take at that speed.
-        free_tokens: the largest width of `WIDTHS` up to which every pass costs at most `FREE` times
-            as much as that of one token.
+        free_tokens: the largest width of `WIDTHS` up to which every pass costs at most
+            `MAX_FREE_RATIO` times as much as a pass over one token.
         ceiling: by width, the speed-up if every draft were right and cost nothing.
     """
 
@@ -107,7 +107,7 @@ class MemoryBound:
 
 
 @dataclass(frozen=True)
-class Costs:
+class PassCosts:
     """All that `measure_costs` found.
 
     Attributes:
@@ -134,7 +134,7 @@ def measure_costs(
     batches: Sequence[int] | None = None,
     widths: Sequence[int] | None = None,
     advance: Callable[[], None] = lambda: None,
-) -> Costs:
+) -> PassCosts:
     """Measure passes and rounds.
 
     Args:
@@ -169,7 +169,7 @@ def measure_costs(
         if not passes:
             raise
         interrupted = True
-    return Costs(passes, rounds, _memory_bound(target, passes), interrupted)
+    return PassCosts(passes, rounds, _memory_bound(target, passes), interrupted)
 
 
 def num_measurements(target: Target, methods: Sequence[Method]) -> int:
@@ -286,7 +286,9 @@ def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
         floor_s=num_bytes / bytes_per_s,
         flops_per_s=flops_per_s,
         arithmetic_s=2 * weights / flops_per_s,
-        free_tokens=list(takewhile(lambda each: each.seconds <= FREE * one, passes))[-1].tokens,
+        free_tokens=list(takewhile(lambda each: each.seconds <= MAX_FREE_RATIO * one, passes))[
+            -1
+        ].tokens,
         ceiling={each.tokens: each.tokens * one / each.seconds for each in passes},
     )
 

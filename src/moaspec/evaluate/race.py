@@ -24,7 +24,7 @@ from moaspec.target.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
+class DecodingStats:
     """What one or several decodings took.
 
     Attributes:
@@ -51,9 +51,9 @@ class Effort:
         """Tokens over passes; 0 before the first pass."""
         return self.tokens / self.passes if self.passes else 0.0
 
-    def __add__(self, other: Effort) -> Effort:
+    def __add__(self, other: DecodingStats) -> DecodingStats:
         ours, theirs = asdict(self), asdict(other)
-        return Effort(**{name: ours[name] + theirs[name] for name in ours})
+        return DecodingStats(**{name: ours[name] + theirs[name] for name in ours})
 
     def as_json(self) -> dict[str, Any]:
         """All numbers, the derived ones too."""
@@ -64,7 +64,7 @@ class Effort:
         }
 
 
-class Runner:
+class TimedDecoding:
     """One decoding of a prompt, advanced pass by pass.
 
     Args:
@@ -102,10 +102,10 @@ class Runner:
         return self._result.token_ids
 
     @property
-    def effort(self) -> Effort:
+    def effort(self) -> DecodingStats:
         """What the text has taken so far."""
         sources = self._result.sources
-        return Effort(
+        return DecodingStats(
             tokens=len(sources),
             seconds=self.seconds,
             passes=self._result.num_rounds + bool(sources),
@@ -133,8 +133,8 @@ class Runner:
 
 
 def run_race(
-    plain: Runner,
-    speculative: Runner,
+    plain: TimedDecoding,
+    speculative: TimedDecoding,
     *,
     watch: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
@@ -176,8 +176,8 @@ class Race:
 
     name: str
     prompt: str
-    plain: Effort
-    speculative: Effort
+    plain: DecodingStats
+    speculative: DecodingStats
     equality: Equality
 
     @property
@@ -197,14 +197,14 @@ class Races:
     each: Sequence[Race]
 
     @property
-    def plain(self) -> Effort:
+    def plain(self) -> DecodingStats:
         """Sum over the prompts."""
-        return reduce(add, [one.plain for one in self.each], Effort())
+        return reduce(add, [one.plain for one in self.each], DecodingStats())
 
     @property
-    def speculative(self) -> Effort:
+    def speculative(self) -> DecodingStats:
         """Sum over the prompts."""
-        return reduce(add, [one.speculative for one in self.each], Effort())
+        return reduce(add, [one.speculative for one in self.each], DecodingStats())
 
     @property
     def lossless(self) -> bool:
@@ -237,14 +237,14 @@ class Races:
         }
 
 
-def speedup(plain: Effort, speculative: Effort) -> float | None:
+def speedup(plain: DecodingStats, speculative: DecodingStats) -> float | None:
     """Ratio of tokens per second; None where nothing was decoded."""
     return speculative.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None
 
 
-def compared(
-    plain: Runner,
-    speculative: Runner,
+def compare_texts(
+    plain: TimedDecoding,
+    speculative: TimedDecoding,
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int,

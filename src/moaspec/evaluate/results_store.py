@@ -23,7 +23,7 @@ RUNS, SETTINGS = "runs.jsonl", "settings.json"
 
 
 @dataclass(frozen=True)
-class Item:
+class PromptTurn:
     """One turn of a conversation, as token ids."""
 
     prompt: Prompt
@@ -47,13 +47,13 @@ class Sample:
         batch: how many items were decoded together.
     """
 
-    item: Item
+    item: PromptTurn
     runs: tuple[MethodRun, ...]
     equality: Equality
     batch: int = 1
 
 
-class Store:
+class ResultsStore:
     """Samples by method and item, in memory and, with a directory, on disk.
 
     Args:
@@ -71,14 +71,14 @@ class Store:
         self._lines: dict[tuple[str, ...], dict[str, Any]] = {}
         self._path = None if directory is None else directory / RUNS
         if directory is not None and self._path is not None:
-            prepare(directory)
+            make_results_directory(directory)
             refusal = f"Another process measures into {directory}; wait, or use another --out."
             weakref.finalize(self, os.close, claimed(self._path, refusal))
             _check_settings(directory / SETTINGS, dict(settings or {}))
             for line in _whole_lines(self._path):
                 self._lines[tuple(line["key"])] = line
 
-    def get(self, method: str, item: Item, batch: int) -> Sample | None:
+    def get(self, method: str, item: PromptTurn, batch: int) -> Sample | None:
         """The sample, if it is there."""
         line = self._lines.get((method, str(batch), *item.key))
         if line is None:
@@ -109,7 +109,7 @@ class Store:
                 ) from error
 
 
-def prepare(directory: Path) -> None:
+def make_results_directory(directory: Path) -> None:
     """Make a directory for results.
 
     Raises:

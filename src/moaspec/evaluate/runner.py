@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from moaspec.errors import InputError
-from moaspec.evaluate.correctness.equality import Audited, Equality, audit, compare
+from moaspec.evaluate.correctness.equality import AuditedText, Equality, audit, compare
 from moaspec.evaluate.method_names import require_known_noise
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.report import GREEDILY, Outcome, Report
-from moaspec.evaluate.results_store import Item, Sample, Store
+from moaspec.evaluate.results_store import PromptTurn, ResultsStore, Sample
 from moaspec.generation.api import sampling_params
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
@@ -33,7 +33,7 @@ Encode = Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class EvalSettings:
     """How to measure.
 
     Attributes:
@@ -83,7 +83,7 @@ class Settings:
 
 
 @dataclass
-class _Talk:
+class _Conversation:
     """A conversation, as far as it has been answered."""
 
     prompt: Prompt
@@ -93,10 +93,10 @@ class _Talk:
     def over(self) -> bool:
         return len(self.answers) == len(self.prompt.turns)
 
-    def next_item(self, encode: Encode) -> Item:
+    def next_item(self, encode: Encode) -> PromptTurn:
         turn = len(self.answers)
         ids = encode(self.prompt.turns[: turn + 1], self.answers)
-        return Item(self.prompt, turn, tuple(ids))
+        return PromptTurn(self.prompt, turn, tuple(ids))
 
 
 @dataclass
@@ -105,15 +105,15 @@ class _Session:
 
     methods: Sequence[Method]
     tau_only: Sequence[Method]
-    settings: Settings
+    settings: EvalSettings
     trusted: Target
-    store: Store
+    store: ResultsStore
     advance: Callable[[], None]
     outcomes: dict[str, Outcome]
-    items: list[Item] = field(default_factory=list)
-    skipped: list[Item] = field(default_factory=list)
+    items: list[PromptTurn] = field(default_factory=list)
+    skipped: list[PromptTurn] = field(default_factory=list)
     number: int = 0
-    audited: dict[tuple[str, ...], dict[tuple[int, ...], Audited]] = field(default_factory=dict)
+    audited: dict[tuple[str, ...], dict[tuple[int, ...], AuditedText]] = field(default_factory=dict)
 
     @property
     def base(self) -> Method:
@@ -125,7 +125,7 @@ class _Session:
         """Longest prompt that leaves room for its answer."""
         return self.methods[0].target.max_positions - self.settings.max_new_tokens
 
-    def ask(self, talks: Sequence[_Talk], encode: Encode) -> None:
+    def ask(self, talks: Sequence[_Conversation], encode: Encode) -> None:
         """First turns together, then second turns, ...; what grows too long ends there."""
         while talks:
             asked = [(talk, talk.next_item(encode)) for talk in talks]
@@ -138,7 +138,7 @@ class _Session:
                 talk.answers.append(self.answer(item))
             talks = [talk for talk, _ in fit if not talk.over]
 
-    def timed(self, items: Sequence[Item]) -> None:
+    def timed(self, items: Sequence[PromptTurn]) -> None:
         """All methods in turn on these items, another one first each time."""
         batch = self.settings.batch
         missing = [one for one in self.methods if not self._have(one, items, batch)]
@@ -152,7 +152,7 @@ class _Session:
             self._keep(method, items, runs[method.name], batch)
         self._collect(self.methods, items, batch)
 
-    def untimed(self, items: Sequence[Item]) -> None:
+    def untimed(self, items: Sequence[PromptTurn]) -> None:
         """Methods of which only tau is wanted."""
         for method in self.tau_only:
             if not self._have(method, items, TAU_BATCH):
@@ -174,16 +174,16 @@ class _Session:
         self.outcomes = {k: one for k, one in self.outcomes.items() if len(one.samples) == whole}
         return True
 
-    def answer(self, item: Item) -> list[int]:
+    def answer(self, item: PromptTurn) -> list[int]:
         """The base's text."""
         sample = self.store.get(self.base.key, item, self.settings.batch)
         assert sample is not None, "the base has run before anyone asks for its text"
         return sample.runs[0].token_ids
 
-    def _have(self, method: Method, items: Sequence[Item], batch: int) -> bool:
+    def _have(self, method: Method, items: Sequence[PromptTurn], batch: int) -> bool:
         return all(self.store.get(method.key, item, batch) is not None for item in items)
 
-    def _decode(self, method: Method, items: Sequence[Item]) -> list[MethodRun]:
+    def _decode(self, method: Method, items: Sequence[PromptTurn]) -> list[MethodRun]:
         prompts, limit = [item.prompt_ids for item in items], self.settings.max_new_tokens
         if len(prompts) == 1:
             return [method.run(prompts[0], limit, self.settings.sampling)]
@@ -192,7 +192,7 @@ class _Session:
     def _keep(
         self,
         method: Method,
-        items: Sequence[Item],
+        items: Sequence[PromptTurn],
         repeats: Sequence[Sequence[MethodRun]],
         batch: int,
     ) -> None:
@@ -203,7 +203,7 @@ class _Session:
             worst = _worst(compare(text, base) for text in texts)
             self.store.put(method.key, Sample(item, runs, worst, batch))
 
-    def _audit(self, item: Item, token_ids: Sequence[int]) -> Audited:
+    def _audit(self, item: PromptTurn, token_ids: Sequence[int]) -> AuditedText:
         """Most methods give the same text, which needs one trusted pass only."""
         known, key = self.audited.setdefault(item.key, {}), tuple(token_ids)
         if key not in known:
@@ -216,7 +216,7 @@ class _Session:
             )
         return known[key]
 
-    def _collect(self, methods: Sequence[Method], items: Sequence[Item], batch: int) -> None:
+    def _collect(self, methods: Sequence[Method], items: Sequence[PromptTurn], batch: int) -> None:
         for method in methods:
             for item in items:
                 sample = self.store.get(method.key, item, batch)
@@ -229,11 +229,11 @@ def measure(
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
     encode: Encode,
-    settings: Settings,
+    settings: EvalSettings,
     *,
     tau_only: Sequence[Method] = (),
     trusted: Target | None = None,
-    store: Store | None = None,
+    store: ResultsStore | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Report:
     """Run every method on every prompt, starting with another method each time.
@@ -266,7 +266,7 @@ def measure(
         tau_only,
         settings,
         trusted or methods[0].target,
-        store or Store(),
+        store or ResultsStore(),
         advance,
         outcomes,
     )
@@ -281,7 +281,7 @@ def measure(
     interrupted = False
     try:
         for group in _chunks(prompts, settings.batch):
-            session.ask([_Talk(prompt) for prompt in group], encode)
+            session.ask([_Conversation(prompt) for prompt in group], encode)
         for chunk in _chunks(session.items, TAU_BATCH):
             session.untimed(chunk)
     except KeyboardInterrupt:
@@ -301,7 +301,7 @@ def measure(
     )
 
 
-def _check(methods: Sequence[Method], tau_only: Sequence[Method], settings: Settings) -> None:
+def _check(methods: Sequence[Method], tau_only: Sequence[Method], settings: EvalSettings) -> None:
     together = [*(methods if settings.batch > 1 else ()), *tau_only]
     alone = [method.name for method in together if not method.batches]
     if alone:

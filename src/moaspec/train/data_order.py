@@ -24,7 +24,7 @@ from moaspec.train.students.blocks import Blocks, random_blocks
 
 
 @dataclass(frozen=True)
-class BatchPart:
+class TrainBatch:
     """Some rows of a step: what one pass of one process computes.
 
     Attributes:
@@ -37,10 +37,10 @@ class BatchPart:
     blocks: Blocks
     staircase_B: Tensor | None
 
-    def to(self, device: torch.device) -> BatchPart:
+    def to(self, device: torch.device) -> TrainBatch:
         """The same rows on a device."""
         staircase_B = None if self.staircase_B is None else self.staircase_B.to(device)
-        return BatchPart(self.batch.to(device), self.blocks.to(device), staircase_B)
+        return TrainBatch(self.batch.to(device), self.blocks.to(device), staircase_B)
 
 
 class DataOrder:
@@ -68,7 +68,7 @@ class DataOrder:
         self._generator = torch.Generator().manual_seed(config.seed + 1)
         self._queue: list[list[int]] = []
 
-    def next_part(self, step: int) -> BatchPart:
+    def next_batch(self, step: int) -> TrainBatch:
         """All rows of the next step."""
         batch = collate(self.examples, self._next_ids())
         blocks = random_blocks(
@@ -78,9 +78,9 @@ class DataOrder:
             generator=self._generator,
         )
         if not self._config.staircase:
-            return BatchPart(batch, blocks, None)
+            return TrainBatch(batch, blocks, None)
         drawn_B = torch.rand(len(batch.example_ids), generator=self._generator)
-        return BatchPart(batch, blocks, drawn_B < staircase_probability(self._config, step))
+        return TrainBatch(batch, blocks, drawn_B < staircase_probability(self._config, step))
 
     def _next_ids(self) -> list[int]:
         if not self._queue:
@@ -113,7 +113,7 @@ class DataOrder:
         self._queue = queue
 
 
-def split(part: BatchPart, number: int) -> list[BatchPart]:
+def split_batch(part: TrainBatch, number: int) -> list[TrainBatch]:
     """Deal rows out to `number` passes, like lengths to the same pass, so that pads are few.
 
     Where there are fewer rows, the rest get one row without loss: every process must take part in
@@ -124,14 +124,17 @@ def split(part: BatchPart, number: int) -> list[BatchPart]:
     # Where passes are not equal, it is the shortest rows that share one.
     ends = [-(-len(rows) * (i + 1) // number) for i in range(number)]
     dealt = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    return [_rows(part, some) if some else _mute(_rows(part, rows[:1])) for some in dealt]
+    return [
+        _select_rows(part, some) if some else _without_loss(_select_rows(part, rows[:1]))
+        for some in dealt
+    ]
 
 
-def _rows(part: BatchPart, rows: list[int]) -> BatchPart:
+def _select_rows(part: TrainBatch, rows: list[int]) -> TrainBatch:
     """Some rows, without the padding that only others needed."""
     batch, blocks = part.batch, part.blocks
     longest = int(batch.attention_mask_BT[rows].sum(1).max())
-    return BatchPart(
+    return TrainBatch(
         Batch(
             batch.input_ids_BT[rows, :longest],
             batch.attention_mask_BT[rows, :longest],
@@ -147,7 +150,7 @@ def _rows(part: BatchPart, rows: list[int]) -> BatchPart:
     )
 
 
-def _mute(part: BatchPart) -> BatchPart:
+def _without_loss(part: TrainBatch) -> TrainBatch:
     blocks = part.blocks
     silent = Blocks(blocks.block_start_BT, blocks.step_BT, torch.zeros_like(blocks.loss_BT))
-    return BatchPart(part.batch, silent, part.staircase_B)
+    return TrainBatch(part.batch, silent, part.staircase_B)

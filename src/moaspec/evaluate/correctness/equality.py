@@ -63,7 +63,7 @@ class Equality:
         kind: "identical" to plain decoding's, parted from it at a "near_tie" where the target
             itself is undecided, or "different": not the target's text.
         position: generated index of the first wrong token, or of the first that differs.
-        gap: how many logits the token there is from being the right one (see `Audited`), of the
+        gap: how many logits the token there is from being the right one (see `AuditedText`), of the
             worse of the two at a tie; None where no change of logits explains it.
         limit: largest gap that rounding explains there; None where nothing is compared with it.
         reason: what is wrong with a text that is "different".
@@ -81,7 +81,7 @@ class Equality:
 
 
 @dataclass(frozen=True)
-class Audited:
+class AuditedText:
     """A decoded text, held against trusted passes.
 
     Attributes:
@@ -106,7 +106,7 @@ def audit(
     *,
     max_new_tokens: int,
     stop_token_ids: Collection[int] | None = None,
-) -> Audited:
+) -> AuditedText:
     """Ask the target about every token of a text, and about its end.
 
     Args:
@@ -132,10 +132,10 @@ def audit(
     deviation = float(torch.cat(errors).square().mean().sqrt())
     # NaN, of logits that are none, explains nothing.
     limit = max(FLOAT32_TIE, DEVIATIONS * deviation)
-    return Audited(token_ids, gaps, limit, _wrong_end(token_ids, full, stops))
+    return AuditedText(token_ids, gaps, limit, _wrong_end(token_ids, full, stops))
 
 
-def compare(text: Audited, plain: Audited) -> Equality:
+def compare(text: AuditedText, plain: AuditedText) -> Equality:
     """Is this the target's own text, and is it the one that plain decoding wrote?
 
     Args:
@@ -158,7 +158,7 @@ def compare(text: Audited, plain: Audited) -> Equality:
     return Equality("near_tie", parting, gap, limit)
 
 
-def _right(text: Audited, position: int) -> bool:
+def _right(text: AuditedText, position: int) -> bool:
     """Whether rounding explains the gap there; it explains no NaN."""
     return text.gaps[position] <= text.limit
 

@@ -20,14 +20,14 @@ from moaspec.evaluate.file_names import REPORT
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
-FEWEST = 10
+MIN_CONVERSATIONS = 10
 """Conversations below which no interval is given: a bootstrap over fewer is too narrow."""
 
-SAME = ("target", "dtype", "device", "threads", "machine", "batch")
+SAME_FACTS = ("target", "dtype", "device", "threads", "machine", "batch")
 SAME_SETTINGS = ("max_new_tokens", "system", "temperature", "seed")
 """What must be equal for seconds to be comparable."""
 
-REPORT_KEYS = {*SAME, "baseline", "settings", "versions", "python", "skipped"}
+REPORT_KEYS = {*SAME_FACTS, "baseline", "settings", "versions", "python", "skipped"}
 METHOD_KEYS = {
     "timed",
     "lossless",
@@ -53,7 +53,7 @@ class Interval:
     """A figure, and where it lies with 95% confidence over conversations.
 
     Attributes:
-        low, high: None for fewer than `FEWEST` conversations.
+        low, high: None for fewer than `MIN_CONVERSATIONS` conversations.
     """
 
     value: float
@@ -62,7 +62,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Change:
+class MethodChange:
     """One method in both reports, over the prompts that both have.
 
     Attributes:
@@ -90,7 +90,7 @@ class Comparison:
         lossy: methods that were not lossless in one of the two.
     """
 
-    changes: list[Change]
+    changes: list[MethodChange]
     differs: dict[str, tuple[Any, Any]]
     lossy: list[str]
 
@@ -133,7 +133,7 @@ def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison
             f"The reports have no method in common: {', '.join(before['methods'])} against "
             f"{', '.join(after['methods'])}."
         )
-    old, new = ({key: one[key] for key in SAME} | _settings(one) for one in (before, after))
+    old, new = ({key: one[key] for key in SAME_FACTS} | _settings(one) for one in (before, after))
     differs = {key: (old[key], new[key]) for key in old if old[key] != new[key]}
     lossy = [
         name
@@ -156,7 +156,9 @@ def _settings(report: dict[str, Any]) -> dict[str, Any]:
     return {key: report["settings"].get(key) for key in SAME_SETTINGS}
 
 
-def _change(name: str, before: dict[str, Any], after: dict[str, Any], *, timed: bool) -> Change:
+def _change(
+    name: str, before: dict[str, Any], after: dict[str, Any], *, timed: bool
+) -> MethodChange:
     old, new = _by_prompt(before), _by_prompt(after)
     keys = [key for key in old if key in new]
     if not keys:
@@ -167,7 +169,7 @@ def _change(name: str, before: dict[str, Any], after: dict[str, Any], *, timed: 
     tau_before, tau_after = (_tau(counts_P4[:, i : i + 2].sum(0)) for i in (0, 2))
     timed = timed and bool(np.isfinite(seconds_P2).all())
     has_tau = tau_before is not None and tau_after is not None
-    return Change(
+    return MethodChange(
         name,
         len(keys),
         tau_before,
@@ -196,7 +198,7 @@ def interval(rows_PC: Array, figure: Callable[[Array], Array]) -> Interval:
         figure: from sums (..., C) to (...).
     """
     number, value = len(rows_PC), float(figure(rows_PC.sum(0)))
-    if number < FEWEST:
+    if number < MIN_CONVERSATIONS:
         return Interval(value, None, None)
     draws_RP = np.random.default_rng(0).multinomial(number, [1 / number] * number, size=RESAMPLES)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -17,7 +17,7 @@ from moaspec.evaluate.correctness.equality import EARLIER_RULE
 from moaspec.evaluate.file_names import COSTS, CUT, PAGE
 from moaspec.evaluate.report.comparison import read_report
 from moaspec.evaluate.report.plots import draw_plots
-from moaspec.evaluate.report.verdict import command, prompt_rows, speedup, tau, verdict
+from moaspec.evaluate.report.verdict import eval_command, prompt_rows, speedup, tau, verdict
 
 SAME = ("model", "drafter", "dtype", "quantize", "device", "threads")
 """Settings that what stands on one page has in common."""
@@ -75,7 +75,7 @@ def page(
         speedups={name: speedup(facts, name) for name in others},
         taus={name: tau(facts["methods"][name]) for name in others},
         prompts=prompt_rows(facts),
-        command=command(facts),
+        eval_command=eval_command(facts),
         earlier_rule=EARLIER_RULE,
         plots=plots,
         costs=costs,

@@ -16,7 +16,7 @@ import torch
 from moaspec.engine.result import GenerationResult, acceptance_by_depth
 from moaspec.evaluate.correctness.equality import RULE, Equality
 from moaspec.evaluate.methods import Method, MethodRun
-from moaspec.evaluate.results_store import Item, Sample
+from moaspec.evaluate.results_store import PromptTurn, Sample
 
 GREEDILY = "greedy"
 """How tokens are chosen where nothing else is said, as in reports of earlier versions."""
@@ -107,7 +107,7 @@ class Report:
     outcomes: list[Outcome]
     baseline: str
     batch: int = 1
-    skipped: list[Item] = field(default_factory=list)
+    skipped: list[PromptTurn] = field(default_factory=list)
     choice: str = GREEDILY
     interrupted: bool = False
 
@@ -121,7 +121,7 @@ class Report:
         reference = self.outcome(self.baseline)
         if reference is None or not (reference.lossless and outcome.lossless):
             return None
-        return _median(ratios(outcome, reference))
+        return _median(speed_ratios(outcome, reference))
 
     def outcome(self, name: str) -> Outcome | None:
         """The outcome of the method of that name."""
@@ -178,14 +178,14 @@ class Report:
         bases, right = split(reference), reference.lossless and outcome.lossless
         return {
             name: {
-                "median_speedup": _median(ratios(part, bases[name])) if right else None,
+                "median_speedup": _median(speed_ratios(part, bases[name])) if right else None,
                 **_summary(part),
             }
             for name, part in split(outcome).items()
         }
 
 
-def ratios(outcome: Outcome, base: Outcome) -> list[float]:
+def speed_ratios(outcome: Outcome, base: Outcome) -> list[float]:
     """Each prompt's speed over its speed in another outcome; empty where one is not timed."""
     if not (outcome.timed and base.timed):
         return []
@@ -206,7 +206,7 @@ def speed(sample: Sample) -> float:
     return len(sample.runs[0].token_ids) / seconds(sample)
 
 
-def _split(outcome: Outcome, name: Callable[[Item], str]) -> dict[str, Outcome]:
+def _split(outcome: Outcome, name: Callable[[PromptTurn], str]) -> dict[str, Outcome]:
     parts: dict[str, Outcome] = {}
     for sample in outcome.samples:
         part = parts.setdefault(name(sample.item), Outcome(outcome.method, timed=outcome.timed))

@@ -12,7 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from moaspec.evaluate.report.comparison import CONFIDENCE, FEWEST, RESAMPLES, Interval, interval
+from moaspec.evaluate.report.comparison import (
+    CONFIDENCE,
+    MIN_CONVERSATIONS,
+    RESAMPLES,
+    Interval,
+    interval,
+)
 
 Facts = Mapping[str, Any]
 
@@ -151,7 +157,7 @@ def median_interval(values: Sequence[float], talks: Sequence[Any]) -> Interval:
     """
     names = list(dict.fromkeys(talks))
     middle = float(np.median(values))
-    if len(names) < FEWEST:
+    if len(names) < MIN_CONVERSATIONS:
         return Interval(middle, None, None)
     order_P = np.argsort(values)
     sorted_P = np.asarray(values, dtype=np.float64)[order_P]
@@ -169,7 +175,7 @@ def median_interval(values: Sequence[float], talks: Sequence[Any]) -> Interval:
     return Interval(middle, float(low), float(high))
 
 
-def command(facts: Facts) -> str:
+def eval_command(facts: Facts) -> str:
     """What to type to measure the same again, an option a line."""
     settings, methods = facts["settings"], facts["methods"]
     timed = [name for name, one in methods.items() if one["timed"]]

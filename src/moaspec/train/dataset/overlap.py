@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moaspec.data.conversations import Conversation
 
-Gram = tuple[str, ...]
+Ngram = tuple[str, ...]
 WORD = re.compile(r"\w+")
 
 
@@ -28,7 +28,7 @@ class Overlap:
     words: str
 
 
-def words(text: str) -> Gram:
+def words(text: str) -> Ngram:
     """The text's words without case, punctuation and typographic variants."""
     return tuple(WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
@@ -51,14 +51,14 @@ def overlaps(
         size: words in a row.
         decode: token ids to text.
     """
-    known: dict[Gram, str] = {}
+    known: dict[Ngram, str] = {}
     for prompt in against:
         for message in prompt.messages:
             if message["role"] == "user":
-                known.update(dict.fromkeys(_grams(message["content"], size), prompt.where))
+                known.update(dict.fromkeys(_ngrams(message["content"], size), prompt.where))
     for row in training:
         found = next(
-            (g for text in _texts(row, decode) for g in _grams(text, size) if g in known), None
+            (g for text in _texts(row, decode) for g in _ngrams(text, size) if g in known), None
         )
         if found is not None:
             yield Overlap(row.where, known[found], " ".join(found))
@@ -73,7 +73,7 @@ def _texts(row: Conversation, decode: Callable[[tuple[int, ...]], str]) -> Itera
             yield message["content"]
 
 
-def _grams(text: str, size: int) -> Iterator[Gram]:
+def _ngrams(text: str, size: int) -> Iterator[Ngram]:
     found = words(text)
     if found:
         yield from (found[i : i + size] for i in range(max(1, len(found) - size + 1)))

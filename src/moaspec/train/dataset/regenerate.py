@@ -17,13 +17,18 @@ from moaspec.engine.result import GenerationResult
 from moaspec.errors import DataError
 from moaspec.target.target import Target
 from moaspec.train.dataset.journal import Journal
-from moaspec.train.dataset.response_writer import Author, ResponseWriter, Row, WriteRequest
+from moaspec.train.dataset.response_writer import (
+    ConversationTask,
+    OutputRow,
+    ResponseWriter,
+    WriteRequest,
+)
 
 REMEDY = "Mend or remove the row, or leave such rows out with --skip-malformed."
 
 
 def regenerate(
-    scribe: ResponseWriter, conversations: Sequence[Conversation], journal: Journal
+    writer: ResponseWriter, conversations: Sequence[Conversation], journal: Journal
 ) -> None:
     """Write the responses of all conversations that the journal does not have yet.
 
@@ -34,7 +39,7 @@ def regenerate(
     its conversation, as does a prompt that leaves no room in the target's context.
 
     Args:
-        scribe: who writes, and how.
+        writer: who writes, and how.
         conversations: in a fixed order.
         journal: where rows go, opened with `fingerprint(conversations)` among its settings.
 
@@ -42,11 +47,13 @@ def regenerate(
         DataError: a conversation that the chat template refuses.
         TrainingError: the disk refuses to be written.
     """
-    size, template = scribe.writing.group_size, ChatTemplate(scribe.target.tokenizer)
+    size, template = writer.options.group_size, ChatTemplate(writer.target.tokenizer)
     for start in range(journal.groups * size, len(conversations), size):
         group = conversations[start : start + size]
-        authors = [_author(scribe.target, template, c, start + i) for i, c in enumerate(group)]
-        journal.commit(scribe.write(authors))
+        authors = [
+            _conversation_task(writer.target, template, c, start + i) for i, c in enumerate(group)
+        ]
+        journal.commit(writer.write(authors))
 
 
 def check_prompts(
@@ -62,7 +69,7 @@ def check_prompts(
     kept, template = [], ChatTemplate(target.tokenizer)
     for conversation in conversations:
         try:
-            asked = _asked(conversation)
+            asked = _first_request(conversation)
             _require_room(target, asked, _prompt(template, asked))
             kept.append(conversation)
         except DataError as error:
@@ -70,7 +77,7 @@ def check_prompts(
     return kept
 
 
-def _asked(conversation: Conversation) -> Conversation:
+def _first_request(conversation: Conversation) -> Conversation:
     """What the target is asked first; later turns depend on what it writes."""
     if not conversation.messages:
         return conversation
@@ -138,13 +145,13 @@ def _with_system(conversation: Conversation, text: str) -> Conversation:
     return dataclasses.replace(conversation, messages=(system, *messages), plain=False)
 
 
-def _author(
+def _conversation_task(
     target: Target, template: ChatTemplate, conversation: Conversation, number: int
-) -> Author:
+) -> ConversationTask:
     """Writes one conversation, turn by turn."""
     if not conversation.messages:
-        return (yield from _one_turn(conversation, number))
-    rows: list[Row] = []
+        return (yield from _token_task(conversation, number))
+    rows: list[OutputRow] = []
     history: list[Message] = []
     done = 0
     for stop, resume in _turns(conversation.messages):
@@ -176,7 +183,7 @@ def _next_prompt(
     return ids
 
 
-def _one_turn(conversation: Conversation, number: int) -> Author:
+def _token_task(conversation: Conversation, number: int) -> ConversationTask:
     """Continues token ids, which have no further turn."""
     result = yield WriteRequest(conversation.prompt_ids, number)
     return [{**_row(conversation, number, conversation.prompt_ids, result), "turn": 0}]
@@ -206,8 +213,8 @@ def _prompt(template: ChatTemplate, conversation: Conversation) -> list[int]:
 
 def _row(
     conversation: Conversation, number: int, ids: Sequence[int], result: GenerationResult
-) -> Row:
-    row: Row = {
+) -> OutputRow:
+    row: OutputRow = {
         "id": str(number),
         "source": conversation.name or conversation.where,
         "prompt_ids": list(ids),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moaspec.target.generation_defaults import GenerationDefaults
     from moaspec.target.target import Target
 
-Row = dict[str, Any]
+OutputRow = dict[str, Any]
 """One line of output."""
 
 
@@ -32,12 +32,12 @@ class WriteRequest:
     number: int
 
 
-Author = Generator[WriteRequest, "GenerationResult", list[Row]]
+ConversationTask = Generator[WriteRequest, "GenerationResult", list[OutputRow]]
 """One conversation in the making: asks, is sent what the target wrote, in the end has rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writing:
+class WriterOptions:
     """How the target writes.
 
     Attributes:
@@ -84,7 +84,7 @@ class Writing:
         return sampling_params(options, defaults or NO_DEFAULTS)
 
 
-Advance = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with (new tokens, finished conversations) after each step of the engine."""
 
 
@@ -103,16 +103,16 @@ class ResponseWriter:
         self,
         target: Target,
         drafter: MoADrafter | Drafter | None,
-        writing: Writing,
+        writing: WriterOptions,
         *,
         stop_token_ids: Collection[int] | None = None,
-        advance: Advance = lambda *_: None,
+        advance: OnProgress = lambda *_: None,
     ) -> None:
-        self.target, self.writing = target, writing
+        self.target, self.options = target, writing
         self._drafter, self._advance = drafter, advance
         self._stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
 
-    def write(self, authors: Sequence[Author]) -> list[Row]:
+    def write(self, authors: Sequence[ConversationTask]) -> list[OutputRow]:
         """Bring one group to its end; rows are in the authors' order, not that of finishing.
 
         Prompts of like length are decoded together: a pass reads as many keys of every row as the
@@ -121,11 +121,13 @@ class ResponseWriter:
         from moaspec.generation.api import local_engine
 
         engine = local_engine(self.target, self._drafter)
-        rows: list[list[Row]] = [[] for _ in authors]
-        waiting = deque(sorted(enumerate(map(_first, authors)), key=_prompt_length, reverse=True))
+        rows: list[list[OutputRow]] = [[] for _ in authors]
+        waiting = deque(
+            sorted(enumerate(map(_start_task, authors)), key=_prompt_length, reverse=True)
+        )
         running: dict[int, tuple[int, GenerationResult]] = {}
         while waiting or running:
-            while waiting and len(running) < self.writing.batch_size:
+            while waiting and len(running) < self.options.batch_size:
                 index, step = waiting.popleft()
                 if isinstance(step, WriteRequest):
                     handle = self._add(engine, step)
@@ -138,7 +140,7 @@ class ResponseWriter:
                 if event.stop_reason is not None:
                     index, result = running.pop(event.handle)
                     # A conversation's next turn goes first, so that few are under way at once.
-                    waiting.appendleft((index, _next(authors[index], result)))
+                    waiting.appendleft((index, _resume_task(authors[index], result)))
         return [row for part in rows for row in part]
 
     def settings(self, **more: object) -> dict[str, object]:
@@ -148,37 +150,39 @@ class ResponseWriter:
             "target": self.target.name,
             "identity": dataclasses.asdict(self.target.identity),
             "dtype": str(self.target.dtype),
-            **dataclasses.asdict(self.writing),
+            **dataclasses.asdict(self.options),
             "top_p": self._sampling(0).top_p,
             **({"generation_config": defaults} if defaults else {}),
             **more,
         }
 
     def _sampling(self, number: int) -> SamplingParams:
-        return self.writing.sampling(number, self.target.generation_defaults)
+        return self.options.sampling(number, self.target.generation_defaults)
 
     def _add(self, engine: Engine, ask: WriteRequest) -> int:
         return engine.add(
             ask.prompt_ids,
-            max_new_tokens=self.writing.max_new_tokens,
+            max_new_tokens=self.options.max_new_tokens,
             stop_token_ids=self._stops,
             sampling=self._sampling(ask.number),
         )
 
 
-def _prompt_length(waiting: tuple[int, WriteRequest | list[Row]]) -> int:
+def _prompt_length(waiting: tuple[int, WriteRequest | list[OutputRow]]) -> int:
     step = waiting[1]
     return len(step.prompt_ids) if isinstance(step, WriteRequest) else 0
 
 
-def _first(author: Author) -> WriteRequest | list[Row]:
+def _start_task(author: ConversationTask) -> WriteRequest | list[OutputRow]:
     try:
         return next(author)
     except StopIteration as done:
         return done.value
 
 
-def _next(author: Author, result: GenerationResult) -> WriteRequest | list[Row]:
+def _resume_task(
+    author: ConversationTask, result: GenerationResult
+) -> WriteRequest | list[OutputRow]:
     try:
         return author.send(result)
     except StopIteration as done:

@@ -18,14 +18,19 @@ from moaspec.errors import TrainingError
 from moaspec.target.target import Target
 from moaspec.train.dataset.journal import Journal
 from moaspec.train.dataset.overlap import words
-from moaspec.train.dataset.response_writer import Author, ResponseWriter, Row, WriteRequest
+from moaspec.train.dataset.response_writer import (
+    ConversationTask,
+    OutputRow,
+    ResponseWriter,
+    WriteRequest,
+)
 
-PATIENCE = 20
+MAX_FRUITLESS_GROUPS = 20
 """Groups in a row that bring nothing new before giving up."""
 
 
 @dataclass(frozen=True)
-class _Opening:
+class _ConversationStart:
     """A conversation's beginning, before the user speaks."""
 
     system: str | None
@@ -46,7 +51,8 @@ class PromptGenerator:
     def __init__(self, target: Target, system_prompts: Sequence[str] = ()) -> None:
         template = ChatTemplate(target.tokenizer)
         self._openings = [
-            _Opening(system, user_turn(template, system)) for system in (None, *system_prompts)
+            _ConversationStart(system, user_turn(template, system))
+            for system in (None, *system_prompts)
         ]
         tokenizer: Any = target.tokenizer
         self._tokenizer = tokenizer
@@ -55,7 +61,7 @@ class PromptGenerator:
         ends = {token for ids in first for token in ids if token in special}
         self.stop_token_ids = target.stop_token_ids | ends
 
-    def author(self, number: int) -> Author:
+    def author(self, number: int) -> ConversationTask:
         """Imagines one prompt; no row when it does not come to an end."""
         opening = self._openings[number % len(self._openings)]
         result = yield WriteRequest(opening.turn.prefix_ids, number)
@@ -72,8 +78,8 @@ class PromptGenerator:
 
 
 def synth(
-    scribe: ResponseWriter,
-    imagination: PromptGenerator,
+    writer: ResponseWriter,
+    generator: PromptGenerator,
     journal: Journal,
     num: int,
     report: Callable[[int], None] = lambda _: None,
@@ -81,8 +87,8 @@ def synth(
     """Write `num` different prompts, continuing where the journal ends.
 
     Args:
-        scribe: samples; its stop tokens must be `imagination.stop_token_ids`.
-        imagination: where prompts come from.
+        writer: samples; its stop tokens must be `generator.stop_token_ids`.
+        generator: where prompts come from.
         journal: where rows of `messages` go.
         num: how many.
         report: called with the number of rows after each group.
@@ -90,33 +96,33 @@ def synth(
     Raises:
         TrainingError: nothing new comes any more, or the disk refuses to be written.
     """
-    seen = {_key(record.value) for record in read_records(journal.path)}
-    size, fruitless = scribe.writing.group_size, 0
+    seen = {_prompt_key(record.value) for record in read_records(journal.path)}
+    size, fruitless = writer.options.group_size, 0
     while journal.rows < num:
         first = journal.groups * size
-        rows = scribe.write([imagination.author(first + i) for i in range(size)])
-        fresh = _fresh(rows, seen)[: num - journal.rows]
+        rows = writer.write([generator.author(first + i) for i in range(size)])
+        fresh = _new_prompts(rows, seen)[: num - journal.rows]
         journal.commit(fresh)
         report(journal.rows)
         fruitless = 0 if fresh else fruitless + 1
-        if fruitless == PATIENCE:
+        if fruitless == MAX_FRUITLESS_GROUPS:
             raise TrainingError(
-                f"The last {PATIENCE * size} samples brought no new prompt; {journal.rows} of "
-                f"{num} are in {journal.path}. Raise the temperature, allow more tokens, or give "
+                f"The last {MAX_FRUITLESS_GROUPS * size} samples brought no new prompt; "
+                f"{journal.rows} of {num} are in {journal.path}. Raise the temperature, allow more tokens, or give "
                 "other system prompts."
             )
 
 
-def _fresh(rows: Sequence[Row], seen: set[tuple[str, ...]]) -> list[Row]:
+def _new_prompts(rows: Sequence[OutputRow], seen: set[tuple[str, ...]]) -> list[OutputRow]:
     """Rows whose prompts differ in more than case, spaces and punctuation; remembers them."""
     fresh = []
     for row in rows:
-        key = _key(row)
+        key = _prompt_key(row)
         if key not in seen:
             seen.add(key)
             fresh.append(row)
     return fresh
 
 
-def _key(row: Row) -> tuple[str, ...]:
+def _prompt_key(row: OutputRow) -> tuple[str, ...]:
     return words(row["messages"][-1]["content"])

@@ -74,7 +74,7 @@ def _refuse_plugins() -> None:
             )
 
 
-def summed(accelerator: Accelerator, values: Tensor) -> Tensor:
+def sum_over_processes(accelerator: Accelerator, values: Tensor) -> Tensor:
     """The sum over all processes, on the CPU."""
     if accelerator.num_processes == 1:
         return values

@@ -43,16 +43,16 @@ class ParallelStrategy(ABC):
 
     def begin(self, learning_rate: float) -> None:
         """Start a step: no gradients yet, and this rate."""
-        self.forget_gradients()
+        self.zero_gradients()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
     @abstractmethod
-    def forget_gradients(self) -> None:
+    def zero_gradients(self) -> None:
         """Of an earlier step."""
 
     @abstractmethod
-    def syncing(self, *, last: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """Around one pass of a step; gradients need to be exchanged in the last one only."""
 
     @abstractmethod
@@ -73,11 +73,12 @@ class ParallelStrategy(ABC):
         All processes must call it: shares are collected.
         """
         tensors = {
-            f"model.{name}": whole(value) for name, value in self.module.state_dict().items()
+            f"model.{name}": gather_tensor(value)
+            for name, value in self.module.state_dict().items()
         }
         for name, parameter in self.module.named_parameters():
             for kind, value in self.moments(parameter).items():
-                tensors[f"optimizer.{kind}.{name}"] = whole(value)
+                tensors[f"optimizer.{kind}.{name}"] = gather_tensor(value)
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -86,11 +87,11 @@ class ParallelStrategy(ABC):
         Raises:
             TrainingError: they are of another drafter.
         """
-        weights, moments = parts_of(tensors)
+        weights, moments = split_state(tensors)
         try:
             current = self.module.state_dict()
             self.module.load_state_dict(
-                {name: _placed(value, current[name]) for name, value in weights.items()}
+                {name: _place_like(value, current[name]) for name, value in weights.items()}
             )
             for name, parameter in self.module.named_parameters():
                 if name in moments:
@@ -127,10 +128,10 @@ class TorchStrategy(ParallelStrategy):
         super().__init__(module, model, adamw(module, config))
         self._accelerator = accelerator
 
-    def forget_gradients(self) -> None:
+    def zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def syncing(self, *, last: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last)
             return nullcontext()
@@ -140,7 +141,7 @@ class TorchStrategy(ParallelStrategy):
         self._accelerator.backward(loss)
 
     def update(self, clip: float) -> float:
-        norm = float(whole(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
+        norm = float(gather_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
         if math.isfinite(norm):
             self.optimizer.step()
         return norm
@@ -150,11 +151,13 @@ class TorchStrategy(ParallelStrategy):
 
     def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
         self.optimizer.state[parameter] = {
-            kind: _placed(value, parameter) for kind, value in moments.items()
+            kind: _place_like(value, parameter) for kind, value in moments.items()
         }
 
 
-def share(accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> ParallelStrategy:
+def new_strategy(
+    accelerator: Accelerator, module: nn.Module, config: TrainConfig
+) -> ParallelStrategy:
     """Share a module out as the config says.
 
     Raises:
@@ -183,7 +186,7 @@ def adamw(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     )
 
 
-def parts_of(
+def split_state(
     tensors: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Weights by name, and optimiser states by parameter."""
@@ -199,13 +202,13 @@ def parts_of(
     return weights, moments
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that may be shared out, on the CPU."""
     collected: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return collected.detach().cpu()
 
 
-def _placed(value: Tensor, like: Tensor) -> Tensor:
+def _place_like(value: Tensor, like: Tensor) -> Tensor:
     """On the device of `like`, in shards where it is; AdamW keeps its step count on the CPU."""
     if value.ndim == 0:
         return value

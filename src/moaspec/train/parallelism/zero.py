@@ -50,7 +50,7 @@ class ZeroStrategy(ParallelStrategy):
         super().__init__(module, self._engine, self._zero.optimizer)
         self._start_moments()
 
-    def forget_gradients(self) -> None:
+    def zero_gradients(self) -> None:
         self._engine.zero_grad()
 
     @contextmanager
@@ -58,7 +58,7 @@ class ZeroStrategy(ParallelStrategy):
         self._engine.set_gradient_accumulation_boundary(last)
         yield
 
-    def syncing(self, *, last: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         return self._pass(last)
 
     def backward(self, loss: Tensor) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from moaspec.model.checkpoint.baseline_checkpoint import KINDS, Baseline, save_baseline
 from moaspec.model.moa import positions
 from moaspec.target.target import Target
-from moaspec.train.data_order import BatchPart
+from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import frequent_tokens
 from moaspec.train.run_config import TrainConfig, stack_config
 from moaspec.train.students.losses import ExitStates
-from moaspec.train.students.students import StudentPass, TrimmedHead, export
-from moaspec.train.students.target_reader import TargetReader
+from moaspec.train.students.students import DraftVocabularyHead, StudentOutput, export_checkpoint
+from moaspec.train.students.target_reader import TargetActivations
 from moaspec.train.students.warm_start import random_weights
 
 
@@ -36,7 +36,7 @@ class BaselineStudent:
         config: of the run.
     """
 
-    def __init__(self, target: Target, reader: TargetReader, config: TrainConfig) -> None:
+    def __init__(self, target: Target, reader: TargetActivations, config: TrainConfig) -> None:
         self._target, self._reader, self._config = target, reader, config
         self.exits: tuple[int, ...] = (0,)
         torch.manual_seed(config.seed)
@@ -47,14 +47,14 @@ class BaselineStudent:
         random_weights(self.module)
         self.module.float().to(target.device)
         self.draft_token_ids = self.module.draft_token_ids
-        self._head = TrimmedHead(target, self.draft_token_ids)
+        self._head = DraftVocabularyHead(target, self.draft_token_ids)
         # EAGLE's later drafts read its own predictions, its training pass the target's states.
-        self.simulates = config.drafter == "independent"
+        self.simulates_chain = config.drafter == "independent"
 
     def start(self, ids: Sequence[int]) -> None:
         """Random weights are all that a baseline starts from."""
 
-    def run(self, model: nn.Module, part: BatchPart, step: int) -> StudentPass:  # noqa: ARG002
+    def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:  # noqa: ARG002
         """Run over whole texts; EAGLE reads the target's true states."""
         batch = part.batch
         hidden_BTE = self._reader.final_states(batch).float()
@@ -64,7 +64,7 @@ class BaselineStudent:
             inputs.append(hidden_BTE)
         states_BTE = model(*inputs, positions(mask_BT), mask_BT)
         found = ExitStates(states_BTE[loss_BT].float(), hidden_BTE[loss_BT], self._head, self._head)
-        return StudentPass([found])
+        return StudentOutput([found])
 
     def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
         """Nothing: checkpoints of baselines have no place for it."""
@@ -74,4 +74,6 @@ class BaselineStudent:
     ) -> None:
         """Write a checkpoint that `load_any_drafter` reads, bf16."""
         write = partial(save_baseline, directory=directory)
-        export(self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes)
+        export_checkpoint(
+            self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes
+        )

@@ -16,25 +16,27 @@ from torch import Tensor
 
 from moaspec.errors import InputError
 
-LogitsOf = Callable[[Tensor], Tensor]
+LogitsFunction = Callable[[Tensor], Tensor]
 """(M, E) states -> (M, V) float32 logits over the draft vocabulary."""
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
-CHUNK = 512
+MAX_CHUNK = 512
 """Queries whose logits exist at once."""
-LEAST_LOG = -80.0
+MIN_LOG_PROBABILITY = -80.0
 """Logarithm that probabilities are taken for at least: e^-80 adds nothing to a float32 sum."""
-CPU_LOGITS = 2**22
+MAX_CPU_LOGITS = 2**22
 """Logits that exist at once on a CPU: 16 MB stay in its caches, and in the allocator's hands."""
 
 
-def queries_at_once(num_logits: int, device: torch.device) -> int:
+def logit_chunk_size(num_logits: int, device: torch.device) -> int:
     """How many queries' logits are computed at a time, whatever the number of tokens.
 
     Args:
         num_logits: V.
         device: where they are.
     """
-    return CHUNK if device.type != "cpu" else max(32, min(CHUNK, CPU_LOGITS // num_logits))
+    return (
+        MAX_CHUNK if device.type != "cpu" else max(32, min(MAX_CHUNK, MAX_CPU_LOGITS // num_logits))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class LossWeights:
 
 
 @dataclass(frozen=True)
-class LossParts:
+class LossSums:
     """Sums over queries, so that they can be normalised over any number of batches.
 
     Attributes:
@@ -98,8 +100,8 @@ class ExitStates:
 
     drafted_ME: Tensor
     target_ME: Tensor
-    drafted_logits: LogitsOf
-    target_logits: LogitsOf
+    drafted_logits: LogitsFunction
+    target_logits: LogitsFunction
     inner: tuple[Tensor, Tensor] | None = None
     relative: bool = False
 
@@ -148,13 +150,13 @@ class _Divergence(torch.autograd.Function):
 
 def _probabilities(log_p: Tensor) -> Tensor:
     """What is smaller than float32's smallest normal number takes a CPU ten times as long."""
-    return log_p.clamp(min=LEAST_LOG).exp_()
+    return log_p.clamp(min=MIN_LOG_PROBABILITY).exp_()
 
 
 def _forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     p = _probabilities(log_p)
     value = log_p.sub_(log_q).mul_(p).sum()
-    return value, log_q.clamp_(min=LEAST_LOG).exp_().sub_(p)
+    return value, log_q.clamp_(min=MIN_LOG_PROBABILITY).exp_().sub_(p)
 
 
 def _reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,8 +166,8 @@ def _reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _total_variation(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    q = log_q.clamp_(min=LEAST_LOG).exp_()
-    difference = q - log_p.clamp_(min=LEAST_LOG).exp_()
+    q = log_q.clamp_(min=MIN_LOG_PROBABILITY).exp_()
+    difference = q - log_p.clamp_(min=MIN_LOG_PROBABILITY).exp_()
     value, sign = 0.5 * difference.abs().sum(), difference.sign_().mul_(0.5)
     return value, sign.sub_((q * sign).sum(-1, keepdim=True)).mul_(q)
 
@@ -178,8 +180,8 @@ _GRADIENTS = {
 
 
 def exit_loss(
-    states: ExitStates, weights: LossWeights, *, scale: float, chunk: int = CHUNK
-) -> tuple[Tensor, LossParts]:
+    states: ExitStates, weights: LossWeights, *, scale: float, chunk: int = MAX_CHUNK
+) -> tuple[Tensor, LossSums]:
     """The loss of one exit, holding `chunk` x V logits at a time.
 
     Args:
@@ -209,7 +211,7 @@ def exit_loss(
         proxy = proxy + scale * weights.feature * inner
         sums[0] += weights.feature * inner.detach()
         sums[1] += inner.detach()
-    return proxy, LossParts(*sums.tolist())
+    return proxy, LossSums(*sums.tolist())
 
 
 def _terms(
@@ -225,9 +227,9 @@ def _terms(
     return feature, divergence(drafted_MV, target_MV, kind), hits
 
 
-def mean_parts(parts: Iterable[LossParts]) -> LossParts:
+def mean_over_exits(parts: Iterable[LossSums]) -> LossSums:
     """The mean over exits; hits are the first one's."""
     stacked = torch.stack([one.as_tensor() for one in parts])
     mean = stacked.mean(0)
     mean[3] = stacked[0, 3]
-    return LossParts(*mean.tolist())
+    return LossSums(*mean.tolist())

@@ -22,23 +22,23 @@ from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.moa import MoADrafter, TargetPass, positions
 from moaspec.target.target import Target
-from moaspec.train.data_order import BatchPart
+from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import Example, frequent_tokens
 from moaspec.train.run_config import TrainConfig, drafter_config
 from moaspec.train.schedule import lsa_is_frozen
 from moaspec.train.students.losses import ExitStates
-from moaspec.train.students.target_reader import FrozenMeans, TargetReader
+from moaspec.train.students.target_reader import LayerMeanCache, TargetActivations
 from moaspec.train.students.warm_start import (
-    entering,
     fit_exits,
+    layer_inputs,
+    non_massive_states,
     random_weights,
-    usual_states,
     warm_start,
 )
 
 
 @dataclass(frozen=True)
-class StudentPass:
+class StudentOutput:
     """One pass of what is trained over a part of a step.
 
     Attributes:
@@ -58,12 +58,12 @@ class Student(Protocol):
         module: what learns.
         exits: the N of each exit.
         draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
-        simulates: whether a training pass drafts what a chain would, as long as it agrees.
+        simulates_chain: whether a training pass drafts what a chain would, as long as it agrees.
     """
 
     exits: tuple[int, ...]
     draft_token_ids: Tensor | None
-    simulates: bool
+    simulates_chain: bool
 
     @property
     def module(self) -> nn.Module: ...
@@ -72,7 +72,7 @@ class Student(Protocol):
         """Give a new module what is known without training, from these examples."""
         ...
 
-    def run(self, model: nn.Module, part: BatchPart, step: int) -> StudentPass:
+    def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
         """Run `model`, which is `module` as the processes share it."""
         ...
 
@@ -113,7 +113,7 @@ def _check_vocabulary(target: Target, config: TrainConfig) -> None:
         )
 
 
-def earlier_drafter(
+def load_initial_drafter(
     target: Target, config: TrainConfig, examples: Sequence[Example]
 ) -> tuple[MoADrafter, int | None]:
     """The drafter that `config.initial` names, in float32, with the vocabulary and N asked for.
@@ -163,7 +163,7 @@ def _grow_vocabulary(drafter: MoADrafter, config: TrainConfig, examples: Sequenc
     drafter.draft_token_ids = frequent_tokens(examples, size=size, always=ids.tolist())
 
 
-class TrimmedHead:
+class DraftVocabularyHead:
     """The target's LM head for the draft vocabulary, its rows gathered once.
 
     Those of a bf16 target are kept in float32 on a CPU without bf16 instructions, where emulated
@@ -190,7 +190,7 @@ class TrimmedHead:
         return self._target.logits(states_ME, self._rows)
 
 
-def export(
+def export_checkpoint(
     module: Any,
     weights: Mapping[str, Tensor],
     write: Callable[..., None],
@@ -226,20 +226,20 @@ class MoAStudent:
     """
 
     def __init__(
-        self, target: Target, reader: TargetReader, config: TrainConfig, output: Path
+        self, target: Target, reader: TargetActivations, config: TrainConfig, output: Path
     ) -> None:
-        self.simulates = True
+        self.simulates_chain = True
         self._target, self._reader, self._config, self._output = target, reader, config, output
         self._had: int | None = None
         self.module: MoADrafter
         if config.initial:
-            self.module, self._had = earlier_drafter(target, config, reader.examples)
+            self.module, self._had = load_initial_drafter(target, config, reader.examples)
         else:
             self.module = new_drafter(target, config, reader.examples)
         self.exits = config.num_target_layers
         self.draft_token_ids = self.module.draft_token_ids
-        self._head = TrimmedHead(target, self.draft_token_ids)
-        self._means: FrozenMeans | None = None
+        self._head = DraftVocabularyHead(target, self.draft_token_ids)
+        self._means: LayerMeanCache | None = None
 
     @torch.no_grad()
     def start(self, ids: Sequence[int]) -> None:
@@ -257,10 +257,10 @@ class MoAStudent:
             for n in self.exits:
                 adapter: Any = self.module.exits[str(n)]
                 nn.init.eye_(adapter.linear.weight)
-                _, scale = usual_states(entering(result, n)[0])
+                _, scale = non_massive_states(layer_inputs(result, n)[0])
                 adapter.scale.fill_(scale)
 
-    def run(self, model: nn.Module, part: BatchPart, step: int) -> StudentPass:
+    def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
         """All exits of a part; LSA's means are read back while it is frozen."""
         batch, blocks, target = part.batch, part.blocks, self._target
         read, result = self._read(part, step)
@@ -272,22 +272,22 @@ class MoAStudent:
             staircase_B=part.staircase_B,
         )
         hidden_BTE, real_BT = result.hidden_BTE.float(), batch.attention_mask_BT.bool()
-        return StudentPass(
+        return StudentOutput(
             [self._exit(n, x, part, result) for n, x in zip(self.exits, outputs, strict=True)],
             (aggregated_BTE.float()[real_BT], hidden_BTE[real_BT]),
         )
 
-    def _read(self, part: BatchPart, step: int) -> tuple[Tensor, TargetPass]:
+    def _read(self, part: TrainBatch, step: int) -> tuple[Tensor, TargetPass]:
         if not lsa_is_frozen(self._config, step):
             result = self._reader.passes(part.batch)
             return result.kv_BTLK, result
         if self._means is None:
             directory = self._output / "means"
             bf16 = self._config.mixed_precision == "bf16"
-            self._means = FrozenMeans(self._reader, self.module.encoder, directory, bf16=bf16)
+            self._means = LayerMeanCache(self._reader, self.module.encoder, directory, bf16=bf16)
         return self._means.read(part.batch)
 
-    def _exit(self, n: int, states_BTE: Tensor, part: BatchPart, result: TargetPass) -> ExitStates:
+    def _exit(self, n: int, states_BTE: Tensor, part: TrainBatch, result: TargetPass) -> ExitStates:
         """Final states of an exit, after the reused layers, at the queries with loss."""
         loss_BT, inner = part.blocks.loss_BT, None
         final_BTE = states_BTE
@@ -323,4 +323,6 @@ class MoAStudent:
     ) -> None:
         """Write a checkpoint that `load_drafter` reads, bf16."""
         write = partial(save_drafter, directory=directory)
-        export(self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes)
+        export_checkpoint(
+            self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes
+        )

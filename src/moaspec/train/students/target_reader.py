@@ -25,7 +25,7 @@ from moaspec.train.students.activation_store import (
 )
 
 
-class TargetReader:
+class TargetActivations:
     """Passes of the target over examples, kept on disk where there is a directory.
 
     Args:
@@ -76,7 +76,7 @@ class TargetReader:
             yield batch, self.passes(batch)
 
 
-class FrozenMeans:
+class LayerMeanCache:
     """What a frozen LSA makes of each example, once and for all, on disk.
 
     Beside it lies what training reads of the target itself: its final states and, with N > 0, keys
@@ -90,7 +90,12 @@ class FrozenMeans:
     """
 
     def __init__(
-        self, reader: TargetReader, encoder: TargetEncoder, directory: Path, *, bf16: bool = False
+        self,
+        reader: TargetActivations,
+        encoder: TargetEncoder,
+        directory: Path,
+        *,
+        bf16: bool = False,
     ) -> None:
         self._reader, self._encoder, self._bf16 = reader, encoder, bf16
         if bf16:

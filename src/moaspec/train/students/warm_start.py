@@ -44,8 +44,8 @@ LSA_GAIN = 4.0
 and the residual should not drown it."""
 TOKEN_SLOPES = ((1.2, 14.0), (0.4, 10.0), (0.0, 0.0))
 """How much lower CA's heads, in turns, score each token than the next one, and at most in all."""
-LONGEST_DISTANCE = 1024
-MASSIVE = 3.0
+MAX_DISTANCE = 1024
+MASSIVE_RATIO = 3.0
 """States of so many times the median's size, a text's first one as a rule, say nothing of the size
 of the others, and in a regression they would count for all of these."""
 
@@ -80,11 +80,11 @@ def warm_start(
         finals.append(result.hidden_BTE[0].float())
         texts.append(_text_states(target, drafter, batch))
     encoder, kv_NLK, final_NE = drafter.encoder, torch.cat(kv), torch.cat(finals)
-    read_last_layers(encoder, kv_NLK, final_NE)
+    init_layer_attention(encoder, kv_NLK, final_NE)
     mean_NK = encoder.mean_over_layers(kv_NLK[None])[0]
     fit_linear(encoder.projection, mean_NK, final_NE)
     norm = encoder.memory_norm
-    prefer_recent(
+    init_cross_attention(
         drafter,
         queries_NE=norm(torch.cat(texts)),
         keys_NE=norm(encoder.projection(mean_NK)),
@@ -110,7 +110,7 @@ def copy_first_layer(target: Target, drafter: MoADrafter) -> None:
     layer.load_state_dict(source)
 
 
-def read_last_layers(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -> None:
+def init_layer_attention(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -> None:
     """Let LSA's heads prefer the last layers and pass on what predicts the final state.
 
     Every query of a head has the same constant part, every key another (both in biases), so that a
@@ -118,9 +118,9 @@ def read_last_layers(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -
     reading that matter most to the regression of the final state on all kinds of readings.
     """
     layer = encoder.layer_self_attention
-    kinds = _prefer_last(encoder, kv_NLK.shape[1])
+    kinds = _init_layer_preferences(encoder, kv_NLK.shape[1])
     normed_NLK = layer.input_layernorm(kv_NLK.to(encoder.projection.weight.dtype))
-    readings = _readings(encoder, normed_NLK, kinds)
+    readings = _layer_averages(encoder, normed_NLK, kinds)
     x, y = torch.cat(readings, dim=1), final_NE - final_NE.mean(0)
     weight_XE = _ridge(x - x.mean(0), y)
     head_dim = layer.key_value.head_dim
@@ -137,7 +137,7 @@ def read_last_layers(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -
     nn.init.orthogonal_(layer.self_attn.o_proj.weight, gain=float(LSA_GAIN * residual))
 
 
-def _prefer_last(encoder: TargetEncoder, num_layers: int) -> list[int]:
+def _init_layer_preferences(encoder: TargetEncoder, num_layers: int) -> list[int]:
     """Write the constant queries and keys of LSA; the kind of head that reads each KV head."""
     layer = encoder.layer_self_attention
     query, key_value = layer.self_attn, layer.key_value
@@ -153,14 +153,14 @@ def _prefer_last(encoder: TargetEncoder, num_layers: int) -> list[int]:
     inv_freq = encoder.layer_rope.inv_freq
     fitted = [distance_query(inv_freq, distances, -slope * distances) for slope in LAYER_SLOPES]
     queries_HD = torch.stack([fitted[kind] for kind in kinds for _ in range(group)])
-    queries_HD, keys_CD = balanced(queries_HD, num_kv_heads)
+    queries_HD, keys_CD = balance_norms(queries_HD, num_kv_heads)
     query.q_proj.bias.copy_(queries_HD.flatten())
     key_value.k_proj.bias.copy_(keys_CD.flatten())
     nn.init.zeros_(key_value.k_proj.weight)
     return kinds
 
 
-def _readings(encoder: TargetEncoder, normed_NLK: Tensor, kinds: list[int]) -> list[Tensor]:
+def _layer_averages(encoder: TargetEncoder, normed_NLK: Tensor, kinds: list[int]) -> list[Tensor]:
     """What one head of each kind reads, were its values the layers themselves: (N, K) each."""
     layer, num_layers = encoder.layer_self_attention, normed_NLK.shape[1]
     cos_sin = encoder.layer_rope(torch.arange(num_layers, device=normed_NLK.device)[None])
@@ -220,25 +220,25 @@ def fit_exits(
         )
         given.append(states_BTE[0])
         for n, states in wanted.items():
-            states.append(states_BTE[0] if n == had else entering(result, n)[0].float())
+            states.append(states_BTE[0] if n == had else layer_inputs(result, n)[0].float())
     given_NE = torch.cat(given)
     for n, states in wanted.items():
         adapter: Any = drafter.exits[str(n)]
         wanted_NE = torch.cat(states)
-        usual_N, scale = usual_states(wanted_NE)
+        usual_N, scale = non_massive_states(wanted_NE)
         adapter.scale.fill_(scale)
         fit_linear(adapter.linear, adapter.norm(given_NE[usual_N]), wanted_NE[usual_N] / scale)
 
 
-def entering(result: TargetPass, num_target_layers: int) -> Tensor:
+def layer_inputs(result: TargetPass, num_target_layers: int) -> Tensor:
     """The states that enter the last N layers, or for N = 0 the head, (B, T, E)."""
     return result.before[num_target_layers] if num_target_layers else result.hidden_BTE
 
 
-def usual_states(states_NE: Tensor) -> tuple[Tensor, Tensor]:
+def non_massive_states(states_NE: Tensor) -> tuple[Tensor, Tensor]:
     """Which states are not massive, (N,) bool, and the root mean square of these."""
     size_N = states_NE.float().square().mean(1).sqrt()
-    usual_N = size_N < MASSIVE * size_N.median()
+    usual_N = size_N < MASSIVE_RATIO * size_N.median()
     return usual_N, size_N[usual_N].square().mean().sqrt()
 
 
@@ -250,13 +250,13 @@ def _ridge(x_NK: Tensor, y_NE: Tensor) -> Tensor:
     return torch.linalg.solve(gram, x.T @ y).to(x_NK.dtype)
 
 
-def prefer_recent(drafter: MoADrafter, *, queries_NE: Tensor, keys_NE: Tensor) -> None:
+def init_cross_attention(drafter: MoADrafter, *, queries_NE: Tensor, keys_NE: Tensor) -> None:
     """Give CA's heads a preference by distance, in turns: the newest tokens, recent ones, none.
 
     CA has no biases; the constant parts come from a direction in which all normed inputs agree.
     """
     config = drafter.config.cross_attention
-    distances = torch.arange(LONGEST_DISTANCE)
+    distances = torch.arange(MAX_DISTANCE)
     fitted = [
         distance_query(
             drafter.decoder.cross_rope.inv_freq,
@@ -267,7 +267,7 @@ def prefer_recent(drafter: MoADrafter, *, queries_NE: Tensor, keys_NE: Tensor) -
         for slope, most in TOKEN_SLOPES
     ]
     queries_HD = torch.stack([fitted[head % len(fitted)] for head in range(config.num_heads)])
-    queries_HD, keys_CD = balanced(queries_HD, config.num_kv_heads)
+    queries_HD, keys_CD = balance_norms(queries_HD, config.num_kv_heads)
     for linear, constant, inputs_NE in (
         (drafter.decoder.cross_attention.self_attn.q_proj, queries_HD, queries_NE),
         (drafter.encoder.memory_key_value.k_proj, keys_CD, keys_NE),
@@ -304,7 +304,7 @@ def distance_query(
     return torch.linalg.solve(gram, basis.T @ (weight * score)).float()
 
 
-def balanced(queries_HD: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+def balance_norms(queries_HD: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
     """Constant queries and their keys, (C, D), scaled to be of like length."""
     keys_CD = torch.zeros(num_kv_heads, queries_HD.shape[1])
     keys_CD[:, : queries_HD.shape[1] // 2] = 1.0

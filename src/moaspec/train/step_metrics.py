@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moaspec.train.students.losses import LossParts
+from moaspec.train.students.losses import LossSums
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepMetrics:
     """What one optimiser step tells the display and the log.
 
     Attributes:
@@ -34,13 +34,13 @@ class Progress:
     held_out_tau: dict[str, float | None] | None = None
 
 
-Report = Callable[[Progress], None]
+OnStep = Callable[[StepMetrics], None]
 
 
-def after_step(step: int, tokens: int, elapsed: float, parts: LossParts) -> Progress:
+def step_metrics(step: int, tokens: int, elapsed: float, parts: LossSums) -> StepMetrics:
     """Of a step that took `elapsed` seconds; `parts` are its sums."""
     count = parts.count
-    return Progress(
+    return StepMetrics(
         step=step,
         tokens=tokens,
         tokens_per_s=round(count / elapsed, 1),
@@ -51,7 +51,7 @@ def after_step(step: int, tokens: int, elapsed: float, parts: LossParts) -> Prog
     )
 
 
-def as_numbers(progress: Progress) -> dict[str, float]:
+def tracker_values(progress: StepMetrics) -> dict[str, float]:
     """What trackers plot."""
     row = dataclasses.asdict(progress)
     taus = row.pop("held_out_tau") or {}
