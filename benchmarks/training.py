@@ -41,7 +41,7 @@ from moaspec.train.schedule import learning_rate
 from moaspec.train.students.blocks import random_blocks
 from moaspec.train.students.losses import LossWeights, exit_loss
 from moaspec.train.students.students import DraftVocabularyHead, MoAStudent
-from moaspec.train.students.target_reader import TargetActivations
+from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.trainer import Trainer
 
 TOLERANCE = 1e-4
@@ -152,7 +152,7 @@ def measured(
     clock, worst, pads = Clock(), 0.0, []
     speeds: dict[str, list[float]] = {NAIVE: [], OURS: [], CACHED: []}
     for step, part in enumerate(random_parts(plain.data.examples, arguments)):
-        cached.reader.passes(part.batch)  # fills the cache, outside the clock
+        cached.activations.passes(part.batch)  # fills the cache, outside the clock
         for group in other.strategy.optimizer.param_groups:
             group["lr"] = learning_rate(plain.config, step)
         runs = {

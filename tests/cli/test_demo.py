@@ -94,7 +94,7 @@ def test_details_measure_every_method(cli: Cli) -> None:
 @pytest.mark.usefixtures("loaded")
 def test_a_different_text_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Equality("different", 2, reason="token 5 is not the target's choice")
-    monkeypatch.setattr(race, "compared", lambda *_, **__: wrong)
+    monkeypatch.setattr(race, "compare_texts", lambda *_, **__: wrong)
     output = cli("demo", "--max-new-tokens", "5")
     assert output.code == 1
     assert "DIFFERENT" in output.out

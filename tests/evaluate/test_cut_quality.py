@@ -98,10 +98,10 @@ def test_alone_for_longer_than_one_draft(monkeypatch: pytest.MonkeyPatch) -> Non
     seen = [*tiny.PROMPTS[0], *tiny.own_texts("llama")[0][:3]]
     for name in ("moa", "moa:n1", "lookup"):
         (method,) = methods(name)
-        monkeypatch.setattr(cut_quality, "STRETCH", 200)
+        monkeypatch.setattr(cut_quality, "DRAFTS_PER_CALL", 200)
         whole = continue_alone(method, seen, 100)
         for stretch in (1, 7):
-            monkeypatch.setattr(cut_quality, "STRETCH", stretch)
+            monkeypatch.setattr(cut_quality, "DRAFTS_PER_CALL", stretch)
             assert continue_alone(method, seen, 100)[: len(whole)] == whole
     monkeypatch.undo()
     assert len(continue_alone(methods("moa")[0], seen, 200)) == 200

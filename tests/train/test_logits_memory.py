@@ -45,7 +45,7 @@ def test_logits_in_memory_do_not_depend_on_length(
 ) -> None:
     """One step each on responses of 60 and of 240 tokens, at most 32 queries' logits at a time."""
     target, vocabulary = tiny.target(), 37  # a size that no other axis has
-    monkeypatch.setattr("moaspec.train.students.losses.CPU_LOGITS", 1)
+    monkeypatch.setattr("moaspec.train.students.losses.MAX_CPU_LOGITS", 1)
     largest = []
     for length in (60, 240):
         examples = [Example([5, 6, 7], [8 + i % 50 for i in range(length)])]

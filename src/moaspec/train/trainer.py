@@ -37,7 +37,7 @@ from moaspec.train.students.baseline_students import BaselineStudent
 from moaspec.train.students.held_out import HeldOutMetrics, measure_held_out
 from moaspec.train.students.losses import LossSums, exit_loss, logit_chunk_size, mean_over_exits
 from moaspec.train.students.students import DraftVocabularyHead, MoAStudent, Student
-from moaspec.train.students.target_reader import TargetActivations
+from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.training_state import StateFiles
 
 FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
@@ -78,7 +78,7 @@ class Trainer:
         self.data = DataOrder(examples, config)
         directory = self.output / "activations" if config.activation_cache else None
         before = [n for n in config.num_target_layers if n]
-        self.reader = TargetActivations(
+        self.activations = TargetActivations(
             target,
             self.data.examples,
             directory,
@@ -105,8 +105,8 @@ class Trainer:
 
     def _new_student(self) -> Student:
         if self.config.drafter == "moa":
-            return MoAStudent(self.target, self.reader, self.config, self.output)
-        return BaselineStudent(self.target, self.reader, self.config)
+            return MoAStudent(self.target, self.activations, self.config, self.output)
+        return BaselineStudent(self.target, self.activations, self.config)
 
     def run(self, report: OnStep = lambda _: None, *, seconds: float | None = None) -> StopCause:
         """Train until `config.steps`, a signal or the end of the time; then write the drafter.
@@ -189,8 +189,8 @@ class Trainer:
         if not math.isfinite(norm):
             raise TrainingError(
                 f"Loss or gradients are not finite at step {self.step + 1} (loss {parts.total:g}). "
-                f"{self._saved_message()} Resume with a lower learning_rate; if that fails too, the "
-                "run had gone wrong before: begin again, in another output directory."
+                f"{self._saved_message()} Resume with a lower learning_rate; if that fails too, "
+                "the run had gone wrong before: begin again, in another output directory."
             )
         self.step += 1
         self.tokens += int(parts.count)

@@ -28,7 +28,7 @@ PROMPT = Prompt("humaneval", "1", ("Complete this.",), references=(DOUBLE.soluti
 
 @pytest.fixture
 def _one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.evaluate.correctness.accuracy.problems", lambda: (DOUBLE,))
+    monkeypatch.setattr("moaspec.evaluate.correctness.accuracy.humaneval_tasks", lambda: (DOUBLE,))
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_humaneval_is_refused_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.evaluate.correctness.accuracy.problems", lambda: (DOUBLE,))
+    monkeypatch.setattr("moaspec.evaluate.correctness.accuracy.humaneval_tasks", lambda: (DOUBLE,))
     monkeypatch.setattr("moaspec.evaluate.correctness.sandbox._isolation", lambda: None)
     with pytest.raises(InputError, match="no sandbox"):
         require_graders([PROMPT])

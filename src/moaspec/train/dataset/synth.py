@@ -108,8 +108,8 @@ def synth(
         if fruitless == MAX_FRUITLESS_GROUPS:
             raise TrainingError(
                 f"The last {MAX_FRUITLESS_GROUPS * size} samples brought no new prompt; "
-                f"{journal.rows} of {num} are in {journal.path}. Raise the temperature, allow more tokens, or give "
-                "other system prompts."
+                f"{journal.rows} of {num} are in {journal.path}. Raise the temperature, allow more "
+                "tokens, or give other system prompts."
             )
 
 

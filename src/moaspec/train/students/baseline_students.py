@@ -21,7 +21,7 @@ from moaspec.train.dataset.examples import frequent_tokens
 from moaspec.train.run_config import TrainConfig, stack_config
 from moaspec.train.students.losses import ExitStates
 from moaspec.train.students.students import DraftVocabularyHead, StudentOutput, export_checkpoint
-from moaspec.train.students.target_reader import TargetActivations
+from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.students.warm_start import random_weights
 
 
@@ -32,16 +32,16 @@ class BaselineStudent:
 
     Args:
         target: the frozen target.
-        reader: of its activations.
+        activations: of the target.
         config: of the run.
     """
 
-    def __init__(self, target: Target, reader: TargetActivations, config: TrainConfig) -> None:
-        self._target, self._reader, self._config = target, reader, config
+    def __init__(self, target: Target, activations: TargetActivations, config: TrainConfig) -> None:
+        self._target, self._activations, self._config = target, activations, config
         self.exits: tuple[int, ...] = (0,)
         torch.manual_seed(config.seed)
         vocabulary = frequent_tokens(
-            reader.examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
+            activations.examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
         )
         self.module: Baseline = KINDS[config.drafter](stack_config(target, config), vocabulary)
         random_weights(self.module)
@@ -57,7 +57,7 @@ class BaselineStudent:
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:  # noqa: ARG002
         """Run over whole texts; EAGLE reads the target's true states."""
         batch = part.batch
-        hidden_BTE = self._reader.final_states(batch).float()
+        hidden_BTE = self._activations.final_states(batch).float()
         mask_BT, loss_BT = batch.attention_mask_BT, part.blocks.loss_BT
         inputs = [self._target.embed(batch.input_ids_BT).float()]
         if self.module.kind == "eagle":

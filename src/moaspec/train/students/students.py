@@ -27,7 +27,7 @@ from moaspec.train.dataset.examples import Example, frequent_tokens
 from moaspec.train.run_config import TrainConfig, drafter_config
 from moaspec.train.schedule import lsa_is_frozen
 from moaspec.train.students.losses import ExitStates
-from moaspec.train.students.target_reader import LayerMeanCache, TargetActivations
+from moaspec.train.students.target_activations import LayerMeanCache, TargetActivations
 from moaspec.train.students.warm_start import (
     fit_exits,
     layer_inputs,
@@ -220,22 +220,27 @@ class MoAStudent:
 
     Args:
         target: the frozen target.
-        reader: of its activations.
+        activations: of the target.
         config: of the run.
         output: directory of the run.
     """
 
     def __init__(
-        self, target: Target, reader: TargetActivations, config: TrainConfig, output: Path
+        self, target: Target, activations: TargetActivations, config: TrainConfig, output: Path
     ) -> None:
         self.simulates_chain = True
-        self._target, self._reader, self._config, self._output = target, reader, config, output
+        self._target, self._activations, self._config, self._output = (
+            target,
+            activations,
+            config,
+            output,
+        )
         self._had: int | None = None
         self.module: MoADrafter
         if config.initial:
-            self.module, self._had = load_initial_drafter(target, config, reader.examples)
+            self.module, self._had = load_initial_drafter(target, config, activations.examples)
         else:
-            self.module = new_drafter(target, config, reader.examples)
+            self.module = new_drafter(target, config, activations.examples)
         self.exits = config.num_target_layers
         self.draft_token_ids = self.module.draft_token_ids
         self._head = DraftVocabularyHead(target, self.draft_token_ids)
@@ -245,7 +250,7 @@ class MoAStudent:
     def start(self, ids: Sequence[int]) -> None:
         """Informed initial weights (`warm_start`), and each exit's size of states."""
         config = self._config
-        sample = self._reader.sample(ids, config.warm_start_tokens)
+        sample = self._activations.sample(ids, config.warm_start_tokens)
         if config.initial:
             if self._had is not None:
                 fit_exits(self._target, self.module, sample, had=self._had)
@@ -253,7 +258,7 @@ class MoAStudent:
         if config.warm_start:
             warm_start(self._target, self.module, sample)
         if self.module.exits:
-            _, result = next(self._reader.sample(ids, 1))
+            _, result = next(self._activations.sample(ids, 1))
             for n in self.exits:
                 adapter: Any = self.module.exits[str(n)]
                 nn.init.eye_(adapter.linear.weight)
@@ -279,12 +284,14 @@ class MoAStudent:
 
     def _read(self, part: TrainBatch, step: int) -> tuple[Tensor, TargetPass]:
         if not lsa_is_frozen(self._config, step):
-            result = self._reader.passes(part.batch)
+            result = self._activations.passes(part.batch)
             return result.kv_BTLK, result
         if self._means is None:
             directory = self._output / "means"
             bf16 = self._config.mixed_precision == "bf16"
-            self._means = LayerMeanCache(self._reader, self.module.encoder, directory, bf16=bf16)
+            self._means = LayerMeanCache(
+                self._activations, self.module.encoder, directory, bf16=bf16
+            )
         return self._means.read(part.batch)
 
     def _exit(self, n: int, states_BTE: Tensor, part: TrainBatch, result: TargetPass) -> ExitStates:
