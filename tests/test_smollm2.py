@@ -67,8 +67,8 @@ def test_a_race(target: moaspec.Target, drafter: MoADrafter, prompts: list[list[
             plain, speculative, ids, max_new_tokens=NEW_TOKENS, trusted=lambda: target
         )
         assert found.lossless
-        assert plain.effort.passes == plain.effort.tokens
-        assert speculative.effort.passes <= speculative.effort.tokens
+        assert plain.stats.passes == plain.stats.tokens
+        assert speculative.stats.passes <= speculative.stats.tokens
 
 
 def test_plain_and_speculative_text_is_transformers_own(

@@ -44,8 +44,8 @@ def test_both_write_the_targets_text(target: Target) -> None:
     for one in (plain, speculative):
         assert "".join(piece for piece, _ in one.pieces) == " ".join(f"w{t}" for t in OWN[:TOKENS])
     assert {source for _, source in plain.pieces} == {"target"}
-    assert plain.effort.passes == plain.effort.tokens == TOKENS
-    effort = speculative.effort
+    assert plain.stats.passes == plain.stats.tokens == TOKENS
+    effort = speculative.stats
     assert effort.tokens == TOKENS
     assert effort.passes < TOKENS
     assert effort.accepted == [source for _, source in speculative.pieces].count("draft") > 0
@@ -72,8 +72,8 @@ def test_whose_clock_is_behind_makes_the_next_pass(
             assert before[1] < before[0]
         elif not speculative.done:
             assert before[0] <= before[1]
-    assert plain.seconds == 1.0 + plain.effort.passes
-    assert speculative.seconds == 1.0 + speculative.effort.passes
+    assert plain.seconds == 1.0 + plain.stats.passes
+    assert speculative.seconds == 1.0 + speculative.stats.passes
 
 
 def test_a_race_that_is_stopped(target: Target) -> None:
@@ -82,7 +82,7 @@ def test_a_race_that_is_stopped(target: Target) -> None:
     assert not run_race(plain, speculative, stop=lambda: next(asked) == 4)
     assert not plain.done
     assert 0 < len(plain.token_ids) < TOKENS
-    assert plain.effort.tokens == len(plain.token_ids)
+    assert plain.stats.tokens == len(plain.token_ids)
 
 
 def test_a_judge_is_asked_where_texts_differ_only(target: Target) -> None:
@@ -105,9 +105,9 @@ def test_a_prompt_that_is_over_at_once(target: Target) -> None:
     runner = TimedDecoding(target, NgramProposer(), PROMPT, 1)
     runner.advance()
     assert runner.done
-    assert runner.effort.passes == 1
+    assert runner.stats.passes == 1
     runner.advance()
-    assert runner.effort.tokens == 1
+    assert runner.stats.tokens == 1
 
 
 def made(plain_s: float, speculative_s: float, equality: Equality) -> Race:

@@ -849,7 +849,7 @@ def test_massive_states_stay_out_of_the_fit_of_an_exit(tmp_path: Path) -> None:
     adapter, scales = drafter.adapter(1), []
     assert adapter is not None
     for passes in (sample, massive):
-        fit_exits(second.target, drafter, passes, had=0)
+        fit_exits(second.target, drafter, passes, former_n=0)
         scales.append(adapter.scale.item())
     assert scales[1] == pytest.approx(scales[0], rel=0.2)
 

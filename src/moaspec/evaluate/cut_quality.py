@@ -1,7 +1,7 @@
-"""Quality under a cut: what a drafter writes once the target is taken away.
+"""Quality of text that a drafter generates alone, after the connection to the target is cut.
 
-The target generates a few tokens, then the drafter goes on alone from what it has seen until then.
-The target is asked afterwards what it thinks of that text.
+The target generates a few tokens, then the drafter continues alone from the activations it has
+received. Afterwards the target scores that text.
 
 Legend: T tokens of prompt and text, V vocabulary.
 """
@@ -26,13 +26,13 @@ from moaspec.generation.api import local_parts
 from moaspec.target.target import Target
 
 Grader = Callable[[Prompt, Sequence[int]], bool | None]
-"""(what was asked, token ids of the answer) -> whether it is right, where anybody can tell."""
+"""(prompt, token ids of the answer) -> whether the answer is right; None if unknown."""
 
 DRAFTS_PER_CALL = 64
-"""Tokens drafted in one go; what a text goes on with does not depend on it."""
+"""Tokens drafted by one call; the text does not depend on it."""
 
 TARGET_NAME = "target"
-"""The name under which the target's own continuation stands beside the drafters'."""
+"""The name of the target's own continuation among the methods."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,11 @@ class Continuation:
 
     Attributes:
         suite, question_id: of the prompt.
-        tokens: length of the continuation, a token that ends the turn included.
+        tokens: length of the continuation, with its stop token.
         log_likelihood: mean log-probability of its tokens under the target; None without tokens.
-        agreement: share of its tokens that are the target's first choice after what precedes them.
-        same: tokens until it parts from what the target itself would have written.
-        right: whether the whole answer is right, beginning and continuation; None where nobody
-            asked or nobody can tell.
+        agreement: fraction of its tokens that are the target's most likely ones.
+        same: length of the common prefix with the target's own continuation.
+        right: whether the whole answer is right; None if unknown.
     """
 
     suite: str
@@ -60,13 +59,13 @@ class Continuation:
 
 @dataclass(frozen=True)
 class CutQuality:
-    """Continuations by method, the target's own among them.
+    """Continuations by method, with the target's own.
 
     Attributes:
-        after: tokens that the target generated before it was taken away.
-        left_out: prompts that do not fit into the target's context, or whose answer ended before
-            the cut.
-        interrupted: whether Ctrl-C came before all prompts were measured.
+        after: tokens that the target generated before the cut.
+        left_out: number of prompts that do not fit into the target's context, or whose answer ended
+            before the cut.
+        interrupted: whether Ctrl-C ended the measurement early.
     """
 
     after: int
@@ -75,17 +74,17 @@ class CutQuality:
     interrupted: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, summed up by method."""
+        """Continuations and their means by method."""
         methods = {
             name: {
-                "log_likelihood": _mean(one.log_likelihood for one in texts),
-                "agreement": _mean(one.agreement for one in texts),
-                "same": _mean(one.same for one in texts),
-                "accuracy": _mean(one.right for one in texts),
-                "tokens": sum(one.tokens for one in texts),
+                "log_likelihood": _mean(text.log_likelihood for text in texts),
+                "agreement": _mean(text.agreement for text in texts),
+                "same": _mean(text.same for text in texts),
+                "accuracy": _mean(text.right for text in texts),
+                "tokens": sum(text.tokens for text in texts),
                 "texts": len(texts),
-                "judged": sum(one.tokens > 0 for one in texts),
-                "prompts": [asdict(one) for one in texts],
+                "judged": sum(text.tokens > 0 for text in texts),
+                "prompts": [asdict(text) for text in texts],
             }
             for name, texts in self.texts.items()
         }
@@ -94,10 +93,10 @@ class CutQuality:
 
 
 def check_cut(after: int, max_new_tokens: int) -> None:
-    """Refuse a cut that leaves nothing before or after it.
+    """Check the position of the cut.
 
     Raises:
-        InputError: it does.
+        InputError: no tokens before or after it.
     """
     if not 1 <= after < max_new_tokens:
         raise InputError(
@@ -115,22 +114,22 @@ def measure_cut(
     is_correct: Grader = lambda *_: None,
     advance: Callable[[], None] = lambda: None,
 ) -> CutQuality:
-    """Let every drafter go on alone after `after` tokens of the target.
+    """Let every drafter continue alone after `after` tokens of the target.
 
-    A prompt that does not fit, or whose answer ends before the cut, is left out.
+    Prompts that do not fit, or whose answer ends before the cut, are left out.
 
     Args:
-        methods: those with a drafter are measured; plain decoding is measured without being named.
-        prompts: their first turns are asked.
+        methods: methods with a drafter are measured; plain decoding is always measured.
+        prompts: their first turns are used.
         encode: a turn to prompt ids.
         after: tokens before the cut, at least 1.
         max_new_tokens: of the whole text.
-        is_correct: judges whole answers; the target's own tell what it does without a cut.
+        is_correct: grades whole answers.
         advance: called after each prompt, for a progress display.
 
     Raises:
-        InputError: no method with a drafter, or nothing left after the cut of any prompt.
-        KeyboardInterrupt: it came before a prompt was measured; later, the result says so.
+        InputError: no method with a drafter, or all prompts are left out.
+        KeyboardInterrupt: before a prompt was measured; later, the result is marked interrupted.
     """
     drafted = [method for method in methods if method.drafter is not None]
     if not drafted:
@@ -168,7 +167,7 @@ def _texts(
     lengths: tuple[int, int],
     is_correct: Grader,
 ) -> dict[str, Continuation]:
-    """The continuations of one prompt, by method; none where it is left out.
+    """The continuations of one prompt by method; empty if it is left out.
 
     `lengths`: tokens before the cut, and of the whole text.
     """
@@ -180,7 +179,7 @@ def _texts(
     if not expected:
         return {}
     seen, left = [*prompt_ids, *begun], max_new_tokens - after
-    alone = {one.name: continue_alone(one, seen, left) for one in drafted}
+    alone = {method.name: continue_alone(method, seen, left) for method in drafted}
     return {
         name: replace(
             _judged(target, prompt, seen, text, expected), right=is_correct(prompt, [*begun, *text])
@@ -190,9 +189,9 @@ def _texts(
 
 
 def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-    """What a method's drafter writes after a text, having seen the target's activations of it.
+    """Continue a text with a method's drafter, given the target's activations of the text.
 
-    Of the newest token it has none, as in every round.
+    As in every round, the newest token has no activations.
     """
     verifier, drafter = local_parts(
         method.target, method.drafter, num_target_layers=method.shaping.num_target_layers
@@ -223,10 +222,10 @@ def _judged(
 
 @torch.inference_mode()
 def score_text(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
-    """Mean log-probability and share of first choices of `text` under the target.
+    """Mean log-probability of `text` under the target, and fraction of its most likely tokens.
 
     Args:
-        target: gives its opinion.
+        target: scores the text.
         seen: token ids before the text.
         text: at least one token id.
     """

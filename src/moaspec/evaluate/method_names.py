@@ -1,4 +1,4 @@
-"""The names of methods: `KIND[:SETTING][@SHAPE][+copy]`, and what each kind needs."""
+"""Names of methods, `KIND[:SETTING][@SHAPE][+copy]`, and the requirements of each kind."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 
 LOOKUP_TOKENS = 10
-"""Drafts of transformers' prompt lookup, the number its documentation uses."""
-
+"""Drafts of transformers' prompt lookup, as in its documentation."""
 
 FREE_BRANCHES: dict[str, FreeBranches] = {"": "auto", "copy": True, "nocopy": False}
-"""What may stand after the plus."""
+"""Values after the plus."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodResources:
-    """What methods are made of.
+    """Models of the methods.
 
     Attributes:
-        target: decodes all of our methods.
-        checkpoints: what was loaded for kinds that need a checkpoint, by kind.
-        stock: loads the target as transformers alone would, so that transformers' methods are
-            compared as their users have them; None lets them run on `target`.
+        target: of this package's methods.
+        checkpoints: loaded models, by the kind of method that needs one.
+        stock: loads the target as transformers alone does, for transformers' methods; None takes
+            `target`.
     """
 
     target: Target
@@ -41,7 +40,7 @@ class MethodResources:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method's name, read."""
+    """A parsed method name."""
 
     name: str
     kind: str
@@ -52,15 +51,15 @@ class MethodSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodKind:
-    """One row of the table.
+    """A kind of method.
 
     Attributes:
-        make: builds the method of a spec; the last argument is the kind's checkpoint, if any.
+        make: builds the method from spec, target and the kind's checkpoint, if any.
         help: for messages.
-        shaped: drafts, so it takes `@SHAPE`, and `+copy` or `+nocopy`.
-        setting: what stands after the colon; empty: nothing may.
-        checkpoint: needs one.
-        stock: runs on the target as transformers loads it.
+        shaped: whether it takes `@SHAPE`, and `+copy` or `+nocopy`.
+        setting: name of the value after the colon; "" for none.
+        checkpoint: whether it needs a checkpoint.
+        stock: whether it runs on the target as transformers loads it.
     """
 
     make: Callable[[MethodSpec, Target, Any], Method]
@@ -71,25 +70,13 @@ class MethodKind:
     stock: bool = False
 
 
-def _hf(spec: MethodSpec, target: Target, _: Any) -> Method:
-    return TransformersMethod(spec.name, target)
-
-
-def _hf_lookup(spec: MethodSpec, target: Target, _: Any) -> Method:
-    options = (("prompt_lookup_num_tokens", LOOKUP_TOKENS),)
+def _hf(spec: MethodSpec, target: Target, assistant: Target | None) -> Method:
+    options: tuple[tuple[str, Any], ...] = ()
+    if spec.kind == "hf-lookup":
+        options = (("prompt_lookup_num_tokens", LOOKUP_TOKENS),)
+    elif assistant is not None:
+        options = (("assistant_model", assistant.model),)
     return TransformersMethod(spec.name, target, options=options)
-
-
-def _hf_assisted(spec: MethodSpec, target: Target, assistant: Target) -> Method:
-    return TransformersMethod(spec.name, target, options=(("assistant_model", assistant.model),))
-
-
-def _plain(spec: MethodSpec, target: Target, _: Any) -> Method:
-    return Method(spec.name, target)
-
-
-def _lookup(spec: MethodSpec, target: Target, _: Any) -> Method:
-    return Method(spec.name, target, NgramProposer(), spec.shape, free_branches=spec.free_branches)
 
 
 def _replay(spec: MethodSpec, target: Target, _: Any) -> Method:
@@ -111,11 +98,11 @@ def _replay(spec: MethodSpec, target: Target, _: Any) -> Method:
     )
 
 
-def _drafted(spec: MethodSpec, target: Target, drafter: Drafter) -> Method:
-    return Method(spec.name, target, drafter, spec.shape, free_branches=spec.free_branches)
-
-
-def _moa(spec: MethodSpec, target: Target, drafter: MoADrafter) -> Method:
+def _method(spec: MethodSpec, target: Target, drafter: MoADrafter | Drafter | None) -> Method:
+    if spec.kind == "plain":
+        return Method(spec.name, target)
+    if spec.kind == "lookup":
+        drafter = NgramProposer()
     layers = _num_layers(spec, target) if spec.setting else None
     return Method(spec.name, target, drafter, spec.shape, layers, spec.free_branches)
 
@@ -132,39 +119,39 @@ def _num_layers(spec: MethodSpec, target: Target) -> int:
 
 KINDS: dict[str, MethodKind] = {
     "hf": MethodKind(make=_hf, stock=True, help="transformers' generate"),
-    "hf-lookup": MethodKind(make=_hf_lookup, stock=True, help="transformers' prompt lookup"),
+    "hf-lookup": MethodKind(make=_hf, stock=True, help="transformers' prompt lookup"),
     "hf-assisted": MethodKind(
-        make=_hf_assisted, stock=True, checkpoint=True, help="transformers' assisted generation"
+        make=_hf, stock=True, checkpoint=True, help="transformers' assisted generation"
     ),
-    "plain": MethodKind(make=_plain, help="this package without drafts"),
-    "lookup": MethodKind(make=_lookup, shaped=True, help="prompt lookup"),
+    "plain": MethodKind(make=_method, help="this package without drafts"),
+    "lookup": MethodKind(make=_method, shaped=True, help="prompt lookup"),
     "replay": MethodKind(
         make=_replay, shaped=True, setting="AGREEMENT", help="drafts of a set agreement"
     ),
     "moa": MethodKind(
-        make=_moa, shaped=True, setting="nN", checkpoint=True, help="Mixture of Attentions"
+        make=_method, shaped=True, setting="nN", checkpoint=True, help="Mixture of Attentions"
     ),
-    "eagle": MethodKind(make=_drafted, shaped=True, checkpoint=True, help="EAGLE-2's draft head"),
-    "independent": MethodKind(make=_drafted, shaped=True, checkpoint=True, help="a small model"),
+    "eagle": MethodKind(make=_method, shaped=True, checkpoint=True, help="EAGLE-2's draft head"),
+    "independent": MethodKind(make=_method, shaped=True, checkpoint=True, help="a small model"),
 }
-"""A new way of decoding is a row here."""
+"""All kinds of methods; add new ones here."""
 
 
 def needed_checkpoints(names: Sequence[str]) -> set[str]:
-    """Kinds among these methods that cannot do without a checkpoint."""
+    """Kinds among these methods that need a checkpoint."""
     kinds = {_kind_name(name) for name in names}
     return {kind for kind in kinds if kind in KINDS and KINDS[kind].checkpoint}
 
 
 def require_known_noise(names: Sequence[str], temperature: float) -> None:
-    """Refuse methods that sample with noise of their own: nobody knows which text is right.
+    """Refuse methods that sample with noise of their own, because no text can be expected of them.
 
     Args:
-        names: of methods; the first one that cannot be judged is named.
-        temperature: at 0 there is no noise.
+        names: of methods.
+        temperature: of sampling; at 0 there is no noise.
 
     Raises:
-        InputError: there is such a method.
+        InputError: such a method is named.
     """
     for name in names if temperature else ():
         kind = KINDS.get(_kind_name(name))
@@ -176,17 +163,17 @@ def require_known_noise(names: Sequence[str], temperature: float) -> None:
 
 
 def parse_methods(names: Sequence[str], parts: MethodResources) -> list[Method]:
-    """Read method names, for example `hf`, `plain`, `moa`, `moa:n1@chain:4`, `replay:0.8`.
+    """Parse method names, for example `hf`, `plain`, `moa`, `moa:n1@chain:4`, `replay:0.8`.
 
-    `+copy` adds free branches, as in `moa@auto+copy`, and `+nocopy` forbids them; without either,
-    drafters have them where the machine was measured and they pay.
+    `+copy` adds n-gram branches, as in `moa@auto+copy`, and `+nocopy` forbids them. By default
+    drafters have them if the machine is calibrated and they pay.
 
     Args:
         names: the names; each once.
-        parts: what they are made of.
+        parts: models of the methods.
 
     Raises:
-        InputError: an unknown name, one that occurs twice, or a checkpoint that is missing.
+        InputError: an unknown name, a repeated name, or a missing checkpoint.
     """
     if not names:
         raise InputError(f"Name at least one method: {usage()}.")
@@ -201,7 +188,7 @@ def parse_methods(names: Sequence[str], parts: MethodResources) -> list[Method]:
 
 
 def usage() -> str:
-    """All names, for messages."""
+    """The syntax of all names, for messages."""
     return ", ".join(
         name
         + (f"[:{kind.setting}]" if kind.setting else "")
@@ -234,5 +221,5 @@ def _made(spec: MethodSpec, parts: MethodResources, stock: Target | None) -> Met
         how = "--drafter DIR" if spec.kind == "moa" else f"--checkpoint {spec.kind}=DIR"
         raise InputError(f"Method {spec.name!r} needs a checkpoint; give one with {how}.")
     target = parts.target if not kind.stock else stock
-    assert target is not None, "loaded wherever a kind wants it"
+    assert target is not None, "loaded for all kinds that need it"
     return kind.make(spec, target, checkpoint)

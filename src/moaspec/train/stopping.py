@@ -1,4 +1,4 @@
-"""Leaving in time: Ctrl-C, the notice a machine gets before it is taken away, a budget of time."""
+"""Stop a run on Ctrl-C, on SIGTERM or after a time limit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from types import FrameType
 from moaspec.errors import InputError
 
 EXIT_UNFINISHED = 75
-"""Exit code of a command whose time (`--for`) is over before its work is: sysexits' EX_TEMPFAIL."""
+"""Exit code of a command that reached its time limit (`--for`): EX_TEMPFAIL of sysexits."""
 
 
 class StopCause(IntEnum):
-    """Why a run left its loop; where processes differ, the larger one counts."""
+    """Why a run stopped; if processes differ, the largest value applies."""
 
     FINISHED = 0
     TIME = 1
@@ -26,10 +26,10 @@ class StopCause(IntEnum):
 
 
 class StopCondition:
-    """Says when to leave.
+    """Checks whether to stop.
 
     Args:
-        seconds: budget of time from now on; None for none.
+        seconds: time limit from now on; None for no limit.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -38,7 +38,7 @@ class StopCondition:
 
     @property
     def due(self) -> StopCause:
-        """Why to leave after this step; FINISHED is no reason."""
+        """Why to stop after this step; FINISHED means go on."""
         if self._signalled:
             return StopCause.INTERRUPTED
         late = self._deadline is not None and time.monotonic() >= self._deadline
@@ -46,9 +46,9 @@ class StopCondition:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM as a wish to leave after the step; the second one acts at once.
+        """Make the first SIGINT or SIGTERM set `due`; the second one acts as before.
 
-        Only the main thread can; elsewhere nothing changes.
+        Only the main thread can handle signals; in other threads nothing changes.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -56,12 +56,12 @@ class StopCondition:
         caught = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.getsignal(number) for number in caught}
 
-        def remember(number: int, _: FrameType | None) -> None:
+        def handle(number: int, _: FrameType | None) -> None:
             self._signalled = True
             signal.signal(number, before[signal.Signals(number)])
 
         for number in caught:
-            signal.signal(number, remember)
+            signal.signal(number, handle)
         try:
             yield
         finally:
@@ -70,7 +70,7 @@ class StopCondition:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of "8m", "90s", "1.5h" or "45" (seconds).
+    """Convert "8m", "90s", "1.5h" or "45" (seconds) to seconds.
 
     Raises:
         InputError: anything else.

@@ -41,26 +41,26 @@ from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.training_state import StateFiles
 
 FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
-"""Settings that may not change when a run is resumed; the examples may not either."""
+"""Settings that must be the same when a run is resumed, as the examples must."""
 
 MOMENT = "head_moment"
-"""In a saved state: what was measured on held-out examples, beside weights."""
+"""Name of the head's input moment among the tensors of a saved state."""
 
 MAX_CPU_PASS_TOKENS = 512
-"""Tokens of a pass on a CPU: its products are at full speed with so many rows."""
+"""Tokens of a pass on a CPU: enough rows for products at full speed."""
 
 
 class Trainer:
-    """Resumes exactly from the last state in `config.output`.
+    """Trains one drafter; resumes exactly from the last state in `config.output`.
 
     Args:
         target: the frozen target, on this process's device.
-        examples: training data; the first `held_out` after a seeded shuffle are set aside.
-        config: the run.
-        accelerator: the processes of the run; None joins them.
+        examples: training data; the first `held_out` after a seeded shuffle are held out.
+        config: of the run.
+        accelerator: of the run's processes; None creates it.
 
     Raises:
-        InputError: settings that do not fit the target, the data or the run that is resumed.
+        InputError: settings do not fit the target, the data or the run to resume.
         TrainingError: the saved state is damaged or of another run.
     """
 
@@ -109,15 +109,15 @@ class Trainer:
         return BaselineStudent(self.target, self.activations, self.config)
 
     def run(self, report: OnStep = lambda _: None, *, seconds: float | None = None) -> StopCause:
-        """Train until `config.steps`, a signal or the end of the time; then write the drafter.
+        """Train until `config.steps`, a signal or the time limit; then write the drafter.
 
         Args:
-            report: gets every step's progress.
-            seconds: leave after so much time, ready to resume.
+            report: called with every step's metrics.
+            seconds: time limit, after which the run can be resumed.
 
         Raises:
             InputError: another process trains in the same directory.
-            TrainingError: the run cannot go on; what was saved is intact.
+            TrainingError: the run failed; its saved state is intact.
         """
         stop, ending = StopCondition(seconds), StopCause.FINISHED
         self._start_trackers()
@@ -131,7 +131,7 @@ class Trainer:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other runs out of the directory; the log ends where this one begins."""
+        """Lock the directory, and cut the log to the step at which the run resumes."""
         if not self.accelerator.is_main_process:
             yield
             return
@@ -144,14 +144,14 @@ class Trainer:
             os.close(file)
 
     def _saved_message(self) -> str:
-        """What is safe when something failed."""
+        """A sentence about the saved state, for errors."""
         latest = self.states.latest()
         if latest is None:
             return f"Nothing was saved in {self.output} yet."
         return f"The last saved state, {latest.name} in {self.output}, is intact."
 
     def _train_and_report(self, stop: StopCondition, report: OnStep) -> StopCause:
-        """Train a step, tell of it, and save where that is due or the run is about to end."""
+        """Train a step, log it, and save if that is due or the run ends."""
         started = time.perf_counter()
         parts = self.train_step()
         elapsed = time.perf_counter() - started
@@ -175,8 +175,8 @@ class Trainer:
             Sums over the whole step.
 
         Raises:
-            TrainingError: loss or gradients are not finite; nothing was changed by this step (with
-                DeepSpeed, nothing is saved).
+            TrainingError: loss or gradients are not finite; the weights are unchanged (with
+                DeepSpeed, the saved state is).
         """
         whole = self.data.next_batch(self.step)
         self.strategy.begin(learning_rate(self.config, self.step))
@@ -197,7 +197,7 @@ class Trainer:
         return parts
 
     def _micro_batches(self, whole: TrainBatch) -> list[TrainBatch]:
-        """This process's passes; every process has as many."""
+        """Split a step into this process's passes; every process has the same number."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         rows = len(whole.batch.example_ids)
         tokens = int(whole.batch.attention_mask_BT.sum())
@@ -207,10 +207,10 @@ class Trainer:
         return [part.to(self.accelerator.device) for part in parts]
 
     def _backward(self, part: TrainBatch, whole: TrainBatch) -> LossSums:
-        """Add one pass's gradients of the mean over all tokens of the step."""
+        """Accumulate a pass's gradients of the mean loss over all tokens of the step."""
         weights, processes = self.config.loss, self.accelerator.num_processes
         result = self.student.run(self.strategy.model, part, self.step)
-        # Gradients are averaged over processes, so each counts that many times.
+        # Gradients are averaged over processes, so the loss is multiplied by their number.
         scale = processes / max(1, int(whole.blocks.loss_BT.sum())) / len(result.exits)
         proxies, parts = [], []
         for exit_states in result.exits:
@@ -225,7 +225,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self) -> dict[int, HeldOutMetrics]:
-        """Held-out accuracy and simulated tau of each N."""
+        """Measure every exit on the held-out examples, by N."""
         self.student.module.eval()
         found = measure_held_out(
             lambda part: self.student.run(
@@ -235,7 +235,7 @@ class Trainer:
             self.data.held_out_ids,
             batch_size=self.config.batch_size,
             draft_token_ids=self.student.draft_token_ids,
-            place=(self.accelerator.process_index, self.accelerator.num_processes),
+            process=(self.accelerator.process_index, self.accelerator.num_processes),
             total=lambda values: sum_over_processes(self.accelerator, values),
             head=lambda states_ME: self._head(states_ME),
         )
@@ -251,18 +251,18 @@ class Trainer:
         if not found:
             return {}
         first = found[self.student.exits[0]]
-        self._acceptance = tuple(one.acceptance for one in found.values())
+        self._acceptance = tuple(metrics.acceptance for metrics in found.values())
         self._head_moment_EE = first.moment_EE
         return {
             "held_out_accuracy": first.accuracy,
             "held_out_tau": {
-                str(n): one.tau if self.student.simulates_chain else None
-                for n, one in found.items()
+                str(n): metrics.tau if self.student.simulates_chain else None
+                for n, metrics in found.items()
             },
         }
 
     def save(self) -> None:
-        """Write everything that an exact resume needs, atomically."""
+        """Write the state for an exact resume, atomically."""
         tensors = self._finite_state()
         facts = {
             "run": self._identity,
@@ -278,10 +278,10 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _finite_state(self) -> dict[str, Tensor]:
-        """What is worth keeping.
+        """Gather the state.
 
         Raises:
-            TrainingError: the last steps made weights that are no numbers.
+            TrainingError: a weight is not finite.
         """
         tensors = self.strategy.state()
         wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
@@ -293,7 +293,7 @@ class Trainer:
         return tensors
 
     def export(self) -> None:
-        """Write the drafter, as a checkpoint that `load_drafter` reads, and its card."""
+        """Write the drafter's checkpoint, which `load_drafter` reads, and its model card."""
         weights, _ = split_state(self._finite_state())
         if self.accelerator.is_main_process:
             facts = {
@@ -311,14 +311,14 @@ class Trainer:
 
     @property
     def _identity(self) -> dict[str, Any]:
-        """What a resumed run has in common with the one that it goes on with, as JSON."""
+        """Facts that a resumed run must share with the saved one, as JSON."""
         settings = {name: getattr(self.config, name) for name in FIXED_SETTINGS}
         identity = {**settings, "examples": self.data.fingerprint()}
         found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
         return found
 
     def _resume(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        # States of earlier versions say nothing of the run.
+        # States of earlier versions lack these facts.
         was, now = facts.get("run", self._identity), self._identity
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:
@@ -340,7 +340,7 @@ class Trainer:
             ) from error
 
     def _agree(self, ending: StopCause) -> StopCause:
-        """Processes leave together: as soon as one wants to."""
+        """Agree on a cause with all processes: all stop as soon as one must."""
         if self.accelerator.num_processes == 1:
             return ending
         mine = torch.tensor([int(ending)], device=self.accelerator.device)
@@ -357,11 +357,11 @@ class Trainer:
 
 
 def _by_exit(saved: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
-    """Acceptance as a state holds it; those of earlier versions have the first exit's alone."""
+    """Acceptance in a saved state; earlier versions saved the first exit's only."""
     lists = [saved] if saved and isinstance(saved[0], float) else saved
     return tuple(tuple(by_rank) for by_rank in lists)
 
 
 def _summary_loss(aggregated_NE: Tensor, hidden_NE: Tensor) -> Tensor:
-    """Smooth-L1, mean over E, summed over tokens."""
+    """Smooth-L1 of the aggregates, mean over E, summed over tokens."""
     return F.smooth_l1_loss(aggregated_NE, hidden_NE, reduction="sum") / hidden_NE.shape[-1]

@@ -41,7 +41,7 @@ def test_without_drafts_there_is_no_moment() -> None:
         [0],
         batch_size=1,
         draft_token_ids=None,
-        place=(0, 1),
+        process=(0, 1),
         total=torch.clone,
         head=torch.clone,
     )

@@ -193,7 +193,7 @@ def _pair_s(setting: Setting) -> float:
         plain = TimedDecoding(setting.target, None, ids, WARM_UP_TOKENS)
         speculative = TimedDecoding(setting.target, setting.drafter, ids, WARM_UP_TOKENS)
         run_race(plain, speculative)
-    return sum(1 / one.effort.tokens_per_s for one in (plain, speculative))
+    return sum(1 / one.stats.tokens_per_s for one in (plain, speculative))
 
 
 def plan(pair_s: float, max_new_tokens: int | None) -> tuple[int, int]:
@@ -279,8 +279,8 @@ def _race(
     return Race(
         name=name,
         prompt=text,
-        plain=plain.effort,
-        speculative=speculative.effort,
+        plain=plain.stats,
+        speculative=speculative.stats,
         equality=equality,
     )
 

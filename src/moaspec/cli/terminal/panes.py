@@ -57,8 +57,8 @@ class Pane:
 def panes_of(plain: TimedDecoding, speculative: TimedDecoding) -> tuple[Pane, Pane]:
     """The panes of two runners as they are now."""
     return (
-        Pane("plain", plain.pieces, plain.effort, plain.done),
-        Pane("speculative", speculative.pieces, speculative.effort, speculative.done),
+        Pane("plain", plain.pieces, plain.stats, plain.done),
+        Pane("speculative", speculative.pieces, speculative.stats, speculative.done),
     )
 
 

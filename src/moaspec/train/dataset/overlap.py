@@ -1,4 +1,4 @@
-"""Which training rows share long word sequences with prompts that are used for measuring."""
+"""Find training rows that share long word sequences with evaluation prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Overlap:
     Attributes:
         where: the training row.
         against: the prompt.
-        words: the first sequence that they share.
+        words: the first shared sequence.
     """
 
     where: str
@@ -29,7 +29,7 @@ class Overlap:
 
 
 def words(text: str) -> Ngram:
-    """The text's words without case, punctuation and typographic variants."""
+    """The text's words, normalised in case, punctuation and typographic variants."""
     return tuple(WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
@@ -40,15 +40,14 @@ def overlaps(
     size: int = 8,
     decode: Callable[[tuple[int, ...]], str],
 ) -> Iterator[Overlap]:
-    """Training rows that share `size` words in a row with a prompt; one finding for each row.
+    """Yield training rows that share `size` consecutive words with a prompt, one finding per row.
 
-    A text of fewer words is compared as a whole: it must be a whole training message.
+    A shorter text matches only a training message of the same words.
 
     Args:
-        training: rows whose messages are searched, all but system messages; token ids where there
-            are no messages.
-        against: whose user messages must not occur.
-        size: words in a row.
+        training: rows to search: their messages except system messages, or their decoded token ids.
+        against: prompts whose user messages must not occur.
+        size: of the word sequences.
         decode: token ids to text.
     """
     known: dict[Ngram, str] = {}

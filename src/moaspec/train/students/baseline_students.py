@@ -1,4 +1,4 @@
-"""Baseline drafters as the training loop sees them.
+"""Students of the baseline drafters.
 
 Legend: B batch, T tokens, M queries with loss, E hidden size.
 """
@@ -28,12 +28,7 @@ from moaspec.train.students.warm_start import random_weights
 class BaselineStudent:
     """EAGLE's head, or an independent small language model.
 
-    Both see every token in the same way, so blocks only say which queries carry loss.
-
-    Args:
-        target: the frozen target.
-        activations: of the target.
-        config: of the run.
+    Their attention ignores blocks, which only select the queries with loss.
     """
 
     def __init__(self, target: Target, activations: TargetActivations, config: TrainConfig) -> None:
@@ -48,14 +43,14 @@ class BaselineStudent:
         self.module.float().to(target.device)
         self.draft_token_ids = self.module.draft_token_ids
         self._head = DraftVocabularyHead(target, self.draft_token_ids)
-        # EAGLE's later drafts read its own predictions, its training pass the target's states.
+        # In real chains EAGLE reads its own predictions, in training the target's states.
         self.simulates_chain = config.drafter == "independent"
 
     def start(self, ids: Sequence[int]) -> None:
-        """Random weights are all that a baseline starts from."""
+        """Keep the random weights."""
 
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:  # noqa: ARG002
-        """Run over whole texts; EAGLE reads the target's true states."""
+        """Run over whole texts; EAGLE reads the target's states."""
         batch = part.batch
         hidden_BTE = self._activations.final_states(batch).float()
         mask_BT, loss_BT = batch.attention_mask_BT, part.blocks.loss_BT
@@ -67,12 +62,12 @@ class BaselineStudent:
         return StudentOutput([found])
 
     def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
-        """Nothing: checkpoints of baselines have no place for it."""
+        """Do nothing: checkpoints of baselines do not store measurements."""
 
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
     ) -> None:
-        """Write a checkpoint that `load_any_drafter` reads, bf16."""
+        """Write a bf16 checkpoint that `load_any_drafter` reads."""
         write = partial(save_baseline, directory=directory)
         export_checkpoint(
             self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes

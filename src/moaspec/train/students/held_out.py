@@ -1,11 +1,10 @@
-"""How good the drafts are on held-out conversations, from training passes alone.
+"""Draft quality on held-out conversations, measured in training passes.
 
-Held-out responses are cut into blocks of `BLOCK_LENGTH`. At each block's start the drafter
-drafts a greedy chain of that length. The training pass feeds it the response's own tokens, which
-are what a chain has drafted for as long as it agrees; so the length of the agreeing prefix is
-exactly that of a real chain. **Simulated tau** is its mean over all whole blocks, plus 1 for the
-token that the target adds. EAGLE gets none, because its chain reads its own predictions. A draft
-agrees when the response, which the target wrote, goes on with it.
+Held-out responses are cut into blocks of `BLOCK_LENGTH`. In each block the pass drafts a greedy
+chain, fed with the response's own tokens. A chain that agrees with the response would read the same
+tokens, so the length of the agreeing prefix equals that of real decoding. **Simulated tau** is the
+mean of this length over complete blocks, plus 1 for the bonus token. EAGLE has none, because its
+chain reads its own predictions.
 
 Legend: M queries with loss, X blocks.
 """
@@ -27,21 +26,21 @@ from moaspec.train.students.losses import MAX_CHUNK, ExitStates, LogitsFunction
 from moaspec.train.students.students import StudentOutput
 
 BLOCK_LENGTH = 8
-"""Drafts in a row."""
+"""Drafts of a simulated chain."""
 NUM_RANKS = 8
-"""Drafts beside one another: so many of the likeliest are looked at."""
+"""Number of most likely drafts whose acceptance is measured."""
 
 
 @dataclass(frozen=True)
 class HeldOutMetrics:
-    """One exit on held-out conversations.
+    """Metrics of one exit on held-out conversations.
 
     Attributes:
-        accuracy: by draft step, the share of first choices that are the target's, given that all
-            tokens before are the target's.
-        tau: simulated tokens per round of a chain; None when no response fills a block.
-        acceptance: by rank, the share of drafts that are the target's first choice, over all steps.
-        moment_EE: the mean of products of the states that the head is given; None without any.
+        accuracy: by draft step, fraction of most likely drafts that are the target's choice after
+            the target's own tokens.
+        tau: simulated tau; None if no response fills a block.
+        acceptance: by rank, fraction of drafts that are the target's choice, over all steps.
+        moment_EE: second moment of the states before the head; None without queries.
     """
 
     accuracy: list[float]
@@ -57,7 +56,7 @@ def measure_held_out(
     *,
     batch_size: int,
     draft_token_ids: Tensor | None,
-    place: tuple[int, int],
+    process: tuple[int, int],
     total: Callable[[Tensor], Tensor],
     head: LogitsFunction,
 ) -> list[HeldOutMetrics]:
@@ -65,29 +64,29 @@ def measure_held_out(
 
     Args:
         run: the student's pass.
-        examples: conversations.
-        ids: those that are held out; none gives an empty list.
-        batch_size: of them in one pass.
-        draft_token_ids: the trimmed vocabulary.
-        place: number of this process, and of how many.
-        total: adds up over processes.
-        head: the target's, over its full vocabulary.
+        examples: all examples.
+        ids: of the held-out examples; an empty list gives no metrics.
+        batch_size: examples of one pass, over all processes.
+        draft_token_ids: the trimmed vocabulary, or None.
+        process: rank of this process, and number of processes.
+        total: sums a tensor over processes.
+        head: the target's head over its full vocabulary.
     """
     sums: list[Tensor] = []
     by_length = sorted(ids, key=lambda i: len(examples[i]))
     for start in range(0, len(by_length), batch_size):
         batch = collate(examples, by_length[start : start + batch_size])
         whole = TrainBatch(batch, fixed_blocks(batch, BLOCK_LENGTH), None)
-        part = split_batch(whole, place[1])[place[0]]
-        found = [_sums(one, part, draft_token_ids, head) for one in run(part).exits]
+        part = split_batch(whole, process[1])[process[0]]
+        found = [_sums(states, part, draft_token_ids, head) for states in run(part).exits]
         sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
-    return [_metrics(total(one)) for one in sums]
+    return [_metrics(total(values)) for values in sums]
 
 
 def _sums(
     states: ExitStates, part: TrainBatch, draft_token_ids: Tensor | None, head: LogitsFunction
 ) -> Tensor:
-    """Hits and queries by step, hits by rank, agreeing drafts, whole blocks, products of states."""
+    """Hits and queries by step, hits by rank, agreeing drafts, blocks, products of states."""
     drafted, best = [], []
     for mine, target in zip(
         states.drafted_ME.split(MAX_CHUNK), states.target_ME.split(MAX_CHUNK), strict=True
@@ -116,11 +115,11 @@ def _sums(
 
 
 def agreeing_prefix_lengths(agreed_M: Tensor, step_M: Tensor) -> Tensor:
-    """Length of the agreeing prefix of every whole block, (X,).
+    """Length of the agreeing prefix of every complete block, (X,).
 
     Args:
-        agreed_M: bool, queries in order of blocks.
-        step_M: the step of each in its block, from 0.
+        agreed_M: bool, in order of blocks.
+        step_M: step in the block, from 0.
     """
     if not len(step_M):
         return step_M

@@ -20,19 +20,19 @@ LogitsFunction = Callable[[Tensor], Tensor]
 """(M, E) states -> (M, V) float32 logits over the draft vocabulary."""
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
 MAX_CHUNK = 512
-"""Queries whose logits exist at once."""
+"""Largest number of queries whose logits are in memory at once."""
 MIN_LOG_PROBABILITY = -80.0
-"""Logarithm that probabilities are taken for at least: e^-80 adds nothing to a float32 sum."""
+"""Lower bound of log-probabilities: e^-80 adds nothing to a float32 sum."""
 MAX_CPU_LOGITS = 2**22
-"""Logits that exist at once on a CPU: 16 MB stay in its caches, and in the allocator's hands."""
+"""Logits in memory at once on a CPU: 16 MB stay in its caches and are reused by the allocator."""
 
 
 def logit_chunk_size(num_logits: int, device: torch.device) -> int:
-    """How many queries' logits are computed at a time, whatever the number of tokens.
+    """Number of queries whose logits are computed at once.
 
     Args:
         num_logits: V.
-        device: where they are.
+        device: of the logits.
     """
     return (
         MAX_CHUNK if device.type != "cpu" else max(32, min(MAX_CHUNK, MAX_CPU_LOGITS // num_logits))
@@ -41,13 +41,13 @@ def logit_chunk_size(num_logits: int, device: torch.device) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeights:
-    """Weights of the sum that is minimised.
+    """Weights of the terms of the loss.
 
     Attributes:
         feature: smooth-L1 between states of drafter and target (the paper: 1.0).
         kl: divergence between their distributions (the paper: 0.1).
-        summary: smooth-L1 between the aggregate of a token and the target's final state of it (not
-            in the paper). It teaches LSA directly, before CA has learned to read its output.
+        summary: smooth-L1 between a token's aggregate and the target's final state (not in the
+            paper). It trains LSA directly, before CA has learned to read its output.
         divergence: "forward_kl" (the paper), "reverse_kl" or "total_variation".
     """
 
@@ -64,14 +64,14 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over queries, so that they can be normalised over any number of batches.
+    """Sums over queries, which can be added up over batches and processes.
 
     Attributes:
         total: weighted loss.
         feature: smooth-L1 between states, mean over E.
         kl: divergence between the target's distribution and the drafter's.
-        hits: queries whose most likely draft is the target's most likely token.
-        count: queries.
+        hits: number of queries whose most likely draft is the target's most likely token.
+        count: number of queries.
     """
 
     total: float = 0.0
@@ -81,21 +81,21 @@ class LossSums:
     count: float = 0.0
 
     def as_tensor(self) -> Tensor:
-        """(5,) float64, so that processes can add theirs up."""
+        """All sums as (5,) float64."""
         values = (self.total, self.feature, self.kl, self.hits, self.count)
         return torch.tensor(values, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class ExitStates:
-    """What one exit gave for the queries with loss, beside what it should have given.
+    """States of one exit for the queries with loss, and the target's states.
 
     Attributes:
-        drafted_ME: final states, with a graph behind them.
-        target_ME: the target's, after its final norm.
-        drafted_logits, target_logits: heads; each gets its own final states.
-        inner: N > 0: drafted and true states before the last N layers, (M, E) each.
-        relative: compare states in units of the target state's size, as exits with adapters must.
+        drafted_ME: final states of the drafter, with gradients.
+        target_ME: final states of the target, after its final norm.
+        drafted_logits, target_logits: heads for the respective states.
+        inner: N > 0: drafted and target states before the last N layers, (M, E) each.
+        relative: divide states by the target state's root mean square; set for exits with adapters.
     """
 
     drafted_ME: Tensor
@@ -121,7 +121,7 @@ def feature_loss(drafted_ME: Tensor, target_ME: Tensor, *, relative: bool = Fals
 
 
 def divergence(drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forward_kl") -> Tensor:
-    """Between target p and drafter q, from logits, summed over queries.
+    """Divergence between target p and drafter q, from logits, summed over queries.
 
     forward_kl is KL(p || q), reverse_kl is KL(q || p), total_variation is half of sum |p - q|: one
     minus the chance that a sampled draft is accepted.
@@ -130,7 +130,7 @@ def divergence(drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forwar
 
 
 class _Divergence(torch.autograd.Function):
-    """Value and gradient with respect to q's logits in one go, in as little memory as they need.
+    """Computes value and gradient with respect to q's logits together, to save memory.
 
     With r_i the derivative of the divergence by q_i, the logits' gradient is q (r - sum_j q_j r_j).
     """
@@ -149,7 +149,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _probabilities(log_p: Tensor) -> Tensor:
-    """What is smaller than float32's smallest normal number takes a CPU ten times as long."""
+    """Clamp before exp: subnormal numbers are ten times slower on a CPU."""
     return log_p.clamp(min=MIN_LOG_PROBABILITY).exp_()
 
 
@@ -186,12 +186,12 @@ def exit_loss(
 
     Args:
         states: of the exit.
-        weights: of the losses.
+        weights: of the loss terms.
         scale: factor of the summed loss: one over the queries of the whole step.
-        chunk: queries whose logits exist at once.
+        chunk: number of queries whose logits are in memory at once.
 
     Returns:
-        A number to backpropagate, whose gradient (not value) is that of `scale` times the loss
+        A scalar to backpropagate, whose gradient (not value) is that of `scale` times the loss
         summed over queries, and the sums.
     """
     leaf_ME = states.drafted_ME.detach().requires_grad_()
@@ -222,14 +222,14 @@ def _terms(
         target_MV = states.target_logits(target_ME)
     drafted_MV = states.drafted_logits(drafted_ME)
     feature = feature_loss(drafted_ME, target_ME, relative=states.relative)
-    # Not argmax, which takes a CPU three times as long.
+    # argmax is three times slower on a CPU.
     hits = (drafted_MV.max(-1).indices == target_MV.max(-1).indices).sum().float()
     return feature, divergence(drafted_MV, target_MV, kind), hits
 
 
 def mean_over_exits(parts: Iterable[LossSums]) -> LossSums:
-    """The mean over exits; hits are the first one's."""
-    stacked = torch.stack([one.as_tensor() for one in parts])
+    """Mean over exits; hits are those of the first exit."""
+    stacked = torch.stack([sums.as_tensor() for sums in parts])
     mean = stacked.mean(0)
     mean[3] = stacked[0, 3]
     return LossSums(*mean.tolist())

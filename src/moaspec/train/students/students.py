@@ -1,4 +1,4 @@
-"""What is trained: how each kind of drafter is made, run over a batch, and written.
+"""Students: creation, training pass and checkpoints of each kind of drafter.
 
 Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabulary.
 """
@@ -39,12 +39,12 @@ from moaspec.train.students.warm_start import (
 
 @dataclass(frozen=True)
 class StudentOutput:
-    """One pass of what is trained over a part of a step.
+    """Output of one training pass.
 
     Attributes:
-        exits: what each exit gave.
-        summary: aggregates of real tokens and the target's final states of them, (tokens, E) each;
-            None where there is no aggregate.
+        exits: states of each exit.
+        summary: aggregates and the target's final states of real tokens, (tokens, E) each; None for
+            drafters without aggregates.
     """
 
     exits: Sequence[ExitStates]
@@ -52,13 +52,13 @@ class StudentOutput:
 
 
 class Student(Protocol):
-    """One kind of drafter, as the loop sees it.
+    """A drafter in training, as the training loop uses it.
 
     Attributes:
-        module: what learns.
+        module: the drafter.
         exits: the N of each exit.
         draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
-        simulates_chain: whether a training pass drafts what a chain would, as long as it agrees.
+        simulates_chain: whether a training pass drafts as a real chain does while it agrees.
     """
 
     exits: tuple[int, ...]
@@ -69,11 +69,11 @@ class Student(Protocol):
     def module(self) -> nn.Module: ...
 
     def start(self, ids: Sequence[int]) -> None:
-        """Give a new module what is known without training, from these examples."""
+        """Initialise a new module from the target and these examples."""
         ...
 
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
-        """Run `model`, which is `module` as the processes share it."""
+        """Make a training pass with `model`, the wrapped `module`."""
         ...
 
     def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
@@ -88,12 +88,12 @@ class Student(Protocol):
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
     ) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint with these weights."""
         ...
 
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> MoADrafter:
-    """A drafter with random weights."""
+    """Create a drafter with random weights."""
     _check_vocabulary(target, config)
     torch.manual_seed(config.seed)
     vocabulary = frequent_tokens(
@@ -116,13 +116,13 @@ def _check_vocabulary(target: Target, config: TrainConfig) -> None:
 def load_initial_drafter(
     target: Target, config: TrainConfig, examples: Sequence[Example]
 ) -> tuple[MoADrafter, int | None]:
-    """The drafter that `config.initial` names, in float32, with the vocabulary and N asked for.
+    """Load the drafter `config.initial` in float32, and adapt its vocabulary and N.
 
     Returns:
-        The drafter, and the N that it had alone if it has got exits, which `fit_exits` starts.
+        The drafter, and its former N if it got new exits, which `fit_exits` initialises.
 
     Raises:
-        InputError: it drafts with more tokens than `config.sizes.draft_vocab`, or has exits for
+        InputError: its vocabulary is larger than `config.sizes.draft_vocab`, or it has exits for
             other N than `config.num_target_layers`.
     """
     _check_vocabulary(target, config)
@@ -150,7 +150,7 @@ def load_initial_drafter(
 
 
 def _grow_vocabulary(drafter: MoADrafter, config: TrainConfig, examples: Sequence[Example]) -> None:
-    """Let a drafter point at more tokens; no weight of it depends on how many there are."""
+    """Grow the draft vocabulary; no weight depends on its size."""
     size, ids = config.sizes.draft_vocab, drafter.draft_token_ids
     if size == 0:
         return
@@ -164,14 +164,14 @@ def _grow_vocabulary(drafter: MoADrafter, config: TrainConfig, examples: Sequenc
 
 
 class DraftVocabularyHead:
-    """The target's LM head for the draft vocabulary, its rows gathered once.
+    """The target's LM head for the draft vocabulary.
 
-    Those of a bf16 target are kept in float32 on a CPU without bf16 instructions, where emulated
-    products take ten times as long; what they are multiplied with is not rounded then.
+    On a CPU without bf16 instructions the rows of a bf16 target are kept in float32, because
+    emulated products are ten times slower; states are not rounded then.
 
     Args:
         target: the frozen target.
-        token_ids: the draft vocabulary, None for the full one.
+        token_ids: the draft vocabulary; None for the full one.
     """
 
     def __init__(self, target: Target, token_ids: Tensor | None) -> None:
@@ -198,11 +198,11 @@ def export_checkpoint(
     facts: Mapping[str, Any],
     shard_bytes: int,
 ) -> None:
-    """Write a checkpoint in bf16 with these weights, whole and on the CPU.
+    """Write a checkpoint in bf16.
 
     Args:
-        module: the drafter in training, which may be in shards.
-        weights: its state.
+        module: the drafter in training, which may be sharded.
+        weights: its gathered state on the CPU.
         write: `save_drafter` or `save_baseline`, with its directory.
         facts: of the run, for the checkpoint.
         shard_bytes: largest file of weights.
@@ -235,10 +235,10 @@ class MoAStudent:
             config,
             output,
         )
-        self._had: int | None = None
+        self._former_n: int | None = None
         self.module: MoADrafter
         if config.initial:
-            self.module, self._had = load_initial_drafter(target, config, activations.examples)
+            self.module, self._former_n = load_initial_drafter(target, config, activations.examples)
         else:
             self.module = new_drafter(target, config, activations.examples)
         self.exits = config.num_target_layers
@@ -248,12 +248,12 @@ class MoAStudent:
 
     @torch.no_grad()
     def start(self, ids: Sequence[int]) -> None:
-        """Informed initial weights (`warm_start`), and each exit's size of states."""
+        """Apply the warm start, and set each exit's scale of states."""
         config = self._config
         sample = self._activations.sample(ids, config.warm_start_tokens)
         if config.initial:
-            if self._had is not None:
-                fit_exits(self._target, self.module, sample, had=self._had)
+            if self._former_n is not None:
+                fit_exits(self._target, self.module, sample, former_n=self._former_n)
             return
         if config.warm_start:
             warm_start(self._target, self.module, sample)
@@ -266,7 +266,7 @@ class MoAStudent:
                 adapter.scale.fill_(scale)
 
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
-        """All exits of a part; LSA's means are read back while it is frozen."""
+        """Run all exits; while LSA is frozen its means are read from the cache."""
         batch, blocks, target = part.batch, part.blocks, self._target
         read, result = self._read(part, step)
         aggregated_BTE, *outputs = model(
@@ -295,7 +295,7 @@ class MoAStudent:
         return self._means.read(part.batch)
 
     def _exit(self, n: int, states_BTE: Tensor, part: TrainBatch, result: TargetPass) -> ExitStates:
-        """Final states of an exit, after the reused layers, at the queries with loss."""
+        """Final states of an exit at the queries with loss, after the reused layers."""
         loss_BT, inner = part.blocks.loss_BT, None
         final_BTE = states_BTE
         if n:
@@ -318,7 +318,7 @@ class MoAStudent:
         )
 
     def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
-        """Decoding weighs what to draft by these rates, and rounds the head by the moment."""
+        """Store the rates that weigh drafts, and the moment that guides the head's quantisation."""
         first, *further = ((by_rank,) for by_rank in acceptance)
         self.module.config = dataclasses.replace(
             self.module.config, acceptance=first, further_acceptance=tuple(further)
@@ -328,7 +328,7 @@ class MoAStudent:
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
     ) -> None:
-        """Write a checkpoint that `load_drafter` reads, bf16."""
+        """Write a bf16 checkpoint that `load_drafter` reads."""
         write = partial(save_drafter, directory=directory)
         export_checkpoint(
             self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes
