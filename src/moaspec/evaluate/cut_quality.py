@@ -222,13 +222,7 @@ def _judged(
 
 @torch.inference_mode()
 def score_text(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
-    """Mean log-probability of `text` under the target, and fraction of its most likely tokens.
-
-    Args:
-        target: scores the text.
-        seen: token ids before the text.
-        text: at least one token id.
-    """
+    """Mean log-probability of `text` under the target, and fraction of its most likely tokens."""
     ids_1T = torch.tensor([[*seen, *text]], device=target.device)
     hidden_TE = target.encode(ids_1T, torch.ones_like(ids_1T)).hidden_BTE[0]
     logits_TV = target.head(hidden_TE[len(seen) - 1 : -1])

@@ -146,10 +146,6 @@ def needed_checkpoints(names: Sequence[str]) -> set[str]:
 def require_known_noise(names: Sequence[str], temperature: float) -> None:
     """Refuse methods that sample with noise of their own, because no text can be expected of them.
 
-    Args:
-        names: of methods.
-        temperature: of sampling; at 0 there is no noise.
-
     Raises:
         InputError: such a method is named.
     """
@@ -167,10 +163,6 @@ def parse_methods(names: Sequence[str], parts: MethodResources) -> list[Method]:
 
     `+copy` adds n-gram branches, as in `moa@auto+copy`, and `+nocopy` forbids them. By default
     drafters have them if the machine is calibrated and they pay.
-
-    Args:
-        names: the names; each once.
-        parts: models of the methods.
 
     Raises:
         InputError: an unknown name, a repeated name, or a missing checkpoint.

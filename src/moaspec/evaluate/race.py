@@ -67,12 +67,6 @@ class DecodingStats:
 class TimedDecoding:
     """One decoding of a prompt, advanced pass by pass.
 
-    Args:
-        target: to decode with.
-        drafter: proposes tokens; None decodes plainly.
-        prompt_ids: of the prompt.
-        max_new_tokens: largest length of the text.
-
     Attributes:
         pieces: the text so far, with the source of each piece.
         seconds: total time of `advance`.
@@ -138,13 +132,9 @@ def run_race(
     watch: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Advance two decodings in turn until both have ended.
+    """Advance two decodings in turn until both have ended; the plain one goes first.
 
-    Args:
-        plain: goes first if the clocks are equal.
-        speculative: the other decoding.
-        watch: called after each pass, while no clock runs.
-        stop: called after each pass; True ends both early.
+    After each pass `watch` is called, while no clock runs, and `stop`, which may end both early.
 
     Returns:
         True if both texts are complete.
@@ -240,15 +230,7 @@ def compare_texts(
     max_new_tokens: int,
     trusted: Callable[[], Target],
 ) -> Equality:
-    """Compare two complete texts; if they differ, a trusted target judges them.
-
-    Args:
-        plain: decoded without drafts.
-        speculative: decoded with drafts.
-        prompt_ids: of both.
-        max_new_tokens: of both.
-        trusted: loads the target for `judge`.
-    """
+    """Compare two complete texts; if they differ, a trusted target judges them."""
     if plain.token_ids == speculative.token_ids:
         return Equality("identical")
     return judge(

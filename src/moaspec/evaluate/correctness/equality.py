@@ -136,12 +136,7 @@ def audit(
 
 
 def compare(text: AuditedText, plain: AuditedText) -> Equality:
-    """Judge a text, and compare it with plain decoding's.
-
-    Args:
-        text: to judge.
-        plain: text of plain decoding, with the same prompt and sampling.
-    """
+    """Judge a text, and compare it with plain decoding's."""
     for position, gap in enumerate(text.gaps):
         if not _right(text, position):
             reason = f"token {text.token_ids[position]} is not the target's choice"

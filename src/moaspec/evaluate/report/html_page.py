@@ -49,14 +49,7 @@ def page(
     costs: Mapping[str, Any] | None = None,
     cut: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render the page.
-
-    Args:
-        facts: a report's JSON.
-        plots: SVG elements by title.
-        costs: of `Costs.as_json`.
-        cut: of `Cut.as_json`.
-    """
+    """Render the page."""
     environment = Environment(
         loader=PackageLoader("moaspec.evaluate.report", ""),
         autoescape=True,

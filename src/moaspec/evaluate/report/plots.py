@@ -34,11 +34,6 @@ def draw_plots(
 ) -> dict[str, str]:
     """Draw all plots that have data, by title.
 
-    Args:
-        facts: a report's JSON.
-        costs: of `Costs.as_json`.
-        cut: of `Cut.as_json`.
-
     Returns:
         SVG elements, which scale with their container.
 

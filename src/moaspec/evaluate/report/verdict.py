@@ -145,12 +145,7 @@ def _conversation(prompt: Facts) -> tuple[str, str]:
 
 
 def median_interval(values: Sequence[float], conversations: Sequence[Any]) -> Interval:
-    """A median, with a percentile bootstrap over conversations.
-
-    Args:
-        values: one per prompt.
-        conversations: of each value; values of one conversation are resampled together.
-    """
+    """A median, with a percentile bootstrap over conversations."""
     names = list(dict.fromkeys(conversations))
     order_P = np.argsort(values)
     sorted_P = np.asarray(values, dtype=np.float64)[order_P]

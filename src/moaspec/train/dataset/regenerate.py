@@ -38,11 +38,6 @@ def regenerate(
     results follow. A conversation ends after a turn that was cut short or calls tools, or before a
     prompt that leaves no room in the target's context.
 
-    Args:
-        writer: generates the responses.
-        conversations: in a fixed order.
-        journal: receives the rows; its settings contain `fingerprint(conversations)`.
-
     Raises:
         DataError: the chat template refuses a conversation.
         TrainingError: the output file cannot be written.
@@ -59,13 +54,7 @@ def regenerate(
 def check_prompts(
     target: Target, conversations: Sequence[Conversation], on_malformed: Callable[[DataError], None]
 ) -> list[Conversation]:
-    """Return the conversations that the target can answer, before the long run starts.
-
-    Args:
-        target: of the run.
-        conversations: to check.
-        on_malformed: called for each conversation that the chat template or the context refuses.
-    """
+    """Return the conversations that the target can answer, before the long run starts."""
     kept, template = [], ChatTemplate(target.tokenizer)
     for conversation in conversations:
         try:

@@ -55,13 +55,7 @@ class Statistics:
 def statistics(
     examples: Sequence[Example], identity: TargetIdentity, *, always: Collection[int]
 ) -> Statistics:
-    """Compute the statistics.
-
-    Args:
-        examples: at least one.
-        identity: the target, for the size of its activations.
-        always: ids in every draft vocabulary, such as stop tokens.
-    """
+    """Compute the statistics."""
     lengths = sorted(map(len, examples))
     counts = response_counts(examples)
     return Statistics(

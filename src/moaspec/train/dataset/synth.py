@@ -86,13 +86,6 @@ def synth(
 ) -> None:
     """Generate `num` different prompts, continuing at the end of the journal.
 
-    Args:
-        writer: its stop tokens must be `generator.stop_token_ids`.
-        generator: creates the tasks.
-        journal: receives rows of `messages`.
-        num: of prompts.
-        report: called with the number of rows after each group.
-
     Raises:
         TrainingError: generation yields no new prompts, or the output file cannot be written.
     """

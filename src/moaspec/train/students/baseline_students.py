@@ -5,13 +5,8 @@ Legend: B batch, T tokens, M queries with loss, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moaspec.model.checkpoint.baseline_checkpoint import KINDS, Baseline, save_baseline
 from moaspec.model.moa import positions
@@ -20,34 +15,28 @@ from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import frequent_tokens
 from moaspec.train.run_config import TrainConfig, stack_config
 from moaspec.train.students.losses import ExitStates
-from moaspec.train.students.students import DraftVocabularyHead, StudentOutput, export_checkpoint
+from moaspec.train.students.students import Student, StudentOutput
 from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.students.warm_start import random_weights
 
 
-class BaselineStudent:
+class BaselineStudent(Student):
     """EAGLE's head, or an independent small language model.
 
     Their attention ignores blocks, which only select the queries with loss.
     """
 
     def __init__(self, target: Target, activations: TargetActivations, config: TrainConfig) -> None:
-        self._target, self._activations, self._config = target, activations, config
-        self.exits: tuple[int, ...] = (0,)
         torch.manual_seed(config.seed)
         vocabulary = frequent_tokens(
             activations.examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
         )
-        self.module: Baseline = KINDS[config.drafter](stack_config(target, config), vocabulary)
-        random_weights(self.module)
-        self.module.float().to(target.device)
-        self.draft_token_ids = self.module.draft_token_ids
-        self._head = DraftVocabularyHead(target, self.draft_token_ids)
+        module: Baseline = KINDS[config.drafter](stack_config(target, config), vocabulary)
+        random_weights(module)
+        module.float().to(target.device)
+        super().__init__(module, target, activations, config, save_baseline)
         # In real chains EAGLE reads its own predictions, in training the target's states.
         self.simulates_chain = config.drafter == "independent"
-
-    def start(self, ids: Sequence[int]) -> None:
-        """Keep the random weights."""
 
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:  # noqa: ARG002
         """Run over whole texts; EAGLE reads the target's states."""
@@ -60,15 +49,3 @@ class BaselineStudent:
         states_BTE = model(*inputs, positions(mask_BT), mask_BT)
         found = ExitStates(states_BTE[loss_BT].float(), hidden_BTE[loss_BT], self._head, self._head)
         return StudentOutput([found])
-
-    def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
-        """Do nothing: checkpoints of baselines do not store measurements."""
-
-    def save(
-        self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
-    ) -> None:
-        """Write a bf16 checkpoint that `load_any_drafter` reads."""
-        write = partial(save_baseline, directory=directory)
-        export_checkpoint(
-            self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes
-        )

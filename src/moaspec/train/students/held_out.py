@@ -115,12 +115,7 @@ def _sums(
 
 
 def agreeing_prefix_lengths(agreed_M: Tensor, step_M: Tensor) -> Tensor:
-    """Length of the agreeing prefix of every complete block, (X,).
-
-    Args:
-        agreed_M: bool, in order of blocks.
-        step_M: step in the block, from 0.
-    """
+    """Length of the agreeing prefix of every complete block, (X,)."""
     if not len(step_M):
         return step_M
     block_M = (step_M == 0).cumsum(0) - 1

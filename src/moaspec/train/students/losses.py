@@ -28,12 +28,7 @@ MAX_CPU_LOGITS = 2**22
 
 
 def logit_chunk_size(num_logits: int, device: torch.device) -> int:
-    """Number of queries whose logits are computed at once.
-
-    Args:
-        num_logits: V.
-        device: of the logits.
-    """
+    """Number of queries whose logits are computed at once."""
     return (
         MAX_CHUNK if device.type != "cpu" else max(32, min(MAX_CHUNK, MAX_CPU_LOGITS // num_logits))
     )

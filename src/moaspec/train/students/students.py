@@ -6,11 +6,11 @@ Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabular
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class StudentOutput:
     summary: tuple[Tensor, Tensor] | None = None
 
 
-class Student(Protocol):
+class Student(ABC):
     """A drafter in training, as the training loop uses it.
 
     Attributes:
@@ -61,35 +61,57 @@ class Student(Protocol):
         simulates_chain: whether a training pass drafts as a real chain does while it agrees.
     """
 
-    exits: tuple[int, ...]
-    draft_token_ids: Tensor | None
-    simulates_chain: bool
+    simulates_chain = True
 
-    @property
-    def module(self) -> nn.Module: ...
+    def __init__(
+        self,
+        module: Any,
+        target: Target,
+        activations: TargetActivations,
+        config: TrainConfig,
+        save_checkpoint: Callable[..., None],
+    ) -> None:
+        self._target, self._activations, self._config = target, activations, config
+        self._save_checkpoint = save_checkpoint
+        self.module = module
+        self.exits = config.num_target_layers
+        self.draft_token_ids: Tensor | None = module.draft_token_ids
+        self._head = DraftVocabularyHead(target, self.draft_token_ids)
 
-    def start(self, ids: Sequence[int]) -> None:
+    def start(self, ids: Sequence[int]) -> None:  # noqa: B027 - baselines keep random weights
         """Initialise a new module from the target and these examples."""
-        ...
 
+    @abstractmethod
     def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
         """Make a training pass with `model`, the wrapped `module`."""
-        ...
 
-    def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
-        """Take in what was measured on held-out drafts, for the checkpoint; see `Measured`.
+    def record(  # noqa: B027 - checkpoints of baselines do not store measurements
+        self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None
+    ) -> None:
+        """Store held-out measurements in the module, for its checkpoint.
 
         Args:
             acceptance: by exit, then by rank.
             moment_EE: of the first exit.
         """
-        ...
 
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
     ) -> None:
-        """Write a checkpoint with these weights."""
-        ...
+        """Write a bf16 checkpoint with gathered weights on the CPU."""
+        module = self.module  # may be sharded
+        ids = module.draft_token_ids
+        drafter = type(module)(module.config, None if ids is None else ids.cpu())
+        drafter.load_state_dict(weights)
+        if isinstance(drafter, MoADrafter):
+            drafter.head_moment = module.head_moment
+        self._save_checkpoint(
+            drafter,
+            directory=directory,
+            dtype=torch.bfloat16,
+            training=facts,
+            shard_bytes=self._config.shard_bytes,
+        )
 
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> MoADrafter:
@@ -190,60 +212,19 @@ class DraftVocabularyHead:
         return self._target.logits(states_ME, self._rows)
 
 
-def export_checkpoint(
-    module: Any,
-    weights: Mapping[str, Tensor],
-    write: Callable[..., None],
-    *,
-    facts: Mapping[str, Any],
-    shard_bytes: int,
-) -> None:
-    """Write a checkpoint in bf16.
-
-    Args:
-        module: the drafter in training, which may be sharded.
-        weights: its gathered state on the CPU.
-        write: `save_drafter` or `save_baseline`, with its directory.
-        facts: of the run, for the checkpoint.
-        shard_bytes: largest file of weights.
-    """
-    ids = module.draft_token_ids
-    drafter = type(module)(module.config, None if ids is None else ids.cpu())
-    drafter.load_state_dict(weights)
-    if isinstance(drafter, MoADrafter):
-        drafter.head_moment = module.head_moment
-    write(drafter, dtype=torch.bfloat16, training=facts, shard_bytes=shard_bytes)
-
-
-class MoAStudent:
-    """A Mixture-of-Attentions drafter with one or several exits.
-
-    Args:
-        target: the frozen target.
-        activations: of the target.
-        config: of the run.
-        output: directory of the run.
-    """
+class MoAStudent(Student):
+    """A Mixture-of-Attentions drafter with one or several exits."""
 
     def __init__(
         self, target: Target, activations: TargetActivations, config: TrainConfig, output: Path
     ) -> None:
-        self.simulates_chain = True
-        self._target, self._activations, self._config, self._output = (
-            target,
-            activations,
-            config,
-            output,
-        )
         self._former_n: int | None = None
-        self.module: MoADrafter
         if config.initial:
-            self.module, self._former_n = load_initial_drafter(target, config, activations.examples)
+            module, self._former_n = load_initial_drafter(target, config, activations.examples)
         else:
-            self.module = new_drafter(target, config, activations.examples)
-        self.exits = config.num_target_layers
-        self.draft_token_ids = self.module.draft_token_ids
-        self._head = DraftVocabularyHead(target, self.draft_token_ids)
+            module = new_drafter(target, config, activations.examples)
+        super().__init__(module, target, activations, config, save_drafter)
+        self._output = output
         self._means: LayerMeanCache | None = None
 
     @torch.no_grad()
@@ -324,12 +305,3 @@ class MoAStudent:
             self.module.config, acceptance=first, further_acceptance=tuple(further)
         )
         self.module.head_moment = moment_EE
-
-    def save(
-        self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
-    ) -> None:
-        """Write a bf16 checkpoint that `load_drafter` reads."""
-        write = partial(save_drafter, directory=directory)
-        export_checkpoint(
-            self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes
-        )

@@ -137,11 +137,7 @@ class LayerMeanCache:
         self._store = ExampleStore(directory, activations.examples, widths)
 
     def read(self, batch: Batch) -> tuple[Tensor, TargetPass]:
-        """Means over layers (B, T, K), and the target's pass with its last N layers only.
-
-        Args:
-            batch: on the target's device.
-        """
+        """Means over layers (B, T, K), and the target's pass with its last N layers only."""
         if not self._store.holds(batch):
             self._write(batch)
         return self._stored("mean", batch), TargetPass(
