@@ -74,7 +74,6 @@ class CutQuality:
     interrupted: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Continuations and their means by method."""
         methods = {
             name: {
                 "log_likelihood": _mean(text.log_likelihood for text in texts),

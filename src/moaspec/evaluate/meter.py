@@ -47,7 +47,6 @@ class Meter:
         self.peak_bytes = _peak(self.device) if self._resets else None
 
     def elapsed(self) -> float:
-        """Seconds since the block was entered."""
         return self._now() - self._started
 
     def _now(self) -> float:

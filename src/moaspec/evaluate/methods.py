@@ -77,7 +77,6 @@ class Method:
 
     @cached_property
     def shaping(self) -> DraftSettings:
-        """The draft policy and N."""
         return shaping_for(
             self.target,
             self.drafter,
@@ -99,7 +98,6 @@ class Method:
     def run(
         self, prompt_ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams = GREEDY
     ) -> MethodRun:
-        """Decode one prompt, measured."""
         return self.run_many([prompt_ids], max_new_tokens, sampling)[0]
 
     def run_many(
@@ -129,7 +127,6 @@ class Method:
         max_new_tokens: int,
         sampling: SamplingParams = GREEDY,
     ) -> list[GenerationResult]:
-        """Decode prompts together, not measured."""
         return generate(
             self.target,
             prompts,

@@ -270,7 +270,7 @@ def _zeros(target: Target, tokens: int) -> torch.Tensor:
 
 
 def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
-    layers = _multiplied(target)
+    layers = _linear_layers(target)
     num_bytes = sum(_weight_bytes(layer, target.dtype) for layer in layers)
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     bytes_per_s, flops_per_s = _reading_speed(target.device), _arithmetic_speed(target)
@@ -288,7 +288,7 @@ def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
     )
 
 
-def _multiplied(target: Target) -> list[nn.Linear | PackedLinear]:
+def _linear_layers(target: Target) -> list[nn.Linear | PackedLinear]:
     """The linear layers of a pass as they are computed, with the head."""
     model: Any = target.model
     plain_head = model.get_output_embeddings()
@@ -308,7 +308,7 @@ def _weight_bytes(layer: nn.Linear | PackedLinear, dtype: torch.dtype) -> int:
     return matrix.num_bytes
 
 
-def _computed_in(target: Target) -> torch.dtype:
+def _product_dtype(target: Target) -> torch.dtype:
     """The dtype of products; CPUs without bf16 instructions use float32."""
     return compute_dtype(target.dtype) if target.device.type == "cpu" else target.dtype
 
@@ -320,7 +320,7 @@ def _reading_speed(device: torch.device) -> float:
 
 def _arithmetic_speed(target: Target) -> float:
     size = 1024
-    a = torch.ones(size, size, dtype=_computed_in(target), device=target.device)
+    a = torch.ones(size, size, dtype=_product_dtype(target), device=target.device)
     return 2 * size**3 / _median_s(lambda: a @ a, target.device)
 
 

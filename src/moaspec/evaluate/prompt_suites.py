@@ -101,7 +101,6 @@ def read_prompts(
 
 
 def _files(suite: str) -> list[tuple[Path, str]]:
-    """Paths and names of suites."""
     if not suite:
         raise DataError("The suite has no name; give a file, a directory, or a suite's name.")
     if suite == BUNDLED:
@@ -187,7 +186,6 @@ def _prompt(record: Record, suite: str) -> Prompt:
 
 
 def _messages(record: Record) -> tuple[Message, ...]:
-    """Parse a conversation of a user and an assistant."""
     row = record.value
     if isinstance(row.get("prompt"), list) and all(isinstance(turn, str) for turn in row["prompt"]):
         record = Record(record.where, {"turns": row["prompt"]})

@@ -56,7 +56,6 @@ class DecodingStats:
         return DecodingStats(**{name: ours[name] + theirs[name] for name in ours})
 
     def as_json(self) -> dict[str, Any]:
-        """All fields and derived figures."""
         return {
             **asdict(self),
             "tokens_per_s": self.tokens_per_s,
@@ -96,7 +95,6 @@ class TimedDecoding:
 
     @property
     def stats(self) -> DecodingStats:
-        """Statistics of the passes so far."""
         sources = self._result.sources
         return DecodingStats(
             tokens=len(sources),
@@ -121,7 +119,6 @@ class TimedDecoding:
                 self.pieces.append((piece, source))
 
     def close(self) -> None:
-        """End the decoding early."""
         self._events.close()
 
 
@@ -197,7 +194,6 @@ class Races:
         return speedup(self.plain, self.speculative) if self.each and self.lossless else None
 
     def as_json(self) -> dict[str, Any]:
-        """All that was measured."""
         return {
             "speedup": self.speedup,
             "lossless": self.lossless,

@@ -32,7 +32,6 @@ class PromptTurn:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """A unique key, with a hash of the prompt."""
         digest = hashlib.sha256(",".join(map(str, self.prompt_ids)).encode()).hexdigest()
         return (self.prompt.suite, self.prompt.question_id, str(self.turn), digest[:16])
 
@@ -79,7 +78,6 @@ class ResultsStore:
                 self._lines[tuple(line["key"])] = line
 
     def get(self, method: str, item: PromptTurn, batch: int) -> Sample | None:
-        """Return the sample, or None."""
         line = self._lines.get((method, str(batch), *item.key))
         if line is None:
             return None
@@ -87,7 +85,6 @@ class ResultsStore:
         return Sample(item, runs, Equality(**line["equality"]), batch)
 
     def put(self, method: str, sample: Sample) -> None:
-        """Store a sample, flushed to disk."""
         key = (method, str(sample.batch), *sample.item.key)
         line = {
             "key": key,

@@ -66,7 +66,6 @@ class EvalSettings:
         return self.sampling_of(NO_DEFAULTS)
 
     def sampling_of(self, defaults: GenerationDefaults) -> SamplingParams:
-        """Sampling parameters for a target with these defaults."""
         return sampling_params({"temperature": self.temperature, "seed": self.seed}, defaults)
 
     def as_facts(self) -> dict[str, Any]:
@@ -76,7 +75,6 @@ class EvalSettings:
 
     @property
     def choice(self) -> str:
-        """The kind of sampling, for reports."""
         return (
             f"temperature {self.temperature:g}, seed {self.seed}" if self.temperature else GREEDILY
         )
@@ -84,8 +82,6 @@ class EvalSettings:
 
 @dataclass
 class _Conversation:
-    """A conversation and its answers so far."""
-
     prompt: Prompt
     answers: list[list[int]] = field(default_factory=list)
 
@@ -101,8 +97,6 @@ class _Conversation:
 
 @dataclass
 class _Session:
-    """State of one call of `measure`."""
-
     methods: Sequence[Method]
     tau_only: Sequence[Method]
     settings: EvalSettings
@@ -125,20 +119,20 @@ class _Session:
         """Length of the longest prompt that leaves room for its answer."""
         return self.methods[0].target.max_positions - self.settings.max_new_tokens
 
-    def ask(self, conversations: Sequence[_Conversation], encode: Encode) -> None:
+    def measure_turns(self, conversations: Sequence[_Conversation], encode: Encode) -> None:
         """Measure first turns together, then second turns, ...; skip turns that do not fit."""
         while conversations:
             turns = [(each, each.next_item(encode)) for each in conversations]
             fit = [(each, item) for each, item in turns if len(item.prompt_ids) <= self.room]
             self.skipped += [item for _, item in turns if len(item.prompt_ids) > self.room]
             if fit:
-                self.timed([item for _, item in fit])
+                self.run_timed([item for _, item in fit])
             self.items += [item for _, item in fit]
             for conversation, item in fit:
                 conversation.answers.append(self.answer(item))
             conversations = [each for each, _ in fit if not each.over]
 
-    def timed(self, items: Sequence[PromptTurn]) -> None:
+    def run_timed(self, items: Sequence[PromptTurn]) -> None:
         """Run all methods in turn on these items, with another one first each time."""
         batch = self.settings.batch
         missing = [method for method in self.methods if not self._have(method, items, batch)]
@@ -152,8 +146,7 @@ class _Session:
             self._keep(method, items, runs[method.name], batch)
         self._collect(self.methods, items, batch)
 
-    def untimed(self, items: Sequence[PromptTurn]) -> None:
-        """Run the methods that are not timed."""
+    def run_untimed(self, items: Sequence[PromptTurn]) -> None:
         for method in self.tau_only:
             if not self._have(method, items, TAU_BATCH):
                 self._keep(method, items, [self._decode(method, items)], TAU_BATCH)
@@ -179,7 +172,6 @@ class _Session:
         return True
 
     def answer(self, item: PromptTurn) -> list[int]:
-        """The token ids of the baseline."""
         sample = self.store.get(self.base.key, item, self.settings.batch)
         assert sample is not None, "the base has run before anyone asks for its text"
         return sample.runs[0].token_ids
@@ -285,9 +277,9 @@ def measure(
     interrupted = False
     try:
         for group in _chunks(prompts, settings.batch):
-            session.ask([_Conversation(prompt) for prompt in group], encode)
+            session.measure_turns([_Conversation(prompt) for prompt in group], encode)
         for chunk in _chunks(session.items, TAU_BATCH):
-            session.untimed(chunk)
+            session.run_untimed(chunk)
     except KeyboardInterrupt:
         interrupted = session.drop_unfinished()
     if not session.items:

@@ -62,7 +62,6 @@ class DataOrder:
         self._queue: list[list[int]] = []
 
     def next_batch(self, step: int) -> TrainBatch:
-        """Draw all rows of the next step."""
         batch = collate(self.examples, self._next_ids())
         blocks = random_blocks(
             batch,
@@ -87,7 +86,6 @@ class DataOrder:
         return self._queue.pop()
 
     def fingerprint(self) -> str:
-        """Hash of the examples in this order."""
         digest = hashlib.sha256()
         for example in self.examples:
             digest.update(repr(example.pieces).encode())
@@ -98,7 +96,6 @@ class DataOrder:
         return {"generator": self._generator.get_state().tolist(), "queue": self._queue}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `state` returned."""
         self._generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
         queue = [list(map(int, ids)) for ids in state["queue"]]
         if not {i for ids in queue for i in ids} <= set(self.train_ids):

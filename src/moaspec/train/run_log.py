@@ -23,7 +23,6 @@ class RunLog:
             replace_file(self._path, lambda path: path.write_text("".join(rows), encoding="utf-8"))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Read all complete rows."""
         if not self._path.exists():
             return []
         rows = []

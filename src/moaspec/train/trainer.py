@@ -225,7 +225,6 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self) -> dict[int, HeldOutMetrics]:
-        """Measure every exit on the held-out examples, by N."""
         self.student.module.eval()
         found = measure_held_out(
             lambda part: self.student.run(

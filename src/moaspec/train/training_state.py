@@ -35,7 +35,6 @@ class StateFiles:
         self.directory, self._shard_bytes = directory, shard_bytes
 
     def latest(self) -> Path | None:
-        """The directory of the newest state, or None."""
         found = {int(path.name.removeprefix("step-")): path for path in self._states()}
         return found[max(found)] if found else None
 

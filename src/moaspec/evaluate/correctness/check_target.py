@@ -56,8 +56,6 @@ class CheckedText(Equality):
 
 @dataclass(frozen=True)
 class _CheckRow:
-    """A prompt and sampling setting to decode."""
-
     setting: str
     prompt: int
 
@@ -124,14 +122,12 @@ class Check:
 
     @property
     def num_texts(self) -> int:
-        """Number of texts that `run` yields."""
         together, alone = len(self._rows()), len(self._rows(self.alone))
         return len(self.prompts) + len(self._ways([])) * (together + alone)
 
     def run(self) -> Iterator[CheckedText]:
-        """Decode and check all texts."""
         rows = self._rows()
-        plain = self._together(PLAIN, rows)
+        plain = self._decode_all(PLAIN, rows)
         base = {row: self._audit(row, text) for row, text in zip(rows, plain, strict=True)}
         greedy = [row for row in rows if row.setting == "greedy"]
         yield from self._judged("hf", "alone", greedy, self._transformers(), base)
@@ -139,7 +135,7 @@ class Check:
         for way in self._ways(known):
             for row in self._rows(self.alone):
                 yield from self._judged(way.name, "alone", [row], self._decode(way, [row]), base)
-            texts = plain if way is PLAIN else self._together(way, rows)
+            texts = plain if way is PLAIN else self._decode_all(way, rows)
             yield from self._judged(way.name, "ragged", rows, texts, base)
 
     def _rows(self, num_prompts: int | None = None) -> list[_CheckRow]:
@@ -148,11 +144,10 @@ class Check:
         return [_CheckRow(setting, prompt) for prompt in numbers for setting in self.settings]
 
     def _transformers(self) -> list[list[int]]:
-        """Greedy texts of transformers' own `generate`."""
         hf = TransformersMethod("hf", self.stock or self.target)
-        return [hf.run(prompt, self._full(prompt)).token_ids for prompt in self.prompts]
+        return [hf.run(prompt, self._max_length(prompt)).token_ids for prompt in self.prompts]
 
-    def _full(self, prompt: Sequence[int]) -> int:
+    def _max_length(self, prompt: Sequence[int]) -> int:
         """Largest length of a text in the context, which transformers does not limit itself."""
         return min(self.max_new_tokens, self.target.max_positions - len(prompt))
 
@@ -161,7 +156,7 @@ class Check:
         drafters: dict[str, tuple[MoADrafter | Drafter, int | None]] = {
             "lookup": (NgramProposer(), None),
             "replay": (OracleProposer(known, agreement=REPLAY_AGREEMENT), None),
-            "bait": (StopTokenProposer(sorted({0, *self.target.stop_token_ids})), None),
+            "stop tokens": (StopTokenProposer(sorted({0, *self.target.stop_token_ids})), None),
         }
         if self.drafter is not None and not isinstance(self.drafter, MoADrafter):
             drafters["trained"] = (self.drafter, None)
@@ -175,7 +170,11 @@ class Check:
             *self._trained(),
             *(
                 _DecodingMode(
-                    f"{name}, {shape_name}", drafter, shape, layers, beyond_stops=name == "bait"
+                    f"{name}, {shape_name}",
+                    drafter,
+                    shape,
+                    layers,
+                    beyond_stops=name == "stop tokens",
                 )
                 for name, (drafter, layers) in drafters.items()
                 for shape_name, shape in SHAPES.items()
@@ -191,14 +190,12 @@ class Check:
             _DecodingMode("moa, tree and copies", self.drafter, SHAPES["tree"], free_branches=True),
         ]
 
-    def _together(self, way: _DecodingMode, rows: Sequence[_CheckRow]) -> list[list[int]]:
-        """Decode all rows in large batches."""
+    def _decode_all(self, way: _DecodingMode, rows: Sequence[_CheckRow]) -> list[list[int]]:
         starts = range(0, len(rows), ROWS_TOGETHER)
         batches = (rows[start : start + ROWS_TOGETHER] for start in starts)
         return [text for batch in batches for text in self._decode(way, batch)]
 
     def _decode(self, way: _DecodingMode, rows: Sequence[_CheckRow]) -> list[list[int]]:
-        """Decode one batch; each row has its own prompt and settings."""
         shaping = shaping_for(
             self.target,
             way.drafter,
@@ -269,12 +266,12 @@ class StopTokenProposer(TextProposer):
         self._tokens = tokens
 
     def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
-        """Paths that begin with different baits, in another order after each token."""
-        baits = [*self._tokens, token_ids[-1]]
+        """Paths that begin with different tokens, in another order after each token."""
+        tokens = [*self._tokens, token_ids[-1]]
         first = len(token_ids)
         paths = [
-            [baits[(first + path + level) % len(baits)] for level in range(shape.depth)]
-            for path in range(min(shape.breadth, len(baits)))
+            [tokens[(first + path + level) % len(tokens)] for level in range(shape.depth)]
+            for path in range(min(shape.breadth, len(tokens)))
         ]
         return merged(paths, shape.total_tokens)
 

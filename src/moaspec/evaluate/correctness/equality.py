@@ -262,7 +262,6 @@ def _stepped(
 
 
 def _one_pass(model: nn.Module, ids_1T: Tensor, num_logits: int) -> Tensor:
-    """Logits of the last positions by transformers' own forward."""
     output = model(ids_1T, use_cache=False, logits_to_keep=num_logits)
     return cast(Tensor, output.logits[0].float())
 

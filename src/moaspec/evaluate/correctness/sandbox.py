@@ -165,7 +165,7 @@ def _bwrap(visible: list[str]) -> list[str]:
         *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
         *("--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"),  # noqa: S108 - a new one
         # bwrap would create directories that only root can enter.
-        *(word for path in _above(visible) for word in ("--perms", "0755", "--dir", path)),
+        *(word for path in _parents(visible) for word in ("--perms", "0755", "--dir", path)),
         *(word for path in visible for word in ("--ro-bind", path, path)),
         *("--dev-bind", os.devnull, os.devnull, "--remount-ro", "/", "--chdir", "/tmp"),  # noqa: S108
     ]
@@ -176,8 +176,7 @@ def _python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
-def _above(paths: list[str]) -> list[str]:
-    """Parent directories of the paths, outer ones first."""
+def _parents(paths: list[str]) -> list[str]:
     return sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
 
 

@@ -93,7 +93,6 @@ def _method_row(name: str, method: Facts) -> Sequence[str]:
 
 
 def _by_suite(facts: Facts) -> str:
-    """Tau of each method on each suite."""
     methods = {name: each for name, each in facts["methods"].items() if each["tau"] is not None}
     suites = list(next(iter(methods.values()), {"suites": {}})["suites"])
     rows = [

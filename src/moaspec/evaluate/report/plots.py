@@ -140,7 +140,6 @@ def _round_parts(methods: Facts) -> Plot | None:
 
 
 def _widths(costs: Facts) -> Plot:
-    """Measured passes, the memory floor and the arithmetic."""
     tokens = [one["tokens"] for one in costs["widths"]]
     bound = costs["bound"]
 
@@ -207,7 +206,6 @@ def _cut(cut: Facts, figure: str, label: str) -> Plot | None:
 
 
 def _legend(axes: Axes, entries: int) -> None:
-    """Draw the legend below the plot."""
     axes.figure.legend(loc="outside lower center", ncols=min(entries, 3), frameon=False)
 
 

@@ -37,7 +37,6 @@ class Outcome:
 
     @property
     def runs(self) -> list[MethodRun]:
-        """All runs of all prompts."""
         return [run for sample in self.samples for run in sample.runs]
 
     @property
@@ -51,7 +50,6 @@ class Outcome:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens generated in one repeat."""
         return sum(len(result.token_ids) for result in self.results)
 
     @property
@@ -61,7 +59,6 @@ class Outcome:
 
     @property
     def tokens_per_s_by_repeat(self) -> list[float]:
-        """`tokens_per_s` of each repeat."""
         if not self.timed or not self.samples:
             return []
         repeats = range(len(self.samples[0].runs))
@@ -121,21 +118,17 @@ class Report:
         return _median(speed_ratios(outcome, reference))
 
     def outcome(self, name: str) -> Outcome | None:
-        """The outcome of the method of that name."""
         return next((each for each in self.outcomes if each.method.name == name), None)
 
     def by_suite(self, outcome: Outcome) -> dict[str, Outcome]:
-        """Split an outcome by suite."""
         return _split(outcome, lambda item: item.prompt.suite)
 
     def by_category(self, outcome: Outcome) -> dict[str, Outcome]:
-        """Split an outcome by suite and category."""
         return _split(
             outcome, lambda item: f"{item.prompt.suite}/{item.prompt.category}".rstrip("/")
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All results, with target, settings and machine."""
         target = self.outcomes[0].method.target
         return {
             "target": target.name,

@@ -46,7 +46,6 @@ class Example:
 
     @property
     def response_mask(self) -> tuple[bool, ...]:
-        """True for response tokens."""
         return tuple(i % 2 == 1 for i, piece in enumerate(self.pieces) for _ in piece)
 
     @classmethod

@@ -71,12 +71,10 @@ class Journal:
 
     @property
     def groups(self) -> int:
-        """Number of groups on disk."""
         return self._progress.groups
 
     @property
     def rows(self) -> int:
-        """Number of rows on disk."""
         return self._progress.rows
 
     def commit(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -137,7 +137,6 @@ def _with_system(conversation: Conversation, text: str) -> Conversation:
 def _conversation_task(
     target: Target, template: ChatTemplate, conversation: Conversation, number: int
 ) -> ConversationTask:
-    """Generate one conversation, turn by turn."""
     if not conversation.messages:
         return (yield from _token_task(conversation, number))
     rows: list[OutputRow] = []

@@ -144,7 +144,6 @@ class ResponseWriter:
         return [row for part in rows for row in part]
 
     def settings(self, **more: object) -> dict[str, object]:
-        """The settings that determine the text, for the journal."""
         defaults = self.target.generation_defaults.as_facts()
         return {
             "target": self.target.name,

@@ -48,7 +48,6 @@ class Statistics:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the activation cache."""
         return self.tokens * self.bytes_per_token
 
 

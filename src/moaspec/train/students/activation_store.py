@@ -55,7 +55,6 @@ class ExampleStore:
         )
 
     def holds(self, batch: Batch) -> bool:
-        """Return whether every example of the batch is stored."""
         return all(self._done[i] for i in batch.example_ids)
 
     def write(self, batch: Batch, **arrays_BT: Tensor) -> None:

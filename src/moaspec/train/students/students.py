@@ -172,7 +172,6 @@ def load_initial_drafter(
 
 
 def _grow_vocabulary(drafter: MoADrafter, config: TrainConfig, examples: Sequence[Example]) -> None:
-    """Grow the draft vocabulary; no weight depends on its size."""
     size, ids = config.sizes.draft_vocab, drafter.draft_token_ids
     if size == 0:
         return

@@ -74,7 +74,6 @@ class TargetActivations:
         )
 
     def final_states(self, batch: Batch) -> Tensor:
-        """The target's final states, (B, T, E)."""
         if self._store is None or not self._finals_only:
             return self.passes(batch).hidden_BTE
         if not self._store.holds(batch):
