@@ -68,7 +68,7 @@ def page(
         speedups={name: speedup(facts, name) for name in others},
         taus={name: tau(facts["methods"][name]) for name in others},
         prompts=prompt_rows(facts),
-        eval_command=eval_command(facts),
+        command=eval_command(facts),
         earlier_rule=EARLIER_RULE,
         plots=plots,
         costs=costs,
