@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
-from moaspec.train.data_order import BatchPart
+from moaspec.train.data_order import TrainBatch
 
 
 def naive_step(
     target: Target,
     drafter: MoADrafter,
     optimizer: torch.optim.Optimizer,
-    part: BatchPart,
+    part: TrainBatch,
     vocabulary: Tensor | None,
 ) -> tuple[float, float]:
     """One optimiser step (smooth-L1 1.0, forward KL 1.0, clip 1.0).
@@ -81,7 +81,7 @@ def _layer_inputs(cache: Any) -> Tensor:
 
 
 def _drafter(
-    drafter: MoADrafter, embeddings_BTE: Tensor, kv_BTLK: Tensor, part: BatchPart
+    drafter: MoADrafter, embeddings_BTE: Tensor, kv_BTLK: Tensor, part: TrainBatch
 ) -> Tensor:
     """LSA, SA and CA of the whole batch."""
     config, encoder, decoder = drafter.config, drafter.encoder, drafter.decoder

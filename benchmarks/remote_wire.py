@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 import moaspec
-from edge_bench.processes import prompt_ids
 from moaspec.drafting.draft_tree import Chain
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.model.moa import MoADrafter
@@ -36,8 +35,10 @@ from moaspec.remote.protocol.codec import CODECS, Codec
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, Transport
 from moaspec.remote.server.service import TargetService
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import tiny
+from edge_bench.processes import prompt_ids
 
 PATIENT = LinkOptions(dead_after_s=60.0, connect_s=60.0, retry_s=30.0)
 """Nothing is lost here, and a machine may be busy."""

@@ -33,15 +33,15 @@ from moaspec.calibration.measure_costs import machine
 from moaspec.model.draft_decoder import DraftDecoder
 from moaspec.model.target_encoder import TargetEncoder
 from moaspec.target.target import Target
-from moaspec.train.data_order import BatchPart
+from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.dataset.read_examples import read_examples
 from moaspec.train.run_config import DrafterSizes, TrainConfig
 from moaspec.train.schedule import learning_rate
 from moaspec.train.students.blocks import random_blocks
 from moaspec.train.students.losses import LossWeights, exit_loss
-from moaspec.train.students.students import MoAStudent, TrimmedHead
-from moaspec.train.students.target_reader import TargetReader
+from moaspec.train.students.students import DraftVocabularyHead, MoAStudent
+from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.trainer import Trainer
 
 TOLERANCE = 1e-4
@@ -74,9 +74,9 @@ class Clock:
 @contextmanager
 def parts_of_a_step(clock: Clock, trainer: Trainer) -> Iterator[None]:
     """Measure the parts of our loop while it runs; "backward" is that of LSA, SA and CA."""
-    sharing, optimizer = trainer.sharing, trainer.sharing.optimizer
+    strategy, optimizer = trainer.strategy, trainer.strategy.optimizer
     with (
-        patch.object(TargetReader, "passes", clock.timed("target", TargetReader.passes)),
+        patch.object(TargetActivations, "passes", clock.timed("target", TargetActivations.passes)),
         patch.object(
             TargetEncoder, "mean_over_layers", clock.timed("LSA", TargetEncoder.mean_over_layers)
         ),
@@ -90,9 +90,11 @@ def parts_of_a_step(clock: Clock, trainer: Trainer) -> Iterator[None]:
             "run_cross_attention",
             clock.timed("SA + CA", DraftDecoder.run_cross_attention),
         ),
-        patch.object(TrimmedHead, "__call__", clock.timed("head", TrimmedHead.__call__)),
+        patch.object(
+            DraftVocabularyHead, "__call__", clock.timed("head", DraftVocabularyHead.__call__)
+        ),
         patch.object(loop, "exit_loss", clock.timed("head and loss", exit_loss)),
-        patch.object(sharing, "backward", clock.timed("backward", sharing.backward)),
+        patch.object(strategy, "backward", clock.timed("backward", strategy.backward)),
         patch.object(optimizer, "step", clock.timed("optimiser", optimizer.step)),
     ):
         yield
@@ -118,7 +120,7 @@ def new_trainer(
     return Trainer(target, examples, config)
 
 
-def random_parts(examples: Sequence[Example], arguments: argparse.Namespace) -> list[BatchPart]:
+def random_parts(examples: Sequence[Example], arguments: argparse.Namespace) -> list[TrainBatch]:
     """One batch for each step and the warm-up."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(examples), generator=generator).tolist()
@@ -127,14 +129,14 @@ def random_parts(examples: Sequence[Example], arguments: argparse.Namespace) -> 
         for start in range(0, (arguments.steps + 1) * arguments.batch_size, arguments.batch_size)
     ]
     return [
-        BatchPart(one, random_blocks(one, shortest=5, longest=15, generator=generator), None)
+        TrainBatch(one, random_blocks(one, shortest=5, longest=15, generator=generator), None)
         for one in batches
     ]
 
 
-def ours(trainer: Trainer, part: BatchPart) -> tuple[float, float]:
+def ours(trainer: Trainer, part: TrainBatch) -> tuple[float, float]:
     """One step of our loop on this batch; mean loss and tokens with loss."""
-    with patch.object(trainer.data, "next_part", lambda _: part):
+    with patch.object(trainer.data, "next_batch", lambda _: part):
         parts = trainer.train_step()
     return parts.total / parts.count, parts.count
 
@@ -150,11 +152,11 @@ def measured(
     clock, worst, pads = Clock(), 0.0, []
     speeds: dict[str, list[float]] = {NAIVE: [], OURS: [], CACHED: []}
     for step, part in enumerate(random_parts(plain.data.examples, arguments)):
-        cached.reader.passes(part.batch)  # fills the cache, outside the clock
-        for group in other.sharing.optimizer.param_groups:
+        cached.activations.passes(part.batch)  # fills the cache, outside the clock
+        for group in other.strategy.optimizer.param_groups:
             group["lr"] = learning_rate(plain.config, step)
         runs = {
-            NAIVE: partial(naive_step, target, naive, other.sharing.optimizer, part, ids),
+            NAIVE: partial(naive_step, target, naive, other.strategy.optimizer, part, ids),
             OURS: partial(ours, plain, part),
             CACHED: partial(ours, cached, part),
         }

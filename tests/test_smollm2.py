@@ -21,10 +21,10 @@ from moaspec.drafting.protocols import RowText
 from moaspec.drafting.tree_proposer import best_nodes
 from moaspec.evaluate.correctness.check_target import Check
 from moaspec.evaluate.correctness.equality import judge
-from moaspec.evaluate.method_names import MethodParts, parse_methods
+from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.pass_costs import measure_costs
 from moaspec.evaluate.prompt_suites import read_prompts
-from moaspec.evaluate.race import Runner, compared, run_race
+from moaspec.evaluate.race import TimedDecoding, compare_texts, run_race
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.moa import MoADrafter
 from moaspec.model.target_encoder import TargetEncoder
@@ -60,20 +60,22 @@ def drafter(target: moaspec.Target) -> MoADrafter:
 
 def test_a_race(target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]) -> None:
     for ids in prompts[:2]:
-        plain = Runner(target, None, ids, NEW_TOKENS)
-        speculative = Runner(target, drafter, ids, NEW_TOKENS)
+        plain = TimedDecoding(target, None, ids, NEW_TOKENS)
+        speculative = TimedDecoding(target, drafter, ids, NEW_TOKENS)
         assert run_race(plain, speculative)
-        found = compared(plain, speculative, ids, max_new_tokens=NEW_TOKENS, trusted=lambda: target)
+        found = compare_texts(
+            plain, speculative, ids, max_new_tokens=NEW_TOKENS, trusted=lambda: target
+        )
         assert found.lossless
-        assert plain.effort.passes == plain.effort.tokens
-        assert speculative.effort.passes <= speculative.effort.tokens
+        assert plain.stats.passes == plain.stats.tokens
+        assert speculative.stats.passes <= speculative.stats.tokens
 
 
 def test_plain_and_speculative_text_is_transformers_own(
     target: moaspec.Target, drafter: MoADrafter, prompts: list[list[int]]
 ) -> None:
     names = ["hf", "plain", "moa", "moa@chain:4", "moa@tree:6x8x62"]
-    hf, *ours = parse_methods(names, MethodParts(target=target, checkpoints={"moa": drafter}))
+    hf, *ours = parse_methods(names, MethodResources(target=target, checkpoints={"moa": drafter}))
     for ids in prompts[:2]:
         expected = hf.run(ids, NEW_TOKENS).token_ids
         for method in ours:
@@ -118,7 +120,7 @@ def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(name: str) -> Non
 def test_costs_count_the_bits_that_weights_are_kept_in() -> None:
     """All had counted as bf16, and a pass had seemed faster than reading them."""
     target = moaspec.load_target(ALIAS, dtype="bfloat16")
-    plain = parse_methods(["plain"], MethodParts(target=target))
+    plain = parse_methods(["plain"], MethodResources(target=target))
     bound = measure_costs(plain, contexts=(32,), batches=(1,), widths=(1, 2)).bound
     # 106 million weights in layers of 4.5 to 5 bits each, 28 million of the head in 8.5.
     assert 90e6 < bound.weight_bytes < 100e6

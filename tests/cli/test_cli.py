@@ -35,7 +35,7 @@ from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event
 from moaspec.errors import ShapeError, TrainingError
-from moaspec.evaluate.correctness.check_target import Check, Finding
+from moaspec.evaluate.correctness.check_target import Check, CheckedText
 from moaspec.model.checkpoint.baseline_checkpoint import save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import SECTION, save_drafter
 from moaspec.model.drafter_config import LayerConfig
@@ -768,7 +768,7 @@ def test_an_interrupted_check_shows_what_was_found(
 ) -> None:
     run = Check.run
 
-    def interrupted(self: Check) -> Iterator[Finding]:
+    def interrupted(self: Check) -> Iterator[CheckedText]:
         yield from islice(run(self), found)
         raise KeyboardInterrupt
 

@@ -180,7 +180,7 @@ def test_malformed_rows(cli: Cli, model: str, tmp_path: Path) -> None:
 
 
 def test_without_a_chat_template(cli: Cli, tmp_path: Path) -> None:
-    """Plain prompts work; messages and imagination cannot, and the message says why."""
+    """Plain prompts work; messages and generator cannot, and the message says why."""
     name = ("--model", saved(tmp_path / "model", None))
     prompts = jsonl(tmp_path / "p.jsonl", PROMPTS[:3])
     out = tmp_path / "r.jsonl"

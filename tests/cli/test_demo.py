@@ -24,7 +24,7 @@ from moaspec.cli.terminal.panes import Pane
 from moaspec.engine.engine import Engine
 from moaspec.evaluate import race
 from moaspec.evaluate.correctness.equality import Equality
-from moaspec.evaluate.race import Effort, Race, Races, Runner, run_race
+from moaspec.evaluate.race import DecodingStats, Race, Races, TimedDecoding, run_race
 from moaspec.target.target import Target
 
 ESCAPE = "\x1b"
@@ -35,8 +35,8 @@ def a_race(plain_s: float, speculative_s: float, equality: Equality = SAME) -> R
     return Race(
         name="explain",
         prompt="Why?",
-        plain=Effort(tokens=60, seconds=plain_s, passes=60),
-        speculative=Effort(tokens=60, seconds=speculative_s, passes=30, accepted=30),
+        plain=DecodingStats(tokens=60, seconds=plain_s, passes=60),
+        speculative=DecodingStats(tokens=60, seconds=speculative_s, passes=30, accepted=30),
         equality=equality,
     )
 
@@ -94,7 +94,7 @@ def test_details_measure_every_method(cli: Cli) -> None:
 @pytest.mark.usefixtures("loaded")
 def test_a_different_text_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Equality("different", 2, reason="token 5 is not the target's choice")
-    monkeypatch.setattr(race, "compared", lambda *_, **__: wrong)
+    monkeypatch.setattr(race, "compare_texts", lambda *_, **__: wrong)
     output = cli("demo", "--max-new-tokens", "5")
     assert output.code == 1
     assert "DIFFERENT" in output.out
@@ -290,11 +290,13 @@ def test_the_program_is_named_as_it_was_called(
 # Panes
 
 WORDS = "The sky is blue because air scatters blue light more than red light."
-PLAIN = Pane("plain", [(WORDS, "target")], Effort(tokens=14, seconds=1.0, passes=14), done=True)
+PLAIN = Pane(
+    "plain", [(WORDS, "target")], DecodingStats(tokens=14, seconds=1.0, passes=14), done=True
+)
 DRAFTED = Pane(
     "speculative",
     [(WORDS[:20], "draft"), (WORDS[20:40], "target"), (WORDS[40:60], "copy")],
-    Effort(tokens=12, seconds=0.75, passes=6, accepted=4, copied=4),
+    DecodingStats(tokens=12, seconds=0.75, passes=6, accepted=4, copied=4),
     done=False,
 )
 
@@ -385,7 +387,10 @@ def test_what_can_be_redrawn() -> None:
 def test_a_race_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panes, "FRAME_S", 0.0)
     target, prompt = text_target(), tiny.PROMPTS[0]
-    plain, speculative = Runner(target, None, prompt, 3), Runner(target, None, prompt, 3)
+    plain, speculative = (
+        TimedDecoding(target, None, prompt, 3),
+        TimedDecoding(target, None, prompt, 3),
+    )
     parent, child = pty.openpty()
     seen: list[bytes] = []
 

@@ -11,18 +11,22 @@ from moaspec.cli.commands.edge_bench import _cuts_table
 from moaspec.cli.terminal.result_tables import methods_costs_table, methods_table, parts_table
 from moaspec.cli.terminal.safe_console import Screen
 from moaspec.cli.terminal.terminal_table import rendered
-from moaspec.evaluate.method_names import MethodParts, parse_methods
+from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.report import Report
-from moaspec.evaluate.runner import Settings, measure
+from moaspec.evaluate.runner import EvalSettings, measure
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    parts = MethodParts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    parts = MethodResources(
+        target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")}
+    )
     prompts = [Prompt(f"suite {i}", "0", (str(i),)) for i in range(2)]
     methods = parse_methods(("plain", "moa@tree:2x2x4"), parts)
-    return measure(methods, prompts, lambda *_: list(tiny.PROMPTS[0]), Settings(max_new_tokens=5))
+    return measure(
+        methods, prompts, lambda *_: list(tiny.PROMPTS[0]), EvalSettings(max_new_tokens=5)
+    )
 
 
 def test_numbers_of_a_column_are_of_the_kind_that_its_heading_says(report: Report) -> None:

@@ -11,8 +11,8 @@ import tiny
 from costs import know, rated, table, watch_reused
 from moaspec.errors import InputError
 from moaspec.evaluate import cut_quality
-from moaspec.evaluate.cut_quality import OWN, continue_alone, measure_cut
-from moaspec.evaluate.method_names import MethodParts, parse_methods
+from moaspec.evaluate.cut_quality import TARGET_NAME, continue_alone, measure_cut
+from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.prompt_suites import Prompt
 
@@ -24,18 +24,20 @@ def encode(turn: str) -> list[int]:
 
 
 def methods(*names: str) -> list[Method]:
-    parts = MethodParts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    parts = MethodResources(
+        target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")}
+    )
     return parse_methods(names, parts)
 
 
 def test_a_drafter_that_knows_the_text_goes_on_like_the_target() -> None:
     """The agreeing drafter was trained on blocks of at most seven tokens."""
     found = measure_cut(methods("plain", "moa"), PROMPTS, encode, after=4, max_new_tokens=8)
-    own, alone = found.texts[OWN], found.texts["moa"]
+    own, alone = found.texts[TARGET_NAME], found.texts["moa"]
     assert [one.tokens for one in own] == [4] * len(PROMPTS)
     assert all(one.agreement == 1.0 and one.same == 4 for one in own)
     assert alone == own
-    assert set(found.as_json()["methods"]) == {OWN, "moa"}
+    assert set(found.as_json()["methods"]) == {TARGET_NAME, "moa"}
 
 
 def test_the_likelihood_is_the_targets() -> None:
@@ -79,13 +81,13 @@ def test_a_text_ends_with_its_turn() -> None:
     own = tiny.own_texts("llama")[0]
     target = tiny.fresh_target(eos_token_id=own[5])
     (moa,) = parse_methods(
-        ["moa"], MethodParts(target=target, checkpoints={"moa": tiny.agreeing_drafter("llama")})
+        ["moa"], MethodResources(target=target, checkpoints={"moa": tiny.agreeing_drafter("llama")})
     )
     text = continue_alone(moa, [*tiny.PROMPTS[0], *own[:4]], 8)
     assert text == list(own[4:6])
     ended = measure_cut([moa], PROMPTS[:2], encode, after=10, max_new_tokens=12)
     assert ended.left_out == 1
-    assert len(ended.texts[OWN]) == 1
+    assert len(ended.texts[TARGET_NAME]) == 1
     with pytest.raises(InputError, match="earlier --cut"):
         measure_cut([moa], PROMPTS[:1], encode, after=10, max_new_tokens=12)
 
@@ -96,10 +98,10 @@ def test_alone_for_longer_than_one_draft(monkeypatch: pytest.MonkeyPatch) -> Non
     seen = [*tiny.PROMPTS[0], *tiny.own_texts("llama")[0][:3]]
     for name in ("moa", "moa:n1", "lookup"):
         (method,) = methods(name)
-        monkeypatch.setattr(cut_quality, "STRETCH", 200)
+        monkeypatch.setattr(cut_quality, "DRAFTS_PER_CALL", 200)
         whole = continue_alone(method, seen, 100)
         for stretch in (1, 7):
-            monkeypatch.setattr(cut_quality, "STRETCH", stretch)
+            monkeypatch.setattr(cut_quality, "DRAFTS_PER_CALL", stretch)
             assert continue_alone(method, seen, 100)[: len(whole)] == whole
     monkeypatch.undo()
     assert len(continue_alone(methods("moa")[0], seen, 200)) == 200

@@ -40,4 +40,4 @@ def test_every_text_is_right(name: str) -> None:
     check = Check(target, tiny.PROMPTS[:2], max_new_tokens=10, alone=0)
     found = list(check.run())
     assert [one for one in found if not one.lossless] == []
-    assert {one.method for one in found} >= {"hf", "plain", "bait, tree"}
+    assert {one.method for one in found} >= {"hf", "plain", "stop tokens, tree"}

@@ -8,7 +8,7 @@ import tiny
 from moaspec.drafting.draft_tree import Chain, Tree
 from moaspec.drafting.ngram_proposer import NgramProposer
 from moaspec.errors import InputError
-from moaspec.evaluate.method_names import KINDS, MethodParts, needed_checkpoints, parse_methods
+from moaspec.evaluate.method_names import KINDS, MethodResources, needed_checkpoints, parse_methods
 from moaspec.evaluate.methods import Method, ReplayMethod, TransformersMethod
 from moaspec.target.target import Target
 
@@ -16,7 +16,7 @@ REPEATING = [3, 1, 4, 1, 5, 3, 1, 4]
 NEW_TOKENS = 16
 
 
-def parts() -> MethodParts:
+def parts() -> MethodResources:
     drafter = tiny.agreeing_drafter("llama")
     checkpoints = {
         "moa": drafter,
@@ -24,7 +24,7 @@ def parts() -> MethodParts:
         "independent": tiny.ReplayDrafting([]),
         "hf-assisted": tiny.fresh_target(seed=3),
     }
-    return MethodParts(target=tiny.target(), checkpoints=checkpoints)
+    return MethodResources(target=tiny.target(), checkpoints=checkpoints)
 
 
 def method(name: str) -> Method:
@@ -96,7 +96,7 @@ def test_names_that_are_refused(name: str, message: str) -> None:
 def test_a_missing_checkpoint_is_named(kind: str) -> None:
     assert needed_checkpoints(["plain", f"{kind}"]) == {kind}
     with pytest.raises(InputError, match=f"'{kind}' needs a checkpoint.*--"):
-        parse_methods([kind], MethodParts(target=tiny.target()))
+        parse_methods([kind], MethodResources(target=tiny.target()))
 
 
 def test_the_stock_target_is_loaded_once_and_only_where_needed() -> None:
@@ -106,9 +106,9 @@ def test_the_stock_target_is_loaded_once_and_only_where_needed() -> None:
         loads.append(None)
         return tiny.target()
 
-    parse_methods(["plain", "lookup"], MethodParts(target=tiny.target(), stock=stock))
+    parse_methods(["plain", "lookup"], MethodResources(target=tiny.target(), stock=stock))
     assert not loads
-    made = parse_methods(["hf", "hf-lookup"], MethodParts(target=tiny.target(), stock=stock))
+    made = parse_methods(["hf", "hf-lookup"], MethodResources(target=tiny.target(), stock=stock))
     assert len(loads) == 1
     assert all(isinstance(one, TransformersMethod) for one in made)
 

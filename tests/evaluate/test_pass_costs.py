@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import tiny
-from moaspec.evaluate.method_names import MethodParts, parse_methods
+from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.pass_costs import (
-    Costs,
     MemoryBound,
+    PassCosts,
     RoundCost,
     measure_costs,
     num_measurements,
@@ -23,17 +23,17 @@ LENGTHS: dict[str, Any] = {"contexts": (32, 64, 250), "batches": (1, 3), "widths
 
 
 def methods(of: Target) -> list[Method]:
-    parts = MethodParts(target=of, checkpoints={"moa": tiny.random_drafter(of)})
+    parts = MethodResources(target=of, checkpoints={"moa": tiny.random_drafter(of)})
     return parse_methods(["plain", "lookup@chain:3", "moa:n1@tree:2x2x4"], parts)
 
 
 @pytest.fixture(scope="module")
-def costs() -> Costs:
+def costs() -> PassCosts:
     return measure_costs(methods(tiny.target()), **LENGTHS)
 
 
 @pytest.mark.slow
-def test_every_place_is_measured(costs: Costs) -> None:
+def test_every_place_is_measured(costs: PassCosts) -> None:
     """At 250 tokens of context there is no room for five more and the next."""
     assert [one.tokens for one in costs.widths] == [1, 2, 4]
     places = [(one.method, one.context, one.batch) for one in costs.rounds]

@@ -14,7 +14,7 @@ from moaspec.drafting.ngram_proposer import NgramProposer
 from moaspec.drafting.protocols import Drafter
 from moaspec.evaluate import race
 from moaspec.evaluate.correctness.equality import Equality
-from moaspec.evaluate.race import Effort, Race, Races, Runner, compared, run_race
+from moaspec.evaluate.race import DecodingStats, Race, Races, TimedDecoding, compare_texts, run_race
 from moaspec.target.target import Target
 
 PROMPT, OWN = tiny.PROMPTS[0], tiny.own_texts("llama")[0]
@@ -31,8 +31,10 @@ def replay() -> Drafter:
     return tiny.ReplayDrafting([[*PROMPT, *OWN]])
 
 
-def runners(target: Target) -> tuple[Runner, Runner]:
-    return Runner(target, None, PROMPT, TOKENS), Runner(target, replay(), PROMPT, TOKENS)
+def runners(target: Target) -> tuple[TimedDecoding, TimedDecoding]:
+    return TimedDecoding(target, None, PROMPT, TOKENS), TimedDecoding(
+        target, replay(), PROMPT, TOKENS
+    )
 
 
 def test_both_write_the_targets_text(target: Target) -> None:
@@ -42,8 +44,8 @@ def test_both_write_the_targets_text(target: Target) -> None:
     for one in (plain, speculative):
         assert "".join(piece for piece, _ in one.pieces) == " ".join(f"w{t}" for t in OWN[:TOKENS])
     assert {source for _, source in plain.pieces} == {"target"}
-    assert plain.effort.passes == plain.effort.tokens == TOKENS
-    effort = speculative.effort
+    assert plain.stats.passes == plain.stats.tokens == TOKENS
+    effort = speculative.stats
     assert effort.tokens == TOKENS
     assert effort.passes < TOKENS
     assert effort.accepted == [source for _, source in speculative.pieces].count("draft") > 0
@@ -70,8 +72,8 @@ def test_whose_clock_is_behind_makes_the_next_pass(
             assert before[1] < before[0]
         elif not speculative.done:
             assert before[0] <= before[1]
-    assert plain.seconds == 1.0 + plain.effort.passes
-    assert speculative.seconds == 1.0 + speculative.effort.passes
+    assert plain.seconds == 1.0 + plain.stats.passes
+    assert speculative.seconds == 1.0 + speculative.stats.passes
 
 
 def test_a_race_that_is_stopped(target: Target) -> None:
@@ -80,7 +82,7 @@ def test_a_race_that_is_stopped(target: Target) -> None:
     assert not run_race(plain, speculative, stop=lambda: next(asked) == 4)
     assert not plain.done
     assert 0 < len(plain.token_ids) < TOKENS
-    assert plain.effort.tokens == len(plain.token_ids)
+    assert plain.stats.tokens == len(plain.token_ids)
 
 
 def test_a_judge_is_asked_where_texts_differ_only(target: Target) -> None:
@@ -92,28 +94,28 @@ def test_a_judge_is_asked_where_texts_differ_only(target: Target) -> None:
 
     plain, speculative = runners(target)
     assert run_race(plain, speculative)
-    found = compared(plain, speculative, PROMPT, max_new_tokens=TOKENS, trusted=trusted)
+    found = compare_texts(plain, speculative, PROMPT, max_new_tokens=TOKENS, trusted=trusted)
     assert (found.kind, asked) == ("identical", [])
     speculative.token_ids[4] = (speculative.token_ids[4] + 1) % tiny.VOCAB
-    found = compared(plain, speculative, PROMPT, max_new_tokens=TOKENS, trusted=trusted)
+    found = compare_texts(plain, speculative, PROMPT, max_new_tokens=TOKENS, trusted=trusted)
     assert (found.kind, found.position, asked) == ("different", 4, [1])
 
 
 def test_a_prompt_that_is_over_at_once(target: Target) -> None:
-    runner = Runner(target, NgramProposer(), PROMPT, 1)
+    runner = TimedDecoding(target, NgramProposer(), PROMPT, 1)
     runner.advance()
     assert runner.done
-    assert runner.effort.passes == 1
+    assert runner.stats.passes == 1
     runner.advance()
-    assert runner.effort.tokens == 1
+    assert runner.stats.tokens == 1
 
 
 def made(plain_s: float, speculative_s: float, equality: Equality) -> Race:
     return Race(
         name="one",
         prompt="?",
-        plain=Effort(tokens=10, seconds=plain_s, passes=10),
-        speculative=Effort(tokens=10, seconds=speculative_s, passes=5, accepted=4, copied=1),
+        plain=DecodingStats(tokens=10, seconds=plain_s, passes=10),
+        speculative=DecodingStats(tokens=10, seconds=speculative_s, passes=5, accepted=4, copied=1),
         equality=equality,
     )
 
@@ -121,8 +123,10 @@ def made(plain_s: float, speculative_s: float, equality: Equality) -> Race:
 def test_totals() -> None:
     same = Equality("identical")
     races = Races([made(2.0, 1.0, same), made(2.0, 3.0, same)])
-    assert races.plain == Effort(tokens=20, seconds=4.0, passes=20)
-    assert races.speculative == Effort(tokens=20, seconds=4.0, passes=10, accepted=8, copied=2)
+    assert races.plain == DecodingStats(tokens=20, seconds=4.0, passes=20)
+    assert races.speculative == DecodingStats(
+        tokens=20, seconds=4.0, passes=10, accepted=8, copied=2
+    )
     assert races.speedup == 1.0
     assert [one.speedup for one in races.each] == [2.0, pytest.approx(2 / 3)]
     facts = json.loads(json.dumps(races.as_json()))

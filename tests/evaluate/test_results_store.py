@@ -13,16 +13,16 @@ import pytest
 import tiny
 from moaspec.errors import InputError
 from moaspec.evaluate.correctness.equality import Equality
-from moaspec.evaluate.method_names import MethodParts, parse_methods
+from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.report import Report
-from moaspec.evaluate.results_store import RUNS, Item, Sample, Store
+from moaspec.evaluate.results_store import RUNS, PromptTurn, ResultsStore, Sample
 from moaspec.evaluate.results_store import SETTINGS as SETTINGS_FILE
-from moaspec.evaluate.runner import Settings, measure
+from moaspec.evaluate.runner import EvalSettings, measure
 
 PROMPTS = [Prompt("suite", str(i), (str(i), "7 8")) for i in range(3)]
-SETTINGS = Settings(max_new_tokens=5, repeats=2)
+SETTINGS = EvalSettings(max_new_tokens=5, repeats=2)
 
 
 def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
@@ -31,14 +31,16 @@ def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
 
 
 def measured(directory: Path | None, prompts: Sequence[Prompt] = PROMPTS) -> Report:
-    parts = MethodParts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    parts = MethodResources(
+        target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")}
+    )
     return measure(
         parse_methods(["plain", "hf", "moa@chain:2"], parts),
         prompts,
         encode,
         SETTINGS,
         tau_only=parse_methods(["lookup"], parts),
-        store=Store(directory, {"threads": 1}),
+        store=ResultsStore(directory, {"threads": 1}),
     )
 
 
@@ -88,8 +90,8 @@ def test_a_changed_prompt_is_measured_anew(tmp_path: Path, decodings: list[str])
 def test_a_method_may_join_later(tmp_path: Path, decodings: list[str]) -> None:
     measured(tmp_path)
     decodings.clear()
-    methods = parse_methods(["plain", "lookup@chain:3"], MethodParts(target=tiny.target()))
-    store = Store(tmp_path, {"threads": 1})
+    methods = parse_methods(["plain", "lookup@chain:3"], MethodResources(target=tiny.target()))
+    store = ResultsStore(tmp_path, {"threads": 1})
     report = measure(methods, PROMPTS, encode, SETTINGS, store=store)
     assert set(decodings) == {"lookup@chain:3"}
     assert report.lossless
@@ -97,7 +99,7 @@ def test_a_method_may_join_later(tmp_path: Path, decodings: list[str]) -> None:
 
 def test_another_drafter_is_measured_anew(tmp_path: Path, decodings: list[str]) -> None:
     for seed in (1, 1, 2):
-        parts = MethodParts(
+        parts = MethodResources(
             target=tiny.target(),
             checkpoints={"moa": tiny.random_drafter(tiny.target(), seed=seed)},
         )
@@ -105,19 +107,19 @@ def test_another_drafter_is_measured_anew(tmp_path: Path, decodings: list[str]) 
             parse_methods(["plain", "moa"], parts),
             PROMPTS[:1],
             encode,
-            Settings(max_new_tokens=SETTINGS.max_new_tokens),
-            store=Store(tmp_path, {}),
+            EvalSettings(max_new_tokens=SETTINGS.max_new_tokens),
+            store=ResultsStore(tmp_path, {}),
         )
     assert decodings.count("moa") == 2 * 2
     assert decodings.count("plain") == 2
 
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
-    first = Store(tmp_path)
+    first = ResultsStore(tmp_path)
     with pytest.raises(InputError, match="Another process"):
-        Store(tmp_path)
+        ResultsStore(tmp_path)
     del first
-    Store(tmp_path)
+    ResultsStore(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_lines_that_are_no_samples_are_named(change: dict[str, object], tmp_path
     lines[1] = json.dumps({**json.loads(lines[1]), **change})
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(InputError, match="line 2 is no sample"):
-        Store(tmp_path, {"threads": 1})
+        ResultsStore(tmp_path, {"threads": 1})
 
 
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +146,9 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
-    Store(tmp_path, {"threads": 1, "dtype": "float32"})
+    ResultsStore(tmp_path, {"threads": 1, "dtype": "float32"})
     with pytest.raises(InputError, match="threads was 1 and is 2"):
-        Store(tmp_path, {"threads": 2, "dtype": "float32"})
+        ResultsStore(tmp_path, {"threads": 2, "dtype": "float32"})
 
 
 @pytest.mark.parametrize("name", [RUNS, SETTINGS_FILE])
@@ -158,36 +160,36 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=f"{name} is damaged"):
-        Store(tmp_path, {})
+        ResultsStore(tmp_path, {})
     assert (tmp_path / name).read_bytes() == content
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="--out"):
-        Store(tmp_path / "file" / "below", {})
+        ResultsStore(tmp_path / "file" / "below", {})
 
 
 def test_results_from_before_free_branches_are_read(tmp_path: Path) -> None:
-    item = Item(PROMPTS[0], 1, (1, 2, 3))
-    (method,) = parse_methods(["lookup@chain:3"], MethodParts(target=tiny.target()))
+    item = PromptTurn(PROMPTS[0], 1, (1, 2, 3))
+    (method,) = parse_methods(["lookup@chain:3"], MethodResources(target=tiny.target()))
     sample = Sample(item, (method.run(item.prompt_ids, 6),), Equality("identical"), 1)
-    Store(tmp_path, {}).put(method.name, sample)
+    ResultsStore(tmp_path, {}).put(method.name, sample)
     line = json.loads((tmp_path / RUNS).read_text())
     for run in line["runs"]:
         del run["result"]["copied_lengths"]
     (tmp_path / RUNS).write_text(json.dumps(line) + "\n")
-    assert Store(tmp_path, {}).get(method.name, item, 1) == sample
+    assert ResultsStore(tmp_path, {}).get(method.name, item, 1) == sample
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
-    item = Item(PROMPTS[0], 1, (1, 2, 3))
-    run = parse_methods(["lookup@chain:3"], MethodParts(target=tiny.target()))[0].run(
+    item = PromptTurn(PROMPTS[0], 1, (1, 2, 3))
+    run = parse_methods(["lookup@chain:3"], MethodResources(target=tiny.target()))[0].run(
         item.prompt_ids, 6
     )
     sample = Sample(item, (run, run), Equality("near_tie", 3, 0.25), 4)
-    Store(tmp_path, {}).put("lookup@chain:3", sample)
-    again = Store(tmp_path, {})
+    ResultsStore(tmp_path, {}).put("lookup@chain:3", sample)
+    again = ResultsStore(tmp_path, {})
     assert again.get("lookup@chain:3", item, 4) == sample
     assert again.get("lookup@chain:3", item, 1) is None
-    assert again.get("lookup@chain:3", Item(PROMPTS[0], 1, (1, 2, 4)), 4) is None
+    assert again.get("lookup@chain:3", PromptTurn(PROMPTS[0], 1, (1, 2, 4)), 4) is None

@@ -13,11 +13,11 @@ import pytest
 import tiny
 from moaspec.drafting.draft_tree import Chain, Tree
 from moaspec.errors import InputError
-from moaspec.evaluate.method_names import MethodParts, parse_methods
+from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.methods import Method, MethodRun, TransformersMethod
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.report import Report, costs
-from moaspec.evaluate.runner import Settings, measure
+from moaspec.evaluate.runner import EvalSettings, measure
 from moaspec.target.target import Target
 
 PROMPTS = [
@@ -37,13 +37,15 @@ def encode(turns: Sequence[str], answers: Sequence[Sequence[int]]) -> list[int]:
 
 
 def methods(*names: str) -> list[Method]:
-    parts = MethodParts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    parts = MethodResources(
+        target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")}
+    )
     return parse_methods(names, parts)
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return measure(methods(*METHODS), PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    return measure(methods(*METHODS), PROMPTS, encode, EvalSettings(max_new_tokens=LIMIT))
 
 
 def test_every_method_gives_the_targets_text(report: Report) -> None:
@@ -123,7 +125,9 @@ class WrongMethod(Method):
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_wrong_token_is_noticed_and_no_speedup_is_given(cut: bool) -> None:
     wrong = WrongMethod("wrong", tiny.target(), shape=Chain(2), cut=cut)
-    report = measure([*methods("plain"), wrong], PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    report = measure(
+        [*methods("plain"), wrong], PROMPTS, encode, EvalSettings(max_new_tokens=LIMIT)
+    )
     plain, outcome = report.outcomes
     assert plain.lossless
     assert not outcome.lossless
@@ -135,14 +139,14 @@ def test_a_wrong_token_is_noticed_and_no_speedup_is_given(cut: bool) -> None:
 
 def test_a_wrong_token_is_noticed_without_plain_too() -> None:
     wrong = WrongMethod("wrong", tiny.target(), shape=Chain(2), cut=False)
-    report = measure([wrong], PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    report = measure([wrong], PROMPTS, encode, EvalSettings(max_new_tokens=LIMIT))
     assert not report.lossless
     assert report.speedup(report.outcomes[0]) is None
 
 
 def test_no_speedup_over_a_lossy_baseline() -> None:
     wrong = WrongMethod("wrong", tiny.target(), shape=Chain(2), cut=False)
-    report = measure([wrong, *methods("hf")], PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    report = measure([wrong, *methods("hf")], PROMPTS, encode, EvalSettings(max_new_tokens=LIMIT))
     right = report.outcomes[1]
     assert right.lossless
     assert report.speedup(right) is None
@@ -155,13 +159,13 @@ def test_no_speedup_over_a_lossy_baseline() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_sampled_texts_are_the_targets_own(batch: int) -> None:
     """All methods write the text of the seed; a wrong token of it is noticed."""
-    settings = Settings(max_new_tokens=LIMIT, temperature=0.9, seed=3, batch=batch)
+    settings = EvalSettings(max_new_tokens=LIMIT, temperature=0.9, seed=3, batch=batch)
     ways = methods("plain", "moa@chain:3", "moa@tree:3x2x6", "replay:0.8@chain:4")
     report = measure(ways, PROMPTS, encode, settings)
     texts = {
         tuple(tuple(result.token_ids) for result in outcome.results) for outcome in report.outcomes
     }
-    greedy = measure(methods("plain"), PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    greedy = measure(methods("plain"), PROMPTS, encode, EvalSettings(max_new_tokens=LIMIT))
     assert len(texts) == 1
     assert [list(one) for one in next(iter(texts))] != [
         result.token_ids for result in greedy.outcomes[0].results
@@ -175,25 +179,25 @@ def test_sampled_texts_are_the_targets_own(batch: int) -> None:
 
 def test_transformers_draw_noise_of_their_own() -> None:
     with pytest.raises(InputError, match="hf samples with noise of its own"):
-        measure(methods("plain", "hf"), PROMPTS, encode, Settings(temperature=0.5))
+        measure(methods("plain", "hf"), PROMPTS, encode, EvalSettings(temperature=0.5))
     with pytest.raises(InputError, match="temperature"):
-        Settings(temperature=-1.0)
+        EvalSettings(temperature=-1.0)
 
 
 def test_greedy_results_are_not_told_apart_by_seeds() -> None:
-    assert Settings(seed=5).as_facts() == Settings().as_facts()
-    sampled = Settings(temperature=0.5, seed=5).as_facts()
+    assert EvalSettings(seed=5).as_facts() == EvalSettings().as_facts()
+    sampled = EvalSettings(temperature=0.5, seed=5).as_facts()
     assert (sampled["temperature"], sampled["seed"]) == (0.5, 5)
 
 
 def test_no_room_for_a_prompt() -> None:
     most = tiny.target().max_positions
     with pytest.raises(InputError, match="leave no room for a prompt"):
-        measure(methods("plain"), PROMPTS, encode, Settings(max_new_tokens=most))
+        measure(methods("plain"), PROMPTS, encode, EvalSettings(max_new_tokens=most))
 
 
 def test_without_plain_the_first_method_is_the_baseline() -> None:
-    report = measure(methods("moa", "hf"), PROMPTS[:1], encode, Settings(max_new_tokens=3))
+    report = measure(methods("moa", "hf"), PROMPTS[:1], encode, EvalSettings(max_new_tokens=3))
     assert report.baseline == "moa"
     assert all(outcome.lossless for outcome in report.outcomes)
 
@@ -204,7 +208,7 @@ def test_progress_is_told_of_every_run() -> None:
         methods("plain", "hf"),
         PROMPTS[:3],
         encode,
-        Settings(max_new_tokens=2),
+        EvalSettings(max_new_tokens=2),
         advance=lambda: calls.append(None),
     )
     assert len(calls) == 6
@@ -224,7 +228,7 @@ def test_an_interrupted_run_reports_the_prompts_before(
         return real(self, *arguments)
 
     monkeypatch.setattr(Method, "run", run)
-    settings = Settings(max_new_tokens=LIMIT)
+    settings = EvalSettings(max_new_tokens=LIMIT)
     if call <= len(asked):
         with pytest.raises(KeyboardInterrupt):
             measure(asked, PROMPTS, encode, settings)
@@ -238,7 +242,7 @@ def test_an_interrupted_run_reports_the_prompts_before(
 def test_stop_tokens_end_every_method() -> None:
     own = tiny.own_texts("llama")[1]
     target = tiny.fresh_target(eos_token_id=own[4])
-    for method in parse_methods(["hf", "plain"], MethodParts(target=target)):
+    for method in parse_methods(["hf", "plain"], MethodResources(target=target)):
         run = method.run(tiny.PROMPTS[1], 20)
         assert tuple(run.token_ids) == own[: own.index(own[4]) + 1]
         assert run.seconds > 0
@@ -264,7 +268,7 @@ def test_methods_that_are_refused(name: str) -> None:
 
 def test_moa_needs_a_drafter() -> None:
     with pytest.raises(InputError, match="--drafter"):
-        parse_methods(["plain", "moa"], MethodParts(target=tiny.target()))
+        parse_methods(["plain", "moa"], MethodResources(target=tiny.target()))
 
 
 def test_later_turns_follow_the_baselines_answers() -> None:
@@ -272,7 +276,7 @@ def test_later_turns_follow_the_baselines_answers() -> None:
     talk = [Prompt("talk", "1", ("5 9 2", "7 1", "30")), Prompt("talk", "2", ("33 0",))]
     wrong = WrongMethod("wrong", tiny.target(), shape=Chain(2))
     for batch in (1, 2):
-        settings = Settings(max_new_tokens=LIMIT, batch=batch)
+        settings = EvalSettings(max_new_tokens=LIMIT, batch=batch)
         report = measure([wrong, *methods("plain")], talk, encode, settings)
         prompts = {s.item.key[:3]: s.item.prompt_ids for s in report.outcomes[0].samples}
         first = tiny.own_text(tiny.target(), [5, 9, 2], LIMIT)
@@ -284,12 +288,12 @@ def test_later_turns_follow_the_baselines_answers() -> None:
 
 def test_turns_that_do_not_fit_are_left_out_and_counted() -> None:
     long = Prompt("long", "1", (" ".join(["1"] * 250), "2"))
-    report = measure(methods("plain"), [*PROMPTS, long], encode, Settings(max_new_tokens=LIMIT))
+    report = measure(methods("plain"), [*PROMPTS, long], encode, EvalSettings(max_new_tokens=LIMIT))
     assert [item.prompt for item in report.skipped] == [long]
     assert len(report.outcomes[0].samples) == len(PROMPTS)
     assert report.as_json()["skipped"] == [("long", "1", "0")]
     with pytest.raises(InputError, match="No prompt fits"):
-        measure(methods("plain"), [long], encode, Settings(max_new_tokens=LIMIT))
+        measure(methods("plain"), [long], encode, EvalSettings(max_new_tokens=LIMIT))
 
 
 @pytest.mark.parametrize("name", ["moa@chain:3", "moa@tree:2x2x4", "lookup@chain:4", "plain"])
@@ -309,13 +313,13 @@ def test_tau_is_what_counting_passes_of_the_target_gives(
     runs = [method.run(prompt, LIMIT) for prompt in tiny.PROMPTS]
     independent = sum(len(run.token_ids) - 1 for run in runs) / (len(passes) - len(runs))
     monkeypatch.undo()
-    report = measure([method], PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    report = measure([method], PROMPTS, encode, EvalSettings(max_new_tokens=LIMIT))
     assert report.outcomes[0].tau == independent
     tau_only = measure(
         methods("plain" if name != "plain" else "hf"),
         PROMPTS,
         encode,
-        Settings(max_new_tokens=LIMIT),
+        EvalSettings(max_new_tokens=LIMIT),
         tau_only=[method],
     ).outcomes[1]
     assert tau_only.tau == independent
@@ -334,7 +338,7 @@ def test_tau_of_transformers_is_what_counting_its_passes_gives() -> None:
 
 
 def test_repeats_and_their_spread() -> None:
-    settings = Settings(max_new_tokens=4, repeats=3)
+    settings = EvalSettings(max_new_tokens=4, repeats=3)
     report = measure(methods("plain", "moa"), PROMPTS, encode, settings)
     for outcome in report.outcomes:
         assert all(len(sample.runs) == 3 for sample in outcome.samples)
@@ -344,7 +348,7 @@ def test_repeats_and_their_spread() -> None:
 
 
 def test_parts_of_a_round_add_up() -> None:
-    facts = measure(methods("moa@chain:3"), PROMPTS, encode, Settings(max_new_tokens=LIMIT))
+    facts = measure(methods("moa@chain:3"), PROMPTS, encode, EvalSettings(max_new_tokens=LIMIT))
     outcome = facts.outcomes[0]
     parts = costs(outcome)["round_s"]
     assert set(parts) == {"draft", "verify", "encode", "rest"}
@@ -361,13 +365,13 @@ def test_parts_of_a_round_add_up() -> None:
 @pytest.mark.parametrize("name", ["max_new_tokens", "repeats", "batch"])
 def test_settings_below_one(name: str) -> None:
     with pytest.raises(InputError, match=name):
-        Settings(**{name: 0})
+        EvalSettings(**{name: 0})
 
 
 def test_methods_that_cannot_be_batched_or_are_named_twice() -> None:
     with pytest.raises(InputError, match="one prompt at a time"):
-        measure(methods("plain", "hf"), PROMPTS, encode, Settings(batch=2))
+        measure(methods("plain", "hf"), PROMPTS, encode, EvalSettings(batch=2))
     with pytest.raises(InputError, match="one prompt at a time"):
-        measure(methods("plain"), PROMPTS, encode, Settings(), tau_only=methods("hf-lookup"))
+        measure(methods("plain"), PROMPTS, encode, EvalSettings(), tau_only=methods("hf-lookup"))
     with pytest.raises(InputError, match="both timed"):
-        measure(methods("plain"), PROMPTS, encode, Settings(), tau_only=methods("plain"))
+        measure(methods("plain"), PROMPTS, encode, EvalSettings(), tau_only=methods("plain"))

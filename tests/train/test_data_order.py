@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moaspec.train.data_order import DataOrder, split
+from moaspec.train.data_order import DataOrder, split_batch
 from moaspec.train.dataset.examples import Example
 from moaspec.train.run_config import TrainConfig
 
@@ -22,8 +22,8 @@ def order(**changes: Any) -> DataOrder:
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 9])
 def test_parts_hold_every_query_of_the_step_once(number: int) -> None:
-    whole = order(batch_size=7, staircase=True).next_part(0)
-    parts = split(whole, number)
+    whole = order(batch_size=7, staircase=True).next_batch(0)
+    parts = split_batch(whole, number)
     assert len(parts) == number
     assert sum(int(p.blocks.loss_BT.sum()) for p in parts) == int(whole.blocks.loss_BT.sum())
     for part in parts:
@@ -40,15 +40,15 @@ def test_parts_hold_every_query_of_the_step_once(number: int) -> None:
 def test_a_restored_order_goes_on_in_the_middle_of_an_epoch() -> None:
     first, second = order(batch_size=2), order(batch_size=2)
     for step in range(2):
-        first.next_part(step)
+        first.next_batch(step)
     second.restore(first.state())
     for step in range(2, 12):
-        a, b = first.next_part(step), second.next_part(step)
+        a, b = first.next_batch(step), second.next_batch(step)
         assert a.batch.example_ids == b.batch.example_ids
         assert torch.equal(a.blocks.block_start_BT, b.blocks.block_start_BT)
 
 
 def test_an_epoch_has_every_example_once(tmp_path: Path) -> None:
     data = order(batch_size=2, output=str(tmp_path), held_out=1)
-    seen = [i for step in range(3) for i in data.next_part(step).batch.example_ids]
+    seen = [i for step in range(3) for i in data.next_batch(step).batch.example_ids]
     assert sorted(seen) == data.train_ids

@@ -13,11 +13,11 @@ import tiny
 from moaspec.train.dataset.examples import Example
 from moaspec.train.run_config import DrafterSizes, TrainConfig
 from moaspec.train.students.losses import (
-    CHUNK,
-    CPU_LOGITS,
+    MAX_CHUNK,
+    MAX_CPU_LOGITS,
     Divergence,
     LossWeights,
-    queries_at_once,
+    logit_chunk_size,
 )
 from moaspec.train.trainer import Trainer
 
@@ -45,7 +45,7 @@ def test_logits_in_memory_do_not_depend_on_length(
 ) -> None:
     """One step each on responses of 60 and of 240 tokens, at most 32 queries' logits at a time."""
     target, vocabulary = tiny.target(), 37  # a size that no other axis has
-    monkeypatch.setattr("moaspec.train.students.losses.CPU_LOGITS", 1)
+    monkeypatch.setattr("moaspec.train.students.losses.MAX_CPU_LOGITS", 1)
     largest = []
     for length in (60, 240):
         examples = [Example([5, 6, 7], [8 + i % 50 for i in range(length)])]
@@ -68,7 +68,7 @@ def test_logits_in_memory_do_not_depend_on_length(
 
 def test_queries_at_once() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert queries_at_once(49152, gpu) == CHUNK
-    assert queries_at_once(256, cpu) == CHUNK
-    assert queries_at_once(49152, cpu) == CPU_LOGITS // 49152
-    assert queries_at_once(10**9, cpu) == 32
+    assert logit_chunk_size(49152, gpu) == MAX_CHUNK
+    assert logit_chunk_size(256, cpu) == MAX_CHUNK
+    assert logit_chunk_size(49152, cpu) == MAX_CPU_LOGITS // 49152
+    assert logit_chunk_size(10**9, cpu) == 32

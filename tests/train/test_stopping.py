@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from moaspec.errors import InputError
-from moaspec.train.stopping import Ending, Stop, parse_duration
+from moaspec.train.stopping import StopCause, StopCondition, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,11 @@ def test_what_is_no_duration(text: str) -> None:
 
 
 def test_time_is_up() -> None:
-    assert Stop().due is Ending.FINISHED
-    assert Stop(1000).due is Ending.FINISHED
-    over = Stop(0.000001)
+    assert StopCondition().due is StopCause.FINISHED
+    assert StopCondition(1000).due is StopCause.FINISHED
+    over = StopCondition(0.000001)
     time.sleep(0.001)
-    assert over.due is Ending.TIME
+    assert over.due is StopCause.TIME
 
 
 @pytest.fixture
@@ -43,11 +43,11 @@ def _ctrl_c_counts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_ctrl_c_counts")
 def test_the_second_signal_acts_at_once() -> None:
-    stop = Stop()
+    stop = StopCondition()
     before = signal.getsignal(signal.SIGINT)
     with stop.on_signals():
         signal.raise_signal(signal.SIGINT)
-        assert stop.due is Ending.INTERRUPTED
+        assert stop.due is StopCause.INTERRUPTED
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

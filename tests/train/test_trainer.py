@@ -28,13 +28,18 @@ from moaspec.generation.api import load_any_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example, response_counts
-from moaspec.train.progress import Progress
 from moaspec.train.run_config import DrafterSizes, TrainConfig
 from moaspec.train.schedule import learning_rate, staircase_probability
-from moaspec.train.stopping import Ending
-from moaspec.train.students.held_out import MEASURED_BLOCK, RANKS, Measured
+from moaspec.train.step_metrics import StepMetrics
+from moaspec.train.stopping import StopCause
+from moaspec.train.students.held_out import BLOCK_LENGTH, NUM_RANKS, HeldOutMetrics
 from moaspec.train.students.losses import Divergence, LossWeights
-from moaspec.train.students.students import MoAStudent, StudentPass, TrimmedHead, new_drafter
+from moaspec.train.students.students import (
+    DraftVocabularyHead,
+    MoAStudent,
+    StudentOutput,
+    new_drafter,
+)
 from moaspec.train.students.warm_start import fit_exits
 from moaspec.train.trainer import Trainer
 from moaspec.train.training_state import FACTS_FILE
@@ -76,7 +81,7 @@ def vocabulary(run: Trainer) -> list[int]:
 
 @pytest.mark.slow
 def test_it_learns_short_examples_by_heart_and_the_export_drafts(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[StepMetrics] = []
     run = trainer(
         tmp_path,
         held_out=0,
@@ -108,12 +113,12 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in log] == [1, 2, 3, 4, 5]
     assert [bool(row["held_out_accuracy"]) for row in log] == [False, True, False, True, True]
-    assert all(len(row["held_out_accuracy"] or [0] * 8) == MEASURED_BLOCK for row in log)
+    assert all(len(row["held_out_accuracy"] or [0] * 8) == BLOCK_LENGTH for row in log)
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert config["training"]["steps"] == 5
     assert config["training"]["config"]["seed"] == 0
     (by_rank,) = config["moaspec"]["acceptance"]
-    assert len(by_rank) == RANKS
+    assert len(by_rank) == NUM_RANKS
     assert 0 <= sum(by_rank) <= 1
     accuracy = log[-1]["held_out_accuracy"]
     assert min(accuracy) <= by_rank[0] <= max(accuracy)  # the mean over all draft steps
@@ -175,7 +180,7 @@ def test_resume_is_exact(changes: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_finished_run_only_exports(tmp_path: Path) -> None:
     trainer(tmp_path).run()
-    seen: list[Progress] = []
+    seen: list[StepMetrics] = []
     trainer(tmp_path).run(seen.append)
     assert seen == []
 
@@ -266,8 +271,8 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
 
 def test_gradients_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trainer(tmp_path)
-    before = {name: value.clone() for name, value in run.sharing.state().items()}
-    real = run.sharing.backward
+    before = {name: value.clone() for name, value in run.strategy.state().items()}
+    real = run.strategy.backward
 
     def broken(loss: Tensor) -> None:
         real(loss)
@@ -275,10 +280,10 @@ def test_gradients_that_are_not_finite(tmp_path: Path, monkeypatch: pytest.Monke
         assert gradient is not None
         gradient.fill_(math.inf)
 
-    monkeypatch.setattr(run.sharing, "backward", broken)
+    monkeypatch.setattr(run.strategy, "backward", broken)
     with pytest.raises(TrainingError, match="gradients are not finite at step 1"):
         run.run()
-    after = run.sharing.state()
+    after = run.strategy.state()
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
@@ -318,7 +323,7 @@ def test_heads_are_in_a_dtype_that_the_cpu_multiplies(
     expected = target.head(states_ME.bfloat16(), ids)
     for native in (False, True):
         monkeypatch.setattr(linear_backends, "_bf16_instructions", lambda native=native: native)
-        head = TrimmedHead(target, ids)
+        head = DraftVocabularyHead(target, ids)
         if not native:
             assert head(states_ME).ne(head(states_ME.bfloat16())).any()  # nothing is rounded
         assert_close(head(states_ME), expected, atol=0.02, rtol=0.02)
@@ -347,7 +352,7 @@ def test_a_resumed_run_holds_the_same_out(
 def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     first, second = trainer(tmp_path), trainer(tmp_path)
 
-    def meanwhile(_: Progress) -> None:
+    def meanwhile(_: StepMetrics) -> None:
         with pytest.raises(InputError, match="Another run trains"):
             second.run()
 
@@ -428,15 +433,17 @@ def test_measured_accuracy_of_a_perfect_drafter(
     run = trainer(tmp_path, held_out=2)
     real = run.student.run
 
-    def perfect(*arguments: Any) -> StudentPass:
+    def perfect(*arguments: Any) -> StudentOutput:
         (states,) = real(*arguments).exits
-        return StudentPass([dataclasses.replace(states, drafted_ME=states.target_ME)])
+        return StudentOutput([dataclasses.replace(states, drafted_ME=states.target_ME)])
 
     monkeypatch.setattr(run.student, "run", perfect)
     # The examples are the target's own greedy text, so its first choices are what follows.
-    first_always = (1.0, *[0.0] * (RANKS - 1))
+    first_always = (1.0, *[0.0] * (NUM_RANKS - 1))
     found = run.measure()[0]
-    expected = Measured([1.0] * MEASURED_BLOCK, MEASURED_BLOCK + 1.0, first_always, found.moment_EE)
+    expected = HeldOutMetrics(
+        [1.0] * BLOCK_LENGTH, BLOCK_LENGTH + 1.0, first_always, found.moment_EE
+    )
     assert found == expected
 
 
@@ -444,7 +451,7 @@ def test_staircase_fades_out_over_half_of_training(tmp_path: Path) -> None:
     config = settings(tmp_path, staircase=True, steps=10)
     assert [staircase_probability(config, step) for step in (0, 2, 5, 9)] == [1.0, 0.6, 0.0, 0.0]
     assert staircase_probability(settings(tmp_path), 0) == 0.0
-    first = trainer(tmp_path, staircase=True, steps=10).data.next_part(0).staircase_B
+    first = trainer(tmp_path, staircase=True, steps=10).data.next_batch(0).staircase_B
     assert first is not None
     assert bool(first.all())
 
@@ -475,7 +482,7 @@ def test_too_few_examples(tmp_path: Path) -> None:
 
 def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
     run = trainer(tmp_path, held_out=2, batch_size=1)
-    seen = {run.data.next_part(0).batch.example_ids[0] for _ in range(6)}
+    seen = {run.data.next_batch(0).batch.example_ids[0] for _ in range(6)}
     assert seen == {2, 3}
 
 
@@ -535,7 +542,7 @@ def test_exits_learn_and_the_export_drafts_with_each(
         num_target_layers=layers,
         loss=LossWeights(feature=0.1, kl=1.0),
     )
-    seen: list[Progress] = []
+    seen: list[StepMetrics] = []
     run.run(seen.append)
     # Two random layers at the end of a tiny target decide nearly all by themselves.
     assert seen[-1].kl < max(seen[0].kl / 2, 0.01)
@@ -596,7 +603,7 @@ def test_an_exit_that_was_not_trained_is_refused(tmp_path: Path) -> None:
 def test_every_divergence_falls(kind: Divergence, tmp_path: Path) -> None:
     weights = LossWeights(feature=0.0, kl=1.0, divergence=kind)
     run = trainer(tmp_path, held_out=0, batch_size=4, steps=30, save_every=30, loss=weights)
-    seen: list[Progress] = []
+    seen: list[StepMetrics] = []
     run.run(seen.append)
     assert seen[-1].kl < 0.95 * seen[0].kl
 
@@ -613,15 +620,13 @@ def test_simulated_tau_is_that_of_real_chains(tmp_path: Path) -> None:
     lengths = []
     for example in run.data.examples:
         text, start = example.token_ids, len(example.prompt_ids)
-        for root in range(start, len(text) - MEASURED_BLOCK, MEASURED_BLOCK):
+        for root in range(start, len(text) - BLOCK_LENGTH, BLOCK_LENGTH):
             drafting = MoAProposer(drafter, target)
             verifier = LocalVerifier(target, drafting)
             (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(text[:root]))]))
             drafting.observe(0, verdict.features)
-            (tree,) = drafting.propose(
-                [RowText(0, text[: root + 1])], moaspec.Chain(MEASURED_BLOCK)
-            )
-            wanted = text[root + 1 : root + 1 + MEASURED_BLOCK]
+            (tree,) = drafting.propose([RowText(0, text[: root + 1])], moaspec.Chain(BLOCK_LENGTH))
+            wanted = text[root + 1 : root + 1 + BLOCK_LENGTH]
             agreed = [a == b for a, b in zip(tree.tokens, wanted, strict=True)]
             lengths.append([*agreed, False].index(False))
     assert sum(lengths) > 0
@@ -638,13 +643,13 @@ def test_mixed_precision_changes_little(tmp_path: Path) -> None:
 
 def test_it_leaves_in_time_and_goes_on_exactly(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", steps=5)
-    assert whole.run() is Ending.FINISHED
+    assert whole.run() is StopCause.FINISHED
     for step in range(1, 5):
         cut = trainer(tmp_path / "cut", steps=5, save_every=100)
-        assert cut.run(seconds=1e-9) is Ending.TIME
+        assert cut.run(seconds=1e-9) is StopCause.TIME
         assert cut.step == step
     last = trainer(tmp_path / "cut", steps=5)
-    assert last.run(seconds=1000) is Ending.FINISHED
+    assert last.run(seconds=1000) is StopCause.FINISHED
     for name, value in module(last).state_dict().items():
         assert_close(value, module(whole).state_dict()[name], rtol=0, atol=0)
     rows = (tmp_path / "cut" / "log.jsonl").read_text().splitlines()
@@ -655,11 +660,11 @@ def test_it_leaves_in_time_and_goes_on_exactly(tmp_path: Path) -> None:
 def test_a_signal_saves_the_very_last_step(number: signal.Signals, tmp_path: Path) -> None:
     run = trainer(tmp_path, steps=100, save_every=100)
 
-    def report(progress: Progress) -> None:
+    def report(progress: StepMetrics) -> None:
         if progress.step == 3:
             signal.raise_signal(number)
 
-    assert run.run(report) is Ending.INTERRUPTED
+    assert run.run(report) is StopCause.INTERRUPTED
     again = trainer(tmp_path, steps=100)
     assert again.step == run.step == 4
     for name, value in module(again).state_dict().items():
@@ -694,7 +699,7 @@ def test_baselines_learn_by_the_same_loop(drafter: Any, tmp_path: Path) -> None:
         drafter=drafter,
         loss=LossWeights(feature=0.1, kl=1.0),
     )
-    seen: list[Progress] = []
+    seen: list[StepMetrics] = []
     run.run(seen.append)
     assert seen[-1].kl < seen[0].kl / 2
     results = moaspec.generate(
@@ -815,7 +820,7 @@ def test_an_earlier_drafter_gets_another_exit_in_place_of_its_own(tmp_path: Path
     earlier = str(tmp_path / "first" / "drafter")
     second = trainer(tmp_path / "second", initial=earlier, num_target_layers=(1,), steps=1)
     with torch.no_grad():
-        (exit_,) = second.student.run(module(second), first.data.next_part(0), 0).exits
+        (exit_,) = second.student.run(module(second), first.data.next_batch(0), 0).exits
     assert exit_.inner is not None
     assert _explained(*exit_.inner) > 0.3
     second.run()
@@ -835,7 +840,7 @@ def test_massive_states_stay_out_of_the_fit_of_an_exit(tmp_path: Path) -> None:
         num_target_layers=(1,),
         steps=1,
     )
-    drafter, sample = module(second), list(second.reader.sample(second.data.train_ids, 100))
+    drafter, sample = module(second), list(second.activations.sample(second.data.train_ids, 100))
     massive = []
     for batch, result in sample:
         before_BTE = result.before[1].clone()
@@ -844,7 +849,7 @@ def test_massive_states_stay_out_of_the_fit_of_an_exit(tmp_path: Path) -> None:
     adapter, scales = drafter.adapter(1), []
     assert adapter is not None
     for passes in (sample, massive):
-        fit_exits(second.target, drafter, passes, had=0)
+        fit_exits(second.target, drafter, passes, former_n=0)
         scales.append(adapter.scale.item())
     assert scales[1] == pytest.approx(scales[0], rel=0.2)
 
@@ -854,7 +859,7 @@ def test_an_earlier_drafter_gets_other_exits_beside_its_own(tmp_path: Path) -> N
     first.run()
     earlier = str(tmp_path / "first" / "drafter")
     second = trainer(tmp_path / "second", initial=earlier, num_target_layers=(0, 1), steps=1)
-    part = first.data.next_part(0)
+    part = first.data.next_batch(0)
     with torch.no_grad():
         (before,) = first.student.run(module(first), part, 0).exits
         own, other = second.student.run(module(second), part, 0).exits

@@ -23,7 +23,7 @@ from edge_bench.measure import measure_case, round_trip_s
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.drafting.draft_tree import Chain
 from moaspec.drafting.protocols import Drafter, RowText
-from moaspec.evaluate.cut_quality import opinion
+from moaspec.evaluate.cut_quality import score_text
 from moaspec.evaluate.pass_costs import pass_s
 from moaspec.generation.api import load_drafter
 from moaspec.remote.device.bundle import load_device
@@ -55,7 +55,7 @@ class ServerSide:
         """Seconds of a plain pass, or what the target thinks of a text that follows another."""
         if job["do"] == "pass":
             return {"pass_s": max(self._pass_s, pass_s(self._target, 1, job["context"], 1))}
-        likelihood, agreement = opinion(self._target, job["seen"], job["text"])
+        likelihood, agreement = score_text(self._target, job["seen"], job["text"])
         return {"log_likelihood": likelihood, "agreement": agreement}
 
 

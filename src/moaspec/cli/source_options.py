@@ -12,7 +12,7 @@ import torch
 from moaspec.cli.loading import choose_drafter
 from moaspec.cli.terminal import console
 from moaspec.errors import InputError
-from moaspec.evaluate.method_names import KINDS, MethodParts, needed_checkpoints, parse_methods
+from moaspec.evaluate.method_names import KINDS, MethodResources, needed_checkpoints, parse_methods
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.runner import Encode
 from moaspec.generation.api import load_any_drafter
@@ -51,7 +51,7 @@ def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
     target = _target(sources)
     methods = parse_methods(
         names,
-        MethodParts(
+        MethodResources(
             target=target,
             checkpoints=_load_checkpoints(needed_checkpoints(names), sources, target),
             stock=lambda: _target(sources, packed=False),

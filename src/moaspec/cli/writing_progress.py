@@ -12,7 +12,7 @@ from rich.progress import TextColumn
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress import LongProgress, bar_of
 from moaspec.train.dataset.journal import Journal
-from moaspec.train.stopping import MORE_TO_DO, Ending, Stop
+from moaspec.train.stopping import EXIT_UNFINISHED, StopCause, StopCondition
 
 
 class _TimeUpError(Exception):
@@ -28,7 +28,7 @@ class Bar:
         stop: ends the run when its time is up.
     """
 
-    def __init__(self, bar: LongProgress, total: int, stop: Stop) -> None:
+    def __init__(self, bar: LongProgress, total: int, stop: StopCondition) -> None:
         self._bar, self._stop = bar, stop
         self._task = bar.add_task("", total=total, speed="")
         self._tokens, self._started = 0, time.perf_counter()
@@ -50,12 +50,12 @@ class Bar:
         speed = f"{self._tokens / max(elapsed, 1e-9):.1f} tokens/s"
         self._bar.update(self._task, advance=finished, speed=speed)
         self._bar.tell(self._task)
-        if self._stop.due is Ending.TIME:
+        if self._stop.due is StopCause.TIME:
             raise _TimeUpError
 
 
 @contextmanager
-def progress(what: str, total: int, stop: Stop) -> Iterator[Bar]:
+def progress(what: str, total: int, stop: StopCondition) -> Iterator[Bar]:
     """Show a bar while `total` rows are written."""
     with bar_of(what, TextColumn("{task.fields[speed]}")) as bar:
         yield Bar(bar, total, stop)
@@ -64,10 +64,10 @@ def progress(what: str, total: int, stop: Stop) -> Iterator[Bar]:
 @contextmanager
 def stoppable(journal: Journal) -> Iterator[None]:
     """Say what is safe when the user stops, the time is up, or the device is gone."""
-    from moaspec.train.run_failures import explained
+    from moaspec.train.run_failures import explain_failures
 
     try:
-        with explained("while decoding", lambda: f"{journal.rows} rows before are intact."):
+        with explain_failures("while decoding", lambda: f"{journal.rows} rows before are intact."):
             yield
     except (KeyboardInterrupt, _TimeUpError) as reason:
         console.err.print(
@@ -77,4 +77,4 @@ def stoppable(journal: Journal) -> Iterator[None]:
         )
         if isinstance(reason, KeyboardInterrupt):
             raise
-        raise typer.Exit(MORE_TO_DO) from reason
+        raise typer.Exit(EXIT_UNFINISHED) from reason

@@ -40,7 +40,7 @@ AGREEMENT = (
     (-2.78, -0.26),
 )
 """P(the target chooses this token, given that it chose the path to it) for rank 0, 1, ..., as
-sigmoid(a + b * margin); deeper ranks take the last line. Fitted by `benchmarks/agreement.py` on
+sigmoid(a + b * margin); deeper ranks take the last line. Fitted by `tools/fit_agreement.py` on
 1,316 tokens that SmolLM2-135M-Instruct wrote at temperatures 0.7 and 1.0, with its bundled drafter:
 of the drafts of rank 0 it chose 12% in the lowest fifth of margins, 60% in the highest."""
 

@@ -1,4 +1,4 @@
-"""Is it faster here, and is it exactly right?"""
+"""Measure speed, acceptance and equality of decoding methods."""
 
 from moaspec.lazy import attach
 

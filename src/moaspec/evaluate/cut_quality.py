@@ -1,7 +1,7 @@
-"""Quality under a cut: what a drafter writes once the target is taken away.
+"""Quality of text that a drafter generates alone, after the connection to the target is cut.
 
-The target generates a few tokens, then the drafter goes on alone from what it has seen until then.
-The target is asked afterwards what it thinks of that text.
+The target generates a few tokens, then the drafter continues alone from the activations it has
+received. Afterwards the target scores that text.
 
 Legend: T tokens of prompt and text, V vocabulary.
 """
@@ -25,28 +25,27 @@ from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.generation.api import local_parts
 from moaspec.target.target import Target
 
-IsRight = Callable[[Prompt, Sequence[int]], bool | None]
-"""(what was asked, token ids of the answer) -> whether it is right, where anybody can tell."""
+Grader = Callable[[Prompt, Sequence[int]], bool | None]
+"""(prompt, token ids of the answer) -> whether the answer is right; None if unknown."""
 
-STRETCH = 64
-"""Tokens drafted in one go; what a text goes on with does not depend on it."""
+DRAFTS_PER_CALL = 64
+"""Tokens drafted by one call; the text does not depend on it."""
 
-OWN = "target"
-"""The name under which the target's own continuation stands beside the drafters'."""
+TARGET_NAME = "target"
+"""The name of the target's own continuation among the methods."""
 
 
 @dataclass(frozen=True)
-class CutText:
+class Continuation:
     """One continuation of one prompt.
 
     Attributes:
         suite, question_id: of the prompt.
-        tokens: length of the continuation, a token that ends the turn included.
+        tokens: length of the continuation, with its stop token.
         log_likelihood: mean log-probability of its tokens under the target; None without tokens.
-        agreement: share of its tokens that are the target's first choice after what precedes them.
-        same: tokens until it parts from what the target itself would have written.
-        right: whether the whole answer is right, beginning and continuation; None where nobody
-            asked or nobody can tell.
+        agreement: fraction of its tokens that are the target's most likely ones.
+        same: length of the common prefix with the target's own continuation.
+        right: whether the whole answer is right; None if unknown.
     """
 
     suite: str
@@ -59,33 +58,32 @@ class CutText:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Continuations by method, the target's own among them.
+class CutQuality:
+    """Continuations by method, with the target's own.
 
     Attributes:
-        after: tokens that the target generated before it was taken away.
-        left_out: prompts that do not fit into the target's context, or whose answer ended before
-            the cut.
-        interrupted: whether Ctrl-C came before all prompts were measured.
+        after: tokens that the target generated before the cut.
+        left_out: number of prompts that do not fit into the target's context, or whose answer ended
+            before the cut.
+        interrupted: whether Ctrl-C ended the measurement early.
     """
 
     after: int
-    texts: dict[str, list[CutText]]
+    texts: dict[str, list[Continuation]]
     left_out: int = 0
     interrupted: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, summed up by method."""
         methods = {
             name: {
-                "log_likelihood": _mean(one.log_likelihood for one in texts),
-                "agreement": _mean(one.agreement for one in texts),
-                "same": _mean(one.same for one in texts),
-                "accuracy": _mean(one.right for one in texts),
-                "tokens": sum(one.tokens for one in texts),
+                "log_likelihood": _mean(text.log_likelihood for text in texts),
+                "agreement": _mean(text.agreement for text in texts),
+                "same": _mean(text.same for text in texts),
+                "accuracy": _mean(text.right for text in texts),
+                "tokens": sum(text.tokens for text in texts),
                 "texts": len(texts),
-                "judged": sum(one.tokens > 0 for one in texts),
-                "prompts": [asdict(one) for one in texts],
+                "judged": sum(text.tokens > 0 for text in texts),
+                "prompts": [asdict(text) for text in texts],
             }
             for name, texts in self.texts.items()
         }
@@ -94,10 +92,10 @@ class Cut:
 
 
 def check_cut(after: int, max_new_tokens: int) -> None:
-    """Refuse a cut that leaves nothing before or after it.
+    """Check the position of the cut.
 
     Raises:
-        InputError: it does.
+        InputError: no tokens before or after it.
     """
     if not 1 <= after < max_new_tokens:
         raise InputError(
@@ -112,43 +110,45 @@ def measure_cut(
     *,
     after: int,
     max_new_tokens: int,
-    is_right: IsRight = lambda *_: None,
+    is_correct: Grader = lambda *_: None,
     advance: Callable[[], None] = lambda: None,
-) -> Cut:
-    """Let every drafter go on alone after `after` tokens of the target.
+) -> CutQuality:
+    """Let every drafter continue alone after `after` tokens of the target.
 
-    A prompt that does not fit, or whose answer ends before the cut, is left out.
+    Prompts that do not fit, or whose answer ends before the cut, are left out.
 
     Args:
-        methods: those with a drafter are measured; plain decoding is measured without being named.
-        prompts: their first turns are asked.
+        methods: methods with a drafter are measured; plain decoding is always measured.
+        prompts: their first turns are used.
         encode: a turn to prompt ids.
         after: tokens before the cut, at least 1.
         max_new_tokens: of the whole text.
-        is_right: judges whole answers; the target's own tell what it does without a cut.
+        is_correct: grades whole answers.
         advance: called after each prompt, for a progress display.
 
     Raises:
-        InputError: no method with a drafter, or nothing left after the cut of any prompt.
-        KeyboardInterrupt: it came before a prompt was measured; later, the result says so.
+        InputError: no method with a drafter, or all prompts are left out.
+        KeyboardInterrupt: before a prompt was measured; later, the result is marked interrupted.
     """
     drafted = [method for method in methods if method.drafter is not None]
     if not drafted:
         raise InputError("--cut needs a method with a drafter, for example moa.")
     check_cut(after, max_new_tokens)
     left_out, interrupted = 0, False
-    texts: dict[str, list[CutText]] = {name: [] for name in (OWN, *(m.name for m in drafted))}
+    texts: dict[str, list[Continuation]] = {
+        name: [] for name in (TARGET_NAME, *(m.name for m in drafted))
+    }
     try:
         for prompt in prompts:
             found = _texts(
-                drafted, prompt, encode(prompt.turns[0]), (after, max_new_tokens), is_right
+                drafted, prompt, encode(prompt.turns[0]), (after, max_new_tokens), is_correct
             )
             left_out += not found
             for name, text in found.items():
                 texts[name].append(text)
             advance()
     except KeyboardInterrupt:
-        if not texts[OWN]:
+        if not texts[TARGET_NAME]:
             raise
         interrupted = True
     if left_out == len(prompts):
@@ -156,7 +156,7 @@ def measure_cut(
             f"No prompt fits, or no answer is longer than the {after} tokens before the cut; use "
             "other prompts or an earlier --cut."
         )
-    return Cut(after, texts, left_out, interrupted)
+    return CutQuality(after, texts, left_out, interrupted)
 
 
 def _texts(
@@ -164,33 +164,33 @@ def _texts(
     prompt: Prompt,
     prompt_ids: list[int],
     lengths: tuple[int, int],
-    is_right: IsRight,
-) -> dict[str, CutText]:
-    """The continuations of one prompt, by method; none where it is left out.
+    is_correct: Grader,
+) -> dict[str, Continuation]:
+    """The continuations of one prompt by method; empty if it is left out.
 
     `lengths`: tokens before the cut, and of the whole text.
     """
     target, (after, max_new_tokens) = drafted[0].target, lengths
     if len(prompt_ids) + max_new_tokens > target.max_positions:
         return {}
-    own = Method(OWN, target).decode([prompt_ids], max_new_tokens)[0].token_ids
+    own = Method(TARGET_NAME, target).decode([prompt_ids], max_new_tokens)[0].token_ids
     begun, expected = own[:after], own[after:]
     if not expected:
         return {}
     seen, left = [*prompt_ids, *begun], max_new_tokens - after
-    alone = {one.name: continue_alone(one, seen, left) for one in drafted}
+    alone = {method.name: continue_alone(method, seen, left) for method in drafted}
     return {
         name: replace(
-            _judged(target, prompt, seen, text, expected), right=is_right(prompt, [*begun, *text])
+            _judged(target, prompt, seen, text, expected), right=is_correct(prompt, [*begun, *text])
         )
-        for name, text in {OWN: expected, **alone}.items()
+        for name, text in {TARGET_NAME: expected, **alone}.items()
     }
 
 
 def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-    """What a method's drafter writes after a text, having seen the target's activations of it.
+    """Continue a text with a method's drafter, given the target's activations of the text.
 
-    Of the newest token it has none, as in every round.
+    As in every round, the newest token has no activations.
     """
     verifier, drafter = local_parts(
         method.target, method.drafter, num_target_layers=method.shaping.num_target_layers
@@ -202,7 +202,7 @@ def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int
             drafter.observe(0, verdict.features)
     stops, text = method.target.stop_token_ids, list[int]()
     while len(text) < max_new_tokens and not stops.intersection(text):
-        shape = Chain(min(STRETCH, max_new_tokens - len(text)))
+        shape = Chain(min(DRAFTS_PER_CALL, max_new_tokens - len(text)))
         (tree,) = drafter.propose([RowText(0, [*token_ids, *text])], shape)
         if not tree.tokens:
             break
@@ -212,22 +212,16 @@ def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int
 
 def _judged(
     target: Target, prompt: Prompt, seen: Sequence[int], text: list[int], expected: Sequence[int]
-) -> CutText:
+) -> Continuation:
     parting = first_difference(text, expected)
     same = len(text) if parting is None else parting
-    likelihood, agreement = opinion(target, seen, text) if text else (None, None)
-    return CutText(prompt.suite, prompt.question_id, len(text), likelihood, agreement, same)
+    likelihood, agreement = score_text(target, seen, text) if text else (None, None)
+    return Continuation(prompt.suite, prompt.question_id, len(text), likelihood, agreement, same)
 
 
 @torch.inference_mode()
-def opinion(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
-    """Mean log-probability and share of first choices of `text` under the target.
-
-    Args:
-        target: gives its opinion.
-        seen: token ids before the text.
-        text: at least one token id.
-    """
+def score_text(target: Target, seen: Sequence[int], text: list[int]) -> tuple[float, float]:
+    """Mean log-probability of `text` under the target, and fraction of its most likely tokens."""
     ids_1T = torch.tensor([[*seen, *text]], device=target.device)
     hidden_TE = target.encode(ids_1T, torch.ones_like(ids_1T)).hidden_BTE[0]
     logits_TV = target.head(hidden_TE[len(seen) - 1 : -1])

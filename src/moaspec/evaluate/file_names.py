@@ -1,6 +1,6 @@
-"""Names of the files with results, and of the place for them in another file."""
+"""File names of results, and the markers of their place in a Markdown file."""
 
 REPORT, COSTS, CUT, PAGE = "report.json", "costs.json", "cut.json", "report.html"
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
-"""In a file with these two lines only what is between them is written anew."""
+"""If a file has both lines, only the text between them is replaced."""

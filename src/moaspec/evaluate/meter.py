@@ -1,4 +1,4 @@
-"""Seconds, CPU seconds and peak memory of a piece of work."""
+"""Measure wall-clock time, CPU time and peak memory of a block."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-"""What Linux wants written to `clear_refs` to forget the highest resident size so far."""
+"""Written to `clear_refs`, resets the peak resident size on Linux."""
 
 
 @dataclass
 class Meter:
-    """Measures the block it is entered for.
+    """A context manager that measures its block.
 
     Attributes:
-        device: whose queue is drained before each look at the clock.
-        seconds: wall-clock.
-        cpu_s: of all threads of this process.
-        peak_bytes: on a GPU the most that torch held there; else the process's highest resident
-            size, weights of every loaded model included. None where neither can be told.
+        device: synchronised before each reading of the clock.
+        seconds: wall-clock time.
+        cpu_s: CPU time of all threads of this process.
+        peak_bytes: on a GPU, peak memory of torch; else the peak resident size of the process, with
+            the weights of every loaded model. None if the system cannot report it.
     """
 
     device: torch.device
@@ -32,7 +32,7 @@ class Meter:
     peak_bytes: int | None = None
 
     def __enter__(self) -> Meter:
-        self._resets = _forget_peak(self.device)
+        self._resets = _reset_peak(self.device)
         self._cpu, self._started = time.process_time(), self._now()
         return self
 
@@ -47,7 +47,6 @@ class Meter:
         self.peak_bytes = _peak(self.device) if self._resets else None
 
     def elapsed(self) -> float:
-        """Seconds since the block was entered."""
         return self._now() - self._started
 
     def _now(self) -> float:
@@ -56,8 +55,8 @@ class Meter:
         return time.perf_counter()
 
 
-def _forget_peak(device: torch.device) -> bool:
-    """Whether the peak from now on can be told."""
+def _reset_peak(device: torch.device) -> bool:
+    """Reset the peak; return whether that is possible."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

@@ -1,4 +1,4 @@
-"""The names of methods: `KIND[:SETTING][@SHAPE][+copy]`, and what each kind needs."""
+"""Names of methods, `KIND[:SETTING][@SHAPE][+copy]`, and the requirements of each kind."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 
 LOOKUP_TOKENS = 10
-"""Drafts of transformers' prompt lookup, the number its documentation uses."""
+"""Drafts of transformers' prompt lookup, as in its documentation."""
 
-
-COPIES: dict[str, FreeBranches] = {"": "auto", "copy": True, "nocopy": False}
-"""What may stand after the plus."""
+FREE_BRANCHES: dict[str, FreeBranches] = {"": "auto", "copy": True, "nocopy": False}
+"""Values after the plus."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodParts:
-    """What methods are made of.
+class MethodResources:
+    """Models of the methods.
 
     Attributes:
-        target: decodes all of our methods.
-        checkpoints: what was loaded for kinds that need a checkpoint, by kind.
-        stock: loads the target as transformers alone would, so that transformers' methods are
-            compared as their users have them; None lets them run on `target`.
+        target: of this package's methods.
+        checkpoints: loaded models, by the kind of method that needs one.
+        stock: loads the target as transformers alone does, for transformers' methods; None takes
+            `target`.
     """
 
     target: Target
@@ -40,8 +39,8 @@ class MethodParts:
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A method's name, read."""
+class MethodSpec:
+    """A parsed method name."""
 
     name: str
     kind: str
@@ -51,19 +50,19 @@ class Spec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One row of the table.
+class MethodKind:
+    """A kind of method.
 
     Attributes:
-        make: builds the method of a spec; the last argument is the kind's checkpoint, if any.
+        make: builds the method from spec, target and the kind's checkpoint, if any.
         help: for messages.
-        shaped: drafts, so it takes `@SHAPE`, and `+copy` or `+nocopy`.
-        setting: what stands after the colon; empty: nothing may.
-        checkpoint: needs one.
-        stock: runs on the target as transformers loads it.
+        shaped: whether it takes `@SHAPE`, and `+copy` or `+nocopy`.
+        setting: name of the value after the colon; "" for none.
+        checkpoint: whether it needs a checkpoint.
+        stock: whether it runs on the target as transformers loads it.
     """
 
-    make: Callable[[Spec, Target, Any], Method]
+    make: Callable[[MethodSpec, Target, Any], Method]
     help: str
     shaped: bool = False
     setting: str = ""
@@ -71,28 +70,16 @@ class Kind:
     stock: bool = False
 
 
-def _hf(spec: Spec, target: Target, _: Any) -> Method:
-    return TransformersMethod(spec.name, target)
-
-
-def _hf_lookup(spec: Spec, target: Target, _: Any) -> Method:
-    options = (("prompt_lookup_num_tokens", LOOKUP_TOKENS),)
+def _hf(spec: MethodSpec, target: Target, assistant: Target | None) -> Method:
+    options: tuple[tuple[str, Any], ...] = ()
+    if spec.kind == "hf-lookup":
+        options = (("prompt_lookup_num_tokens", LOOKUP_TOKENS),)
+    elif assistant is not None:
+        options = (("assistant_model", assistant.model),)
     return TransformersMethod(spec.name, target, options=options)
 
 
-def _hf_assisted(spec: Spec, target: Target, assistant: Target) -> Method:
-    return TransformersMethod(spec.name, target, options=(("assistant_model", assistant.model),))
-
-
-def _plain(spec: Spec, target: Target, _: Any) -> Method:
-    return Method(spec.name, target)
-
-
-def _lookup(spec: Spec, target: Target, _: Any) -> Method:
-    return Method(spec.name, target, NgramProposer(), spec.shape, free_branches=spec.free_branches)
-
-
-def _replay(spec: Spec, target: Target, _: Any) -> Method:
+def _replay(spec: MethodSpec, target: Target, _: Any) -> Method:
     try:
         agreement = float(spec.setting or 1.0)
     except ValueError:
@@ -111,16 +98,16 @@ def _replay(spec: Spec, target: Target, _: Any) -> Method:
     )
 
 
-def _drafted(spec: Spec, target: Target, drafter: Drafter) -> Method:
-    return Method(spec.name, target, drafter, spec.shape, free_branches=spec.free_branches)
-
-
-def _moa(spec: Spec, target: Target, drafter: MoADrafter) -> Method:
+def _method(spec: MethodSpec, target: Target, drafter: MoADrafter | Drafter | None) -> Method:
+    if spec.kind == "plain":
+        return Method(spec.name, target)
+    if spec.kind == "lookup":
+        drafter = NgramProposer()
     layers = _num_layers(spec, target) if spec.setting else None
     return Method(spec.name, target, drafter, spec.shape, layers, spec.free_branches)
 
 
-def _num_layers(spec: Spec, target: Target) -> int:
+def _num_layers(spec: MethodSpec, target: Target) -> int:
     digits = spec.setting.removeprefix("n")
     if spec.setting[:1] != "n" or not digits.isdecimal() or int(digits) > target.num_layers:
         raise InputError(
@@ -130,41 +117,37 @@ def _num_layers(spec: Spec, target: Target) -> int:
     return int(digits)
 
 
-KINDS: dict[str, Kind] = {
-    "hf": Kind(make=_hf, stock=True, help="transformers' generate"),
-    "hf-lookup": Kind(make=_hf_lookup, stock=True, help="transformers' prompt lookup"),
-    "hf-assisted": Kind(
-        make=_hf_assisted, stock=True, checkpoint=True, help="transformers' assisted generation"
+KINDS: dict[str, MethodKind] = {
+    "hf": MethodKind(make=_hf, stock=True, help="transformers' generate"),
+    "hf-lookup": MethodKind(make=_hf, stock=True, help="transformers' prompt lookup"),
+    "hf-assisted": MethodKind(
+        make=_hf, stock=True, checkpoint=True, help="transformers' assisted generation"
     ),
-    "plain": Kind(make=_plain, help="this package without drafts"),
-    "lookup": Kind(make=_lookup, shaped=True, help="prompt lookup"),
-    "replay": Kind(
+    "plain": MethodKind(make=_method, help="this package without drafts"),
+    "lookup": MethodKind(make=_method, shaped=True, help="prompt lookup"),
+    "replay": MethodKind(
         make=_replay, shaped=True, setting="AGREEMENT", help="drafts of a set agreement"
     ),
-    "moa": Kind(
-        make=_moa, shaped=True, setting="nN", checkpoint=True, help="Mixture of Attentions"
+    "moa": MethodKind(
+        make=_method, shaped=True, setting="nN", checkpoint=True, help="Mixture of Attentions"
     ),
-    "eagle": Kind(make=_drafted, shaped=True, checkpoint=True, help="EAGLE-2's draft head"),
-    "independent": Kind(make=_drafted, shaped=True, checkpoint=True, help="a small model"),
+    "eagle": MethodKind(make=_method, shaped=True, checkpoint=True, help="EAGLE-2's draft head"),
+    "independent": MethodKind(make=_method, shaped=True, checkpoint=True, help="a small model"),
 }
-"""A new way of decoding is a row here."""
+"""All kinds of methods; add new ones here."""
 
 
 def needed_checkpoints(names: Sequence[str]) -> set[str]:
-    """Kinds among these methods that cannot do without a checkpoint."""
+    """Kinds among these methods that need a checkpoint."""
     kinds = {_kind_name(name) for name in names}
     return {kind for kind in kinds if kind in KINDS and KINDS[kind].checkpoint}
 
 
 def require_known_noise(names: Sequence[str], temperature: float) -> None:
-    """Refuse methods that sample with noise of their own: nobody knows which text is right.
-
-    Args:
-        names: of methods; the first one that cannot be judged is named.
-        temperature: at 0 there is no noise.
+    """Refuse methods that sample with noise of their own, because no text can be expected of them.
 
     Raises:
-        InputError: there is such a method.
+        InputError: such a method is named.
     """
     for name in names if temperature else ():
         kind = KINDS.get(_kind_name(name))
@@ -175,18 +158,14 @@ def require_known_noise(names: Sequence[str], temperature: float) -> None:
             )
 
 
-def parse_methods(names: Sequence[str], parts: MethodParts) -> list[Method]:
-    """Read method names, for example `hf`, `plain`, `moa`, `moa:n1@chain:4`, `replay:0.8`.
+def parse_methods(names: Sequence[str], parts: MethodResources) -> list[Method]:
+    """Parse method names, for example `hf`, `plain`, `moa`, `moa:n1@chain:4`, `replay:0.8`.
 
-    `+copy` adds free branches, as in `moa@auto+copy`, and `+nocopy` forbids them; without either,
-    drafters have them where the machine was measured and they pay.
-
-    Args:
-        names: the names; each once.
-        parts: what they are made of.
+    `+copy` adds n-gram branches, as in `moa@auto+copy`, and `+nocopy` forbids them. By default
+    drafters have them if the machine is calibrated and they pay.
 
     Raises:
-        InputError: an unknown name, one that occurs twice, or a checkpoint that is missing.
+        InputError: an unknown name, a repeated name, or a missing checkpoint.
     """
     if not names:
         raise InputError(f"Name at least one method: {usage()}.")
@@ -201,7 +180,7 @@ def parse_methods(names: Sequence[str], parts: MethodParts) -> list[Method]:
 
 
 def usage() -> str:
-    """All names, for messages."""
+    """The syntax of all names, for messages."""
     return ", ".join(
         name
         + (f"[:{kind.setting}]" if kind.setting else "")
@@ -214,25 +193,25 @@ def _kind_name(name: str) -> str:
     return name.partition("+")[0].partition("@")[0].partition(":")[0]
 
 
-def _spec(name: str) -> Spec:
+def _spec(name: str) -> MethodSpec:
     rest, plus, copies = name.partition("+")
     head, at, shape = rest.partition("@")
     kind_name, colon, setting = head.partition(":")
     kind = KINDS.get(kind_name)
     if kind is None or ((at or plus) and not kind.shaped) or (colon and not kind.setting):
         raise InputError(f"Unknown method {name!r}; use {usage()}.")
-    if copies not in COPIES or bool(plus) != bool(copies):
+    if copies not in FREE_BRANCHES or bool(plus) != bool(copies):
         raise InputError(f"Method {name!r}: after the plus write copy or nocopy, not {copies!r}.")
     tree = parse_shape(shape) if at and shape != "auto" else "auto"
-    return Spec(name, kind_name, setting, tree, COPIES[copies])
+    return MethodSpec(name, kind_name, setting, tree, FREE_BRANCHES[copies])
 
 
-def _made(spec: Spec, parts: MethodParts, stock: Target | None) -> Method:
+def _made(spec: MethodSpec, parts: MethodResources, stock: Target | None) -> Method:
     kind = KINDS[spec.kind]
     checkpoint = parts.checkpoints.get(spec.kind)
     if kind.checkpoint and checkpoint is None:
         how = "--drafter DIR" if spec.kind == "moa" else f"--checkpoint {spec.kind}=DIR"
         raise InputError(f"Method {spec.name!r} needs a checkpoint; give one with {how}.")
     target = parts.target if not kind.stock else stock
-    assert target is not None, "loaded wherever a kind wants it"
+    assert target is not None, "loaded for all kinds that need it"
     return kind.make(spec, target, checkpoint)

@@ -1,4 +1,4 @@
-"""Ways of decoding, to be measured side by side."""
+"""Decoding methods that can be measured: this package's and those of transformers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class MethodRun:
 
     Attributes:
         token_ids: generated ids.
-        seconds: wall-clock, prompt included. Of prompts decoded together each has its share of the
-            whole, so that tokens over seconds is the throughput.
-        result: how the tokens came about. For methods of transformers: what their streamer shows,
-            so that a round is what arrives at once, and only the prompt's time and the total are
-            known.
-        cpu_s: seconds of all CPU threads, shared like `seconds`.
+        seconds: wall-clock time, prompt included. Prompts decoded together get equal parts of the
+            total, so that tokens over seconds is the throughput.
+        result: rounds and timing. For transformers' methods they come from the streamer: a round is
+            one call of it, and only the prompt's time and the total time are known.
+        cpu_s: CPU time, divided like `seconds`.
         peak_bytes: see `Meter`.
     """
 
@@ -48,11 +47,11 @@ class MethodRun:
 
 @dataclass(frozen=True)
 class Method:
-    """A way of decoding with this package.
+    """A decoding method of this package.
 
     Attributes:
         name: as the user wrote it.
-        target: what decodes.
+        target: to decode with.
         drafter: None for plain decoding.
         shape: of the drafts, or "auto".
         num_target_layers: N of a Mixture-of-Attentions drafter, as for `moaspec.generate`.
@@ -68,17 +67,16 @@ class Method:
 
     @property
     def batches(self) -> bool:
-        """Whether several prompts are decoded together."""
+        """Whether the method can decode several prompts together."""
         return True
 
     @property
     def fixed_shape(self) -> Tree:
-        """The shape; for "auto" the one that it has where nothing was measured."""
+        """The shape; for "auto" the shape without a calibration."""
         return parse_shape(self.shape) if isinstance(self.shape, str) else self.shape
 
     @cached_property
     def shaping(self) -> DraftSettings:
-        """How its rows decide what to draft, and with which N."""
         return shaping_for(
             self.target,
             self.drafter,
@@ -89,10 +87,9 @@ class Method:
 
     @cached_property
     def key(self) -> str:
-        """The name, with digests of the drafter's weights and of this machine's measured costs.
+        """The name, with hashes of the drafter's weights and of this machine's calibration.
 
-        Results on disk go by it, so that a drafter that was trained on, and "auto" on a machine
-        that was calibrated again, are measured anew.
+        Stored results use this key, so a changed drafter or calibration is measured again.
         """
         costs = self.shaping.costs
         measured = "" if costs is None else f"~{_short(repr(costs).encode())}"
@@ -101,7 +98,6 @@ class Method:
     def run(
         self, prompt_ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams = GREEDY
     ) -> MethodRun:
-        """Decode one prompt, measured."""
         return self.run_many([prompt_ids], max_new_tokens, sampling)[0]
 
     def run_many(
@@ -110,7 +106,7 @@ class Method:
         max_new_tokens: int,
         sampling: SamplingParams = GREEDY,
     ) -> list[MethodRun]:
-        """Decode prompts together, measured; of `sampling` temperature and seed are taken."""
+        """Decode prompts together, measured, with the temperature and seed of `sampling`."""
         with Meter(self.target.device) as meter:
             results = self.decode(prompts, max_new_tokens, sampling)
         share = 1 / len(prompts)
@@ -131,7 +127,6 @@ class Method:
         max_new_tokens: int,
         sampling: SamplingParams = GREEDY,
     ) -> list[GenerationResult]:
-        """What is measured."""
         return generate(
             self.target,
             prompts,
@@ -161,7 +156,7 @@ def _short(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class ReplayMethod(Method):
-    """A drafter of set agreement, which knows the text that plain decoding gives.
+    """Drafts from the text of plain decoding, with a given agreement.
 
     Attributes:
         agreement: probability that a draft is right.
@@ -175,9 +170,9 @@ class ReplayMethod(Method):
         max_new_tokens: int,
         sampling: SamplingParams = GREEDY,
     ) -> list[MethodRun]:
-        """Decode plainly, not measured, then with drafts out of that text, measured."""
+        """Decode plainly, not measured, then with drafts from that text, measured."""
         plain = Method("plain", self.target).decode(prompts, max_new_tokens, sampling)
-        texts = [[*ids, *one.token_ids] for ids, one in zip(prompts, plain, strict=True)]
+        texts = [[*ids, *text.token_ids] for ids, text in zip(prompts, plain, strict=True)]
         drafter = OracleProposer(texts, agreement=self.agreement)
         drafted = Method(
             self.name, self.target, drafter, self.shape, free_branches=self.free_branches
@@ -190,7 +185,7 @@ class TransformersMethod(Method):
     """Transformers' own `generate`, one prompt at a time.
 
     Attributes:
-        options: more keyword arguments of `generate`.
+        options: further keyword arguments of `generate`.
     """
 
     options: tuple[tuple[str, Any], ...] = ()
@@ -212,7 +207,7 @@ class TransformersMethod(Method):
         ids_1T = torch.tensor([list(prompt_ids)], device=self.target.device)
         model: Any = self.target.model
         forget_growth(model)
-        counter = _Arrivals(self.target.device)
+        counter = _TokenCounter(self.target.device)
         with counter.clock:
             output = model.generate(
                 input_ids=ids_1T,
@@ -227,8 +222,8 @@ class TransformersMethod(Method):
         return counter.result(tokens)
 
 
-class _Arrivals:
-    """A streamer of transformers that notes how many tokens arrive at once."""
+class _TokenCounter:
+    """A streamer of transformers that records the number of tokens of each call."""
 
     def __init__(self, device: torch.device) -> None:
         self.clock = Meter(device)
@@ -245,10 +240,10 @@ class _Arrivals:
         self._counts.append(tokens.numel())
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: tokens are counted at once."""
 
     def result(self, tokens: list[int]) -> GenerationResult:
-        """Tokens by round; the first arrival is the prompt's, whatever it brought."""
+        """Count tokens by round; the first call belongs to the prompt."""
         lengths = _clipped(self._counts, len(tokens))[1:]
         return GenerationResult(
             token_ids=tokens,
@@ -260,7 +255,7 @@ class _Arrivals:
 
 
 def _clipped(counts: Sequence[int], total: int) -> list[int]:
-    """Counts as far as their sum is `total`: what a stop token cut off is not counted."""
+    """Limit the sum of the counts to `total`, without tokens after a stop token."""
     kept: list[int] = []
     for count in counts:
         left = total - sum(kept)

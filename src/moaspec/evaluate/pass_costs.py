@@ -1,9 +1,9 @@
-"""What passes cost on this machine, and what that allows.
+"""Costs of target passes and drafting rounds on this machine, and the speed-ups they allow.
 
-Speculation pays where a pass over several tokens costs about as much as one over a single token,
-which holds as long as reading the weights takes longer than the arithmetic. Here is measured how
-far that reaches, and how it changes with the length of the context and the number of rows. Only
-costs are measured: caches hold zeros, which are as slow to attend to as anything else.
+Speculation pays if a pass over several tokens costs about as much as a pass over one, that is,
+while reading the weights takes longer than the arithmetic. This module measures passes by number of
+tokens, and rounds by context length and batch size. Caches hold zeros, which cost as much as any
+other values.
 
 Legend: B rows, T tokens, L target layers, K one layer's key and value.
 """
@@ -33,11 +33,11 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (1, 2, 4, 8, 16)
 REPEATS = 5
-FREE = 1.25
-"""A pass counts as free of charge up to this many times the cost of a pass over one token."""
+MAX_FREE_RATIO = 1.25
+"""Largest cost of a pass that counts as free, relative to a pass over one token."""
 
 COPY_BYTES = 2**27
-"""Larger than the caches of any CPU, so that reading it goes to memory."""
+"""Larger than any CPU cache, so that reads go to memory."""
 
 FEATURES_CHUNK = 512
 
@@ -63,9 +63,9 @@ class RoundCost:
     """Median seconds of a method's round.
 
     Attributes:
-        plain_s: of a pass over one token per row; what a round has to beat.
-        draft_s, verify_s, encode_s: parts of the round. Encoding is of one token per row, the
-            least that a round verifies.
+        plain_s: of a pass over one token per request.
+        draft_s, verify_s, encode_s: parts of the round. Encoding is of one token per request, the
+            smallest number that a round verifies.
     """
 
     method: str
@@ -78,23 +78,23 @@ class RoundCost:
 
     @property
     def break_even(self) -> float:
-        """The tau from which on this method is faster than plain decoding."""
+        """The tau above which this method is faster than plain decoding."""
         return (self.draft_s + self.verify_s + self.encode_s) / self.plain_s
 
 
 @dataclass(frozen=True)
 class MemoryBound:
-    """Where decoding stops being bound by memory.
+    """Limits of decoding by memory bandwidth and arithmetic.
 
     Attributes:
-        weight_bytes: that every pass reads.
-        bytes_per_s: measured reading speed of memory.
-        floor_s: the least that a pass can take, `weight_bytes` over `bytes_per_s`.
+        weight_bytes: read by every pass.
+        bytes_per_s: measured memory bandwidth.
+        floor_s: shortest possible pass, `weight_bytes` over `bytes_per_s`.
         flops_per_s: measured in a large matrix product.
-        arithmetic_s: what the products of a pass over one token take at that speed.
-        free_tokens: the largest width of `WIDTHS` up to which every pass costs at most `FREE` times
-            as much as that of one token.
-        ceiling: by width, the speed-up if every draft were right and cost nothing.
+        arithmetic_s: time of the products of a pass over one token at that speed.
+        free_tokens: the largest width of `WIDTHS` up to which every pass costs at most
+            `MAX_FREE_RATIO` times as much as a pass over one token.
+        ceiling: by width, the speed-up if all drafts were accepted and cost nothing.
     """
 
     weight_bytes: int
@@ -107,12 +107,8 @@ class MemoryBound:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """All that `measure_costs` found.
-
-    Attributes:
-        interrupted: whether Ctrl-C ended it before all was measured.
-    """
+class PassCosts:
+    """Results of `measure_costs`; `interrupted` tells that Ctrl-C ended it early."""
 
     widths: list[PassCost]
     rounds: list[RoundCost]
@@ -120,9 +116,8 @@ class Costs:
     interrupted: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        rounds = [{**asdict(one), "break_even": one.break_even} for one in self.rounds]
-        widths = [asdict(one) for one in self.widths]
+        rounds = [{**asdict(cost), "break_even": cost.break_even} for cost in self.rounds]
+        widths = [asdict(cost) for cost in self.widths]
         facts = {"widths": widths, "rounds": rounds, "bound": asdict(self.bound)}
         return {**facts, "interrupted": self.interrupted}
 
@@ -134,19 +129,19 @@ def measure_costs(
     batches: Sequence[int] | None = None,
     widths: Sequence[int] | None = None,
     advance: Callable[[], None] = lambda: None,
-) -> Costs:
+) -> PassCosts:
     """Measure passes and rounds.
 
     Args:
-        methods: those with a drafter are measured, on the first one's target.
-        contexts: tokens in the cache, one row; the longest that the target can take stands for
-            longer ones. None takes `CONTEXTS`.
-        batches: rows, at the shortest context; None takes `BATCHES`.
-        widths: tokens of a pass, one row, at the shortest context; None takes `WIDTHS`.
+        methods: methods with a drafter are measured, on the target of the first method.
+        contexts: tokens in the cache, batch size 1, limited to the target's context. None takes
+            `CONTEXTS`.
+        batches: batch sizes at the shortest context; None takes `BATCHES`.
+        widths: tokens of a pass, batch size 1, at the shortest context; None takes `WIDTHS`.
         advance: called after each measurement, for a progress display.
 
     Raises:
-        KeyboardInterrupt: it came before anything was measured; later, the costs say so.
+        KeyboardInterrupt: before anything was measured; later, the result is marked interrupted.
     """
     contexts, batches, widths = contexts or CONTEXTS, batches or BATCHES, widths or WIDTHS
     target = methods[0].target
@@ -169,11 +164,11 @@ def measure_costs(
         if not passes:
             raise
         interrupted = True
-    return Costs(passes, rounds, _memory_bound(target, passes), interrupted)
+    return PassCosts(passes, rounds, _memory_bound(target, passes), interrupted)
 
 
 def num_measurements(target: Target, methods: Sequence[Method]) -> int:
-    """How often `measure_costs` calls `advance` with its defaults."""
+    """Number of calls of `advance` by `measure_costs` with its defaults."""
     drafted = [method for method in methods if method.drafter is not None]
     contexts = _fitting(target, CONTEXTS, drafted)
     return len(WIDTHS) + len(contexts) + len(BATCHES) - 1
@@ -181,8 +176,8 @@ def num_measurements(target: Target, methods: Sequence[Method]) -> int:
 
 def _fitting(target: Target, contexts: Sequence[int], drafted: Sequence[Method]) -> list[int]:
     """Contexts that leave room for a round; the longest possible one stands for longer ones."""
-    most = max((method.fixed_shape.total_tokens for method in drafted), default=0)
-    longest = target.max_positions - most - 1
+    largest = max((method.fixed_shape.total_tokens for method in drafted), default=0)
+    longest = target.max_positions - largest - 1
     return list(dict.fromkeys(min(context, longest) for context in contexts))
 
 
@@ -235,8 +230,8 @@ def _round_cost(method: Method, context: int, batch: int, plain_s: float) -> Rou
 
 
 def _draft_s(target: Target, drafter: Drafter, shape: Tree, context: int, batch: int) -> float:
-    """Seconds of drafting in a round that has two new tokens to read."""
-    # Few repetitions, so that prompt lookup finds about as much as in a text.
+    """Median seconds of drafting in a round with two new tokens."""
+    # Few repetitions, so that n-gram lookup finds about as much as in real text.
     text = [(7 * i) % min(target.vocab_size, 499) for i in range(context)]
     known = context - 2 * (REPEATS + 1)
     if "kv" in drafter.needs:
@@ -251,7 +246,7 @@ def _draft_s(target: Target, drafter: Drafter, shape: Tree, context: int, batch:
 
 
 def _fill_memory(target: Target, drafter: Drafter, known: int, batch: int) -> None:
-    """Let every row know the activations of `known` tokens."""
+    """Give the drafter activations of `known` tokens of every request."""
     for start in range(0, known, FEATURES_CHUNK):
         positions = range(start, min(start + FEATURES_CHUNK, known))
         positions_1N = torch.tensor([list(positions)], device=target.device)
@@ -275,7 +270,7 @@ def _zeros(target: Target, tokens: int) -> torch.Tensor:
 
 
 def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
-    layers = _multiplied(target)
+    layers = _linear_layers(target)
     num_bytes = sum(_weight_bytes(layer, target.dtype) for layer in layers)
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     bytes_per_s, flops_per_s = _reading_speed(target.device), _arithmetic_speed(target)
@@ -286,31 +281,35 @@ def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
         floor_s=num_bytes / bytes_per_s,
         flops_per_s=flops_per_s,
         arithmetic_s=2 * weights / flops_per_s,
-        free_tokens=list(takewhile(lambda each: each.seconds <= FREE * one, passes))[-1].tokens,
+        free_tokens=list(takewhile(lambda each: each.seconds <= MAX_FREE_RATIO * one, passes))[
+            -1
+        ].tokens,
         ceiling={each.tokens: each.tokens * one / each.seconds for each in passes},
     )
 
 
-def _multiplied(target: Target) -> list[nn.Linear | PackedLinear]:
-    """What a pass multiplies with, in the form that it does so in, the head included."""
+def _linear_layers(target: Target) -> list[nn.Linear | PackedLinear]:
+    """The linear layers of a pass as they are computed, with the head."""
     model: Any = target.model
     plain_head = model.get_output_embeddings()
-    layers = [each for each in model.modules() if each is not plain_head]
-    layers = [each.joined if isinstance(each, FusedPart) else each for each in layers]
+    layers = [layer for layer in model.modules() if layer is not plain_head]
+    layers = [layer.joined if isinstance(layer, FusedPart) else layer for layer in layers]
     found = [*layers, *target.draft_head(None).modules()]
-    return list(dict.fromkeys(each for each in found if isinstance(each, nn.Linear | PackedLinear)))
+    return list(
+        dict.fromkeys(layer for layer in found if isinstance(layer, nn.Linear | PackedLinear))
+    )
 
 
 def _weight_bytes(layer: nn.Linear | PackedLinear, dtype: torch.dtype) -> int:
-    """As many as kernels keep a weight in, or as its dtype takes."""
+    """Size of a weight in the kernels' format, or in its dtype."""
     matrix = layer.matrix if isinstance(layer, PackedLinear) else None
     if matrix is None:
         return layer.in_features * layer.out_features * dtype.itemsize
     return matrix.num_bytes
 
 
-def _computed_in(target: Target) -> torch.dtype:
-    """A CPU without bf16 instructions multiplies float32 instead."""
+def _product_dtype(target: Target) -> torch.dtype:
+    """The dtype of products; CPUs without bf16 instructions use float32."""
     return compute_dtype(target.dtype) if target.device.type == "cpu" else target.dtype
 
 
@@ -321,7 +320,7 @@ def _reading_speed(device: torch.device) -> float:
 
 def _arithmetic_speed(target: Target) -> float:
     size = 1024
-    a = torch.ones(size, size, dtype=_computed_in(target), device=target.device)
+    a = torch.ones(size, size, dtype=_product_dtype(target), device=target.device)
     return 2 * size**3 / _median_s(lambda: a @ a, target.device)
 
 

@@ -1,4 +1,4 @@
-"""Prompts to measure on: named suites, the package's own, files, or data sets of the hub."""
+"""Evaluation prompts: bundled, published suites, files, or data sets of the hub."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from moaspec.hub import HUB, hub_rows
 BUNDLED = "bundled"
 SUITES_VARIABLE = "MOASPEC_SUITES"
 HUB_ROWS = 10_000
-"""At most so many rows of a data set of the hub are read; larger ones are training data."""
+"""Largest number of rows read from a data set of the hub."""
 
 ANSWERS = ("reference", "answer", "canonical_solution", "output")
 _WITHOUT_ANSWERS = dict.fromkeys(("answer", "output"))
-"""Right answers of any type, which are no messages of a conversation."""
+"""Columns of right answers, which are not messages of a conversation."""
 NUMBER = "(number of the line)"
 IDS = ("question_id", "task_id", "id", NUMBER)
-"""Names of columns, those first that win."""
+"""Names of id columns, by priority."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation: turns of a user, asked one after another.
+    """One conversation.
 
     Attributes:
-        suite: which set it belongs to.
+        suite: name of its set.
         question_id: unique in the set.
-        turns: what the user says.
-        category: the set's own grouping; "" where it has none.
-        references: right answers, where the set has them.
+        turns: user messages, asked in order.
+        category: the set's own grouping, or "".
+        references: right answers, if the set has them.
     """
 
     suite: str
@@ -55,8 +55,8 @@ class NamedSuite:
 
     Attributes:
         path: file or directory below `$MOASPEC_SUITES`.
-        files: names of the sets, where it is a directory.
-        source: where it can be had.
+        files: names of the sets, if it is a directory.
+        source: where to download it.
     """
 
     path: str
@@ -82,17 +82,16 @@ def read_prompts(
     """Read prompts.
 
     Args:
-        suite: "bundled", "paper" or "spec-bench" (looked for below `$MOASPEC_SUITES`), a file of
-            any form that `moaspec.data` reads, a directory whose files are suites, or
-            `hub:owner/name`, see `moaspec.hub.HUB`, by default its split "test". Each row has
-            `turns`, a list of texts, or another shape of docs/data.md, of which the user's
-            messages are the turns; `question_id`, `category` and `reference` (or `answer`) may
-            stand beside them.
-        limit: at most so many of each file, spread over its categories.
-        max_turns: at most so many turns of each conversation.
+        suite: "bundled", "paper" or "spec-bench" (below `$MOASPEC_SUITES`), a file in a format of
+            `moaspec.data`, a directory of such files, or `hub:owner/name` (see `moaspec.hub.HUB`;
+            split "test" by default). Each row has `turns`, a list of texts, or another format of
+            docs/data.md, whose user messages are the turns; `question_id`, `category` and
+            `reference` (or `answer`) are optional.
+        limit: largest number of prompts of each file, spread over its categories.
+        max_turns: largest number of turns of a conversation.
 
     Raises:
-        DataError: nothing there, an empty suite, a malformed line, or a hub out of reach.
+        DataError: no such suite, an empty suite, a malformed line, or no connection to the hub.
     """
     if suite.startswith(HUB):
         prompts = _spread(_from_hub(suite), limit)
@@ -102,7 +101,6 @@ def read_prompts(
 
 
 def _files(suite: str) -> list[tuple[Path, str]]:
-    """Paths, and the suite that each is."""
     if not suite:
         raise DataError("The suite has no name; give a file, a directory, or a suite's name.")
     if suite == BUNDLED:
@@ -133,7 +131,7 @@ def _named(suite: str) -> Path:
 
 
 def _from_hub(source: str) -> list[Prompt]:
-    """Prompts of a data set; the suite has its name, without owner, configuration and split."""
+    """Prompts of a data set; its name without owner, configuration and split is the suite."""
     suite = source.removeprefix(HUB).partition("@")[0].partition(":")[0].rpartition("/")[2]
     rows = islice(hub_rows(source, split="test"), HUB_ROWS)
     records = (Record(f"{source}:{number}", row) for number, row in enumerate(rows, 1))
@@ -151,7 +149,7 @@ def _read_file(path: Path, suite: str, limit: int | None) -> list[Prompt]:
 
 
 def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    """`limit` prompts, in turn from each category, in the file's order."""
+    """Take `limit` prompts evenly from the categories, in the file's order."""
     if limit is None or limit >= len(prompts):
         return prompts
     counts: dict[str, int] = {}
@@ -175,10 +173,10 @@ def _unique(records: Iterable[Record], suite: str) -> list[Prompt]:
 def _prompt(record: Record, suite: str) -> Prompt:
     row, number = record.value, record.where.rpartition(":")[2]
     messages = _messages(record)
-    turns = tuple(one["content"] for one in messages if one["role"] == "user")
+    turns = tuple(message["content"] for message in messages if message["role"] == "user")
     references = _first(row, ANSWERS)
     if references is None:
-        references = [one["content"] for one in messages if one["role"] == "assistant"]
+        references = [message["content"] for message in messages if message["role"] == "assistant"]
     return Prompt(
         suite,
         str(_first({**row, NUMBER: number}, IDS)),
@@ -189,9 +187,8 @@ def _prompt(record: Record, suite: str) -> Prompt:
 
 
 def _messages(record: Record) -> tuple[Message, ...]:
-    """A conversation of a user and an assistant."""
     row = record.value
-    if isinstance(row.get("prompt"), list) and all(isinstance(one, str) for one in row["prompt"]):
+    if isinstance(row.get("prompt"), list) and all(isinstance(turn, str) for turn in row["prompt"]):
         record = Record(record.where, {"turns": row["prompt"]})
     try:
         conversation = parse(Record(record.where, {**record.value, **_WITHOUT_ANSWERS}))
@@ -201,7 +198,7 @@ def _messages(record: Record) -> tuple[Message, ...]:
             f"{record.where}: expected 'turns', a list of texts that are not empty, or 'prompt', a "
             f"text: {cause}"
         ) from error
-    roles = [one["role"] for one in conversation.messages]
+    roles = [message["role"] for message in conversation.messages]
     other = sorted(set(roles) - {"user", "assistant"})
     if other or conversation.tools or "user" not in roles:
         what = ", ".join([*other, *(["tools"] if conversation.tools else [])]) or "no user"
@@ -212,7 +209,7 @@ def _messages(record: Record) -> tuple[Message, ...]:
 
 
 def _first(row: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """The first of these columns that a row has."""
+    """The value of the first of these columns in a row."""
     return next((row[name] for name in names if name in row), None)
 
 

@@ -1,8 +1,8 @@
-"""Decode a prompt plainly and speculatively, in turns, and compare time, passes and text.
+"""Decode a prompt plainly and speculatively in turn, and compare time, passes and text.
 
-The two decodings never run at once. Each has a clock that counts only its own passes, and the one
-whose clock is behind makes the next pass. So both can be watched side by side, and other load on
-the machine slows both alike.
+The decodings never run at the same time. Each has a clock that counts its own passes only, and the
+one with the smaller clock makes the next pass. So both can be shown side by side, and other load on
+the machine affects both equally. (`runner` measures whole decodings of any number of methods.)
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from moaspec.target.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
-    """What one or several decodings took.
+class DecodingStats:
+    """Statistics of one or several decodings.
 
     Attributes:
-        tokens: generated.
-        seconds: of the decoding's own passes, the prompt's included.
-        passes: of the target, each prompt's first one included.
-        accepted: tokens that the drafter had proposed.
-        copied: tokens that were proposed because the text had them before.
+        tokens: generated tokens.
+        seconds: time of the decoding's own passes, prompts included.
+        passes: target passes, prompts included.
+        accepted: accepted tokens of the drafter.
+        copied: accepted tokens of n-gram branches.
     """
 
     tokens: int = 0
@@ -43,20 +43,19 @@ class Effort:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens over seconds; 0 before the first pass."""
+        """0 before the first pass."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens over passes; 0 before the first pass."""
+        """0 before the first pass."""
         return self.tokens / self.passes if self.passes else 0.0
 
-    def __add__(self, other: Effort) -> Effort:
+    def __add__(self, other: DecodingStats) -> DecodingStats:
         ours, theirs = asdict(self), asdict(other)
-        return Effort(**{name: ours[name] + theirs[name] for name in ours})
+        return DecodingStats(**{name: ours[name] + theirs[name] for name in ours})
 
     def as_json(self) -> dict[str, Any]:
-        """All numbers, the derived ones too."""
         return {
             **asdict(self),
             "tokens_per_s": self.tokens_per_s,
@@ -64,18 +63,12 @@ class Effort:
         }
 
 
-class Runner:
+class TimedDecoding:
     """One decoding of a prompt, advanced pass by pass.
-
-    Args:
-        target: decodes.
-        drafter: proposes tokens; None decodes plainly.
-        prompt_ids: of the prompt.
-        max_new_tokens: where the text ends at the latest.
 
     Attributes:
         pieces: the text so far, with the source of each piece.
-        seconds: time that `advance` has taken.
+        seconds: total time of `advance`.
         done: whether the text has ended.
     """
 
@@ -98,14 +91,12 @@ class Runner:
 
     @property
     def token_ids(self) -> list[int]:
-        """The text so far."""
         return self._result.token_ids
 
     @property
-    def effort(self) -> Effort:
-        """What the text has taken so far."""
+    def stats(self) -> DecodingStats:
         sources = self._result.sources
-        return Effort(
+        return DecodingStats(
             tokens=len(sources),
             seconds=self.seconds,
             passes=self._result.num_rounds + bool(sources),
@@ -114,7 +105,7 @@ class Runner:
         )
 
     def advance(self) -> None:
-        """Make one pass of the target, and draft for it."""
+        """Run one round of the engine."""
         started = time.perf_counter()
         event = next(self._events, None)
         self.seconds += time.perf_counter() - started
@@ -128,31 +119,26 @@ class Runner:
                 self.pieces.append((piece, source))
 
     def close(self) -> None:
-        """Leave the text as it is, whole or not."""
         self._events.close()
 
 
 def run_race(
-    plain: Runner,
-    speculative: Runner,
+    plain: TimedDecoding,
+    speculative: TimedDecoding,
     *,
     watch: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Let two runners take turns until both have ended.
+    """Advance two decodings in turn until both have ended; the plain one goes first.
 
-    Args:
-        plain: goes first where the clocks agree.
-        speculative: the other one.
-        watch: called after each pass, while no clock runs.
-        stop: asked after each pass whether to end early.
+    After each pass `watch` is called, while no clock runs, and `stop`, which may end both early.
 
     Returns:
-        True when both texts are whole.
+        True if both texts are complete.
     """
     try:
-        while running := [one for one in (plain, speculative) if not one.done]:
-            min(running, key=lambda one: one.seconds).advance()
+        while running := [run for run in (plain, speculative) if not run.done]:
+            min(running, key=lambda run: run.seconds).advance()
             watch()
             if stop():
                 return False
@@ -164,60 +150,50 @@ def run_race(
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """A prompt that was decoded both ways.
+    """Results of one prompt.
 
     Attributes:
-        name: of the prompt.
-        prompt: its text.
-        plain: without drafts.
-        speculative: with drafts.
+        name, prompt: label and text of the prompt.
+        plain, speculative: statistics without and with drafts.
         equality: of the two texts.
     """
 
     name: str
     prompt: str
-    plain: Effort
-    speculative: Effort
+    plain: DecodingStats
+    speculative: DecodingStats
     equality: Equality
 
     @property
     def speedup(self) -> float | None:
-        """See `speedup`; None where a text is wrong."""
+        """Speed-up of the speculative decoding; None if a text is wrong."""
         return speedup(self.plain, self.speculative) if self.equality.lossless else None
 
 
 @dataclass(frozen=True)
 class Races:
-    """All prompts of a demonstration.
-
-    Attributes:
-        each: one race per prompt.
-    """
+    """Results of all prompts; `each` has one race per prompt."""
 
     each: Sequence[Race]
 
     @property
-    def plain(self) -> Effort:
-        """Sum over the prompts."""
-        return reduce(add, [one.plain for one in self.each], Effort())
+    def plain(self) -> DecodingStats:
+        return reduce(add, [race.plain for race in self.each], DecodingStats())
 
     @property
-    def speculative(self) -> Effort:
-        """Sum over the prompts."""
-        return reduce(add, [one.speculative for one in self.each], Effort())
+    def speculative(self) -> DecodingStats:
+        return reduce(add, [race.speculative for race in self.each], DecodingStats())
 
     @property
     def lossless(self) -> bool:
-        """Whether every text is the target's own."""
-        return all(one.equality.lossless for one in self.each)
+        return all(race.equality.lossless for race in self.each)
 
     @property
     def speedup(self) -> float | None:
-        """Of all prompts together; None without prompts, or where a text is wrong."""
+        """Speed-up over all prompts; None without prompts, or if a text is wrong."""
         return speedup(self.plain, self.speculative) if self.each and self.lossless else None
 
     def as_json(self) -> dict[str, Any]:
-        """All that was measured."""
         return {
             "speedup": self.speedup,
             "lossless": self.lossless,
@@ -225,40 +201,32 @@ class Races:
             "speculative": self.speculative.as_json(),
             "prompts": [
                 {
-                    "name": one.name,
-                    "prompt": one.prompt,
-                    "speedup": one.speedup,
-                    "plain": one.plain.as_json(),
-                    "speculative": one.speculative.as_json(),
-                    "equality": asdict(one.equality),
+                    "name": race.name,
+                    "prompt": race.prompt,
+                    "speedup": race.speedup,
+                    "plain": race.plain.as_json(),
+                    "speculative": race.speculative.as_json(),
+                    "equality": asdict(race.equality),
                 }
-                for one in self.each
+                for race in self.each
             ],
         }
 
 
-def speedup(plain: Effort, speculative: Effort) -> float | None:
-    """Ratio of tokens per second; None where nothing was decoded."""
+def speedup(plain: DecodingStats, speculative: DecodingStats) -> float | None:
+    """Ratio of tokens per second; None if nothing was decoded."""
     return speculative.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None
 
 
-def compared(
-    plain: Runner,
-    speculative: Runner,
+def compare_texts(
+    plain: TimedDecoding,
+    speculative: TimedDecoding,
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int,
     trusted: Callable[[], Target],
 ) -> Equality:
-    """Compare two whole texts; only where they differ is a trusted target asked which is right.
-
-    Args:
-        plain: has decoded without drafts.
-        speculative: has decoded with drafts.
-        prompt_ids: of both.
-        max_new_tokens: of both.
-        trusted: loads the target that judges; see `judge`.
-    """
+    """Compare two complete texts; if they differ, a trusted target judges them."""
     if plain.token_ids == speculative.token_ids:
         return Equality("identical")
     return judge(

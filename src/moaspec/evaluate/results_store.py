@@ -1,4 +1,4 @@
-"""Results on disk, one line per prompt and method, so that a killed run goes on where it was."""
+"""Results on disk, one line per prompt and method; a killed run resumes with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS, SETTINGS = "runs.jsonl", "settings.json"
 
 
 @dataclass(frozen=True)
-class Item:
+class PromptTurn:
     """One turn of a conversation, as token ids."""
 
     prompt: Prompt
@@ -32,33 +32,32 @@ class Item:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells it from all others, its text included."""
         digest = hashlib.sha256(",".join(map(str, self.prompt_ids)).encode()).hexdigest()
         return (self.prompt.suite, self.prompt.question_id, str(self.turn), digest[:16])
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one method did with one item.
+    """Results of one method on one item.
 
     Attributes:
-        runs: the repeats.
-        equality: the worst of them.
-        batch: how many items were decoded together.
+        runs: one per repeat.
+        equality: the worst of the repeats.
+        batch: number of items decoded together.
     """
 
-    item: Item
+    item: PromptTurn
     runs: tuple[MethodRun, ...]
     equality: Equality
     batch: int = 1
 
 
-class Store:
+class ResultsStore:
     """Samples by method and item, in memory and, with a directory, on disk.
 
     Args:
-        directory: where; None keeps nothing. It is made where it does not exist.
-        settings: what all samples in a directory must have been measured with.
+        directory: of the results, created if missing; None keeps them in memory only.
+        settings: of all samples in the directory.
 
     Raises:
         InputError: the directory cannot be written, holds results of other settings, or another
@@ -71,15 +70,14 @@ class Store:
         self._lines: dict[tuple[str, ...], dict[str, Any]] = {}
         self._path = None if directory is None else directory / RUNS
         if directory is not None and self._path is not None:
-            prepare(directory)
+            make_results_directory(directory)
             refusal = f"Another process measures into {directory}; wait, or use another --out."
             weakref.finalize(self, os.close, claimed(self._path, refusal))
             _check_settings(directory / SETTINGS, dict(settings or {}))
             for line in _whole_lines(self._path):
                 self._lines[tuple(line["key"])] = line
 
-    def get(self, method: str, item: Item, batch: int) -> Sample | None:
-        """The sample, if it is there."""
+    def get(self, method: str, item: PromptTurn, batch: int) -> Sample | None:
         line = self._lines.get((method, str(batch), *item.key))
         if line is None:
             return None
@@ -87,7 +85,6 @@ class Store:
         return Sample(item, runs, Equality(**line["equality"]), batch)
 
     def put(self, method: str, sample: Sample) -> None:
-        """Keep a sample; on disk at once."""
         key = (method, str(sample.batch), *sample.item.key)
         line = {
             "key": key,
@@ -109,11 +106,11 @@ class Store:
                 ) from error
 
 
-def prepare(directory: Path) -> None:
-    """Make a directory for results.
+def make_results_directory(directory: Path) -> None:
+    """Create a directory for results.
 
     Raises:
-        InputError: it cannot be made or written.
+        InputError: the directory cannot be created or written.
     """
     probe = directory / f".{os.getpid()}"
     try:
@@ -127,7 +124,7 @@ def prepare(directory: Path) -> None:
 
 
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Write the settings down, or see that they are those of the run that is resumed."""
+    """Write the settings, or check that a resumed run has the same."""
     settings = json.loads(json.dumps(settings))
     if not path.exists():
         write_whole(path, json.dumps(settings, indent=1) + "\n")
@@ -151,7 +148,7 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
 
 
 def _whole_lines(path: Path) -> Sequence[dict[str, Any]]:
-    """Lines of a file; one that was cut off by a kill is removed from it."""
+    """Read the lines of a file; remove a last line that a kill cut off."""
     if not path.exists():
         return []
     try:
@@ -179,15 +176,15 @@ def _damaged(path: Path, why: str) -> InputError:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that a reader, and a killed run's next one, finds it whole."""
+    """Replace a text file atomically."""
     replace_file(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 
 def _run(line: dict[str, Any]) -> MethodRun:
-    """A run from what `asdict` made of it; fields that this version does not know are left out."""
+    """Build a run from its `asdict`, ignoring unknown fields."""
     result = dict(line["result"])
     result["timing"] = Timing(**_known(Timing, result["timing"]))
-    # Before there were free branches, nothing was copied.
+    # Earlier versions had no n-gram branches.
     result.setdefault("copied_lengths", [0] * len(result["accept_lengths"]))
     made = GenerationResult(**_known(GenerationResult, result))
     return MethodRun(**_known(MethodRun, {**line, "result": made}))

@@ -1,4 +1,4 @@
-"""Measure methods side by side: same process, prompt ids, dtype and threads, in turn per prompt."""
+"""Measure methods in one process, alternating on the same prompt ids."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from moaspec.errors import InputError
-from moaspec.evaluate.correctness.equality import Audited, Equality, audit, compare
+from moaspec.evaluate.correctness.equality import AuditedText, Equality, audit, compare
 from moaspec.evaluate.method_names import require_known_noise
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.report import GREEDILY, Outcome, Report
-from moaspec.evaluate.results_store import Item, Sample, Store
+from moaspec.evaluate.results_store import PromptTurn, ResultsStore, Sample
 from moaspec.generation.api import sampling_params
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from moaspec.target.target import Target
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
-"""The warm-up: so many tokens of the first prompt, and so many more."""
+"""The warm-up: largest number of tokens of the first prompt, and new tokens."""
 
 TAU_BATCH = 8
-"""Prompts decoded together by methods that are not timed."""
+"""Batch size of methods that are not timed."""
 
 PLAIN = "plain"
 SAMPLED = ("temperature", "seed")
-"""Settings that greedy results are not told apart by."""
+"""Settings that do not affect greedy results."""
 T = TypeVar("T")
 Encode = Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]
-"""(a user's turns so far, token ids of the answers to all but the last) -> prompt ids."""
+"""(user turns, token ids of the answers to all but the last one) -> prompt ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How to measure.
+class EvalSettings:
+    """Settings of a measurement.
 
     Attributes:
         max_new_tokens: of each decoding.
         repeats: decodings of each prompt by each method.
         batch: prompts that a method decodes together; above 1, speed is throughput.
-        temperature: of the target's choices; 0 takes the best tokens.
-        seed: of the noise above that, so that all methods have the same text to write.
+        temperature: of sampling; 0 is greedy.
+        seed: of the noise; all methods sample the same text.
 
     Raises:
         InputError: a number out of range.
@@ -54,7 +54,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _ = self.sampling  # refuses what it cannot be
+        _ = self.sampling  # checks its values
         for name in ("max_new_tokens", "repeats", "batch"):
             value = getattr(self, name)
             if value < 1:
@@ -62,30 +62,26 @@ class Settings:
 
     @property
     def sampling(self) -> SamplingParams:
-        """How tokens are chosen, as far as the target does not say."""
+        """Sampling parameters without the target's defaults."""
         return self.sampling_of(NO_DEFAULTS)
 
     def sampling_of(self, defaults: GenerationDefaults) -> SamplingParams:
-        """How tokens are chosen of a target with these defaults."""
         return sampling_params({"temperature": self.temperature, "seed": self.seed}, defaults)
 
     def as_facts(self) -> dict[str, Any]:
-        """As JSON; without what has no meaning for greedy choices."""
+        """As JSON; greedy settings omit temperature and seed."""
         facts = asdict(self)
         return facts if self.temperature else {k: facts[k] for k in facts if k not in SAMPLED}
 
     @property
     def choice(self) -> str:
-        """The same, in words."""
         return (
             f"temperature {self.temperature:g}, seed {self.seed}" if self.temperature else GREEDILY
         )
 
 
 @dataclass
-class _Talk:
-    """A conversation, as far as it has been answered."""
-
+class _Conversation:
     prompt: Prompt
     answers: list[list[int]] = field(default_factory=list)
 
@@ -93,97 +89,97 @@ class _Talk:
     def over(self) -> bool:
         return len(self.answers) == len(self.prompt.turns)
 
-    def next_item(self, encode: Encode) -> Item:
+    def next_item(self, encode: Encode) -> PromptTurn:
         turn = len(self.answers)
         ids = encode(self.prompt.turns[: turn + 1], self.answers)
-        return Item(self.prompt, turn, tuple(ids))
+        return PromptTurn(self.prompt, turn, tuple(ids))
 
 
 @dataclass
 class _Session:
-    """One call of `measure`."""
-
     methods: Sequence[Method]
     tau_only: Sequence[Method]
-    settings: Settings
+    settings: EvalSettings
     trusted: Target
-    store: Store
+    store: ResultsStore
     advance: Callable[[], None]
     outcomes: dict[str, Outcome]
-    items: list[Item] = field(default_factory=list)
-    skipped: list[Item] = field(default_factory=list)
+    items: list[PromptTurn] = field(default_factory=list)
+    skipped: list[PromptTurn] = field(default_factory=list)
     number: int = 0
-    audited: dict[tuple[str, ...], dict[tuple[int, ...], Audited]] = field(default_factory=dict)
+    audited: dict[tuple[str, ...], dict[tuple[int, ...], AuditedText]] = field(default_factory=dict)
 
     @property
     def base(self) -> Method:
-        """Over whose speed speed-ups are, and whose answers later turns follow."""
-        return next((one for one in self.methods if one.name == PLAIN), self.methods[0])
+        """The baseline of speed-ups, whose answers later turns follow."""
+        return next((method for method in self.methods if method.name == PLAIN), self.methods[0])
 
     @property
     def room(self) -> int:
-        """Longest prompt that leaves room for its answer."""
+        """Length of the longest prompt that leaves room for its answer."""
         return self.methods[0].target.max_positions - self.settings.max_new_tokens
 
-    def ask(self, talks: Sequence[_Talk], encode: Encode) -> None:
-        """First turns together, then second turns, ...; what grows too long ends there."""
-        while talks:
-            asked = [(talk, talk.next_item(encode)) for talk in talks]
-            fit = [(talk, item) for talk, item in asked if len(item.prompt_ids) <= self.room]
-            self.skipped += [item for _, item in asked if len(item.prompt_ids) > self.room]
+    def measure_turns(self, conversations: Sequence[_Conversation], encode: Encode) -> None:
+        """Measure first turns together, then second turns, ...; skip turns that do not fit."""
+        while conversations:
+            turns = [(each, each.next_item(encode)) for each in conversations]
+            fit = [(each, item) for each, item in turns if len(item.prompt_ids) <= self.room]
+            self.skipped += [item for _, item in turns if len(item.prompt_ids) > self.room]
             if fit:
-                self.timed([item for _, item in fit])
+                self.run_timed([item for _, item in fit])
             self.items += [item for _, item in fit]
-            for talk, item in fit:
-                talk.answers.append(self.answer(item))
-            talks = [talk for talk, _ in fit if not talk.over]
+            for conversation, item in fit:
+                conversation.answers.append(self.answer(item))
+            conversations = [each for each, _ in fit if not each.over]
 
-    def timed(self, items: Sequence[Item]) -> None:
-        """All methods in turn on these items, another one first each time."""
+    def run_timed(self, items: Sequence[PromptTurn]) -> None:
+        """Run all methods in turn on these items, with another one first each time."""
         batch = self.settings.batch
-        missing = [one for one in self.methods if not self._have(one, items, batch)]
-        runs: dict[str, list[list[MethodRun]]] = {one.name: [] for one in missing}
+        missing = [method for method in self.methods if not self._have(method, items, batch)]
+        runs: dict[str, list[list[MethodRun]]] = {method.name: [] for method in missing}
         for _ in range(self.settings.repeats):
             for turn in range(len(missing)):
                 method = missing[(self.number + turn) % len(missing)]
                 runs[method.name].append(self._decode(method, items))
             self.number += 1
-        for method in sorted(missing, key=lambda one: one.name != self.base.name):
+        for method in sorted(missing, key=lambda method: method.name != self.base.name):
             self._keep(method, items, runs[method.name], batch)
         self._collect(self.methods, items, batch)
 
-    def untimed(self, items: Sequence[Item]) -> None:
-        """Methods of which only tau is wanted."""
+    def run_untimed(self, items: Sequence[PromptTurn]) -> None:
         for method in self.tau_only:
             if not self._have(method, items, TAU_BATCH):
                 self._keep(method, items, [self._decode(method, items)], TAU_BATCH)
         self._collect(self.tau_only, items, TAU_BATCH)
 
     def drop_unfinished(self) -> bool:
-        """Keep what all timed methods have done, and other methods that have done all of it.
+        """Keep the prompts that all timed methods finished, and untimed methods that finished them.
 
         Raises:
-            KeyboardInterrupt: that is nothing.
+            KeyboardInterrupt: no prompt is finished.
         """
-        whole = min(len(self.outcomes[one.name].samples) for one in self.methods)
+        whole = min(len(self.outcomes[method.name].samples) for method in self.methods)
         if not whole:
             raise KeyboardInterrupt
         for outcome in self.outcomes.values():
             del outcome.samples[whole:]
         self.items = [sample.item for sample in self.outcomes[self.base.name].samples]
-        self.outcomes = {k: one for k, one in self.outcomes.items() if len(one.samples) == whole}
+        self.outcomes = {
+            name: outcome
+            for name, outcome in self.outcomes.items()
+            if len(outcome.samples) == whole
+        }
         return True
 
-    def answer(self, item: Item) -> list[int]:
-        """The base's text."""
+    def answer(self, item: PromptTurn) -> list[int]:
         sample = self.store.get(self.base.key, item, self.settings.batch)
         assert sample is not None, "the base has run before anyone asks for its text"
         return sample.runs[0].token_ids
 
-    def _have(self, method: Method, items: Sequence[Item], batch: int) -> bool:
+    def _have(self, method: Method, items: Sequence[PromptTurn], batch: int) -> bool:
         return all(self.store.get(method.key, item, batch) is not None for item in items)
 
-    def _decode(self, method: Method, items: Sequence[Item]) -> list[MethodRun]:
+    def _decode(self, method: Method, items: Sequence[PromptTurn]) -> list[MethodRun]:
         prompts, limit = [item.prompt_ids for item in items], self.settings.max_new_tokens
         if len(prompts) == 1:
             return [method.run(prompts[0], limit, self.settings.sampling)]
@@ -192,7 +188,7 @@ class _Session:
     def _keep(
         self,
         method: Method,
-        items: Sequence[Item],
+        items: Sequence[PromptTurn],
         repeats: Sequence[Sequence[MethodRun]],
         batch: int,
     ) -> None:
@@ -203,8 +199,8 @@ class _Session:
             worst = _worst(compare(text, base) for text in texts)
             self.store.put(method.key, Sample(item, runs, worst, batch))
 
-    def _audit(self, item: Item, token_ids: Sequence[int]) -> Audited:
-        """Most methods give the same text, which needs one trusted pass only."""
+    def _audit(self, item: PromptTurn, token_ids: Sequence[int]) -> AuditedText:
+        """Audit a text once; most methods produce the same one."""
         known, key = self.audited.setdefault(item.key, {}), tuple(token_ids)
         if key not in known:
             known[key] = audit(
@@ -216,7 +212,7 @@ class _Session:
             )
         return known[key]
 
-    def _collect(self, methods: Sequence[Method], items: Sequence[Item], batch: int) -> None:
+    def _collect(self, methods: Sequence[Method], items: Sequence[PromptTurn], batch: int) -> None:
         for method in methods:
             for item in items:
                 sample = self.store.get(method.key, item, batch)
@@ -229,44 +225,44 @@ def measure(
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
     encode: Encode,
-    settings: Settings,
+    settings: EvalSettings,
     *,
     tau_only: Sequence[Method] = (),
     trusted: Target | None = None,
-    store: Store | None = None,
+    store: ResultsStore | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Report:
     """Run every method on every prompt, starting with another method each time.
 
-    Every text is held against the target (see `equality`) and compared with that of `plain`, or of
-    the first method where plain is not run. Later turns of a conversation follow that method's
-    answers, so that all see the same prompt.
+    Every text is checked against the target (see `equality`) and compared with that of `plain`, or
+    of the first method without `plain`. Later turns of a conversation follow that method's answers,
+    so all methods see the same prompt.
 
     Args:
-        methods: what to time.
-        prompts: what to run it on.
+        methods: to time.
+        prompts: to decode.
         encode: turns and answers to prompt ids.
-        settings: how to measure.
+        settings: of the measurement.
         tau_only: methods that decode several prompts together and are not timed.
-        trusted: who judges the texts: the target as transformers alone loads it, not packed. None
-            takes that of the first method.
-        store: what was measured before, which is not measured again; all else is added to it.
+        trusted: judges the texts: the target as transformers loads it, not packed. None takes the
+            target of the first method.
+        store: earlier results, which are reused; new ones are added to it.
         advance: called after each method on each turn, for a progress display.
 
     Raises:
-        KeyboardInterrupt: it came before anything was measured; later, the report says so.
-        InputError: a method that cannot decode as many prompts together as asked, or that samples
-            with noise of its own, or no prompt that fits into the target's context.
+        KeyboardInterrupt: before anything was measured; later, the report is marked interrupted.
+        InputError: a method cannot decode this many prompts together or samples with noise of its
+            own, or no prompt fits into the target's context.
     """
     _check(methods, tau_only, settings)
-    outcomes = {one.name: Outcome(one) for one in methods}
-    outcomes |= {one.name: Outcome(one, timed=False) for one in tau_only}
+    outcomes = {method.name: Outcome(method) for method in methods}
+    outcomes |= {method.name: Outcome(method, timed=False) for method in tau_only}
     session = _Session(
         methods,
         tau_only,
         settings,
         trusted or methods[0].target,
-        store or Store(),
+        store or ResultsStore(),
         advance,
         outcomes,
     )
@@ -281,9 +277,9 @@ def measure(
     interrupted = False
     try:
         for group in _chunks(prompts, settings.batch):
-            session.ask([_Talk(prompt) for prompt in group], encode)
+            session.measure_turns([_Conversation(prompt) for prompt in group], encode)
         for chunk in _chunks(session.items, TAU_BATCH):
-            session.untimed(chunk)
+            session.run_untimed(chunk)
     except KeyboardInterrupt:
         interrupted = session.drop_unfinished()
     if not session.items:
@@ -301,7 +297,7 @@ def measure(
     )
 
 
-def _check(methods: Sequence[Method], tau_only: Sequence[Method], settings: Settings) -> None:
+def _check(methods: Sequence[Method], tau_only: Sequence[Method], settings: EvalSettings) -> None:
     together = [*(methods if settings.batch > 1 else ()), *tau_only]
     alone = [method.name for method in together if not method.batches]
     if alone:
@@ -309,7 +305,7 @@ def _check(methods: Sequence[Method], tau_only: Sequence[Method], settings: Sett
             f"{alone[0]} decodes one prompt at a time; leave it out where several are decoded "
             "together (--batch, --tau-only)."
         )
-    require_known_noise([one.name for one in (*methods, *tau_only)], settings.temperature)
+    require_known_noise([method.name for method in (*methods, *tau_only)], settings.temperature)
     twice = {method.name for method in methods} & {method.name for method in tau_only}
     if twice:
         raise InputError(f"{sorted(twice)[0]} is both timed and in --tau-only; name it once.")
@@ -322,4 +318,4 @@ def _chunks(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 def _worst(found: Iterator[Equality]) -> Equality:
     order = ("identical", "near_tie", "different")
-    return max(found, key=lambda one: order.index(one.kind))
+    return max(found, key=lambda equality: order.index(equality.kind))

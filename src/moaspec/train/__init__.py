@@ -1,4 +1,4 @@
-"""Training of drafters."""
+"""Train drafters on the text and activations of a frozen target."""
 
 from moaspec.lazy import attach
 

@@ -1,18 +1,18 @@
 from moaspec.train.dataset.examples import Example
 from moaspec.train.dataset.read_examples import read_examples
 from moaspec.train.parallelism.processes import new_accelerator
-from moaspec.train.progress import Progress
 from moaspec.train.run_config import DrafterSizes, TrainConfig, read_train_config
-from moaspec.train.stopping import Ending
+from moaspec.train.step_metrics import StepMetrics
+from moaspec.train.stopping import StopCause
 from moaspec.train.students.losses import LossWeights
 from moaspec.train.trainer import Trainer
 
 __all__ = [
     "DrafterSizes",
-    "Ending",
     "Example",
     "LossWeights",
-    "Progress",
+    "StepMetrics",
+    "StopCause",
     "TrainConfig",
     "Trainer",
     "new_accelerator",

@@ -1,7 +1,7 @@
-"""Which examples each step trains on, in which blocks, and each process's part of them.
+"""Examples and blocks of each step, and their split over processes and micro-batches.
 
-Everything random is drawn for the whole step, the same in every process and whatever the number
-of parts, so that a run on two processes sees what a run on one sees.
+Random numbers are drawn for the whole step and are the same in every process, so the number of
+processes does not change the training data.
 
 Legend: B batch, T tokens.
 """
@@ -24,34 +24,27 @@ from moaspec.train.students.blocks import Blocks, random_blocks
 
 
 @dataclass(frozen=True)
-class BatchPart:
-    """Some rows of a step: what one pass of one process computes.
+class TrainBatch:
+    """Rows of a step: all of them, or those of one pass of one process.
 
     Attributes:
-        batch: the rows.
-        blocks: theirs.
-        staircase_B: rows whose SA sees its own block only.
+        staircase_B: bool, rows whose SA sees its own block only; None for none.
     """
 
     batch: Batch
     blocks: Blocks
     staircase_B: Tensor | None
 
-    def to(self, device: torch.device) -> BatchPart:
-        """The same rows on a device."""
+    def to(self, device: torch.device) -> TrainBatch:
         staircase_B = None if self.staircase_B is None else self.staircase_B.to(device)
-        return BatchPart(self.batch.to(device), self.blocks.to(device), staircase_B)
+        return TrainBatch(self.batch.to(device), self.blocks.to(device), staircase_B)
 
 
 class DataOrder:
-    """The examples of a run, shuffled once; held-out ones first, then those trained on.
-
-    Args:
-        examples: all of them.
-        config: of the run.
+    """The examples of a run, shuffled once: held-out examples first, then training examples.
 
     Raises:
-        InputError: no example would be left to train on.
+        InputError: no example is left to train on.
     """
 
     def __init__(self, examples: Sequence[Example], config: TrainConfig) -> None:
@@ -68,8 +61,7 @@ class DataOrder:
         self._generator = torch.Generator().manual_seed(config.seed + 1)
         self._queue: list[list[int]] = []
 
-    def next_part(self, step: int) -> BatchPart:
-        """All rows of the next step."""
+    def next_batch(self, step: int) -> TrainBatch:
         batch = collate(self.examples, self._next_ids())
         blocks = random_blocks(
             batch,
@@ -78,9 +70,9 @@ class DataOrder:
             generator=self._generator,
         )
         if not self._config.staircase:
-            return BatchPart(batch, blocks, None)
+            return TrainBatch(batch, blocks, None)
         drawn_B = torch.rand(len(batch.example_ids), generator=self._generator)
-        return BatchPart(batch, blocks, drawn_B < staircase_probability(self._config, step))
+        return TrainBatch(batch, blocks, drawn_B < staircase_probability(self._config, step))
 
     def _next_ids(self) -> list[int]:
         if not self._queue:
@@ -94,18 +86,16 @@ class DataOrder:
         return self._queue.pop()
 
     def fingerprint(self) -> str:
-        """Short name of these examples in this order."""
         digest = hashlib.sha256()
         for example in self.examples:
             digest.update(repr(example.pieces).encode())
         return digest.hexdigest()[:16]
 
     def state(self) -> dict[str, Any]:
-        """Where in the epoch the run is, as JSON."""
+        """The position in the epoch, as JSON."""
         return {"generator": self._generator.get_state().tolist(), "queue": self._queue}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from where `state` was taken."""
         self._generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
         queue = [list(map(int, ids)) for ids in state["queue"]]
         if not {i for ids in queue for i in ids} <= set(self.train_ids):
@@ -113,25 +103,28 @@ class DataOrder:
         self._queue = queue
 
 
-def split(part: BatchPart, number: int) -> list[BatchPart]:
-    """Deal rows out to `number` passes, like lengths to the same pass, so that pads are few.
+def split_batch(part: TrainBatch, number: int) -> list[TrainBatch]:
+    """Split rows into `number` passes, sorted by length to reduce padding.
 
-    Where there are fewer rows, the rest get one row without loss: every process must take part in
-    every pass.
+    Passes without rows get one row without loss, because every process must take part in every
+    pass.
     """
     lengths = part.batch.attention_mask_BT.sum(1).tolist()
     rows = sorted(range(len(lengths)), key=lengths.__getitem__)
-    # Where passes are not equal, it is the shortest rows that share one.
+    # If passes are unequal, the larger ones hold the shortest rows.
     ends = [-(-len(rows) * (i + 1) // number) for i in range(number)]
-    dealt = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    return [_rows(part, some) if some else _mute(_rows(part, rows[:1])) for some in dealt]
+    groups = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [
+        _select_rows(part, group) if group else _without_loss(_select_rows(part, rows[:1]))
+        for group in groups
+    ]
 
 
-def _rows(part: BatchPart, rows: list[int]) -> BatchPart:
-    """Some rows, without the padding that only others needed."""
+def _select_rows(part: TrainBatch, rows: list[int]) -> TrainBatch:
+    """Select rows and cut padding that only the other rows needed."""
     batch, blocks = part.batch, part.blocks
     longest = int(batch.attention_mask_BT[rows].sum(1).max())
-    return BatchPart(
+    return TrainBatch(
         Batch(
             batch.input_ids_BT[rows, :longest],
             batch.attention_mask_BT[rows, :longest],
@@ -147,7 +140,7 @@ def _rows(part: BatchPart, rows: list[int]) -> BatchPart:
     )
 
 
-def _mute(part: BatchPart) -> BatchPart:
+def _without_loss(part: TrainBatch) -> TrainBatch:
     blocks = part.blocks
     silent = Blocks(blocks.block_start_BT, blocks.step_BT, torch.zeros_like(blocks.loss_BT))
-    return BatchPart(part.batch, silent, part.staircase_B)
+    return TrainBatch(part.batch, silent, part.staircase_B)

@@ -1,4 +1,4 @@
-"""The model card that goes with an exported drafter."""
+"""The model card of an exported drafter."""
 
 from __future__ import annotations
 
@@ -90,15 +90,7 @@ def write_card(
     facts: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write `README.md` beside a checkpoint: data, settings, versions, curve, results.
-
-    Args:
-        directory: of the checkpoint.
-        target: that it drafts for.
-        config: of the run.
-        facts: about the run, as recorded in the checkpoint.
-        rows: of its log.
-    """
+    """Write `README.md` beside a checkpoint: data, settings, versions, loss curve, results."""
     measured = [row for row in rows if row.get("held_out_accuracy")]
     # Autoescaping is for HTML; this is Markdown from the run's own numbers.
     template = jinja2.Environment(autoescape=False).from_string(_TEMPLATE)  # noqa: S701

@@ -1,4 +1,4 @@
-"""Training configurations that ship with the package."""
+"""Training configurations that the package contains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RECIPES = Path(__file__).parent / "configs"
 
 
 def recipes() -> dict[str, str]:
-    """The first line of each configuration's comment, which says what it is for, by name."""
+    """The description of each configuration (the first line of its comment), by name."""
     return {
         path.stem: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
         for path in sorted(RECIPES.glob("*.yaml"))

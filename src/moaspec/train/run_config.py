@@ -1,4 +1,4 @@
-"""The settings of a training run."""
+"""Configuration of a training run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _WITHIN = {
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSizes:
-    """Sizes of a new drafter; 0 means a default derived from the target.
+    """Sizes of a new drafter; 0 derives them from the target.
 
     Attributes:
         lsa_heads: query heads of LSA; default: K / target head dim. Must divide K.
@@ -58,7 +58,7 @@ class DrafterSizes:
         sa_kv_heads, ca_kv_heads: default: the target's.
         draft_vocab: size of the trimmed draft vocabulary; 0 keeps the full one.
         layers: layers of an independent drafter.
-        without: parts that are left out, to measure what they bring; see `DrafterConfig`.
+        without: parts to leave out in an ablation; see `DrafterConfig`.
     """
 
     lsa_heads: int = 0
@@ -84,36 +84,35 @@ class TrainConfig:
         max_length: tokens of one example, prompt included.
         held_out: examples set aside for measuring.
         batch_size: examples of one optimiser step, over all processes and accumulation steps.
-        batch_tokens: if not 0, a step has as many examples of like length as fit into so many
-            tokens, pads included, instead of `batch_size`.
-        accumulation: passes that a process splits its share of a step into, at least.
-        pass_tokens: a process makes about one pass for every so many tokens of its share; 0: 512 on
-            a CPU, where few pads are worth more than large products, no limit on a GPU.
-            It changes rounding only.
+        batch_tokens: if not 0, fill a step with examples of similar length up to this number of
+            tokens, pads included, instead of `batch_size` examples.
+        accumulation: minimum number of passes of a process in a step.
+        pass_tokens: tokens of a pass, roughly; 0 means 512 on a CPU, where less padding is worth
+            more than larger products, and no limit on a GPU. It changes rounding only.
         steps: optimiser steps.
-        learning_rate: peak, reached after `warmup_steps`; falls along a cosine to `final_lr`.
+        learning_rate: peak, reached after `warmup_steps`; decays along a cosine to `final_lr`.
         final_lr: fraction of the peak at the end.
-        decay_steps: steps of the fall; 0 takes the rest of the run. The rate stays where it is
+        decay_steps: steps of the decay; 0 takes the rest of the run. The rate is constant
             afterwards, so the paper's recipe is a peak of 20 times its rate and `final_lr` 1/20.
         shortest_block, longest_block: lengths of T-step bounded blocks.
         staircase: start with SA restricted to its own block, fading out over half of training.
         warm_start: start from the target's own weights and states, see
             `moaspec.train.students.warm_start`.
-        initial: a drafter to go on from, an alias, directory or hub id; its sizes are kept, and its
-            N, in place of which or beside which a drafter without exits can get others (an exit
-            each, by regression).
-            `warm_start` means nothing then, and of `sizes` only `draft_vocab` does something: if
-            not 0, the vocabulary grows to so many tokens by the most frequent others of the data.
-        warm_start_tokens: tokens whose activations `warm_start` looks at.
-        frozen_lsa: share of the steps, from the first on, in which LSA keeps its initial weights.
-            Its means over layers are then computed once per example and kept on disk, and a step
-            costs a fraction; with N > 0 the target still runs, for its last layers.
-        activation_cache: keep the target's activations on disk; of a baseline, the target's final
-            states only.
+        initial: a drafter to continue from: an alias, directory or hub id. Its sizes are kept. So
+            are its N, unless it has no exits and `num_target_layers` names others: then each N gets
+            an exit, initialised by regression. `warm_start` has no effect. Of `sizes` only
+            `draft_vocab` has one: if not 0, the vocabulary grows to this size by the most frequent
+            other tokens of the data.
+        warm_start_tokens: number of tokens whose activations `warm_start` uses.
+        frozen_lsa: fraction of the steps, from the first, in which LSA keeps its initial weights.
+            Its means over layers are then computed once per example and kept on disk, which makes
+            a step much cheaper; with N > 0 the target's last layers still run.
+        activation_cache: keep the target's activations on disk; for a baseline, its final states
+            only.
         drafter: "moa", or a baseline: "eagle" (EAGLE-2's head) or "independent" (a small language
             model between the target's embeddings and its head).
-        num_target_layers: N, target layers that drafts reuse; several values train one drafter
-            with an exit for each, the first being its default.
+        num_target_layers: N, the number of target layers that drafts reuse. Several values train
+            one drafter with an exit for each; the first one is its default.
         save_every: steps between checkpoints.
         shard_mb: largest file of a checkpoint, in MB of 10^6 bytes; 0 for no limit.
         seed: of initial weights, order and blocks.
@@ -121,9 +120,9 @@ class TrainConfig:
         device: "cpu" or "cuda"; each process takes a GPU of its own.
         target_dtype: of the target's weights.
         mixed_precision: "bf16" lets the drafter compute in bf16 over float32 weights.
-        sharding: "fsdp" shares out weights, gradients and optimiser over the processes;
-            "deepspeed" gradients and optimiser (ZeRO stage 2, needs DeepSpeed); "none" keeps all of
-            them in each (DDP).
+        sharding: "fsdp" shards weights, gradients and optimiser state over the processes,
+            "deepspeed" gradients and optimiser state (ZeRO stage 2, needs DeepSpeed), "none"
+            nothing (DDP).
         trackers: where to log besides `log.jsonl`: names that accelerate knows (tensorboard, ...).
     """
 
@@ -244,16 +243,16 @@ def read_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def _problem(error: Any) -> str:
-    """One of pydantic's errors, in words of YAML."""
+    """Describe one of pydantic's errors by its place in the YAML file."""
     place = ".".join(map(str, error["loc"]))
     if error["type"] == "tuple_type":
         return f"{place} must be a list, for example {place}='[a]'"
-    said = str(error["msg"]).removeprefix("Value error, ").rstrip(".")
-    return f"{place}: {said}" if place else said
+    message = str(error["msg"]).removeprefix("Value error, ").rstrip(".")
+    return f"{place}: {message}" if place else message
 
 
 def _known(kind: Any, values: Any) -> Any:
-    """Reject keys that no field has."""
+    """Return the values; refuse keys that are not fields of this dataclass."""
     names = {f.name for f in dataclasses.fields(kind)}
     if not isinstance(values, Mapping):
         raise InputError(f"Expected a mapping of {', '.join(sorted(names))}; got {values!r}.")
@@ -277,7 +276,7 @@ def _override(values: dict[str, Any], item: str) -> None:
 
 
 def stack_config(target: Target, config: TrainConfig) -> StackConfig:
-    """Config of a new baseline drafter: layers as the target's, widths as `sizes.sa_*` say."""
+    """Config of a new baseline drafter: the target's layers with the widths of `sizes.sa_*`."""
     shape = drafter_config(target, config.sizes)
     return StackConfig(
         layer=dataclasses.replace(shape.self_attention, qkv_bias=False, o_bias=False),
@@ -293,7 +292,7 @@ def stack_config(target: Target, config: TrainConfig) -> StackConfig:
 def drafter_config(
     target: Target, sizes: DrafterSizes, num_target_layers: tuple[int, ...] = (0,)
 ) -> DrafterConfig:
-    """Config of a new drafter for this target, with biases where published drafters have them.
+    """Config of a new drafter for this target, with the biases of published drafters.
 
     Raises:
         InputError: sizes that do not fit the target, or more reused layers than it has.

@@ -1,4 +1,4 @@
-"""What breaks under a run that is not the run's fault: the device, the disk."""
+"""Errors of device, disk and other processes, with advice on how to continue."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from moaspec.errors import TrainingError
 
 
 @contextmanager
-def explained(what: str, intact: Callable[[], str]) -> Iterator[None]:
-    """Turn failures of device, disk and other processes into errors that say how to go on.
+def explain_failures(what: str, intact: Callable[[], str]) -> Iterator[None]:
+    """Raise a `TrainingError` that says how to continue after such a failure.
 
     Args:
-        what: where in the run this is.
-        intact: says what is safe, asked when something failed.
-
-    Raises:
-        TrainingError: something failed.
+        what: what the run was doing.
+        intact: called after a failure; returns a sentence about the saved state.
     """
     try:
         yield
@@ -31,7 +28,7 @@ def explained(what: str, intact: Callable[[], str]) -> Iterator[None]:
             "with smaller batches, or fewer of their tokens at once."
         ) from error
     except RuntimeError as error:
-        # What CPUs talk through raises no class of its own.
+        # Gloo raises plain RuntimeErrors.
         lost = isinstance(error, torch.AcceleratorError | DistError) or "gloo" in str(error).lower()
         if not lost:
             raise
@@ -47,5 +44,5 @@ def explained(what: str, intact: Callable[[], str]) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """The message without the advice and stack that follow in CUDA's."""
+    """The first line of a message; CUDA's go on with advice and a stack."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""The log of a run: one JSON object per step, which a resumed run continues."""
+"""The log of a training run: one JSON object per step. A resumed run appends to it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,18 @@ from moaspec.model.checkpoint.weight_files import replace_file
 
 
 class RunLog:
-    """`log.jsonl`.
-
-    Args:
-        path: the file.
-    """
+    """Reads and appends the lines of `log.jsonl`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def cut(self, step: int) -> None:
-        """Drop rows beyond the step that the run continues from, which a killed one lost."""
+        """Drop rows after the step at which the run resumes."""
         if self._path.exists():
             rows = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
             replace_file(self._path, lambda path: path.write_text("".join(rows), encoding="utf-8"))
 
     def rows(self) -> list[dict[str, Any]]:
-        """All whole rows."""
         if not self._path.exists():
             return []
         rows = []
@@ -35,12 +30,11 @@ class RunLog:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
-                continue  # the last line of a run that was killed while writing
+                continue  # the last line, if a run was killed while writing it
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
         return rows
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

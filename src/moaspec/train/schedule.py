@@ -1,4 +1,4 @@
-"""What changes along a run: learning rate, curriculum, the part in which LSA stays frozen."""
+"""Schedules over a run: learning rate, staircase curriculum, frozen LSA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moaspec.train.run_config import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up to the peak, then a cosine down to `final_lr` of it."""
+    """Linear warm-up to the peak, then a cosine decay to `final_lr` times the peak."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     fall = config.decay_steps or config.steps - config.warmup_steps
@@ -18,10 +18,10 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def staircase_probability(config: TrainConfig, step: int) -> float:
-    """Share of sequences whose SA sees its own block only: all at first, none after half."""
+    """Probability that SA sees its own block only: 1 at first, 0 from half of the run on."""
     return max(0.0, 1 - step / (config.steps / 2)) if config.staircase else 0.0
 
 
 def lsa_is_frozen(config: TrainConfig, step: int) -> bool:
-    """Whether LSA still keeps its initial weights; after the last step of a run, too, if it did."""
+    """Whether LSA keeps its initial weights at this step."""
     return config.frozen_lsa == 1.0 or step < config.frozen_lsa * config.steps

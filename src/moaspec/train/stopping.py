@@ -1,4 +1,4 @@
-"""Leaving in time: Ctrl-C, the notice a machine gets before it is taken away, a budget of time."""
+"""Stop a run on Ctrl-C, on SIGTERM or after a time limit."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from types import FrameType
 
 from moaspec.errors import InputError
 
-MORE_TO_DO = 75
-"""Exit code of a command whose time (`--for`) is over before its work is: sysexits' EX_TEMPFAIL."""
+EXIT_UNFINISHED = 75
+"""Exit code of a command that reached its time limit (`--for`): EX_TEMPFAIL of sysexits."""
 
 
-class Ending(IntEnum):
-    """Why a run left its loop; where processes differ, the larger one counts."""
+class StopCause(IntEnum):
+    """Why a run stopped; if processes differ, the largest value applies."""
 
     FINISHED = 0
     TIME = 1
     INTERRUPTED = 2
 
 
-class Stop:
-    """Says when to leave.
+class StopCondition:
+    """Checks whether to stop.
 
     Args:
-        seconds: budget of time from now on; None for none.
+        seconds: time limit from now on; None for no limit.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -37,18 +37,18 @@ class Stop:
         self._signalled = False
 
     @property
-    def due(self) -> Ending:
-        """Why to leave after this step; FINISHED is no reason."""
+    def due(self) -> StopCause:
+        """Why to stop after this step; FINISHED means go on."""
         if self._signalled:
-            return Ending.INTERRUPTED
+            return StopCause.INTERRUPTED
         late = self._deadline is not None and time.monotonic() >= self._deadline
-        return Ending.TIME if late else Ending.FINISHED
+        return StopCause.TIME if late else StopCause.FINISHED
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM as a wish to leave after the step; the second one acts at once.
+        """Make the first SIGINT or SIGTERM set `due`; the second one acts as before.
 
-        Only the main thread can; elsewhere nothing changes.
+        Only the main thread can handle signals; in other threads nothing changes.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -56,12 +56,12 @@ class Stop:
         caught = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.getsignal(number) for number in caught}
 
-        def remember(number: int, _: FrameType | None) -> None:
+        def handle(number: int, _: FrameType | None) -> None:
             self._signalled = True
             signal.signal(number, before[signal.Signals(number)])
 
         for number in caught:
-            signal.signal(number, remember)
+            signal.signal(number, handle)
         try:
             yield
         finally:
@@ -70,7 +70,7 @@ class Stop:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of "8m", "90s", "1.5h" or "45" (seconds).
+    """Convert "8m", "90s", "1.5h" or "45" (seconds) to seconds.
 
     Raises:
         InputError: anything else.

@@ -22,45 +22,45 @@ from torch import Tensor
 from moaspec.errors import InputError, TrainingError
 from moaspec.locks import claimed
 from moaspec.target.target import Target
-from moaspec.train.data_order import BatchPart, DataOrder, split
+from moaspec.train.data_order import DataOrder, TrainBatch, split_batch
 from moaspec.train.dataset.examples import Example
 from moaspec.train.model_card import write_card
-from moaspec.train.parallelism.processes import make_directory, new_accelerator, summed
-from moaspec.train.parallelism.strategies import parts_of, share
-from moaspec.train.progress import Report, after_step, as_numbers
+from moaspec.train.parallelism.processes import make_directory, new_accelerator, sum_over_processes
+from moaspec.train.parallelism.strategies import new_strategy, split_state
 from moaspec.train.run_config import TrainConfig
-from moaspec.train.run_failures import explained
+from moaspec.train.run_failures import explain_failures
 from moaspec.train.run_log import RunLog
 from moaspec.train.schedule import learning_rate
-from moaspec.train.stopping import Ending, Stop
+from moaspec.train.step_metrics import OnStep, step_metrics, tracker_values
+from moaspec.train.stopping import StopCause, StopCondition
 from moaspec.train.students.baseline_students import BaselineStudent
-from moaspec.train.students.held_out import Measured, measure
-from moaspec.train.students.losses import LossParts, exit_loss, mean_parts, queries_at_once
-from moaspec.train.students.students import MoAStudent, Student, TrimmedHead
-from moaspec.train.students.target_reader import TargetReader
+from moaspec.train.students.held_out import HeldOutMetrics, measure_held_out
+from moaspec.train.students.losses import LossSums, exit_loss, logit_chunk_size, mean_over_exits
+from moaspec.train.students.students import DraftVocabularyHead, MoAStudent, Student
+from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.training_state import StateFiles
 
-SAME = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
-"""Settings that may not change when a run is resumed; the examples may not either."""
+FIXED_SETTINGS = ("drafter", "num_target_layers", "sizes", "held_out", "seed")
+"""Settings that must be the same when a run is resumed, as the examples must."""
 
 MOMENT = "head_moment"
-"""In a saved state: what was measured on held-out examples, beside weights."""
+"""Name of the head's input moment among the tensors of a saved state."""
 
-CPU_PASS_TOKENS = 512
-"""Tokens of a pass on a CPU: its products are at full speed with so many rows."""
+MAX_CPU_PASS_TOKENS = 512
+"""Tokens of a pass on a CPU: enough rows for products at full speed."""
 
 
 class Trainer:
-    """Resumes exactly from the last state in `config.output`.
+    """Trains one drafter; resumes exactly from the last state in `config.output`.
 
     Args:
         target: the frozen target, on this process's device.
-        examples: training data; the first `held_out` after a seeded shuffle are set aside.
-        config: the run.
-        accelerator: the processes of the run; None joins them.
+        examples: training data; the first `held_out` after a seeded shuffle are held out.
+        config: of the run.
+        accelerator: of the run's processes; None creates it.
 
     Raises:
-        InputError: settings that do not fit the target, the data or the run that is resumed.
+        InputError: settings do not fit the target, the data or the run to resume.
         TrainingError: the saved state is damaged or of another run.
     """
 
@@ -78,7 +78,7 @@ class Trainer:
         self.data = DataOrder(examples, config)
         directory = self.output / "activations" if config.activation_cache else None
         before = [n for n in config.num_target_layers if n]
-        self.reader = TargetReader(
+        self.activations = TargetActivations(
             target,
             self.data.examples,
             directory,
@@ -88,50 +88,50 @@ class Trainer:
         self.student = self._new_student()
         ids = self.student.draft_token_ids
         vocabulary = target.vocab_size if ids is None else len(ids)
-        self._chunk = queries_at_once(vocabulary, self.accelerator.device)
+        self._chunk = logit_chunk_size(vocabulary, self.accelerator.device)
         self.states = StateFiles(self.output / "state", config.shard_bytes)
         on_cpu = self.accelerator.device.type == "cpu"
-        self._pass_tokens = config.pass_tokens or (CPU_PASS_TOKENS if on_cpu else sys.maxsize)
+        self._pass_tokens = config.pass_tokens or (MAX_CPU_PASS_TOKENS if on_cpu else sys.maxsize)
         self.step = self.tokens = 0
         self._acceptance: tuple[tuple[float, ...], ...] = ()  # by exit, then by rank
-        self._moment_EE: Tensor | None = None
+        self._head_moment_EE: Tensor | None = None
         saved = self.states.load()
         if saved is None:
             self.student.start(self.data.train_ids)
-        self.sharing = share(self.accelerator, self.student.module, config)
+        self.strategy = new_strategy(self.accelerator, self.student.module, config)
         if saved is not None:
             self._resume(*saved)
         self.log = RunLog(self.output / "log.jsonl")
 
     def _new_student(self) -> Student:
         if self.config.drafter == "moa":
-            return MoAStudent(self.target, self.reader, self.config, self.output)
-        return BaselineStudent(self.target, self.reader, self.config)
+            return MoAStudent(self.target, self.activations, self.config, self.output)
+        return BaselineStudent(self.target, self.activations, self.config)
 
-    def run(self, report: Report = lambda _: None, *, seconds: float | None = None) -> Ending:
-        """Train until `config.steps`, a signal or the end of the time; then write the drafter.
+    def run(self, report: OnStep = lambda _: None, *, seconds: float | None = None) -> StopCause:
+        """Train until `config.steps`, a signal or the time limit; then write the drafter.
 
         Args:
-            report: gets every step's progress.
-            seconds: leave after so much time, ready to resume.
+            report: called with every step's metrics.
+            seconds: time limit, after which the run can be resumed.
 
         Raises:
             InputError: another process trains in the same directory.
-            TrainingError: the run cannot go on; what was saved is intact.
+            TrainingError: the run failed; its saved state is intact.
         """
-        stop, ending = Stop(seconds), Ending.FINISHED
+        stop, ending = StopCondition(seconds), StopCause.FINISHED
         self._start_trackers()
-        with self._alone(), explained("while training", self._intact):
+        with self._locked(), explain_failures("while training", self._saved_message):
             with stop.on_signals():
-                while self.step < self.config.steps and ending is Ending.FINISHED:
-                    ending = self._one_step(stop, report)
+                while self.step < self.config.steps and ending is StopCause.FINISHED:
+                    ending = self._train_and_report(stop, report)
             self.export()
         self.accelerator.end_training()
         return ending
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other runs out of the directory; the log ends where this one begins."""
+    def _locked(self) -> Iterator[None]:
+        """Lock the directory, and cut the log to the step at which the run resumes."""
         if not self.accelerator.is_main_process:
             yield
             return
@@ -143,74 +143,74 @@ class Trainer:
         finally:
             os.close(file)
 
-    def _intact(self) -> str:
-        """What is safe when something failed."""
+    def _saved_message(self) -> str:
+        """A sentence about the saved state, for errors."""
         latest = self.states.latest()
         if latest is None:
             return f"Nothing was saved in {self.output} yet."
         return f"The last saved state, {latest.name} in {self.output}, is intact."
 
-    def _one_step(self, stop: Stop, report: Report) -> Ending:
-        """Train a step, tell of it, and save where that is due or the run is about to end."""
+    def _train_and_report(self, stop: StopCondition, report: OnStep) -> StopCause:
+        """Train a step, log it, and save if that is due or the run ends."""
         started = time.perf_counter()
         parts = self.train_step()
         elapsed = time.perf_counter() - started
         due = self.step % self.config.save_every == 0 or self.step == self.config.steps
-        ending = self._agreed(stop.due)
-        progress = after_step(self.step, self.tokens, elapsed, parts)
+        ending = self._agree(stop.due)
+        progress = step_metrics(self.step, self.tokens, elapsed, parts)
         if due:
             progress = dataclasses.replace(progress, **self._held_out())
         if self.accelerator.is_main_process:
             self.log.write(dataclasses.asdict(progress))
-        self.accelerator.log(as_numbers(progress), step=self.step)
-        if due or ending is not Ending.FINISHED:
+        self.accelerator.log(tracker_values(progress), step=self.step)
+        if due or ending is not StopCause.FINISHED:
             self.save()
         report(progress)
         return ending
 
-    def train_step(self) -> LossParts:
+    def train_step(self) -> LossSums:
         """One optimiser step over all processes and accumulation steps.
 
         Returns:
             Sums over the whole step.
 
         Raises:
-            TrainingError: loss or gradients are not finite; nothing was changed by this step (with
-                DeepSpeed, nothing is saved).
+            TrainingError: loss or gradients are not finite; the weights are unchanged (with
+                DeepSpeed, the saved state is).
         """
-        whole = self.data.next_part(self.step)
-        self.sharing.begin(learning_rate(self.config, self.step))
-        sums, mine = torch.zeros(5, dtype=torch.float64), self._my_parts(whole)
+        whole = self.data.next_batch(self.step)
+        self.strategy.begin(learning_rate(self.config, self.step))
+        sums, mine = torch.zeros(5, dtype=torch.float64), self._micro_batches(whole)
         for number, part in enumerate(mine, start=1):
-            with self.sharing.syncing(last=number == len(mine)):
+            with self.strategy.gradient_sync(last=number == len(mine)):
                 sums += self._backward(part, whole).as_tensor()
-        parts = LossParts(*summed(self.accelerator, sums).tolist())
-        norm = self.sharing.update(self.config.clip) if math.isfinite(parts.total) else math.nan
+        parts = LossSums(*sum_over_processes(self.accelerator, sums).tolist())
+        norm = self.strategy.update(self.config.clip) if math.isfinite(parts.total) else math.nan
         if not math.isfinite(norm):
             raise TrainingError(
                 f"Loss or gradients are not finite at step {self.step + 1} (loss {parts.total:g}). "
-                f"{self._intact()} Resume with a lower learning_rate; if that fails too, the run "
-                "had gone wrong before: begin again, in another output directory."
+                f"{self._saved_message()} Resume with a lower learning_rate; if that fails too, "
+                "the run had gone wrong before: begin again, in another output directory."
             )
         self.step += 1
         self.tokens += int(parts.count)
         return parts
 
-    def _my_parts(self, whole: BatchPart) -> list[BatchPart]:
-        """This process's passes; every process has as many."""
+    def _micro_batches(self, whole: TrainBatch) -> list[TrainBatch]:
+        """Split a step into this process's passes; every process has the same number."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         rows = len(whole.batch.example_ids)
         tokens = int(whole.batch.attention_mask_BT.sum())
         wanted = max(self.config.accumulation, -(-tokens // (self._pass_tokens * processes)))
         passes = min(wanted, -(-rows // processes))
-        parts = split(whole, passes * processes)[rank::processes]
+        parts = split_batch(whole, passes * processes)[rank::processes]
         return [part.to(self.accelerator.device) for part in parts]
 
-    def _backward(self, part: BatchPart, whole: BatchPart) -> LossParts:
-        """Add one pass's gradients of the mean over all tokens of the step."""
+    def _backward(self, part: TrainBatch, whole: TrainBatch) -> LossSums:
+        """Accumulate a pass's gradients of the mean loss over all tokens of the step."""
         weights, processes = self.config.loss, self.accelerator.num_processes
-        result = self.student.run(self.sharing.model, part, self.step)
-        # Gradients are averaged over processes, so each counts that many times.
+        result = self.student.run(self.strategy.model, part, self.step)
+        # Gradients are averaged over processes, so the loss is multiplied by their number.
         scale = processes / max(1, int(whole.blocks.loss_BT.sum())) / len(result.exits)
         proxies, parts = [], []
         for exit_states in result.exits:
@@ -219,49 +219,49 @@ class Trainer:
             parts.append(found)
         if result.summary is not None and weights.summary:
             tokens = int(whole.batch.attention_mask_BT.sum())
-            proxies.append(weights.summary * processes / tokens * _summary(*result.summary))
-        self.sharing.backward(torch.stack(proxies).sum())
-        return mean_parts(parts)
+            proxies.append(weights.summary * processes / tokens * _summary_loss(*result.summary))
+        self.strategy.backward(torch.stack(proxies).sum())
+        return mean_over_exits(parts)
 
     @torch.no_grad()
-    def measure(self) -> dict[int, Measured]:
-        """Held-out accuracy and simulated tau of each N."""
+    def measure(self) -> dict[int, HeldOutMetrics]:
         self.student.module.eval()
-        found = measure(
+        found = measure_held_out(
             lambda part: self.student.run(
-                self.sharing.model, part.to(self.accelerator.device), self.step
+                self.strategy.model, part.to(self.accelerator.device), self.step
             ),
             self.data.examples,
             self.data.held_out_ids,
             batch_size=self.config.batch_size,
             draft_token_ids=self.student.draft_token_ids,
-            place=(self.accelerator.process_index, self.accelerator.num_processes),
-            total=lambda values: summed(self.accelerator, values),
+            process=(self.accelerator.process_index, self.accelerator.num_processes),
+            total=lambda values: sum_over_processes(self.accelerator, values),
             head=lambda states_ME: self._head(states_ME),
         )
         self.student.module.train()
         return dict(zip(self.student.exits, found, strict=False))
 
     @cached_property
-    def _head(self) -> TrimmedHead:
-        return TrimmedHead(self.target, None)
+    def _head(self) -> DraftVocabularyHead:
+        return DraftVocabularyHead(self.target, None)
 
     def _held_out(self) -> dict[str, Any]:
         found = self.measure()
         if not found:
             return {}
         first = found[self.student.exits[0]]
-        self._acceptance = tuple(one.acceptance for one in found.values())
-        self._moment_EE = first.moment_EE
+        self._acceptance = tuple(metrics.acceptance for metrics in found.values())
+        self._head_moment_EE = first.moment_EE
         return {
             "held_out_accuracy": first.accuracy,
             "held_out_tau": {
-                str(n): one.tau if self.student.simulates else None for n, one in found.items()
+                str(n): metrics.tau if self.student.simulates_chain else None
+                for n, metrics in found.items()
             },
         }
 
     def save(self) -> None:
-        """Write everything that an exact resume needs, atomically."""
+        """Write the state for an exact resume, atomically."""
         tensors = self._finite_state()
         facts = {
             "run": self._identity,
@@ -270,30 +270,30 @@ class Trainer:
             "order": self.data.state(),
             "acceptance": self._acceptance,
         }
-        if self._moment_EE is not None:
-            tensors[MOMENT] = self._moment_EE
+        if self._head_moment_EE is not None:
+            tensors[MOMENT] = self._head_moment_EE
         if self.accelerator.is_main_process:
             self.states.save(self.step, tensors, facts)
         self.accelerator.wait_for_everyone()
 
     def _finite_state(self) -> dict[str, Tensor]:
-        """What is worth keeping.
+        """Gather the state.
 
         Raises:
-            TrainingError: the last steps made weights that are no numbers.
+            TrainingError: a weight is not finite.
         """
-        tensors = self.sharing.state()
+        tensors = self.strategy.state()
         wrong = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if wrong:
             raise TrainingError(
                 f"After step {self.step}, {wrong[0]} is not finite, so this step is not saved. "
-                f"{self._intact()} Resume with a lower learning_rate."
+                f"{self._saved_message()} Resume with a lower learning_rate."
             )
         return tensors
 
     def export(self) -> None:
-        """Write the drafter, as a checkpoint that `load_drafter` reads, and its card."""
-        weights, _ = parts_of(self._finite_state())
+        """Write the drafter's checkpoint, which `load_drafter` reads, and its model card."""
+        weights, _ = split_state(self._finite_state())
         if self.accelerator.is_main_process:
             facts = {
                 "config": dataclasses.asdict(self.config),
@@ -303,21 +303,21 @@ class Trainer:
             }
             directory = self.output / "drafter"
             if self._acceptance:
-                self.student.record(self._acceptance, self._moment_EE)
+                self.student.record(self._acceptance, self._head_moment_EE)
             self.student.save(weights, directory, facts)
             write_card(directory, self.target, self.config, facts, self.log.rows())
         self.accelerator.wait_for_everyone()
 
     @property
     def _identity(self) -> dict[str, Any]:
-        """What a resumed run has in common with the one that it goes on with, as JSON."""
-        settings = {name: getattr(self.config, name) for name in SAME}
+        """Facts that a resumed run must share with the saved one, as JSON."""
+        settings = {name: getattr(self.config, name) for name in FIXED_SETTINGS}
         identity = {**settings, "examples": self.data.fingerprint()}
         found: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
         return found
 
     def _resume(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        # States of earlier versions say nothing of the run.
+        # States of earlier versions lack these facts.
         was, now = facts.get("run", self._identity), self._identity
         changed = [name for name in now if was.get(name) != now[name]]
         if changed:
@@ -326,8 +326,8 @@ class Trainer:
                 "would train on what was held out. Use the same, or another output directory; "
                 "initial=DIRECTORY goes on from a drafter with new data."
             )
-        self._moment_EE = tensors.pop(MOMENT, None)
-        self.sharing.load(tensors)
+        self._head_moment_EE = tensors.pop(MOMENT, None)
+        self.strategy.load(tensors)
         try:
             self.data.restore(facts["order"])
             self.step, self.tokens = int(facts["step"]), int(facts["tokens"])
@@ -338,13 +338,13 @@ class Trainer:
                 "start again, or put it back from a copy."
             ) from error
 
-    def _agreed(self, ending: Ending) -> Ending:
-        """Processes leave together: as soon as one wants to."""
+    def _agree(self, ending: StopCause) -> StopCause:
+        """Agree on a cause with all processes: all stop as soon as one must."""
         if self.accelerator.num_processes == 1:
             return ending
         mine = torch.tensor([int(ending)], device=self.accelerator.device)
         everyone: Tensor = self.accelerator.gather(mine)
-        return Ending(int(everyone.max()))
+        return StopCause(int(everyone.max()))
 
     def _start_trackers(self) -> None:
         if self.config.trackers:
@@ -356,11 +356,11 @@ class Trainer:
 
 
 def _by_exit(saved: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
-    """Acceptance as a state holds it; those of earlier versions have the first exit's alone."""
+    """Acceptance in a saved state; earlier versions saved the first exit's only."""
     lists = [saved] if saved and isinstance(saved[0], float) else saved
     return tuple(tuple(by_rank) for by_rank in lists)
 
 
-def _summary(aggregated_NE: Tensor, hidden_NE: Tensor) -> Tensor:
-    """Smooth-L1, mean over E, summed over tokens."""
+def _summary_loss(aggregated_NE: Tensor, hidden_NE: Tensor) -> Tensor:
+    """Smooth-L1 of the aggregates, mean over E, summed over tokens."""
     return F.smooth_l1_loss(aggregated_NE, hidden_NE, reduction="sum") / hidden_NE.shape[-1]

@@ -1,7 +1,7 @@
-"""What an exact resume needs, on disk: tensors in files of a chosen size, and one JSON file.
+"""State files for an exact resume: tensors in safetensors shards, and one JSON file.
 
-A state is written into a directory of its own, which gets its name (`step-NUMBER`) once it is
-whole; only then are older ones removed. So a run that is killed at any moment finds a whole state.
+A state is written to a scratch directory, which is renamed to `step-NUMBER` when it is complete.
+Older states are removed after that, so a complete state exists whenever the run is killed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ FACTS_FILE = "state.json"
 
 
 class StateFiles:
-    """The states of one run.
+    """The saved states of one run.
 
     Args:
-        directory: where they live.
-        shard_bytes: largest file; 0 for no limit. Tensors above it are cut along their first axis.
+        directory: of the states.
+        shard_bytes: largest file; 0 for no limit. Larger tensors are split along their first axis.
     """
 
     def __init__(self, directory: Path, shard_bytes: int = 0) -> None:
         self.directory, self._shard_bytes = directory, shard_bytes
 
     def latest(self) -> Path | None:
-        """The newest whole state, or None."""
         found = {int(path.name.removeprefix("step-")): path for path in self._states()}
         return found[max(found)] if found else None
 
@@ -46,8 +45,7 @@ class StateFiles:
         """Write a state, then remove older ones.
 
         Raises:
-            TrainingError: it cannot be written, for example because the disk is full; the last
-                state is intact.
+            TrainingError: the state cannot be written; the last one is intact.
         """
         scratch, final = self.directory / "partial", self.directory / f"step-{step}"
         try:
@@ -71,7 +69,7 @@ class StateFiles:
                 shutil.rmtree(path, ignore_errors=True)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The newest state, or None.
+        """Read the newest state, or return None.
 
         Raises:
             TrainingError: it is damaged.
@@ -113,11 +111,11 @@ def _write(directory: Path, number: int, shard: dict[str, Tensor]) -> str:
 
 
 def _pieces(tensors: Mapping[str, Tensor], limit: int) -> Iterator[tuple[str, Tensor]]:
-    """Tensors under `NAME@NUMBER`, cut along their first axis where they exceed the limit."""
+    """Name tensors `NAME@NUMBER`, split along their first axis if they exceed the limit."""
     for name, tensor in tensors.items():
         rows = len(tensor) if tensor.ndim else 1
         parts = min(rows, math.ceil(tensor.nbytes / limit)) if limit else 1
-        # safetensors refuses tensors that share memory, as weights used twice do.
+        # safetensors refuses tensors that share memory, such as tied weights.
         chunks = tensor.tensor_split(parts) if parts > 1 else (tensor,)
         for number, chunk in enumerate(chunks):
             yield f"{name}@{number}", chunk.detach().cpu().clone()

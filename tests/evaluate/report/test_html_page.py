@@ -19,13 +19,13 @@ import tiny
 from moaspec.errors import DataError, InputError
 from moaspec.evaluate.cut_quality import measure_cut
 from moaspec.evaluate.file_names import BEGIN, END
-from moaspec.evaluate.method_names import MethodParts, parse_methods
+from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.pass_costs import measure_costs
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.html_page import page, write_page
 from moaspec.evaluate.report.markdown import write_markdown
 from moaspec.evaluate.report.plots import draw_plots, scalable
-from moaspec.evaluate.runner import Settings, measure
+from moaspec.evaluate.runner import EvalSettings, measure
 
 SETTINGS = {"model": "tiny", "dtype": "float32"}
 PROMPTS = [Prompt("a", "1", ("5 9",), "x<y"), Prompt("b", "2", ("7 1",), "math")]
@@ -33,14 +33,19 @@ PROMPTS = [Prompt("a", "1", ("5 9",), "x<y"), Prompt("b", "2", ("7 1",), "math")
 
 @pytest.fixture(scope="module")
 def results() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    parts = MethodParts(target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")})
+    parts = MethodResources(
+        target=tiny.target(), checkpoints={"moa": tiny.agreeing_drafter("llama")}
+    )
     methods = parse_methods(["plain", "moa@chain:3"], parts)
 
     def encode(turn: str) -> list[int]:
         return [int(word) for word in turn.split()]
 
     report = measure(
-        methods, PROMPTS, lambda turns, _: encode(turns[0]), Settings(max_new_tokens=6, repeats=2)
+        methods,
+        PROMPTS,
+        lambda turns, _: encode(turns[0]),
+        EvalSettings(max_new_tokens=6, repeats=2),
     )
     costs = measure_costs(methods, contexts=(32, 64), batches=(1, 2), widths=(1, 2))
     cut = measure_cut(methods, PROMPTS, encode, after=3, max_new_tokens=6)

@@ -11,7 +11,7 @@ import typer
 
 from moaspec.cli.commands.evaluate import app
 from moaspec.evaluate.report.verdict import (
-    command,
+    eval_command,
     median_interval,
     prompt_rows,
     speedup,
@@ -131,7 +131,7 @@ def test_intervals_and_rows() -> None:
 def test_the_command_is_one_that_the_command_line_takes() -> None:
     facts = report(moa=method([0.5] * 12), lookup=method([1.0] * 12, timed=False))
     facts["settings"] = {**SETTINGS, "system": "You're a pirate.", "checkpoints": {"eagle": "a b"}}
-    text = command(facts)
+    text = eval_command(facts)
     assert text.startswith("moaspec eval \\\n    --methods plain,moa \\\n")
     words = shlex.split(text.replace("\\\n", ""))
     taken = typer.main.get_command(app).make_context("eval", words[2:]).params
@@ -141,4 +141,4 @@ def test_the_command_is_one_that_the_command_line_takes() -> None:
     assert list(taken["checkpoint"]) == ["eagle=a b"]
     assert taken["max_new_tokens"] == 16
     facts["settings"]["generation_config"] = None
-    assert "--generation-config none" in command(facts)
+    assert "--generation-config none" in eval_command(facts)

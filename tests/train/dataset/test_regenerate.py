@@ -30,7 +30,7 @@ from moaspec.train.dataset.regenerate import (
     regenerate,
     with_system_prompts,
 )
-from moaspec.train.dataset.response_writer import ResponseWriter, Writing
+from moaspec.train.dataset.response_writer import ResponseWriter, WriterOptions
 
 TALKS = [
     chats.talk("w20"),
@@ -58,9 +58,9 @@ def write(
     **changes: Any,
 ) -> list[Row]:
     values = {"max_new_tokens": NEW_TOKENS, "batch_size": 2, "group_size": 3} | changes
-    scribe = ResponseWriter(target, drafter, Writing(**values))
-    with Journal(path, scribe.settings(prompts=fingerprint(conversations))) as journal:
-        regenerate(scribe, conversations, journal)
+    writer = ResponseWriter(target, drafter, WriterOptions(**values))
+    with Journal(path, writer.settings(prompts=fingerprint(conversations))) as journal:
+        regenerate(writer, conversations, journal)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -265,7 +265,7 @@ def test_rows_are_training_data(target: Target, tmp_path: Path) -> None:
 def test_sizes_are_checked(name: str) -> None:
     values: dict[str, Any] = {name: 0}
     with pytest.raises(InputError, match=name):
-        Writing(**values)
+        WriterOptions(**values)
 
 
 def test_the_models_own_defaults_hold(target: Target, tmp_path: Path) -> None:

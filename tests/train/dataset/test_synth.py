@@ -15,7 +15,7 @@ from moaspec.errors import DataError, TrainingError
 from moaspec.target.target import Target
 from moaspec.train.dataset.journal import Journal
 from moaspec.train.dataset.overlap import words
-from moaspec.train.dataset.response_writer import ResponseWriter, Writing
+from moaspec.train.dataset.response_writer import ResponseWriter, WriterOptions
 from moaspec.train.dataset.synth import PromptGenerator, synth
 
 PLAIN_END = (
@@ -28,12 +28,12 @@ def imagine(
     target: Target, path: Path, num: int, systems: tuple[str, ...] = (), **changes: Any
 ) -> list[dict[str, Any]]:
     values = {"max_new_tokens": 40, "batch_size": 3, "group_size": 8, "temperature": 1.0} | changes
-    imagination = PromptGenerator(target, systems)
-    scribe = ResponseWriter(
-        target, None, Writing(**values), stop_token_ids=imagination.stop_token_ids
+    generator = PromptGenerator(target, systems)
+    writer = ResponseWriter(
+        target, None, WriterOptions(**values), stop_token_ids=generator.stop_token_ids
     )
-    with Journal(path, scribe.settings(num=num)) as journal:
-        synth(scribe, imagination, journal, num)
+    with Journal(path, writer.settings(num=num)) as journal:
+        synth(writer, generator, journal, num)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

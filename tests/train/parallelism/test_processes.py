@@ -21,7 +21,7 @@ import moaspec
 import tiny
 from moaspec.errors import InputError
 from moaspec.train.parallelism.processes import new_accelerator
-from moaspec.train.parallelism.strategies import share
+from moaspec.train.parallelism.strategies import new_strategy
 from moaspec.train.run_config import TrainConfig
 from moaspec.train.training_state import StateFiles
 
@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_other_processes(sharding: str, tmp_path: Path) -> No
 def test_one_process_has_nobody_to_share_with(sharding: Any, tmp_path: Path) -> None:
     config = TrainConfig(target="t", data=("d",), output=str(tmp_path), sharding=sharding)
     with pytest.raises(InputError, match="several processes"):
-        share(new_accelerator(config), torch.nn.Linear(1, 1), config)
+        new_strategy(new_accelerator(config), torch.nn.Linear(1, 1), config)
 
 
 def test_deepspeed_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,23 +12,25 @@ from torch.testing import assert_close
 
 import tiny
 from moaspec.errors import TrainingError
+from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.activation_store import ActivationCache, FinalStates
+from moaspec.train.students.target_activations import TargetActivations
 
 EXAMPLES = [Example(p, t[:9]) for p, t in zip(tiny.PROMPTS, tiny.own_texts("llama"), strict=True)]
 
 
-def new_cache(directory: Path) -> ActivationCache:
-    return ActivationCache(directory, EXAMPLES, tiny.target().identity)
+def new_cache(directory: Path, target: Target | None = None) -> TargetActivations:
+    return TargetActivations(target or tiny.target(), EXAMPLES, directory)
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3], [3, 1], [2]])
 def test_what_is_read_is_what_encode_gives(ids: list[int], tmp_path: Path) -> None:
-    target, cache, batch = tiny.target(), new_cache(tmp_path), collate(EXAMPLES, ids)
+    target, batch = tiny.target(), collate(EXAMPLES, ids)
+    cache = new_cache(tmp_path, target)
     expected = target.encode(batch.input_ids_BT, batch.attention_mask_BT)
     real = batch.attention_mask_BT.bool()
     for _ in range(2):
-        got = cache.passes(target, batch)
+        got = cache.passes(batch)
         assert got.kv_BTLK.dtype == got.hidden_BTE.dtype == torch.bfloat16
         # Stored as bf16, so equal to the last bit of bf16.
         assert_close(got.kv_BTLK[real], expected.kv_BTLK[real].to(torch.bfloat16), rtol=0, atol=0)
@@ -40,19 +42,19 @@ def test_what_is_read_is_what_encode_gives(ids: list[int], tmp_path: Path) -> No
 
 def test_the_target_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, batch = tiny.fresh_target(), collate(EXAMPLES, [0, 2])
-    first = new_cache(tmp_path).passes(target, batch)
+    first = new_cache(tmp_path, target).passes(batch)
     monkeypatch.setattr(target, "encode", None)
-    again = new_cache(tmp_path).passes(target, collate(EXAMPLES, [2, 0]))
+    again = new_cache(tmp_path, target).passes(collate(EXAMPLES, [2, 0]))
     assert_close(again.kv_BTLK.flip(0), first.kv_BTLK, rtol=0, atol=0)
 
 
 def test_other_data_or_another_target_does_not_reuse_the_files(tmp_path: Path) -> None:
     """The same directory and token counts, but other tokens or weights: nothing is stale."""
-    new_cache(tmp_path).passes(tiny.target(), collate(EXAMPLES, range(4)))
+    new_cache(tmp_path).passes(collate(EXAMPLES, range(4)))
     other_examples = [Example(e.prompt_ids, tuple(reversed(e.response_ids))) for e in EXAMPLES]
     batch = collate(other_examples, range(4))
-    cache = ActivationCache(tmp_path, other_examples, tiny.target().identity)
-    got = cache.passes(tiny.target(), batch)
+    cache = TargetActivations(tiny.target(), other_examples, tmp_path)
+    got = cache.passes(batch)
     expected = tiny.target().encode(batch.input_ids_BT, batch.attention_mask_BT)
     real = batch.attention_mask_BT.bool()
     assert_close(got.kv_BTLK[real], expected.kv_BTLK[real].to(torch.bfloat16), rtol=0, atol=0)
@@ -64,14 +66,13 @@ def test_final_states_alone_are_what_encode_gives_and_take_no_more_room(
     target, batch = tiny.fresh_target(), collate(EXAMPLES, [0, 2])
     expected = target.encode(batch.input_ids_BT, batch.attention_mask_BT).hidden_BTE
     real = batch.attention_mask_BT.bool()
-    first = FinalStates(tmp_path, EXAMPLES, target.identity).read(target, batch)
+    first = TargetActivations(target, EXAMPLES, tmp_path, finals_only=True).final_states(batch)
     # Stored as bf16, so equal to the last bit of bf16.
     assert_close(first[real], expected[real].to(torch.bfloat16), rtol=0, atol=0)
     monkeypatch.setattr(target, "encode", None)
-    again = FinalStates(tmp_path, EXAMPLES, target.identity)
-    assert_close(
-        again.read(target, collate(EXAMPLES, [2, 0])).flip(0)[real], first[real], rtol=0, atol=0
-    )
+    again = TargetActivations(target, EXAMPLES, tmp_path, finals_only=True)
+    states = again.final_states(collate(EXAMPLES, [2, 0]))
+    assert_close(states.flip(0)[real], first[real], rtol=0, atol=0)
     (file,) = tmp_path.rglob("*.bf16")
     assert file.stat().st_size == 2 * sum(map(len, EXAMPLES)) * target.identity.hidden_size
 

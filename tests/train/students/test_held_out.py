@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moaspec.train.data_order import BatchPart
+from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.students.blocks import fixed_blocks
-from moaspec.train.students.held_out import MEASURED_BLOCK, agreeing_prefixes, measure
+from moaspec.train.students.held_out import BLOCK_LENGTH, agreeing_prefix_lengths, measure_held_out
 from moaspec.train.students.losses import ExitStates
-from moaspec.train.students.students import StudentPass
+from moaspec.train.students.students import StudentOutput
 
 
 def test_prefixes_of_whole_blocks_by_hand() -> None:
@@ -17,31 +17,31 @@ def test_prefixes_of_whole_blocks_by_hand() -> None:
         [1, 1, 0, 1, 1, 1, 1, 1],  # two agree, whatever comes after
         [0, 1, 1, 1, 1, 1, 1, 1],
         [1, 1, 1],  # cut short by the response's end: not counted
-        [1] * MEASURED_BLOCK,
+        [1] * BLOCK_LENGTH,
     ]
     agreed = torch.tensor([one for block in blocks for one in block], dtype=torch.bool)
     steps = torch.tensor([i for block in blocks for i in range(len(block))])
-    assert agreeing_prefixes(agreed, steps).tolist() == [2, 0, MEASURED_BLOCK]
+    assert agreeing_prefix_lengths(agreed, steps).tolist() == [2, 0, BLOCK_LENGTH]
 
 
 def test_no_queries() -> None:
     empty = torch.zeros(0, dtype=torch.long)
-    assert agreeing_prefixes(empty.bool(), empty).tolist() == []
+    assert agreeing_prefix_lengths(empty.bool(), empty).tolist() == []
 
 
 def test_without_drafts_there_is_no_moment() -> None:
     """A moment of nothing would say that all states are zero."""
     states = ExitStates(torch.zeros(0, 4), torch.zeros(0, 4), torch.clone, torch.clone)
     batch = collate([Example([1, 2], [3])], [0])
-    part = BatchPart(batch, fixed_blocks(batch, MEASURED_BLOCK), None)
+    part = TrainBatch(batch, fixed_blocks(batch, BLOCK_LENGTH), None)
     assert not part.blocks.loss_BT.any()
-    (found,) = measure(
-        lambda _: StudentPass([states]),
+    (found,) = measure_held_out(
+        lambda _: StudentOutput([states]),
         [Example([1, 2], [3])],
         [0],
         batch_size=1,
         draft_token_ids=None,
-        place=(0, 1),
+        process=(0, 1),
         total=torch.clone,
         head=torch.clone,
     )

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from moaspec.train.students.losses import (
     ExitStates,
-    LossParts,
+    LossSums,
     LossWeights,
     divergence,
     exit_loss,
@@ -50,7 +50,7 @@ def states(seed: int) -> Tensor:
     return torch.randn(7, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def run(chunk: int, weights: LossWeights) -> tuple[LossParts, Tensor]:
+def run(chunk: int, weights: LossWeights) -> tuple[LossSums, Tensor]:
     torch.manual_seed(0)
     head, body = nn.Linear(4, 5).requires_grad_(False), nn.Linear(4, 4)
     found = ExitStates(body(states(1)), states(2), head, head)
@@ -144,6 +144,6 @@ def test_no_queries_give_no_loss_and_zero_gradients() -> None:
         ExitStates(drafted[none], states(2)[none], head, head), WEIGHTS, scale=1.0
     )
     proxy.backward()
-    assert parts == LossParts()
+    assert parts == LossSums()
     assert drafted.grad is not None
     assert not drafted.grad.any()

@@ -15,12 +15,12 @@ from moaspec.model.target_encoder import TargetEncoder
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.students.warm_start import (
     TOKEN_SLOPES,
-    balanced,
+    balance_norms,
     copy_first_layer,
     distance_query,
     fit_linear,
-    prefer_recent,
-    read_last_layers,
+    init_cross_attention,
+    init_layer_attention,
     warm_start,
 )
 
@@ -43,7 +43,7 @@ def test_a_constant_query_scores_by_distance(slope: float) -> None:
     query_D = distance_query(
         rope.inv_freq, distances, (-slope * distances).clamp(min=-12), weights=1 / (1 + distances)
     )
-    query_HD, key_CD = balanced(query_D[None], 1)
+    query_HD, key_CD = balance_norms(query_D[None], 1)
     cos_sin = rope(distances[None])
     queries, keys = (
         rotate(x.expand(200, -1)[None, None], cos_sin)[0, 0] for x in (query_HD, key_CD)
@@ -65,7 +65,7 @@ def test_newest_tokens_win_in_the_drafter_itself() -> None:
     with torch.no_grad():
         query.q_proj.weight.zero_()
         key.k_proj.weight.zero_()
-        prefer_recent(drafter, queries_NE=tokens_NE, keys_NE=tokens_NE)
+        init_cross_attention(drafter, queries_NE=tokens_NE, keys_NE=tokens_NE)
         cos_sin = Rope.plain(config.head_dim, 10000.0)(torch.arange(60)[None])
         query_HTD = query.query(tokens_NE[None], cos_sin)[0]
         key_CTD = key(tokens_NE[None], cos_sin)[0][0]
@@ -87,7 +87,7 @@ def test_lsa_reads_the_last_layers_and_what_predicts_the_final_state() -> None:
     final_NE = kv_NLK[:, -1] @ torch.randn(target.identity.kv_size, target.identity.hidden_size)
     with torch.no_grad():
         before = _explained(encoder, kv_NLK, final_NE)
-        read_last_layers(encoder, kv_NLK, final_NE)
+        init_layer_attention(encoder, kv_NLK, final_NE)
         after = _explained(encoder, kv_NLK, final_NE)
         shuffled = kv_NLK[:, torch.randperm(12)]
         order_lost = _explained(encoder, shuffled, final_NE, fit_on=kv_NLK)

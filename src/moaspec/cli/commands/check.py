@@ -19,7 +19,7 @@ from moaspec.cli.terminal.terminal_table import Table
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
-    from moaspec.evaluate.correctness.check_target import Check, Finding
+    from moaspec.evaluate.correctness.check_target import Check, CheckedText
 
 
 def check(
@@ -64,7 +64,7 @@ def check(
         from moaspec.target.registry import chosen_dtype, load_target
 
         chosen = chosen_dtype(dtype)
-    checked: dict[str, list[Finding]] = {}
+    checked: dict[str, list[CheckedText]] = {}
     whole = True
     for one in dict.fromkeys((chosen, "float32") if dtype == "auto" else (chosen,)):
         with console.status(f"Loading {model} in {one}"):
@@ -102,13 +102,13 @@ def check(
         raise typer.Exit(1)
 
 
-def _right(checked: Mapping[str, Sequence[Finding]]) -> bool:
+def _right(checked: Mapping[str, Sequence[CheckedText]]) -> bool:
     return all(finding.lossless for findings in checked.values() for finding in findings)
 
 
-def _run(plan: Check) -> list[Finding]:
+def _run(plan: Check) -> list[CheckedText]:
     """All findings, or those before a Ctrl-C."""
-    findings: list[Finding] = []
+    findings: list[CheckedText] = []
     with (
         contextlib.suppress(KeyboardInterrupt),
         bar("checking", plan.num_texts) as advance,
@@ -119,7 +119,7 @@ def _run(plan: Check) -> list[Finding]:
     return findings
 
 
-def _as_json(model: str, checked: Mapping[str, Sequence[Finding]]) -> dict[str, Any]:
+def _as_json(model: str, checked: Mapping[str, Sequence[CheckedText]]) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -137,9 +137,9 @@ def _as_json(model: str, checked: Mapping[str, Sequence[Finding]]) -> dict[str, 
     }
 
 
-def _table(title: str, findings: Sequence[Finding]) -> Table:
+def _table(title: str, findings: Sequence[CheckedText]) -> Table:
     """A row per setting and method."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
+    groups: dict[tuple[str, str], list[CheckedText]] = {}
     for finding in sorted(findings, key=_setting_order(findings)):
         groups.setdefault((finding.setting, finding.method), []).append(finding)
     rows = []
@@ -152,7 +152,7 @@ def _table(title: str, findings: Sequence[Finding]) -> Table:
     return Table(headings, rows, title, grouped=True)
 
 
-def _show(title: str, findings: Sequence[Finding]) -> None:
+def _show(title: str, findings: Sequence[CheckedText]) -> None:
     """The table, then every fault and every parting."""
     table.show(_table(title, findings))
     for finding in findings:
@@ -164,13 +164,13 @@ def _show(title: str, findings: Sequence[Finding]) -> None:
         console.note("Wrong: rounding does not explain the faults above.", "bold red")
 
 
-def _setting_order(findings: Sequence[Finding]) -> Callable[[Finding], int]:
+def _setting_order(findings: Sequence[CheckedText]) -> Callable[[CheckedText], int]:
     """Settings in the order in which they first occur; sorting by it keeps that of methods."""
     names = list(dict.fromkeys(finding.setting for finding in findings))
     return lambda finding: names.index(finding.setting)
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: CheckedText) -> str:
     gap = ""
     if finding.gap is not None:
         gap = f", {finding.gap:.3g} logits off (rounding: up to {finding.limit:.3g})"

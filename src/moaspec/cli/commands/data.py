@@ -23,12 +23,12 @@ from moaspec.data.unused_rows import ReadReport
 from moaspec.errors import DataError, InputError
 from moaspec.paths import require_writable_file
 from moaspec.train.dataset.journal import Journal
-from moaspec.train.stopping import Stop, parse_duration
+from moaspec.train.stopping import StopCondition, parse_duration
 
 if TYPE_CHECKING:
     from moaspec.target.target import Target
     from moaspec.train.dataset.overlap import Overlap
-    from moaspec.train.dataset.response_writer import Writing
+    from moaspec.train.dataset.response_writer import WriterOptions
     from moaspec.train.dataset.statistics import Statistics
 
 app = typer.Typer(
@@ -99,21 +99,21 @@ def synth_command(
     from moaspec.train.dataset.response_writer import ResponseWriter
     from moaspec.train.dataset.synth import PromptGenerator, synth
 
-    imagination = PromptGenerator(target, systems)
+    generator = PromptGenerator(target, systems)
     module = load_any_drafter(drafter, target=target) if drafter else None
-    stop = Stop(seconds)
+    stop = StopCondition(seconds)
     with progress("prompts", num, stop) as bar:
-        scribe = ResponseWriter(
+        writer = ResponseWriter(
             target,
             module,
             writing,
-            stop_token_ids=imagination.stop_token_ids,
+            stop_token_ids=generator.stop_token_ids,
             advance=lambda tokens, _: bar.advance(tokens, 0),
         )
-        settings = scribe.settings(num=num, system_prompts=systems, drafter=drafter)
+        settings = writer.settings(num=num, system_prompts=systems, drafter=drafter)
         with Journal(out, settings) as journal, stoppable(journal):
             bar.start(journal.rows)
-            synth(scribe, imagination, journal, num, bar.completed)
+            synth(writer, generator, journal, num, bar.completed)
     _report(journal, None)
 
 
@@ -174,22 +174,24 @@ def regenerate_command(
             "No usable prompts: every source was empty or its rows malformed. Name other sources."
         )
     module = load_any_drafter(drafter, target=target) if drafter else None
-    stop = Stop(seconds)
+    stop = StopCondition(seconds)
     with progress("conversations", len(conversations), stop) as bar:
-        scribe = ResponseWriter(target, module, writing, advance=bar.advance)
-        settings = scribe.settings(prompts=fingerprint(conversations), drafter=drafter)
+        writer = ResponseWriter(target, module, writing, advance=bar.advance)
+        settings = writer.settings(prompts=fingerprint(conversations), drafter=drafter)
         with Journal(out, settings) as journal, stoppable(journal):
             bar.start(min(journal.groups * group_size, len(conversations)))
-            regenerate(scribe, conversations, journal)
+            regenerate(writer, conversations, journal)
     _report(journal, skipped)
     _tell_unused(report)
 
 
-def _writing(options: Mapping[str, Any]) -> Writing:
+def _writing(options: Mapping[str, Any]) -> WriterOptions:
     """How to write, from a command's options, which have the names of its fields."""
-    from moaspec.train.dataset.response_writer import Writing
+    from moaspec.train.dataset.response_writer import WriterOptions
 
-    return Writing(**{field.name: options[field.name] for field in dataclasses.fields(Writing)})
+    return WriterOptions(
+        **{field.name: options[field.name] for field in dataclasses.fields(WriterOptions)}
+    )
 
 
 @app.command("stats")

@@ -186,14 +186,14 @@ def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
 
 def _pair_s(setting: Setting) -> float:
     """Seconds that both decodings take for a token each, after a warm-up."""
-    from moaspec.evaluate.race import Runner, run_race
+    from moaspec.evaluate.race import TimedDecoding, run_race
 
     ids = console.chat_ids(setting.target, setting.prompts[-1].turns[0])
     for _ in range(2):  # the first one warms up
-        plain = Runner(setting.target, None, ids, WARM_UP_TOKENS)
-        speculative = Runner(setting.target, setting.drafter, ids, WARM_UP_TOKENS)
+        plain = TimedDecoding(setting.target, None, ids, WARM_UP_TOKENS)
+        speculative = TimedDecoding(setting.target, setting.drafter, ids, WARM_UP_TOKENS)
         run_race(plain, speculative)
-    return sum(1 / one.effort.tokens_per_s for one in (plain, speculative))
+    return sum(1 / one.stats.tokens_per_s for one in (plain, speculative))
 
 
 def plan(pair_s: float, max_new_tokens: int | None) -> tuple[int, int]:
@@ -255,13 +255,13 @@ def _race(
     setting: Setting, prompt: Prompt, tokens: int, stage: Stage, stop: Callable[[], bool]
 ) -> Race | None:
     """Decode a prompt both ways; None where it was stopped."""
-    from moaspec.evaluate.race import Race, Runner, compared, run_race
+    from moaspec.evaluate.race import Race, TimedDecoding, compare_texts, run_race
 
     text, screen = prompt.turns[0], stage.screen
     heading = f"Prompt {stage.number} of {stage.last}: {text}"
     ids = console.chat_ids(setting.target, text)
-    plain = Runner(setting.target, None, ids, tokens)
-    speculative = Runner(setting.target, setting.drafter, ids, tokens)
+    plain = TimedDecoding(setting.target, None, ids, tokens)
+    speculative = TimedDecoding(setting.target, setting.drafter, ids, tokens)
     if stage.live:
         with panes.shown_live(heading, plain, speculative, screen) as draw:
             whole = run_race(plain, speculative, watch=draw, stop=stop)
@@ -272,13 +272,15 @@ def _race(
         panes.show_lines(heading, plain, speculative, screen)
     if not whole:
         return None
-    equality = compared(plain, speculative, ids, max_new_tokens=tokens, trusted=setting.trusted)
+    equality = compare_texts(
+        plain, speculative, ids, max_new_tokens=tokens, trusted=setting.trusted
+    )
     name = prompt.category or prompt.question_id
     return Race(
         name=name,
         prompt=text,
-        plain=plain.effort,
-        speculative=speculative.effort,
+        plain=plain.stats,
+        speculative=speculative.stats,
         equality=equality,
     )
 
@@ -372,14 +374,14 @@ def command() -> str:
 def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report:
     """Measure the same prompts by `measure`, transformers' own generate included."""
     from moaspec.cli.source_options import chat_encoder
-    from moaspec.evaluate.runner import Settings, measure
+    from moaspec.evaluate.runner import EvalSettings, measure
 
     with bar("measuring", len(setting.methods) * len(prompts)) as advance:
         return measure(
             setting.methods,
             prompts,
             chat_encoder(setting.target, "default"),
-            Settings(max_new_tokens=tokens),
+            EvalSettings(max_new_tokens=tokens),
             trusted=setting.trusted(),
             advance=advance,
         )

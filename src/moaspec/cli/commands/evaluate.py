@@ -17,12 +17,12 @@ from moaspec.evaluate.file_names import BEGIN, COSTS, CUT, END, PAGE, REPORT
 from moaspec.evaluate.prompt_suites import read_prompts
 
 if TYPE_CHECKING:
-    from moaspec.evaluate.cut_quality import Cut
+    from moaspec.evaluate.cut_quality import CutQuality
     from moaspec.evaluate.methods import Method
     from moaspec.evaluate.prompt_suites import Prompt
     from moaspec.evaluate.report.report import Report
-    from moaspec.evaluate.results_store import Store
-    from moaspec.evaluate.runner import Settings
+    from moaspec.evaluate.results_store import ResultsStore
+    from moaspec.evaluate.runner import EvalSettings
     from moaspec.target.target import Target
 
 DEFAULT_METHODS = "hf,plain,moa"
@@ -124,14 +124,14 @@ def evaluate(
         from moaspec.evaluate.cut_quality import check_cut
         from moaspec.evaluate.method_names import require_known_noise
         from moaspec.evaluate.report.report import surroundings
-        from moaspec.evaluate.results_store import Store, prepare
-        from moaspec.evaluate.runner import Settings
+        from moaspec.evaluate.results_store import ResultsStore, make_results_directory
+        from moaspec.evaluate.runner import EvalSettings
         from moaspec.target.registry import chosen_dtype
 
         if cut is not None:
             check_cut(cut, max_new_tokens)
         require_known_noise([*timed, *untimed], temperature)
-        settings = Settings(
+        settings = EvalSettings(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             batch=batch,
@@ -139,7 +139,7 @@ def evaluate(
             seed=seed,
         )
         if out is not None:
-            prepare(out)
+            make_results_directory(out)
         sources = Sources(
             model,
             chosen_dtype(dtype, device=device),
@@ -152,7 +152,7 @@ def evaluate(
         around = {**sources.as_facts(), "system": system, **surroundings()}
         facts = {**settings.as_facts(), **around, "rule": RULE}
         # It refuses other settings before anything is loaded.
-        store = None if apart else Store(out, facts)
+        store = None if apart else ResultsStore(out, facts)
         loaded = load_methods([*timed, *untimed], sources)
         trusted = None if apart else load_trusted(loaded, sources)
     console.tell_defaults(loaded[0].target, loaded[0].target.generation_defaults)
@@ -322,10 +322,10 @@ def _measured_cut(
     system: str,
     accuracy: bool,
     unsafe: bool,
-) -> Cut:
+) -> CutQuality:
     """`lengths`: tokens before the cut, and of the whole text."""
     from moaspec.cli.source_options import chat_encoder
-    from moaspec.evaluate.correctness.accuracy import is_right
+    from moaspec.evaluate.correctness.accuracy import is_correct
     from moaspec.evaluate.cut_quality import measure_cut
 
     target = methods[0].target
@@ -333,7 +333,7 @@ def _measured_cut(
 
     def right(prompt: Prompt, answer: Sequence[int]) -> bool | None:
         text = tokenizer.decode(answer, skip_special_tokens=True)
-        return is_right(prompt, text, unsafe=unsafe)
+        return is_correct(prompt, text, unsafe=unsafe)
 
     with bar("measuring", len(prompts)) as advance:
         return measure_cut(
@@ -342,12 +342,14 @@ def _measured_cut(
             lambda turn: encode([turn], []),
             after=lengths[0],
             max_new_tokens=lengths[1],
-            is_right=right if accuracy else lambda *_: None,
+            is_correct=right if accuracy else lambda *_: None,
             advance=advance,
         )
 
 
-def _report_cut(found: Cut, settings: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
+def _report_cut(
+    found: CutQuality, settings: dict[str, Any], out: Path | None, *, as_json: bool
+) -> None:
     from moaspec.cli.terminal.result_tables import show_cut
 
     facts = {**found.as_json(), "settings": settings}
@@ -361,11 +363,11 @@ def _names(text: str) -> list[str]:
 def _measured(
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
-    settings: Settings,
+    settings: EvalSettings,
     *,
     trusted: Target | None,
     tau_only: Sequence[Method] = (),
-    store: Store | None = None,
+    store: ResultsStore | None = None,
     system: str = "default",
 ) -> Report:
     from moaspec.cli.source_options import chat_encoder

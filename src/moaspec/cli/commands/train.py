@@ -13,10 +13,10 @@ from moaspec.cli.terminal.progress import bar_of
 from moaspec.data.unused_rows import ReadReport
 from moaspec.errors import InputError
 from moaspec.paths import require_writable
-from moaspec.train.stopping import MORE_TO_DO, Ending, parse_duration
+from moaspec.train.stopping import EXIT_UNFINISHED, StopCause, parse_duration
 
 if TYPE_CHECKING:
-    from moaspec.train.progress import Progress as StepProgress
+    from moaspec.train.step_metrics import StepMetrics as StepProgress
 
 
 def train(
@@ -96,14 +96,14 @@ def train(
 
         ending = trainer.run(report, seconds=seconds)
     written = f"drafter written to {trainer.output / 'drafter'}"
-    if ending is Ending.FINISHED:
+    if ending is StopCause.FINISHED:
         out.print(f"Finished: {written}")
         return
     out.print(
         f"Stopped after step {trainer.step} of {settings.steps}, which is saved; run it again to "
         f"continue. As it is now, {written}"
     )
-    raise typer.Exit(130 if ending is Ending.INTERRUPTED else MORE_TO_DO)
+    raise typer.Exit(130 if ending is StopCause.INTERRUPTED else EXIT_UNFINISHED)
 
 
 def _write_recipe(name: Path | None) -> None:

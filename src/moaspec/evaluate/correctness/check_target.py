@@ -1,7 +1,7 @@
-"""Is this target, with this drafter and dtype, exactly right on this machine?
+"""Check that all ways of decoding with a target and drafter write the target's own text.
 
-Every text that is decoded here, in whatever way, is held against one trusted pass (see `equality`)
-and compared with plain decoding's, to show where rounding let them part.
+Every decoded text is checked against one trusted pass (see `equality`) and compared with the text
+of plain decoding, to show where rounding makes them differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.drafting.policy.policies import FreeBranches
 from moaspec.drafting.protocols import Drafter
 from moaspec.drafting.text_proposer import TextProposer
-from moaspec.evaluate.correctness.equality import Audited, Equality, audit, compare, up_to_stop
+from moaspec.evaluate.correctness.equality import AuditedText, Equality, audit, compare, up_to_stop
 from moaspec.evaluate.methods import TransformersMethod
 from moaspec.generation.api import RowOptions, local_engine, sampling_params, shaping_for
 from moaspec.model.moa import MoADrafter
@@ -28,24 +28,23 @@ from moaspec.target.target import Target
 
 SHAPES: Mapping[str, Tree] = {"chain": Chain(3), "tree": Tree(3, 2, 6)}
 REPLAY_AGREEMENT = 0.8
-"""High enough that most rounds accept several drafts, low enough that many end at a rejected one:
-faults of either kind of round show."""
+"""Most rounds accept several drafts and many end at a rejected one, so faults of both show."""
 
 ROWS_TOGETHER = 64
-"""Texts decoded in one batch: the target's weights are read once for all of them, and there is
-memory for their caches on any machine that runs the target."""
+"""Batch size: large, to read the weights less often, but small enough for the memory of any machine
+that runs the target."""
 
 Batch = Literal["alone", "ragged"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding(Equality):
-    """What became of one text.
+class CheckedText(Equality):
+    """Result of one text.
 
     Attributes:
         setting, method, prompt: how it was decoded, and the prompt's number.
-        batch: "alone", or in a "ragged" batch of other prompts and other settings.
-        num_tokens: generated.
+        batch: "alone", or in a "ragged" batch with other prompts and settings.
+        num_tokens: length of the text.
     """
 
     setting: str
@@ -57,19 +56,17 @@ class Finding(Equality):
 
 @dataclass(frozen=True)
 class _CheckRow:
-    """A text to decode."""
-
     setting: str
     prompt: int
 
 
 @dataclass(frozen=True)
-class _Way:
-    """One way of decoding all prompts.
+class _DecodingMode:
+    """A way to decode all prompts.
 
     Attributes:
-        beyond_stops: decode on behind stop tokens and cut the text there, so that drafts of stop
-            tokens are verified; the engine leaves out drafts that would end a row.
+        beyond_stops: ignore stop tokens while decoding and cut the text afterwards, so that drafts
+            of stop tokens are verified; otherwise the engine drops them.
     """
 
     name: str
@@ -80,7 +77,7 @@ class _Way:
     beyond_stops: bool = False
 
 
-PLAIN = _Way("plain")
+PLAIN = _DecodingMode("plain")
 
 
 @dataclass
@@ -88,14 +85,14 @@ class Check:
     """A check of one target and drafter.
 
     Args:
-        target: decodes.
+        target: to check.
         prompts: token ids.
-        drafter: None leaves trained and random drafters out.
-        stock: the target as transformers alone loads it, for the trusted passes and for its own
-            `generate`; None takes `target`.
+        drafter: to check; None checks without trained and random drafters.
+        stock: the target as transformers loads it, for the trusted passes and its own `generate`;
+            None takes `target`.
         max_new_tokens: of each text.
         seeds: of the sampled texts.
-        alone: how many of the prompts are also decoded each by itself.
+        alone: number of prompts that are also decoded alone.
     """
 
     target: Target
@@ -105,13 +102,13 @@ class Check:
     max_new_tokens: int = 64
     seeds: Sequence[int] = (0,)
     alone: int = 1
-    _audited: dict[tuple[_CheckRow, tuple[int, ...]], Audited] = field(
+    _audited: dict[tuple[_CheckRow, tuple[int, ...]], AuditedText] = field(
         default_factory=dict, init=False
     )
 
     @cached_property
     def settings(self) -> dict[str, SamplingParams]:
-        """By name; what they leave out is the target's own."""
+        """Sampling settings by name; the target's defaults complete them."""
         given: dict[str, RowOptions] = {"greedy": {}}
         for seed in self.seeds:
             name = f"temperature 0.8, top-p 0.95, seed {seed}"
@@ -125,14 +122,12 @@ class Check:
 
     @property
     def num_texts(self) -> int:
-        """How many findings there will be."""
         together, alone = len(self._rows()), len(self._rows(self.alone))
         return len(self.prompts) + len(self._ways([])) * (together + alone)
 
-    def run(self) -> Iterator[Finding]:
-        """Decode and judge, text after text."""
+    def run(self) -> Iterator[CheckedText]:
         rows = self._rows()
-        plain = self._together(PLAIN, rows)
+        plain = self._decode_all(PLAIN, rows)
         base = {row: self._audit(row, text) for row, text in zip(rows, plain, strict=True)}
         greedy = [row for row in rows if row.setting == "greedy"]
         yield from self._judged("hf", "alone", greedy, self._transformers(), base)
@@ -140,30 +135,28 @@ class Check:
         for way in self._ways(known):
             for row in self._rows(self.alone):
                 yield from self._judged(way.name, "alone", [row], self._decode(way, [row]), base)
-            texts = plain if way is PLAIN else self._together(way, rows)
+            texts = plain if way is PLAIN else self._decode_all(way, rows)
             yield from self._judged(way.name, "ragged", rows, texts, base)
 
     def _rows(self, num_prompts: int | None = None) -> list[_CheckRow]:
-        """The texts of the first prompts, of all settings of each: neighbours differ in both."""
+        """All settings of the first prompts."""
         numbers = range(len(self.prompts))[:num_prompts]
         return [_CheckRow(setting, prompt) for prompt in numbers for setting in self.settings]
 
     def _transformers(self) -> list[list[int]]:
-        """What its own `generate` writes, greedily."""
         hf = TransformersMethod("hf", self.stock or self.target)
-        return [hf.run(prompt, self._full(prompt)).token_ids for prompt in self.prompts]
+        return [hf.run(prompt, self._max_length(prompt)).token_ids for prompt in self.prompts]
 
-    def _full(self, prompt: Sequence[int]) -> int:
-        """Tokens of a text that nothing stops early; transformers would go on past the context."""
+    def _max_length(self, prompt: Sequence[int]) -> int:
+        """Largest length of a text in the context, which transformers does not limit itself."""
         return min(self.max_new_tokens, self.target.max_positions - len(prompt))
 
-    def _ways(self, known: Sequence[Sequence[int]]) -> list[_Way]:
-        """All ways of decoding; replay drafts from the texts that plain decoding wrote."""
-        baits = sorted({0, *self.target.stop_token_ids})
+    def _ways(self, known: Sequence[Sequence[int]]) -> list[_DecodingMode]:
+        """All ways of decoding; `known` texts of plain decoding serve as drafts of replay."""
         drafters: dict[str, tuple[MoADrafter | Drafter, int | None]] = {
             "lookup": (NgramProposer(), None),
             "replay": (OracleProposer(known, agreement=REPLAY_AGREEMENT), None),
-            "bait": (StopTokenProposer(baits), None),
+            "stop tokens": (StopTokenProposer(sorted({0, *self.target.stop_token_ids})), None),
         }
         if self.drafter is not None and not isinstance(self.drafter, MoADrafter):
             drafters["trained"] = (self.drafter, None)
@@ -173,32 +166,36 @@ class Check:
                 drafters[f"moa (N={layers})"] = (self.drafter, layers)
         return [
             PLAIN,
-            _Way("copies", free_branches=True),
+            _DecodingMode("copies", free_branches=True),
             *self._trained(),
             *(
-                _Way(f"{name}, {shape_name}", drafter, shape, layers, beyond_stops=name == "bait")
+                _DecodingMode(
+                    f"{name}, {shape_name}",
+                    drafter,
+                    shape,
+                    layers,
+                    beyond_stops=name == "stop tokens",
+                )
                 for name, (drafter, layers) in drafters.items()
                 for shape_name, shape in SHAPES.items()
             ),
         ]
 
-    def _trained(self) -> list[_Way]:
-        """What users get who say nothing, and drafts with copies beside them."""
+    def _trained(self) -> list[_DecodingMode]:
+        """The default, and draft trees with n-gram branches."""
         if self.drafter is None:
             return []
         return [
-            _Way("moa, auto", self.drafter, "auto", free_branches="auto"),
-            _Way("moa, tree and copies", self.drafter, SHAPES["tree"], free_branches=True),
+            _DecodingMode("moa, auto", self.drafter, "auto", free_branches="auto"),
+            _DecodingMode("moa, tree and copies", self.drafter, SHAPES["tree"], free_branches=True),
         ]
 
-    def _together(self, way: _Way, rows: Sequence[_CheckRow]) -> list[list[int]]:
-        """All rows, in as few batches as memory allows."""
+    def _decode_all(self, way: _DecodingMode, rows: Sequence[_CheckRow]) -> list[list[int]]:
         starts = range(0, len(rows), ROWS_TOGETHER)
         batches = (rows[start : start + ROWS_TOGETHER] for start in starts)
         return [text for batch in batches for text in self._decode(way, batch)]
 
-    def _decode(self, way: _Way, rows: Sequence[_CheckRow]) -> list[list[int]]:
-        """One batch; each row has its own prompt and settings."""
+    def _decode(self, way: _DecodingMode, rows: Sequence[_CheckRow]) -> list[list[int]]:
         shaping = shaping_for(
             self.target,
             way.drafter,
@@ -221,12 +218,12 @@ class Check:
         ]
         results = [engine.result(handle) for handle in handles]
         for _ in engine.run():
-            pass  # results fill as it runs
+            pass  # fills the results
         texts = [result.token_ids for result in results]
         return [up_to_stop(text, stops) for text in texts] if way.beyond_stops else texts
 
-    def _audit(self, row: _CheckRow, token_ids: Sequence[int]) -> Audited:
-        """Most ways give the same text, which needs one trusted pass only."""
+    def _audit(self, row: _CheckRow, token_ids: Sequence[int]) -> AuditedText:
+        """Audit a text once; most ways of decoding produce the same one."""
         key = (row, tuple(token_ids))
         if key not in self._audited:
             self._audited[key] = audit(
@@ -244,11 +241,11 @@ class Check:
         batch: Batch,
         rows: Sequence[_CheckRow],
         texts: Sequence[Sequence[int]],
-        base: Mapping[_CheckRow, Audited],
-    ) -> Iterator[Finding]:
+        base: Mapping[_CheckRow, AuditedText],
+    ) -> Iterator[CheckedText]:
         for row, token_ids in zip(rows, texts, strict=True):
             found = compare(self._audit(row, token_ids), base[row])
-            yield Finding(
+            yield CheckedText(
                 **vars(found),
                 setting=row.setting,
                 method=method,
@@ -259,22 +256,22 @@ class Check:
 
 
 class StopTokenProposer(TextProposer):
-    """Proposes what a faulty verification would let through: pads, ends of turns, repetitions.
+    """Proposes tokens that a faulty verification could accept: pads, stop tokens, repetitions.
 
     Args:
-        tokens: what to propose; 0 is what fixed-size trees are padded with.
+        tokens: to propose; 0 is the pad of fixed-size trees.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
 
     def draft(self, token_ids: Sequence[int], shape: Tree) -> DraftTree:
-        """Paths that begin with different baits, in another order after each token."""
-        baits = [*self._tokens, token_ids[-1]]
+        """Paths that begin with different tokens, in another order after each token."""
+        tokens = [*self._tokens, token_ids[-1]]
         first = len(token_ids)
         paths = [
-            [baits[(first + path + level) % len(baits)] for level in range(shape.depth)]
-            for path in range(min(shape.breadth, len(baits)))
+            [tokens[(first + path + level) % len(tokens)] for level in range(shape.depth)]
+            for path in range(min(shape.breadth, len(tokens)))
         ]
         return merged(paths, shape.total_tokens)
 

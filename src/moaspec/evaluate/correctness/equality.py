@@ -1,15 +1,15 @@
-"""Is this the target's own text?
+"""Check whether a text is the target's own.
 
-Each of its tokens must be what the law chooses there, up to rounding, and it must end where it
-should. A pass over eight tokens and one over a single token round differently in the last bits, so
-two correct decodings may part where the target's two best tokens are (nearly) tied. This module
-tells such a tie from a fault. It trusts nothing of what decodes: logits are those of one pass of
-transformers' own model over the whole text, without cache, trees or masks of ours, and a token's
-noise is that of its place in the text.
+Each token must be the choice of seeded sampling at its position, up to rounding, and the text must
+end correctly. Passes of different widths round differently in the last bits, so two correct
+decodings may differ where the target's two best tokens are nearly tied. This module distinguishes
+such ties from faults. It does not use the code under test: logits come from one pass of
+transformers' own model over the whole text, without our cache, trees or masks, and noise from the
+position in the text.
 
-A target in bf16 or float16 is asked twice: in float32 with the same weights, for what is right, and
-as it is, for how rounding moves the scores between which its choices are made in this very text.
-So a fault below that rounding is seen in float32 only.
+A target in bf16 or float16 makes two passes: in float32 with the same weights, for the expected
+tokens, and in its own dtype, to measure how much rounding moves the scores in this text. Faults
+smaller than that rounding are visible in float32 only.
 
 Legend: T text, V vocabulary, R rivals of a choice.
 """
@@ -36,13 +36,13 @@ from moaspec.target.families import forget_growth
 from moaspec.target.target import Target
 
 FLOAT32_TIE = 1e-3
-"""Largest gap that float32's rounding explains: ten times what two logits were measured to differ
-by in passes of different width, 5e-5 each. It is the least that any dtype is allowed."""
+"""Largest gap that float32 rounding explains: ten times the measured difference of two logits in
+passes of different width, 5e-5 each. Smallest tolerance of any dtype."""
 
 RIVALS, DEVIATIONS = 16, 6
-"""What rounding does to the distance from a position's best token is measured on so many of its
-best tokens. So many standard deviations of that explain a gap. (Of 11,730 such distances of SmolLM2
-in bf16 one in 12,000 was beyond five, none beyond six.)"""
+"""Number of best tokens of a position on which the rounding error of their distance from the best
+one is measured, and number of its standard deviations that explain a gap. (Of 11,730 distances of
+SmolLM2 in bf16 one in 12,000 was beyond five, none beyond six.)"""
 
 RULE = (
     "Every token is held against one pass of the target in float32: it must be the best there "
@@ -51,22 +51,22 @@ RULE = (
     "part from the baseline's at such a tie are the target's own too, as two plain decodings are "
     "whose passes have different widths."
 )
-"""For whoever reads results; kept with them."""
+"""Explanation of the check; stored with results."""
 EARLIER_RULE = "Texts were compared with the baseline's by an earlier version of moaspec."
 
 
 @dataclass(frozen=True)
 class Equality:
-    """What became of a text.
+    """Result of comparing a text with plain decoding.
 
     Attributes:
-        kind: "identical" to plain decoding's, parted from it at a "near_tie" where the target
-            itself is undecided, or "different": not the target's text.
-        position: generated index of the first wrong token, or of the first that differs.
-        gap: how many logits the token there is from being the right one (see `Audited`), of the
-            worse of the two at a tie; None where no change of logits explains it.
-        limit: largest gap that rounding explains there; None where nothing is compared with it.
-        reason: what is wrong with a text that is "different".
+        kind: "identical" to plain decoding's text, different from it at a "near_tie" of the
+            target's scores, or "different": not the target's text.
+        position: generated index of the first wrong token, or of the first difference.
+        gap: of that token (see `AuditedText`), at a tie of the worse text; None if no change of
+            logits explains it.
+        limit: largest gap that rounding explains there; None if there is no gap.
+        reason: why a text is "different".
     """
 
     kind: Literal["identical", "near_tie", "different"]
@@ -81,15 +81,15 @@ class Equality:
 
 
 @dataclass(frozen=True)
-class Audited:
-    """A decoded text, held against trusted passes.
+class AuditedText:
+    """A decoded text with the result of trusted passes.
 
     Attributes:
-        token_ids: what was generated.
-        gaps: how far each token is from being the one that the law chooses: the smallest change of
-            logits that explains it, 0 where it is the choice, infinite where none does.
-        limit: largest gap that rounding explains here.
-        wrong_end: why the text should have ended elsewhere; "" where it ends rightly.
+        token_ids: generated ids.
+        gaps: for each token, the smallest change of logits that makes it the choice of seeded
+            sampling: 0 for the choice itself, infinite if there is none.
+        limit: largest gap that rounding explains.
+        wrong_end: why the end of the text is wrong, or "".
     """
 
     token_ids: Sequence[int]
@@ -106,19 +106,19 @@ def audit(
     *,
     max_new_tokens: int,
     stop_token_ids: Collection[int] | None = None,
-) -> Audited:
-    """Ask the target about every token of a text, and about its end.
+) -> AuditedText:
+    """Check every token of a text and its end with trusted passes of the target.
 
     Args:
-        target: whose `model` is trusted; not packed, unless it is in float32.
+        target: its `model` is trusted; not packed, unless it is in float32.
         prompt_ids: of the text.
-        token_ids: what was generated.
-        sampling: how, with a seed where noise took part.
-        max_new_tokens: what was asked for.
+        token_ids: generated ids.
+        sampling: parameters of the text, with a seed if it was sampled.
+        max_new_tokens: of the request.
         stop_token_ids: ids that end a text; None takes the target's own.
 
     Raises:
-        ValueError: a packed target, which cannot compute in float32.
+        ValueError: the target is packed and cannot compute in float32.
     """
     full = min(max_new_tokens, target.max_positions - len(prompt_ids))
     stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
@@ -130,18 +130,13 @@ def audit(
         gaps.append(_gap(scores_V, prefix, text[position]))
         errors.append(_errors(scores_V, processed(rounded_V, prefix)))
     deviation = float(torch.cat(errors).square().mean().sqrt())
-    # NaN, of logits that are none, explains nothing.
+    # `max` drops a NaN limit, of NaN logits.
     limit = max(FLOAT32_TIE, DEVIATIONS * deviation)
-    return Audited(token_ids, gaps, limit, _wrong_end(token_ids, full, stops))
+    return AuditedText(token_ids, gaps, limit, _wrong_end(token_ids, full, stops))
 
 
-def compare(text: Audited, plain: Audited) -> Equality:
-    """Is this the target's own text, and is it the one that plain decoding wrote?
-
-    Args:
-        text: what is judged.
-        plain: of the same prompt and sampling.
-    """
+def compare(text: AuditedText, plain: AuditedText) -> Equality:
+    """Judge a text, and compare it with plain decoding's."""
     for position, gap in enumerate(text.gaps):
         if not _right(text, position):
             reason = f"token {text.token_ids[position]} is not the target's choice"
@@ -152,14 +147,14 @@ def compare(text: Audited, plain: Audited) -> Equality:
     parting = first_difference(plain.token_ids, text.token_ids)
     if parting is None:
         return Equality("identical")
-    # A plain text may be wrong there itself, which is told where it is judged.
-    both = [one for one in (text, plain) if parting < len(one.gaps) and _right(one, parting)]
-    gap, limit = max(((one.gaps[parting], one.limit) for one in both), default=(0.0, text.limit))
+    # The plain text may be wrong there itself; its own judgement reports that.
+    right = [x for x in (text, plain) if parting < len(x.gaps) and _right(x, parting)]
+    gap, limit = max(((x.gaps[parting], x.limit) for x in right), default=(0.0, text.limit))
     return Equality("near_tie", parting, gap, limit)
 
 
-def _right(text: Audited, position: int) -> bool:
-    """Whether rounding explains the gap there; it explains no NaN."""
+def _right(text: AuditedText, position: int) -> bool:
+    """Whether rounding explains the gap; False for NaN."""
     return text.gaps[position] <= text.limit
 
 
@@ -189,7 +184,7 @@ def judge(
 
 
 def _wrong_end(token_ids: Sequence[int], full: int, stops: Collection[int]) -> str:
-    """Why a text should have ended elsewhere."""
+    """Why the end of a text is wrong, or ""."""
     if any(token in stops for token in token_ids[:-1]):
         return "it goes on after a stop token"
     if len(token_ids) > full:
@@ -200,7 +195,7 @@ def _wrong_end(token_ids: Sequence[int], full: int, stops: Collection[int]) -> s
 
 
 def up_to_stop(token_ids: Sequence[int], stops: Collection[int]) -> list[int]:
-    """A text up to and with its first stop token."""
+    """Cut a text after its first stop token."""
     ends = (i + 1 for i, token in enumerate(token_ids) if token in stops)
     return list(token_ids[: next(ends, len(token_ids))])
 
@@ -217,10 +212,10 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 def _logits(
     target: Target, text: Sequence[int], start: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Right and rounded logits for the token at every position from `start` on.
+    """Yield position, float32 and rounded logits for every position from `start` on.
 
-    LongRoPE goes by the length of a call, so what was chosen on either side of its switch takes a
-    pass each. With dynamic NTK cached keys stay as they are, so each token takes a pass.
+    LongRoPE depends on the length of a call, so either side of its switch takes a pass. With
+    dynamic NTK cached keys keep their rotation, so each token takes a pass.
     """
     if target.rope_growth is not None and len(text) > target.rope_growth:
         yield from _logits_step_by_step(target, text, start)
@@ -242,7 +237,7 @@ def _logits(
 def _logits_step_by_step(
     target: Target, text: Sequence[int], start: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The same by passes that `generate` of transformers makes: the prompt, then token by token."""
+    """As `_logits`, with the passes of transformers' `generate`: prompt, then single tokens."""
     rounded_TV = right_TV = _stepped(target.model, text, start, target.device)
     if target.dtype != torch.float32:
         with _in_float32(target):
@@ -255,7 +250,7 @@ def _stepped(
 ) -> list[Tensor]:
     """Logits for the token at every position from `start` on, (V,) each."""
     forget_growth(model)
-    # Named so from transformers 5.24.
+    # The name since transformers 5.24.
     new_name = "cache" in inspect.signature(model.forward).parameters
     cache = {"cache" if new_name else "past_key_values": DynamicCache()}
     logits = []
@@ -267,14 +262,13 @@ def _stepped(
 
 
 def _one_pass(model: nn.Module, ids_1T: Tensor, num_logits: int) -> Tensor:
-    """The last positions' logits, by transformers' own forward."""
     output = model(ids_1T, use_cache=False, logits_to_keep=num_logits)
     return cast(Tensor, output.logits[0].float())
 
 
 @contextmanager
 def _in_float32(target: Target) -> Iterator[None]:
-    """The same weights, computed with in float32: one layer's copies at a time."""
+    """Compute in float32 with the same weights, converting one module at a time."""
     if target.packed:
         raise ValueError("A packed target cannot compute in float32; load it with packed=False.")
     own: dict[nn.Parameter, Tensor] = {}
@@ -288,20 +282,20 @@ def _in_float32(target: Target) -> Iterator[None]:
         for parameter in module.parameters(recurse=False):
             parameter.data = own.pop(parameter)
 
-    modules = [one for one in target.model.modules() if any(True for _ in one.parameters(False))]
-    hooks = [one.register_forward_pre_hook(widen) for one in modules]
-    hooks += [one.register_forward_hook(restore) for one in modules]
+    modules = [m for m in target.model.modules() if any(True for _ in m.parameters(False))]
+    hooks = [module.register_forward_pre_hook(widen) for module in modules]
+    hooks += [module.register_forward_hook(restore) for module in modules]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter, data in own.items():  # of a pass that was interrupted
+        for parameter, data in own.items():  # of an interrupted pass
             parameter.data = data
 
 
 def _errors(right_V: Tensor, rounded_V: Tensor) -> Tensor:
-    """What rounding did to the distance of rivals from the best score, (R,)."""
+    """Rounding error of the distances of the best tokens from the best score, (R,)."""
     rivals_R = right_V.topk(min(RIVALS, len(right_V))).indices
     rivals_R = rivals_R[right_V[rivals_R].isfinite()]
     error_R = (rounded_V - right_V)[rivals_R].float().cpu()
@@ -309,7 +303,7 @@ def _errors(right_V: Tensor, rounded_V: Tensor) -> Tensor:
 
 
 def _gap(scores_V: Tensor, prefix: Prefix, token: int) -> float:
-    """The smallest change of processed logits that lets the law choose this token."""
+    """The smallest change of processed logits that makes this token the choice."""
     scores_V = scores_V.double()
     if scores_V[token] == -torch.inf:
         return math.inf
@@ -325,7 +319,7 @@ def _gap(scores_V: Tensor, prefix: Prefix, token: int) -> float:
         for fact in (seed_bits(sampling.seed or 0), sampling.choice, len(prefix.token_ids))
     )
     perturbed_V = scaled_V + gumbel(seed, choice, position, ids_V)
-    # A rival is out of the way as soon as it is behind, or no longer survives top-k, top-p, min-p.
+    # A rival loses if its score is lower, or if it does not survive top-k, top-p, min-p.
     rivals_V = torch.minimum(perturbed_V - perturbed_V[token], scaled_V - threshold)
     needed = torch.maximum(rivals_V.max(), threshold - scaled_V[token])
     return temperature * max(0.0, float(needed))

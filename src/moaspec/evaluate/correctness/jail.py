@@ -1,4 +1,4 @@
-"""The program inside the sandbox. `sandbox.py` runs this file's text; it imports nothing of ours.
+"""The program inside the sandbox; `sandbox.py` runs its text, so it imports no moaspec modules.
 
 Arguments: the role (`candidate` or `judge`), `namespaces` or `none`, seconds of processor time,
 bytes of address space, and the paths that stay visible. Standard input is the role's job as JSON,

@@ -1,8 +1,7 @@
-"""Run functions that a model wrote on their tests, in a sandbox.
+"""Run a model's functions with their tests in a sandbox.
 
-The answer and its tests run in two processes, each in a sandbox of its own (`jail.py`): bubblewrap
-where it is installed and works, else Linux namespaces. Without either, nothing is run unless the
-caller accepts that.
+The answer and its tests run in two processes, each in its own sandbox (`jail.py`): bubblewrap if it
+works, else Linux namespaces. Without either, nothing runs unless the caller sets `unsafe`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 from moaspec.errors import InputError
 
 START_S = 5
-"""Seconds of the clock that both processes have beyond their processor time."""
+"""Seconds of wall-clock time beyond the processor time."""
 TMP_BYTES = 1 << 24
 
 
@@ -50,29 +49,29 @@ class Trial:
 def passes(
     trial: Trial, *, timeout_s: int = 5, memory_bytes: int = 1 << 30, unsafe: bool = False
 ) -> bool:
-    """Whether the function passes its tests within limits.
+    """Return whether the function passes its tests within limits.
 
-    Its arguments and results travel as plain data: numbers, strings, lists, tuples, sets, dicts.
-    The code sees Python's standard library and an empty directory. It has no network, input, output
-    or environment, and can start no process or thread.
+    Arguments and results are sent as plain data: numbers, strings, lists, tuples, sets, dicts. The
+    code sees Python's standard library and an empty directory. It has no network, input, output or
+    environment, and cannot start processes or threads.
 
     Args:
         trial: function and tests.
         timeout_s: seconds of processor time; `START_S` more by the clock.
         memory_bytes: address space of each process.
-        unsafe: run it without a sandbox where there is none.
+        unsafe: run without a sandbox if there is none.
 
     Raises:
-        InputError: there is no sandbox here, and `unsafe` is not set.
+        InputError: this system has no sandbox, and `unsafe` is not set.
     """
     return _run(trial, isolation(unsafe=unsafe), timeout_s, memory_bytes)
 
 
 def isolation(*, unsafe: bool = False) -> str:
-    """How this system confines programs: `bwrap`, `namespaces`, or `none` where `unsafe` is set.
+    """The sandbox of this system: `bwrap`, `namespaces`, or `none` if `unsafe` is set.
 
     Raises:
-        InputError: there is no sandbox here, and `unsafe` is not set.
+        InputError: this system has no sandbox, and `unsafe` is not set.
     """
     found = _isolation()
     if found is not None:
@@ -88,14 +87,14 @@ def isolation(*, unsafe: bool = False) -> str:
 
 @functools.cache
 def _isolation() -> str | None:
-    """The first that runs a small program; None where none does."""
+    """The first sandbox that runs a small program, or None."""
     trial = Trial("def one():\n    return 1", "one", "def check(one):\n    assert one() == 1")
     kinds = [] if sys.platform != "linux" else ["bwrap", "namespaces"]
-    return next((one for one in kinds if works(one, trial)), None)
+    return next((kind for kind in kinds if works(kind, trial)), None)
 
 
 def works(kind: str, trial: Trial) -> bool:
-    """Whether a right function passes with this kind of isolation."""
+    """Return whether a correct function passes in this sandbox."""
     if kind == "bwrap" and shutil.which(kind) is None:
         return False
     return _run(trial, kind, 5, 1 << 30)
@@ -120,7 +119,7 @@ def _run(trial: Trial, kind: str, timeout_s: int, memory_bytes: int) -> bool:
 def _started(
     command: list[str], job: dict[str, Any], channel: socket.socket
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in an empty directory; it and its group are killed at the end."""
+    """Start a process in an empty directory; kill its process group at the end."""
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as file:
         file.write(json.dumps(job).encode())
         file.seek(0)
@@ -149,9 +148,9 @@ def _command(kind: str, role: str, limits: tuple[str, str]) -> list[str]:
 
 
 def _bwrap(visible: list[str]) -> list[str]:
-    """The beginning of a command that bubblewrap confines.
+    """The bubblewrap prefix of a command.
 
-    Root stays root until the program has dropped its rights: a user namespace would map the user
+    Root stays root until the program drops its rights, because a user namespace would map the user
     inside to root outside.
     """
     root = os.geteuid() == 0
@@ -165,8 +164,8 @@ def _bwrap(visible: list[str]) -> list[str]:
         *(shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", *user),
         *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
         *("--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"),  # noqa: S108 - a new one
-        # By itself it makes directories that only root can enter.
-        *(word for path in _above(visible) for word in ("--perms", "0755", "--dir", path)),
+        # bwrap would create directories that only root can enter.
+        *(word for path in _parents(visible) for word in ("--perms", "0755", "--dir", path)),
         *(word for path in visible for word in ("--ro-bind", path, path)),
         *("--dev-bind", os.devnull, os.devnull, "--remount-ro", "/", "--chdir", "/tmp"),  # noqa: S108
     ]
@@ -177,16 +176,15 @@ def _python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
-def _above(paths: list[str]) -> list[str]:
-    """Directories that lead to the paths, outer ones first."""
-    return sorted({str(one) for path in paths for one in Path(path).parents} - {"/"})
+def _parents(paths: list[str]) -> list[str]:
+    return sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
 
 
 def _visible() -> list[str]:
-    """Existing paths that Python needs to run, none inside another."""
+    """Existing paths that Python needs, none inside another."""
     prefixes = {"/usr", sys.base_prefix, sys.base_exec_prefix}
     places = {f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64")}
     places |= {"/lib", "/lib64", "/etc/ld.so.cache", _python()}
     places.add(str(Path(os.__file__).parent))
     found = {Path(place) for place in places if Path(place).exists()}
-    return sorted(str(one) for one in found if found.isdisjoint(one.parents))
+    return sorted(str(path) for path in found if found.isdisjoint(path.parents))

@@ -1,4 +1,4 @@
-"""Two reports side by side, with how sure one can be of what differs.
+"""Compare two reports, with confidence intervals of the differences.
 
 Legend: P prompts, C columns, R resamples.
 """
@@ -20,14 +20,14 @@ from moaspec.evaluate.file_names import REPORT
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
-FEWEST = 10
-"""Conversations below which no interval is given: a bootstrap over fewer is too narrow."""
+MIN_CONVERSATIONS = 10
+"""Smallest number of conversations for an interval; a bootstrap over fewer is too narrow."""
 
-SAME = ("target", "dtype", "device", "threads", "machine", "batch")
+SAME_FACTS = ("target", "dtype", "device", "threads", "machine", "batch")
 SAME_SETTINGS = ("max_new_tokens", "system", "temperature", "seed")
-"""What must be equal for seconds to be comparable."""
+"""Facts and settings that must be equal to compare speeds."""
 
-REPORT_KEYS = {*SAME, "baseline", "settings", "versions", "python", "skipped"}
+REPORT_KEYS = {*SAME_FACTS, "baseline", "settings", "versions", "python", "skipped"}
 METHOD_KEYS = {
     "timed",
     "lossless",
@@ -41,19 +41,19 @@ METHOD_KEYS = {
     "categories",
     "prompts",
 }
-"""What a report cannot be shown without."""
+"""Required keys of a report."""
 
 Array = npt.NDArray[np.float64]
 Prompt = dict[str, Any]
-"""A prompt's part of a method's report."""
+"""The entry of a prompt in a method's report."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure, and where it lies with 95% confidence over conversations.
+    """A figure with its 95% confidence interval over conversations.
 
     Attributes:
-        low, high: None for fewer than `FEWEST` conversations.
+        low, high: None for fewer than `MIN_CONVERSATIONS` conversations.
     """
 
     value: float
@@ -62,15 +62,15 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Change:
-    """One method in both reports, over the prompts that both have.
+class MethodChange:
+    """The change of one method, over the prompts of both reports.
 
     Attributes:
-        prompts: how many.
-        tau_before, tau_after: over these prompts; None where there was no round.
+        prompts: their number.
+        tau_before, tau_after: over these prompts; None without rounds.
         tau: after minus before.
-        speed: after over before, geometric mean over turns; None where seconds cannot be compared,
-            or a text was not the target's own.
+        speed: after over before, geometric mean over turns; None if speeds cannot be compared or a
+            text was not the target's own.
     """
 
     method: str
@@ -83,27 +83,26 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed, by method.
+    """Changes by method.
 
     Attributes:
-        differs: settings that differ, so that seconds are not compared.
-        lossy: methods that were not lossless in one of the two.
+        differs: settings that differ, so that speeds are not compared.
+        lossy: methods that are lossy in one of the reports.
     """
 
-    changes: list[Change]
+    changes: list[MethodChange]
     differs: dict[str, tuple[Any, Any]]
     lossy: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A `report.json`, or the one in a directory.
+    """Read a `report.json`, given its path or directory.
 
     Raises:
-        DataError: it is not there, or not a report.
+        DataError: the file does not exist or is not a report.
     """
     path = path / REPORT if path.is_dir() else path
     try:
@@ -114,7 +113,7 @@ def read_report(path: Path) -> dict[str, Any]:
         ) from error
     methods = facts.get("methods") if isinstance(facts, dict) else None
     whole = isinstance(methods, dict) and all(
-        isinstance(one, dict) and one.keys() >= METHOD_KEYS for one in methods.values()
+        isinstance(method, dict) and method.keys() >= METHOD_KEYS for method in methods.values()
     )
     if not methods or not whole or not facts.keys() >= REPORT_KEYS:
         raise DataError(f"{path} is no whole report of `moaspec eval`; expected its report.json.")
@@ -125,7 +124,7 @@ def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison
     """Compare every method that both reports have, prompt by prompt.
 
     Raises:
-        DataError: they have no method, or no prompt, in common.
+        DataError: the reports have no method or no prompt in common.
     """
     names = [name for name in before["methods"] if name in after["methods"]]
     if not names:
@@ -133,7 +132,9 @@ def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison
             f"The reports have no method in common: {', '.join(before['methods'])} against "
             f"{', '.join(after['methods'])}."
         )
-    old, new = ({key: one[key] for key in SAME} | _settings(one) for one in (before, after))
+    old, new = (
+        {key: report[key] for key in SAME_FACTS} | _settings(report) for report in (before, after)
+    )
     differs = {key: (old[key], new[key]) for key in old if old[key] != new[key]}
     lossy = [
         name
@@ -156,7 +157,9 @@ def _settings(report: dict[str, Any]) -> dict[str, Any]:
     return {key: report["settings"].get(key) for key in SAME_SETTINGS}
 
 
-def _change(name: str, before: dict[str, Any], after: dict[str, Any], *, timed: bool) -> Change:
+def _change(
+    name: str, before: dict[str, Any], after: dict[str, Any], *, timed: bool
+) -> MethodChange:
     old, new = _by_prompt(before), _by_prompt(after)
     keys = [key for key in old if key in new]
     if not keys:
@@ -167,23 +170,23 @@ def _change(name: str, before: dict[str, Any], after: dict[str, Any], *, timed: 
     tau_before, tau_after = (_tau(counts_P4[:, i : i + 2].sum(0)) for i in (0, 2))
     timed = timed and bool(np.isfinite(seconds_P2).all())
     has_tau = tau_before is not None and tau_after is not None
-    return Change(
+    return MethodChange(
         name,
         len(keys),
         tau_before,
         tau_after,
-        interval(_by_talk(counts_P4, keys), _tau_difference) if has_tau else None,
-        interval(_by_talk(_log_speeds(pairs, seconds_P2), keys), _geometric_mean)
+        interval(_by_conversation(counts_P4, keys), _tau_difference) if has_tau else None,
+        interval(_by_conversation(_log_speeds(pairs, seconds_P2), keys), _geometric_mean)
         if timed
         else None,
     )
 
 
-def _by_talk(rows_PC: Array, keys: Sequence[tuple[str, str, int]]) -> Array:
-    """Turns of one conversation depend on one another: their sum is one row."""
-    talks = list(dict.fromkeys(key[:2] for key in keys))
-    places = [talks.index(key[:2]) for key in keys]
-    rows_TC = np.zeros((len(talks), rows_PC.shape[1]))
+def _by_conversation(rows_PC: Array, keys: Sequence[tuple[str, str, int]]) -> Array:
+    """Sum the rows of each conversation, because its turns depend on one another."""
+    names = list(dict.fromkeys(key[:2] for key in keys))
+    places = [names.index(key[:2]) for key in keys]
+    rows_TC = np.zeros((len(names), rows_PC.shape[1]))
     np.add.at(rows_TC, places, rows_PC)
     return rows_TC
 
@@ -192,27 +195,37 @@ def interval(rows_PC: Array, figure: Callable[[Array], Array]) -> Interval:
     """A figure of summed rows, with a percentile bootstrap over rows.
 
     Args:
-        rows_PC: one row per conversation; what belongs together is resampled together.
+        rows_PC: one row per conversation.
         figure: from sums (..., C) to (...).
     """
-    number, value = len(rows_PC), float(figure(rows_PC.sum(0)))
-    if number < FEWEST:
+    value = float(figure(rows_PC.sum(0)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return bootstrap(value, len(rows_PC), lambda draws_RP: figure(draws_RP @ rows_PC))
+
+
+def bootstrap(value: float, number: int, resample: Callable[[Array], Array]) -> Interval:
+    """The percentile interval of a figure over conversations.
+
+    Args:
+        value: the figure.
+        number: of conversations.
+        resample: from counts (R, `number`) of each conversation in each resample to figures (R,).
+    """
+    if number < MIN_CONVERSATIONS:
         return Interval(value, None, None)
     draws_RP = np.random.default_rng(0).multinomial(number, [1 / number] * number, size=RESAMPLES)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found_R = figure(draws_RP @ rows_PC)
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.nanquantile(found_R, [tail, 1 - tail])
+    low, high = np.nanquantile(resample(draws_RP.astype(np.float64)), [tail, 1 - tail])
     return Interval(value, float(low), float(high))
 
 
 def _tau_difference(sums: Array) -> Array:
-    """Columns: emitted and rounds before, emitted and rounds after."""
+    """Difference of tau; columns: emitted and rounds before, emitted and rounds after."""
     return sums[..., 2] / sums[..., 3] - sums[..., 0] / sums[..., 1]
 
 
 def _geometric_mean(sums: Array) -> Array:
-    """Columns: logarithms, ones."""
+    """Geometric mean; columns: logarithms, ones."""
     return np.exp(sums[..., 0] / sums[..., 1])
 
 

@@ -1,4 +1,4 @@
-"""One self-contained page out of a report: nothing is loaded, and only sorting needs a script."""
+"""A report as one self-contained HTML page; only sorting needs its script."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from moaspec.evaluate.correctness.equality import EARLIER_RULE
 from moaspec.evaluate.file_names import COSTS, CUT, PAGE
 from moaspec.evaluate.report.comparison import read_report
 from moaspec.evaluate.report.plots import draw_plots
-from moaspec.evaluate.report.verdict import command, prompt_rows, speedup, tau, verdict
+from moaspec.evaluate.report.verdict import eval_command, prompt_rows, speedup, tau, verdict
 
 SAME = ("model", "drafter", "dtype", "quantize", "device", "threads")
-"""Settings that what stands on one page has in common."""
+"""Settings that all results on a page must share."""
 
 SCRIPT = "report.js"
 
 
 def write_page(directory: Path) -> Path:
-    """Write `report.html` from what lies in a directory of results.
+    """Write `report.html` for a directory of results.
 
     Args:
-        directory: with `report.json`; `costs.json` and `cut.json` are added where they are of the
+        directory: with `report.json`; `costs.json` and `cut.json` are included if they have the
             same target, drafter and settings.
 
     Raises:
-        DataError: no report there, or a damaged file.
+        DataError: no report, or a damaged file.
         InputError: matplotlib is not installed.
     """
     facts = read_report(directory)
-    costs, cut = beside(directory, facts)
+    costs, cut = read_side_results(directory, facts)
     path = directory / PAGE
     path.write_text(page(facts, draw_plots(facts, costs, cut), costs, cut), encoding="utf-8")
     return path
@@ -49,14 +49,7 @@ def page(
     costs: Mapping[str, Any] | None = None,
     cut: Mapping[str, Any] | None = None,
 ) -> str:
-    """The page's text.
-
-    Args:
-        facts: a report's JSON.
-        plots: SVG elements by title.
-        costs: of `Costs.as_json`.
-        cut: of `Cut.as_json`.
-    """
+    """Render the page."""
     environment = Environment(
         loader=PackageLoader("moaspec.evaluate.report", ""),
         autoescape=True,
@@ -75,7 +68,7 @@ def page(
         speedups={name: speedup(facts, name) for name in others},
         taus={name: tau(facts["methods"][name]) for name in others},
         prompts=prompt_rows(facts),
-        command=command(facts),
+        command=eval_command(facts),
         earlier_rule=EARLIER_RULE,
         plots=plots,
         costs=costs,
@@ -86,13 +79,13 @@ def page(
     )
 
 
-def beside(
+def read_side_results(
     directory: Path, facts: Mapping[str, Any]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Costs and cut that lie beside a report; None for one that is missing or of other settings.
+    """Read costs and cut beside a report; None if missing or of other settings.
 
     Raises:
-        DataError: a damaged file.
+        DataError: a file is damaged.
     """
     costs = _optional(directory / COSTS, {"widths", "rounds", "bound"}, facts)
     return costs, _optional(directory / CUT, {"after", "methods"}, facts)

@@ -1,4 +1,4 @@
-"""A report as Markdown, with its plots as files beside it: for a README or a page of docs."""
+"""A report as Markdown with plots in files, for a README or documentation page."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from moaspec.errors import InputError
 from moaspec.evaluate.correctness.equality import EARLIER_RULE
 from moaspec.evaluate.file_names import BEGIN, END
 from moaspec.evaluate.report.comparison import read_report
-from moaspec.evaluate.report.html_page import beside
+from moaspec.evaluate.report.html_page import read_side_results
 from moaspec.evaluate.report.plots import draw_plots
 from moaspec.evaluate.report.report import GREEDILY
 from moaspec.evaluate.results_store import write_whole
 
-IN_SHORT = 2
-"""So many plots stand between those lines; a file of its own has all."""
+NUM_SHORT_PLOTS = 2
+"""Number of plots between the markers; a file without markers gets all plots."""
 
 Facts = Mapping[str, Any]
 
 
 def write_markdown(results: Path, path: Path) -> None:
-    """Write tables and plots of results into a Markdown file; plots go into a directory beside it.
+    """Write tables and plots into a Markdown file; the plots are files in a directory beside it.
 
     Args:
         results: directory with `report.json`.
-        path: the file. Where it has the lines `BEGIN` and `END`, only a short version between them
-            is written, else the whole file.
+        path: the file. If it has the lines `BEGIN` and `END`, a short version replaces the text
+            between them; otherwise the whole file is written.
 
     Raises:
-        DataError: no report there.
-        InputError: matplotlib is not installed, or the file's directory is not there.
+        DataError: no report.
+        InputError: matplotlib is not installed, or the file's directory does not exist.
     """
     if not path.parent.is_dir():
         raise InputError(f"There is no directory {path.parent} for {path.name}; make it first.")
     facts = read_report(results)
-    plots = draw_plots(facts, *beside(results, facts))
+    plots = draw_plots(facts, *read_side_results(results, facts))
     old = _text_of(path)
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
-        shown = dict(list(plots.items())[:IN_SHORT])
+        shown = dict(list(plots.items())[:NUM_SHORT_PLOTS])
         text = f"{_summary(facts)}\n\n{_images(shown, path)}"
         write_whole(path, f"{before}{BEGIN}\n{text}\n{END}{after}")
     else:
@@ -52,7 +52,7 @@ def write_markdown(results: Path, path: Path) -> None:
 
 
 def _text_of(path: Path) -> str:
-    """What stands in the file, if there is one."""
+    """The text of the file, or "" if it does not exist."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -62,8 +62,8 @@ def _text_of(path: Path) -> str:
 
 
 def _summary(facts: Facts) -> str:
-    """What was measured on what, and a row per method."""
-    prompts = max(len(one["prompts"]) for one in facts["methods"].values())
+    """A sentence about the measurement, and a table with a row per method."""
+    prompts = max(len(method["prompts"]) for method in facts["methods"].values())
     machine, threads = facts["machine"], facts["threads"]
     setting = (
         f"{facts['target']}, {facts['dtype']}, {threads} thread{'s' * (threads != 1)} of "
@@ -93,12 +93,11 @@ def _method_row(name: str, method: Facts) -> Sequence[str]:
 
 
 def _by_suite(facts: Facts) -> str:
-    """Tau of each method on each suite."""
-    methods = {name: one for name, one in facts["methods"].items() if one["tau"] is not None}
+    methods = {name: each for name, each in facts["methods"].items() if each["tau"] is not None}
     suites = list(next(iter(methods.values()), {"suites": {}})["suites"])
     rows = [
-        (f"`{name}`", *(_number(one["suites"][suite]["tau"], ".2f") for suite in suites))
-        for name, one in methods.items()
+        (f"`{name}`", *(_number(method["suites"][suite]["tau"], ".2f") for suite in suites))
+        for name, method in methods.items()
     ]
     return _table(("tau", *suites), rows)
 
@@ -109,7 +108,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _images(plots: Mapping[str, str], path: Path) -> str:
-    """Write the plots, and the lines that show them."""
+    """Write the plots to files, and return the lines that show them."""
     directory = path.parent / ("docs" if (path.parent / "docs").is_dir() else "") / "results"
     directory.mkdir(parents=True, exist_ok=True)
     lines = []

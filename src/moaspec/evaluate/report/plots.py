@@ -11,18 +11,18 @@ from typing import Any
 from moaspec.extras import require
 
 WIDTH = 5.0
-"""Inches of every plot. Narrow, so that its text is legible at the width of a phone."""
+"""Width of a plot in inches; narrow, so that its text is legible on a phone."""
 
 TEXT = {
     "font.size": 9,
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a name may hold dollar signs
+    "text.parse_math": False,  # names may contain dollar signs
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
 
 NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-"""The same figures give the same bytes, and no addresses stand in the page."""
+"""Leaves out metadata, so that equal figures give equal bytes."""
 
 PLAIN = "plain"
 Axes = Any
@@ -32,15 +32,10 @@ Facts = Mapping[str, Any]
 def draw_plots(
     facts: Facts, costs: Facts | None = None, cut: Facts | None = None
 ) -> dict[str, str]:
-    """All plots that there is something to draw for, by title.
-
-    Args:
-        facts: a report's JSON.
-        costs: of `Costs.as_json`.
-        cut: of `Cut.as_json`.
+    """Draw all plots that have data, by title.
 
     Returns:
-        SVG elements, which scale with what holds them.
+        SVG elements, which scale with their container.
 
     Raises:
         InputError: matplotlib is not installed.
@@ -66,13 +61,13 @@ def draw_plots(
 
 
 Plot = tuple[Callable[[Axes], None], float]
-"""What draws, and the height in inches."""
+"""The function that draws, and the height in inches."""
 
 
 def _colors(facts: Facts, costs: Facts | None) -> dict[str, str]:
-    """A method has one colour in all plots."""
+    """The colour of each method, the same in all plots."""
     names = [PLAIN, *facts.get("methods", {})]
-    names += [one["method"] for one in (costs or {}).get("rounds", ())]
+    names += [cost["method"] for cost in (costs or {}).get("rounds", ())]
     return {name: f"C{i}" for i, name in enumerate(dict.fromkeys(names))}
 
 
@@ -125,7 +120,7 @@ def _acceptance(methods: Facts, colors: Facts) -> Plot | None:
 
 
 def _round_parts(methods: Facts) -> Plot | None:
-    """Stacked bars, milliseconds."""
+    """Stacked bars of the parts of a round, in milliseconds."""
     rows = {name: one.get("round_s") for name, one in methods.items()}
     rows = {name: row for name, row in rows.items() if row}
     if not rows:
@@ -145,7 +140,6 @@ def _round_parts(methods: Facts) -> Plot | None:
 
 
 def _widths(costs: Facts) -> Plot:
-    """Measured passes against the floor that memory sets."""
     tokens = [one["tokens"] for one in costs["widths"]]
     bound = costs["bound"]
 
@@ -165,7 +159,7 @@ def _widths(costs: Facts) -> Plot:
 
 
 def _rounds(costs: Facts, axis: str, colors: Facts) -> Plot | None:
-    """Milliseconds of a round of every method, one line each, and of a plain pass."""
+    """Milliseconds of a round, one line per method, and of a plain pass."""
     other = "batch" if axis == "context" else "context"
     fixed = min((one[other] for one in costs["rounds"]), default=0)
     rows = [one for one in costs["rounds"] if one[other] == fixed]
@@ -212,12 +206,11 @@ def _cut(cut: Facts, figure: str, label: str) -> Plot | None:
 
 
 def _legend(axes: Axes, entries: int) -> None:
-    """Below the plot, so that it hides nothing."""
     axes.figure.legend(loc="outside lower center", ncols=min(entries, 3), frameon=False)
 
 
 def _svg(title: str, draw: Callable[[Axes], None], height: float) -> str:
-    """One plot; ids differ from plot to plot, since all share a page."""
+    """Render a plot; ids differ between plots, because all are on one page."""
     matplotlib, figure_class = _matplotlib()
     with matplotlib.rc_context({**TEXT, "svg.hashsalt": title}):
         figure = figure_class(figsize=(WIDTH, height), layout="constrained")
@@ -228,7 +221,7 @@ def _svg(title: str, draw: Callable[[Axes], None], height: float) -> str:
 
 
 def scalable(svg: str, title: str) -> str:
-    """The SVG element without prolog and fixed size, named for those who cannot see it."""
+    """Remove prolog and fixed size from an SVG, and add an accessible name."""
     element = svg[svg.index("<svg") :]
     head, rest = element.split(">", 1)
     head = re.sub(r'\s(?:width|height)="[^"]*"', "", head)

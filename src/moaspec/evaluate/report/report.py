@@ -1,4 +1,4 @@
-"""What was measured, summed up."""
+"""Reports of `measure`: outcomes by method, and their summary as JSON."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 from moaspec.engine.result import GenerationResult, acceptance_by_depth
 from moaspec.evaluate.correctness.equality import RULE, Equality
 from moaspec.evaluate.methods import Method, MethodRun
-from moaspec.evaluate.results_store import Item, Sample
+from moaspec.evaluate.results_store import PromptTurn, Sample
 
 GREEDILY = "greedy"
-"""How tokens are chosen where nothing else is said, as in reports of earlier versions."""
+"""The default sampling, which reports of earlier versions do not name."""
 PACKAGES = ("moaspec", "torch", "transformers", "tokenizers", "numpy")
 
 
@@ -28,7 +28,7 @@ class Outcome:
     """All samples of one method, in the order of the prompts.
 
     Attributes:
-        timed: whether its seconds mean anything.
+        timed: whether its seconds are valid.
     """
 
     method: Method
@@ -37,36 +37,32 @@ class Outcome:
 
     @property
     def runs(self) -> list[MethodRun]:
-        """Of all prompts and repeats."""
         return [run for sample in self.samples for run in sample.runs]
 
     @property
     def equality(self) -> list[Equality]:
-        """One per prompt."""
         return [sample.equality for sample in self.samples]
 
     @property
     def results(self) -> list[GenerationResult]:
-        """Of the first repeat; in the others speed alone may differ."""
+        """Results of the first repeat; other repeats differ in speed only."""
         return [sample.runs[0].result for sample in self.samples]
 
     @property
     def num_tokens(self) -> int:
-        """Generated ids of one repeat."""
         return sum(len(result.token_ids) for result in self.results)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of all prompts over their seconds, of each prompt its median repeat's."""
+        """Total tokens over total seconds, with the median repeat of each prompt."""
         return self._speed(seconds)
 
     @property
     def tokens_per_s_by_repeat(self) -> list[float]:
-        """The same of each repeat by itself."""
         if not self.timed or not self.samples:
             return []
         repeats = range(len(self.samples[0].runs))
-        return [self._speed(lambda one, i=i: one.runs[i].seconds) or 0.0 for i in repeats]
+        return [self._speed(lambda sample, i=i: sample.runs[i].seconds) or 0.0 for i in repeats]
 
     def _speed(self, of: Callable[..., float]) -> float | None:
         total = sum(of(sample) for sample in self.samples)
@@ -74,20 +70,19 @@ class Outcome:
 
     @property
     def tau(self) -> float | None:
-        """Tokens per round over all prompts; None where there was no round."""
+        """Tokens per round over all prompts; None without rounds."""
         rounds = sum(result.num_rounds for result in self.results)
         emitted = sum(sum(result.accept_lengths) for result in self.results)
         return emitted / rounds if rounds else None
 
     @property
     def passes_per_token(self) -> float | None:
-        """Target passes per generated token; a prompt's is one, however long it is."""
+        """Target passes per generated token; encoding a prompt counts as one pass."""
         passes = sum(result.num_rounds + 1 for result in self.results)
         return passes / self.num_tokens if self.num_tokens else None
 
     @property
     def lossless(self) -> bool:
-        """Whether every text is the target's own."""
         return all(item.lossless for item in self.equality)
 
 
@@ -97,48 +92,43 @@ class Report:
 
     Attributes:
         outcomes: one per method.
-        baseline: name of the method over whose speed speed-ups are.
+        baseline: name of the method that speed-ups refer to.
         batch: prompts decoded together by timed methods.
         skipped: turns that do not fit into the target's context.
-        choice: how tokens were chosen, in words.
-        interrupted: some prompts were not asked.
+        choice: kind of sampling, as text.
+        interrupted: whether some prompts were not measured.
     """
 
     outcomes: list[Outcome]
     baseline: str
     batch: int = 1
-    skipped: list[Item] = field(default_factory=list)
+    skipped: list[PromptTurn] = field(default_factory=list)
     choice: str = GREEDILY
     interrupted: bool = False
 
     @property
     def lossless(self) -> bool:
-        """Of all methods."""
         return all(outcome.lossless for outcome in self.outcomes)
 
     def speedup(self, outcome: Outcome) -> float | None:
-        """Median over prompts of the speed ratio to the baseline; None if either is lossy."""
+        """Median speed ratio to the baseline over prompts; None if either method is lossy."""
         reference = self.outcome(self.baseline)
         if reference is None or not (reference.lossless and outcome.lossless):
             return None
-        return _median(ratios(outcome, reference))
+        return _median(speed_ratios(outcome, reference))
 
     def outcome(self, name: str) -> Outcome | None:
-        """The outcome of the method of that name."""
-        return next((one for one in self.outcomes if one.method.name == name), None)
+        return next((each for each in self.outcomes if each.method.name == name), None)
 
     def by_suite(self, outcome: Outcome) -> dict[str, Outcome]:
-        """The outcome split by suite."""
         return _split(outcome, lambda item: item.prompt.suite)
 
     def by_category(self, outcome: Outcome) -> dict[str, Outcome]:
-        """The outcome split by suite and category, where a suite has categories."""
         return _split(
             outcome, lambda item: f"{item.prompt.suite}/{item.prompt.category}".rstrip("/")
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Everything measured, and on what."""
         target = self.outcomes[0].method.target
         return {
             "target": target.name,
@@ -151,7 +141,7 @@ class Report:
             "choice": self.choice,
             "speed_is": "throughput" if self.batch > 1 else "one prompt at a time",
             "skipped": [item.key[:3] for item in self.skipped],
-            "methods": {one.method.name: self._method_json(one) for one in self.outcomes},
+            "methods": {each.method.name: self._method_json(each) for each in self.outcomes},
         }
 
     def _method_json(self, outcome: Outcome) -> dict[str, Any]:
@@ -159,7 +149,7 @@ class Report:
             "key": outcome.method.key,
             "timed": outcome.timed,
             "lossless": outcome.lossless,
-            "ties": sum(one.kind == "near_tie" for one in outcome.equality),
+            "ties": sum(found.kind == "near_tie" for found in outcome.equality),
             "median_speedup": self.speedup(outcome),
             **_summary(outcome),
             "tokens_per_s_by_repeat": outcome.tokens_per_s_by_repeat,
@@ -172,21 +162,21 @@ class Report:
     def _parts_json(
         self, outcome: Outcome, split: Callable[[Outcome], dict[str, Outcome]]
     ) -> dict[str, Any]:
-        """A summary per part; speed-ups only where method and baseline are right everywhere."""
+        """A summary per part; no speed-ups if method or baseline is lossy."""
         reference = self.outcome(self.baseline)
         assert reference is not None, "the baseline is one of the outcomes"
         bases, right = split(reference), reference.lossless and outcome.lossless
         return {
             name: {
-                "median_speedup": _median(ratios(part, bases[name])) if right else None,
+                "median_speedup": _median(speed_ratios(part, bases[name])) if right else None,
                 **_summary(part),
             }
             for name, part in split(outcome).items()
         }
 
 
-def ratios(outcome: Outcome, base: Outcome) -> list[float]:
-    """Each prompt's speed over its speed in another outcome; empty where one is not timed."""
+def speed_ratios(outcome: Outcome, base: Outcome) -> list[float]:
+    """Speed ratio of each prompt to another outcome; empty if either is not timed."""
     if not (outcome.timed and base.timed):
         return []
     return [speed(a) / speed(b) for a, b in zip(outcome.samples, base.samples, strict=True)]
@@ -197,16 +187,16 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def seconds(sample: Sample) -> float:
-    """Of the median repeat."""
+    """Seconds of the median repeat."""
     return statistics.median(run.seconds for run in sample.runs)
 
 
 def speed(sample: Sample) -> float:
-    """Tokens per second."""
+    """Tokens per second of the median repeat."""
     return len(sample.runs[0].token_ids) / seconds(sample)
 
 
-def _split(outcome: Outcome, name: Callable[[Item], str]) -> dict[str, Outcome]:
+def _split(outcome: Outcome, name: Callable[[PromptTurn], str]) -> dict[str, Outcome]:
     parts: dict[str, Outcome] = {}
     for sample in outcome.samples:
         part = parts.setdefault(name(sample.item), Outcome(outcome.method, timed=outcome.timed))
@@ -226,7 +216,7 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def costs(outcome: Outcome) -> dict[str, Any]:
-    """Where the time of a timed method goes, and what it takes of the machine."""
+    """Times of the parts of a round, CPU time and peak memory of a timed method."""
     runs = outcome.runs
     timings = [run.result.timing for run in runs]
     rounds = sum(run.result.num_rounds for run in runs)
@@ -266,7 +256,7 @@ def _sample_json(sample: Sample, timed: bool) -> dict[str, Any]:
 
 
 def surroundings() -> dict[str, Any]:
-    """Machine and versions."""
+    """Threads, machine and versions of the measurement."""
     return {
         "threads": torch.get_num_threads(),
         "machine": machine(),
@@ -276,7 +266,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Processor, GPU and system of this machine."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),

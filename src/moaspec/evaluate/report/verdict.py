@@ -1,4 +1,4 @@
-"""What a report comes to: one sentence, how sure it is, and the command that measures it again.
+"""The verdict of a report with its confidence interval, and the command that repeats it.
 
 Legend: P prompts, T conversations, R resamples.
 """
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from moaspec.evaluate.report.comparison import CONFIDENCE, FEWEST, RESAMPLES, Interval, interval
+from moaspec.evaluate.report.comparison import Array, Interval, bootstrap, interval
 
 Facts = Mapping[str, Any]
 
 TRANSFORMERS = "hf"
-"""What names of transformers' own methods begin with; they are measures, not candidates."""
+"""Prefix of transformers' own methods, which are references, not candidates."""
 
 FLAGS = (
     "suite",
@@ -36,15 +36,15 @@ FLAGS = (
     "device",
     "threads",
 )
-"""Settings of a report that `moaspec eval` takes as options of the same names."""
+"""Settings of a report that are options of `moaspec eval`."""
 
 
 @dataclass(frozen=True)
 class ReportVerdict:
-    """One sentence.
+    """A verdict in one sentence.
 
     Attributes:
-        kind: "faster", "slower", "unsure" or "lossy", or "none" where nothing was compared.
+        kind: "faster", "slower", "unsure", "lossy", or "none" if nothing was compared.
     """
 
     kind: str
@@ -52,8 +52,8 @@ class ReportVerdict:
 
 
 def verdict(facts: Facts) -> ReportVerdict:
-    """Whether the report's fastest method is faster than its baseline, and its text the same."""
-    lossy = [name for name, one in facts["methods"].items() if not one["lossless"]]
+    """Judge whether the fastest method is faster than the baseline, with the same text."""
+    lossy = [name for name, method in facts["methods"].items() if not method["lossless"]]
     if lossy:
         them = "that method" if len(lossy) == 1 else "those methods"
         return ReportVerdict(
@@ -62,7 +62,7 @@ def verdict(facts: Facts) -> ReportVerdict:
             "nothing.",
         )
     found = {name: speedup(facts, name) for name in _candidates(facts)}
-    known = {name: one for name, one in found.items() if one is not None}
+    known = {name: ratio for name, ratio in found.items() if ratio is not None}
     if not known:
         base = facts["baseline"]
         return ReportVerdict(
@@ -101,19 +101,19 @@ def _kind(found: Interval) -> str:
 
 
 def speedup(facts: Facts, name: str) -> Interval | None:
-    """A method's median speed-up over the baseline; None where the report gives none."""
+    """A method's median speed-up over the baseline; None if the report has none."""
     method, base = facts["methods"][name], facts["methods"].get(facts["baseline"])
     if method["median_speedup"] is None or base is None:
         return None
     found = prompt_speedups(method, base)
-    if any(one is None for one in found):
+    if any(ratio is None for ratio in found):
         return Interval(method["median_speedup"], None, None)
-    ratios = [one for one in found if one is not None]
-    return median_interval(ratios, [_talk(prompt) for prompt in method["prompts"]])
+    ratios = [ratio for ratio in found if ratio is not None]
+    return median_interval(ratios, [_conversation(prompt) for prompt in method["prompts"]])
 
 
 def prompt_speedups(method: Facts, base: Facts) -> list[float | None]:
-    """Each prompt's speed over its speed with the baseline; None where one is not timed."""
+    """Speed ratio of each prompt to the baseline; None if either is not timed."""
     pairs = zip(method["prompts"], base["prompts"], strict=True)
     return [_ratio(prompt, other) for prompt, other in pairs]
 
@@ -121,64 +121,56 @@ def prompt_speedups(method: Facts, base: Facts) -> list[float | None]:
 def _ratio(prompt: Facts, other: Facts) -> float | None:
     if not prompt["seconds"] or not other["seconds"] or not other["tokens"]:
         return None
-    speeds = [one["tokens"] / float(np.median(one["seconds"])) for one in (prompt, other)]
+    speeds = [each["tokens"] / float(np.median(each["seconds"])) for each in (prompt, other)]
     return speeds[0] / speeds[1]
 
 
 def tau(method: Facts) -> Interval | None:
-    """Tokens per round, with its interval; None where there was no round."""
+    """Tokens per round with its interval; None without rounds."""
     if method["tau"] is None:
         return None
-    talks: dict[Any, list[float]] = {}
+    conversations: dict[Any, list[float]] = {}
     for prompt in method["prompts"]:
-        sums = talks.setdefault(_talk(prompt), [0.0, 0.0])
+        sums = conversations.setdefault(_conversation(prompt), [0.0, 0.0])
         sums[0] += prompt["emitted"]
         sums[1] += prompt["rounds"]
-    return interval(np.array(list(talks.values())), lambda sums: sums[..., 0] / sums[..., 1])
+    return interval(
+        np.array(list(conversations.values())), lambda sums: sums[..., 0] / sums[..., 1]
+    )
 
 
-def _talk(prompt: Facts) -> tuple[str, str]:
-    """Turns of one conversation depend on one another."""
+def _conversation(prompt: Facts) -> tuple[str, str]:
+    """The key of a prompt's conversation, whose turns depend on one another."""
     return prompt["suite"], prompt["question_id"]
 
 
-def median_interval(values: Sequence[float], talks: Sequence[Any]) -> Interval:
-    """A median, with a percentile bootstrap over conversations.
-
-    Args:
-        values: one per prompt.
-        talks: which conversation each belongs to; values of one are resampled together.
-    """
-    names = list(dict.fromkeys(talks))
-    middle = float(np.median(values))
-    if len(names) < FEWEST:
-        return Interval(middle, None, None)
+def median_interval(values: Sequence[float], conversations: Sequence[Any]) -> Interval:
+    """A median, with a percentile bootstrap over conversations."""
+    names = list(dict.fromkeys(conversations))
     order_P = np.argsort(values)
     sorted_P = np.asarray(values, dtype=np.float64)[order_P]
-    talk_P = np.array([names.index(talk) for talk in talks])[order_P]
-    draws_RT = np.random.default_rng(0).multinomial(
-        len(names), [1 / len(names)] * len(names), size=RESAMPLES
-    )
-    # Of the sorted values, each counted as often as its conversation was drawn, the middle ones.
-    counts_RP = draws_RT[:, talk_P].cumsum(axis=1)
-    half_R1 = counts_RP[:, -1:] / 2
-    below_R, above_R = (counts_RP < half_R1).sum(1), (counts_RP <= half_R1).sum(1)
-    medians_R = (sorted_P[below_R] + sorted_P[above_R]) / 2
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(medians_R, [tail, 1 - tail])
-    return Interval(middle, float(low), float(high))
+    index_P = np.array([names.index(name) for name in conversations])[order_P]
+
+    def medians(draws_RT: Array) -> Array:
+        # The middle of the sorted values, each counted as often as its conversation was drawn.
+        counts_RP = draws_RT[:, index_P].cumsum(axis=1)
+        half_R1 = counts_RP[:, -1:] / 2
+        below_R, above_R = (counts_RP < half_R1).sum(1), (counts_RP <= half_R1).sum(1)
+        return (sorted_P[below_R] + sorted_P[above_R]) / 2
+
+    return bootstrap(float(np.median(values)), len(names), medians)
 
 
-def command(facts: Facts) -> str:
-    """What to type to measure the same again, an option a line."""
+def eval_command(facts: Facts) -> str:
+    """The command that repeats the measurement, one option per line."""
     settings, methods = facts["settings"], facts["methods"]
-    timed = [name for name, one in methods.items() if one["timed"]]
+    timed = [name for name, method in methods.items() if method["timed"]]
     untimed = [name for name in methods if name not in timed]
     options = [("methods", ",".join(timed))]
     options += [("tau-only", ",".join(untimed))] if untimed else []
     given = [(name, settings.get(name)) for name in FLAGS]
     options += [(name.replace("_", "-"), str(value)) for name, value in given if value is not None]
-    if "generation_config" in settings:  # only there where the model's own was not wanted
+    if "generation_config" in settings:  # only if not the model's own
         options += [("generation-config", settings["generation_config"] or "none")]
     checkpoints = settings.get("checkpoints") or {}
     options += [("checkpoint", f"{kind}={path}") for kind, path in checkpoints.items()]
@@ -187,14 +179,14 @@ def command(facts: Facts) -> str:
 
 
 def prompt_rows(facts: Facts) -> list[dict[str, Any]]:
-    """A row per prompt: what it is, and of each method its speed-up, tau and verdict."""
+    """One row per prompt, with speed-up, tau and equality of each method."""
     methods = facts["methods"]
     base = methods.get(facts["baseline"])
     speedups = {
-        name: prompt_speedups(one, base)
-        if base is not None and one["median_speedup"] is not None
-        else [None] * len(one["prompts"])
-        for name, one in methods.items()
+        name: prompt_speedups(method, base)
+        if base is not None and method["median_speedup"] is not None
+        else [None] * len(method["prompts"])
+        for name, method in methods.items()
     }
     first = next(iter(methods.values()))["prompts"]
     return [
@@ -203,7 +195,8 @@ def prompt_rows(facts: Facts) -> list[dict[str, Any]]:
             "category": prompt.get("category", ""),
             "tokens": prompt["tokens"],
             "methods": {
-                name: _cell(one["prompts"][i], speedups[name][i]) for name, one in methods.items()
+                name: _cell(method["prompts"][i], speedups[name][i])
+                for name, method in methods.items()
             },
         }
         for i, prompt in enumerate(first)

@@ -1,1 +1,1 @@
-"""Training rows: read, written by the target, compared with evaluation sets."""
+"""Training data: reading, regeneration by the target, overlap with evaluation sets."""

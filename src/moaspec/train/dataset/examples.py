@@ -15,11 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, init=False)
 class Example:
-    """One conversation as token ids: what the target was given and what it wrote, in turns.
+    """One conversation as token ids: prompts and the target's responses in turn.
 
     Args:
-        *pieces: given, written, given, written ...: `Example(prompt_ids, response_ids)` is one
-            turn. The target wrote every second piece, and they alone carry loss.
+        *pieces: prompt, response, prompt, response, ...: `Example(prompt_ids, response_ids)` is one
+            turn. Only responses carry loss.
     """
 
     pieces: tuple[tuple[int, ...], ...]
@@ -32,29 +32,27 @@ class Example:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """What the target was given before its first response."""
+        """The tokens before the first response."""
         return self.pieces[0]
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens."""
         return tuple(token for piece in self.pieces for token in piece)
 
     @property
     def response_ids(self) -> tuple[int, ...]:
-        """The tokens that the target wrote, of all turns."""
+        """The response tokens of all turns."""
         return tuple(token for piece in self.pieces[1::2] for token in piece)
 
     @property
     def response_mask(self) -> tuple[bool, ...]:
-        """True for the tokens that the target wrote."""
         return tuple(i % 2 == 1 for i, piece in enumerate(self.pieces) for _ in piece)
 
     @classmethod
     def from_mask(cls, token_ids: Sequence[int], written: Sequence[bool | int]) -> Example:
-        """The example in which the target wrote the marked tokens; what follows them is left out.
+        """Build an example whose responses are the runs of marked tokens.
 
-        Neighbouring marked tokens are taken for one response.
+        Tokens after the last response are dropped.
         """
         pieces: list[list[int]] = [[]]
         for token, mark in zip(token_ids, written, strict=True):
@@ -64,9 +62,9 @@ class Example:
         return cls(*pieces[: len(pieces) // 2 * 2])
 
     def cut(self, max_length: int) -> Example | None:
-        """The first `max_length` tokens; None when no response of two tokens is left.
+        """The first `max_length` tokens; None if no response of two tokens is left.
 
-        One token teaches nothing: the draft after it would have nothing to be compared with.
+        A response of one token carries no loss, because no token follows it.
         """
         kept = Example.from_mask(self.token_ids[:max_length], self.response_mask[:max_length])
         return kept if any(len(piece) >= 2 for piece in kept.pieces[1::2]) else None
@@ -79,8 +77,8 @@ class Batch:
     Attributes:
         input_ids_BT: int64, pads are 0.
         attention_mask_BT: 1 for real tokens.
-        response_BT: bool, tokens that the target wrote.
-        example_ids: which examples these are.
+        response_BT: bool, response tokens.
+        example_ids: indices of the examples.
     """
 
     input_ids_BT: Tensor
@@ -89,7 +87,6 @@ class Batch:
     example_ids: tuple[int, ...]
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on a device."""
         return Batch(
             self.input_ids_BT.to(device),
             self.attention_mask_BT.to(device),
@@ -119,13 +116,13 @@ def epoch_batches(
     batch_tokens: int = 0,
     generator: torch.Generator,
 ) -> list[list[int]]:
-    """Example ids of one epoch's batches: like lengths within one, batches in random order.
+    """Group an epoch's example ids by similar length into batches, in random order.
 
     Args:
-        examples: what an epoch goes through.
+        examples: of the epoch.
         batch_size: examples of one batch.
-        batch_tokens: if not 0, batches have as many examples as fit into so many tokens, pads
-            included, instead of `batch_size`. A longer example is a batch of its own.
+        batch_tokens: if not 0, the largest number of tokens of a batch, pads included, instead of
+            `batch_size`. A longer example is a batch of its own.
         generator: of the order.
     """
     lengths = [len(example) for example in examples]
@@ -144,7 +141,7 @@ def epoch_batches(
 
 
 def _filled(by_length: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Cut examples, shortest first, into batches of at most `tokens` tokens with their pads."""
+    """Split examples, shortest first, into batches of at most `tokens` tokens, pads included."""
     batches: list[list[int]] = [[]]
     for i in by_length:
         if batches[-1] and (len(batches[-1]) + 1) * lengths[i] > tokens:
@@ -154,7 +151,7 @@ def _filled(by_length: Sequence[int], lengths: Sequence[int], tokens: int) -> li
 
 
 def padding_share(examples: Sequence[Example], batches: Iterable[Sequence[int]]) -> float:
-    """Which share of these batches' tokens are pads."""
+    """Fraction of pads among the tokens of these batches."""
     real = padded = 0
     for batch in batches:
         lengths = [len(examples[i]) for i in batch]
@@ -169,9 +166,9 @@ def frequent_tokens(
     """Ids of a trimmed draft vocabulary: the most frequent response tokens, sorted.
 
     Args:
-        examples: where to count.
-        size: how many ids to keep; 0 means no trimming.
-        always: ids that are kept however rare (those that end a turn).
+        examples: whose response tokens are counted.
+        size: number of ids to keep; 0 means no trimming.
+        always: ids that are kept in any case, such as stop tokens.
 
     Returns:
         (at most `size`,) int64, or None for no trimming. Fewer ids when the responses have fewer.
@@ -187,5 +184,5 @@ def frequent_tokens(
 
 
 def response_counts(examples: Iterable[Example]) -> Counter[int]:
-    """How often the target wrote each token."""
+    """Count the response tokens."""
     return Counter(token for example in examples for token in example.response_ids)

@@ -1,8 +1,8 @@
-"""A file of rows that grows by whole groups, whatever interrupts the writing.
+"""An output file of JSON lines that is written in whole groups and survives a kill at any point.
 
-A group's rows are appended and flushed to disk; then a small file beside the data, replaced in one
-step, records how long the data are now. Whatever a killed process left behind that length is cut
-off on the next start, so a row is there once or not at all.
+A group's rows are appended and flushed to disk. Then a small `.progress` file beside the data is
+replaced atomically; it records the valid length. A restart cuts off everything beyond that length,
+so each row is in the file once or not at all.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import gzip
 import json
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moaspec.errors import DataError, InputError, TrainingError
-from moaspec.locks import claim
+from moaspec.locks import claimed
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Progress:
-    """What is safely on disk.
+    """The part of the file that is flushed to disk.
 
     Attributes:
-        settings: what the rows depend on.
-        groups, rows, num_bytes: how much there is.
+        settings: determine the rows; a resumed run must have the same.
+        groups, rows, num_bytes: written so far.
     """
 
     settings: dict[str, Any]
@@ -37,51 +37,51 @@ class _Progress:
 
 
 class Journal:
-    """Appends groups of JSON lines to a file: all of a group, or nothing.
+    """Appends groups of JSON lines to a file, each group atomically.
 
     Args:
-        path: the file; compressed when its name ends in `.gz` (each group is a gzip member).
-        settings: what the rows depend on; a later run must bring the same.
+        path: the file; compressed if its name ends in `.gz` (each group is a gzip member).
+        settings: determine the rows; a resumed run must have the same.
 
     Raises:
-        InputError: the file is not this command's, was begun with other settings, or is being
-            written by another process.
-        DataError: the file is shorter than what was recorded.
-        TrainingError: the disk refuses to be written.
+        InputError: another command wrote the file, it was begun with other settings, or another
+            process is writing it.
+        DataError: the file is shorter than recorded.
+        TrainingError: the file cannot be written.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
-        self._note = path.with_name(path.name + ".progress")
-        self._progress = _Progress(settings=json.loads(json.dumps(settings)))
+        self._progress_path = path.with_name(path.name + ".progress")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = claimed(path, f"{path} is being written by another process.")
         except OSError as error:
             raise TrainingError(
                 f"Cannot write {path}: {error.strerror}. Name another file."
             ) from error
         try:
-            self._begin()
+            self._progress = self._resumed(json.loads(json.dumps(settings)))
+            with self._explained():
+                self._record(self._progress)
+                os.ftruncate(self._file, self._progress.num_bytes)
         except BaseException:
             self.close()
             raise
 
     @property
     def groups(self) -> int:
-        """Groups that are safely on disk."""
         return self._progress.groups
 
     @property
     def rows(self) -> int:
-        """Rows that are safely on disk."""
         return self._progress.rows
 
     def commit(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append the next group; when this returns, it survives a power cut.
+        """Append the next group and flush it to disk.
 
         Raises:
-            TrainingError: the disk is full or broken; the file holds the groups before this one.
+            TrainingError: the disk is full or broken; the file holds the earlier groups.
         """
         data = "".join(json.dumps(row) + "\n" for row in rows).encode()
         if self.path.suffix == ".gz" and data:
@@ -93,17 +93,13 @@ class Journal:
             rows=before.rows + len(rows),
             num_bytes=before.num_bytes + len(data),
         )
-        try:
+        with self._explained():
             self._append(data)
             self._record(after)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, before.num_bytes)
-            raise self._failed(error) from error
         self._progress = after
 
     def close(self) -> None:
-        """Let another process write."""
+        """Release the file for other processes."""
         os.close(self._file)
 
     def __enter__(self) -> Journal:
@@ -111,16 +107,6 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _begin(self) -> None:
-        """Take up what an earlier run left, without what it did not finish."""
-        claim(self._file, f"{self.path} is being written by another process.")
-        self._progress = self._recorded(self._progress.settings) or self._progress
-        try:
-            self._record(self._progress)
-            os.ftruncate(self._file, self._progress.num_bytes)
-        except OSError as error:
-            raise self._failed(error) from error
 
     def _append(self, data: bytes) -> None:
         offset, rest = self._progress.num_bytes, memoryview(data)
@@ -130,57 +116,60 @@ class Journal:
         os.fsync(self._file)
 
     def _record(self, progress: _Progress) -> None:
-        scratch = self._note.with_name(self._note.name + ".partial")
+        scratch = self._progress_path.with_name(self._progress_path.name + ".partial")
         with scratch.open("w", encoding="utf-8") as file:
             json.dump(asdict(progress), file)
             file.flush()
             os.fsync(file.fileno())
-        scratch.replace(self._note)
+        scratch.replace(self._progress_path)
 
-    def _recorded(self, wanted: dict[str, Any]) -> _Progress | None:
-        """What an earlier run left, if there was one."""
+    def _resumed(self, settings: dict[str, Any]) -> _Progress:
+        """The progress of an earlier run with these settings, or none yet."""
         size = os.fstat(self._file).st_size
-        if not self._note.exists():
+        if not self._progress_path.exists():
             if size:
                 raise InputError(
-                    f"{self.path} exists, and {self._note.name} is not beside it, so it was not "
-                    "written by this command. Choose another output file."
+                    f"{self.path} exists, and {self._progress_path.name} is not beside it, so it "
+                    "was not written by this command. Choose another output file."
                 )
-            return None
+            return _Progress(settings=settings)
         progress = self._parsed()
         if size < progress.num_bytes:
             raise DataError(
                 f"{self.path} has {size} bytes, {progress.num_bytes} were written. Restore it, or "
-                f"delete it and {self._note.name} to begin again."
+                f"delete it and {self._progress_path.name} to begin again."
             )
-        _require_equal(progress.settings, wanted, self.path)
+        for key in {**progress.settings, **settings}:
+            was, now = progress.settings.get(key), settings.get(key)
+            if was != now:
+                raise InputError(
+                    f"{self.path} was begun with {key}={was!r}, now it is {now!r}: the rows would "
+                    "not fit together. Use the same settings or another output file."
+                )
         return progress
 
     def _parsed(self) -> _Progress:
         try:
-            progress = _Progress(**json.loads(self._note.read_text(encoding="utf-8")))
+            progress = _Progress(**json.loads(self._progress_path.read_text(encoding="utf-8")))
             numbers = (progress.groups, progress.rows, progress.num_bytes)
             if not isinstance(progress.settings, dict) or min(map(operator.index, numbers)) < 0:
                 raise ValueError("a field is of another type")
             return progress
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise DataError(
-                f"Cannot read {self._note} ({error}). Delete it and {self.path.name} to begin "
-                "again."
+                f"Cannot read {self._progress_path} ({error}). Delete it and {self.path.name} to "
+                "begin again."
             ) from error
 
-    def _failed(self, error: OSError) -> TrainingError:
-        return TrainingError(
-            f"Cannot write {self.path}: {error.strerror}. The {self.rows} rows before are intact; "
-            "make room and run the same command again, which continues there."
-        )
-
-
-def _require_equal(recorded: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    for key in {**recorded, **wanted}:
-        was, now = recorded.get(key), wanted.get(key)
-        if was != now:
-            raise InputError(
-                f"{path} was begun with {key}={was!r}, now it is {now!r}: the rows would not fit "
-                "together. Use the same settings or another output file."
-            )
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Cut off what was not recorded and say how to continue."""
+        try:
+            yield
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._progress.num_bytes)
+            raise TrainingError(
+                f"Cannot write {self.path}: {error.strerror}. The {self.rows} rows before are "
+                "intact; make room and run the same command again, which continues there."
+            ) from error

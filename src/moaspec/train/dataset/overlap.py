@@ -1,4 +1,4 @@
-"""Which training rows share long word sequences with prompts that are used for measuring."""
+"""Find training rows that share long word sequences with evaluation prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moaspec.data.conversations import Conversation
 
-Gram = tuple[str, ...]
+Ngram = tuple[str, ...]
 WORD = re.compile(r"\w+")
 
 
@@ -20,7 +20,7 @@ class Overlap:
     Attributes:
         where: the training row.
         against: the prompt.
-        words: the first sequence that they share.
+        words: the first shared sequence.
     """
 
     where: str
@@ -28,8 +28,8 @@ class Overlap:
     words: str
 
 
-def words(text: str) -> Gram:
-    """The text's words without case, punctuation and typographic variants."""
+def words(text: str) -> Ngram:
+    """The text's words, normalised in case, punctuation and typographic variants."""
     return tuple(WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
@@ -40,25 +40,24 @@ def overlaps(
     size: int = 8,
     decode: Callable[[tuple[int, ...]], str],
 ) -> Iterator[Overlap]:
-    """Training rows that share `size` words in a row with a prompt; one finding for each row.
+    """Yield training rows that share `size` consecutive words with a prompt, one finding per row.
 
-    A text of fewer words is compared as a whole: it must be a whole training message.
+    A shorter text matches only a training message of the same words.
 
     Args:
-        training: rows whose messages are searched, all but system messages; token ids where there
-            are no messages.
-        against: whose user messages must not occur.
-        size: words in a row.
+        training: rows to search: their messages except system messages, or their decoded token ids.
+        against: prompts whose user messages must not occur.
+        size: of the word sequences.
         decode: token ids to text.
     """
-    known: dict[Gram, str] = {}
+    known: dict[Ngram, str] = {}
     for prompt in against:
         for message in prompt.messages:
             if message["role"] == "user":
-                known.update(dict.fromkeys(_grams(message["content"], size), prompt.where))
+                known.update(dict.fromkeys(_ngrams(message["content"], size), prompt.where))
     for row in training:
         found = next(
-            (g for text in _texts(row, decode) for g in _grams(text, size) if g in known), None
+            (g for text in _texts(row, decode) for g in _ngrams(text, size) if g in known), None
         )
         if found is not None:
             yield Overlap(row.where, known[found], " ".join(found))
@@ -73,7 +72,7 @@ def _texts(row: Conversation, decode: Callable[[tuple[int, ...]], str]) -> Itera
             yield message["content"]
 
 
-def _grams(text: str, size: int) -> Iterator[Gram]:
+def _ngrams(text: str, size: int) -> Iterator[Ngram]:
     found = words(text)
     if found:
         yield from (found[i : i + size] for i in range(max(1, len(found) - size + 1)))

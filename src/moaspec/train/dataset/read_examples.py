@@ -1,4 +1,4 @@
-"""Training examples from data of any shape."""
+"""Read training examples from data in any supported format."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ def read_examples(
 ) -> list[Example]:
     """Read every source, cutting examples to `max_length` tokens.
 
-    Examples in which no response of two tokens is left teach nothing; they are left out and
-    counted.
+    Examples without a response of two tokens are left out and counted.
 
     Args:
         sources: files and data sets, see `read_conversations`.
-        vocab_size: of the target, to check ids.
+        vocab_size: of the target; larger ids are refused.
         max_length: tokens of one example.
         tokenizer: the target's; rows of `prompt_ids` and `response_ids` need none.
         stop_token_ids: ids that end a turn.
         on_malformed: called for each malformed row.
         report: counts columns, files and examples that are not used.
-        stopped: asked before each row whether those before have to do.
+        stopped: called before each row; True ends the reading.
 
     Raises:
         DataError: a source is missing, or a row is malformed; the message names file and line.
@@ -100,13 +99,13 @@ def _check_ids(example: Example, vocab_size: int, where: str) -> None:
 
 
 def _follows(previous: Conversation, conversation: Conversation) -> bool:
-    """Whether both are rows of one conversation, in token ids."""
+    """Whether both are token rows of one conversation."""
     named = bool(conversation.name) and conversation.name == previous.name
     return named and bool(conversation.prompt_ids and previous.prompt_ids)
 
 
 def _joined(found: list[Example], example: Example) -> Example:
-    """Put a conversation's next turn behind the earlier ones, if it begins with exactly those."""
+    """Append a turn to its conversation's example if its prompt starts with that example."""
     prompt, response = example.pieces
     earlier = found[-1].token_ids
     if prompt[: len(earlier)] != earlier:

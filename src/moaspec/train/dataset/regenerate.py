@@ -1,4 +1,4 @@
-"""`moaspec data regenerate`: the target writes the responses itself."""
+"""`moaspec data regenerate`: replace responses by the target's own."""
 
 from __future__ import annotations
 
@@ -17,61 +17,57 @@ from moaspec.engine.result import GenerationResult
 from moaspec.errors import DataError
 from moaspec.target.target import Target
 from moaspec.train.dataset.journal import Journal
-from moaspec.train.dataset.response_writer import Author, ResponseWriter, Row, WriteRequest
+from moaspec.train.dataset.response_writer import (
+    ConversationTask,
+    OutputRow,
+    ResponseWriter,
+    WriteRequest,
+)
 
 REMEDY = "Mend or remove the row, or leave such rows out with --skip-malformed."
 
 
 def regenerate(
-    scribe: ResponseWriter, conversations: Sequence[Conversation], journal: Journal
+    writer: ResponseWriter, conversations: Sequence[Conversation], journal: Journal
 ) -> None:
-    """Write the responses of all conversations that the journal does not have yet.
+    """Generate the responses of all conversations that are not in the journal yet.
 
     Each assistant turn becomes a row of `id`, `source`, `turn`, `prompt_ids`, `response_ids`,
-    `stop_reason` and, for conversations in messages, `messages` up to and with that turn. Turns are
-    written one after another, each on what the target wrote before. Assistant turns with tool calls
-    stay as they are, because their results follow. A turn that was cut short or calls tools ends
-    its conversation, as does a prompt that leaves no room in the target's context.
-
-    Args:
-        scribe: who writes, and how.
-        conversations: in a fixed order.
-        journal: where rows go, opened with `fingerprint(conversations)` among its settings.
+    `stop_reason` and, for conversations in messages, `messages` up to and with that turn. Each turn
+    follows the target's own earlier turns. Assistant turns with tool calls are kept, because their
+    results follow. A conversation ends after a turn that was cut short or calls tools, or before a
+    prompt that leaves no room in the target's context.
 
     Raises:
-        DataError: a conversation that the chat template refuses.
-        TrainingError: the disk refuses to be written.
+        DataError: the chat template refuses a conversation.
+        TrainingError: the output file cannot be written.
     """
-    size, template = scribe.writing.group_size, ChatTemplate(scribe.target.tokenizer)
+    size, template = writer.options.group_size, ChatTemplate(writer.target.tokenizer)
     for start in range(journal.groups * size, len(conversations), size):
         group = conversations[start : start + size]
-        authors = [_author(scribe.target, template, c, start + i) for i, c in enumerate(group)]
-        journal.commit(scribe.write(authors))
+        tasks = [
+            _conversation_task(writer.target, template, c, start + i) for i, c in enumerate(group)
+        ]
+        journal.commit(writer.write(tasks))
 
 
 def check_prompts(
     target: Target, conversations: Sequence[Conversation], on_malformed: Callable[[DataError], None]
 ) -> list[Conversation]:
-    """Conversations that the target can be asked, before hours are spent on the others.
-
-    Args:
-        target: whose tokenizer and context.
-        conversations: to be checked.
-        on_malformed: called for each that its chat template or its context refuses.
-    """
+    """Return the conversations that the target can answer, before the long run starts."""
     kept, template = [], ChatTemplate(target.tokenizer)
     for conversation in conversations:
         try:
-            asked = _asked(conversation)
-            _require_room(target, asked, _prompt(template, asked))
+            request = _first_request(conversation)
+            _require_room(target, request, _prompt(template, request))
             kept.append(conversation)
         except DataError as error:
             on_malformed(error)
     return kept
 
 
-def _asked(conversation: Conversation) -> Conversation:
-    """What the target is asked first; later turns depend on what it writes."""
+def _first_request(conversation: Conversation) -> Conversation:
+    """The conversation up to the first generated turn."""
     if not conversation.messages:
         return conversation
     stop, _ = next(_turns(conversation.messages), (0, 0))
@@ -97,7 +93,7 @@ def _require_room(target: Target, conversation: Conversation, ids: Sequence[int]
 
 
 def fingerprint(conversations: Sequence[Conversation]) -> str:
-    """Short name of these conversations, so that a resumed run is known to have the same."""
+    """Hash of the conversations, to check that a resumed run has the same."""
     digest = hashlib.sha256()
     for c in conversations:
         digest.update(repr((c.messages, c.tools, c.plain, c.prompt_ids)).encode())
@@ -109,12 +105,12 @@ def fingerprint(conversations: Sequence[Conversation]) -> str:
 def with_system_prompts(
     conversations: Sequence[Conversation], prompts: Sequence[str], *, without: float, seed: int
 ) -> list[Conversation]:
-    """Give conversations that have no system message one of these, drawn evenly.
+    """Add a random system prompt to conversations without one.
 
     Args:
-        conversations: in a fixed order; those of token ids only stay as they are.
-        prompts: system prompts; none leaves everything as it is.
-        without: share that stays without one.
+        conversations: in a fixed order; conversations in token ids are unchanged.
+        prompts: system prompts, drawn uniformly; an empty list changes nothing.
+        without: fraction of conversations that get none.
         seed: of the draw.
     """
     if not prompts:
@@ -138,20 +134,19 @@ def _with_system(conversation: Conversation, text: str) -> Conversation:
     return dataclasses.replace(conversation, messages=(system, *messages), plain=False)
 
 
-def _author(
+def _conversation_task(
     target: Target, template: ChatTemplate, conversation: Conversation, number: int
-) -> Author:
-    """Writes one conversation, turn by turn."""
+) -> ConversationTask:
     if not conversation.messages:
-        return (yield from _one_turn(conversation, number))
-    rows: list[Row] = []
+        return (yield from _token_task(conversation, number))
+    rows: list[OutputRow] = []
     history: list[Message] = []
     done = 0
     for stop, resume in _turns(conversation.messages):
         history += conversation.messages[done:stop]
         done = resume
-        asked = dataclasses.replace(conversation, messages=tuple(history))
-        ids = _next_prompt(target, template, asked)
+        request = dataclasses.replace(conversation, messages=tuple(history))
+        ids = _next_prompt(target, template, request)
         if ids is None:
             break
         result = yield WriteRequest(ids, number)
@@ -167,25 +162,25 @@ def _author(
 def _next_prompt(
     target: Target, template: ChatTemplate, conversation: Conversation
 ) -> list[int] | None:
-    """The next turn's prompt; None where context or template end the conversation."""
+    """The next turn's prompt, or None if the context or the template ends the conversation."""
     try:
         ids = _prompt(template, conversation)
         _require_room(target, conversation, ids)
     except DataError:
-        return None  # `check_prompts` has reported those that cannot even begin.
+        return None  # `check_prompts` has reported refused first prompts.
     return ids
 
 
-def _one_turn(conversation: Conversation, number: int) -> Author:
-    """Continues token ids, which have no further turn."""
+def _token_task(conversation: Conversation, number: int) -> ConversationTask:
+    """Generate the response to a prompt of token ids."""
     result = yield WriteRequest(conversation.prompt_ids, number)
     return [{**_row(conversation, number, conversation.prompt_ids, result), "turn": 0}]
 
 
 def _turns(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
-    """Where the target writes: (end of what it is given, where the conversation goes on).
+    """Yield (end of the prompt, start of the rest) for each turn to generate.
 
-    In the place of each assistant turn without tool calls, and after questions that nobody answers.
+    These are assistant turns without tool calls, and turns after unanswered messages.
     """
     for index, message in enumerate(messages):
         follows = messages[index + 1]["role"] if index + 1 < len(messages) else None
@@ -206,8 +201,8 @@ def _prompt(template: ChatTemplate, conversation: Conversation) -> list[int]:
 
 def _row(
     conversation: Conversation, number: int, ids: Sequence[int], result: GenerationResult
-) -> Row:
-    row: Row = {
+) -> OutputRow:
+    row: OutputRow = {
         "id": str(number),
         "source": conversation.name or conversation.where,
         "prompt_ids": list(ids),

@@ -1,4 +1,4 @@
-"""The target writes text for many conversations at once, through the engine."""
+"""Generate text for many conversations at once with the engine."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from moaspec.target.generation_defaults import GenerationDefaults
     from moaspec.target.target import Target
 
-Row = dict[str, Any]
-"""One line of output."""
+OutputRow = dict[str, Any]
+"""One line of the output file."""
 
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """A request to let the target continue a prompt; the number tells conversations apart."""
+    """A prompt to continue, and the number of its conversation."""
 
     prompt_ids: Sequence[int]
     number: int
 
 
-Author = Generator[WriteRequest, "GenerationResult", list[Row]]
-"""One conversation in the making: asks, is sent what the target wrote, in the end has rows."""
+ConversationTask = Generator[WriteRequest, "GenerationResult", list[OutputRow]]
+"""A coroutine of one conversation: yields requests, receives results, returns output rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writing:
-    """How the target writes.
+class WriterOptions:
+    """Options of a `ResponseWriter`.
 
     Attributes:
-        max_new_tokens: at most so many in a turn.
+        max_new_tokens: largest number of tokens of a turn.
         batch_size: conversations that are decoded together.
-        group_size: conversations that are saved together. Within a group a finished one makes room
-            for the next; groups are decoded one after another, each with an engine of its own, so
-            that a group's text does not depend on where an earlier run was interrupted.
-        temperature, top_p: of sampling; temperature 0 takes the best token. A `top_p` of None is
-            the target's own.
-        seed: of the noise; every conversation has noise of its own.
+        group_size: conversations that are saved together. Within a group a finished conversation
+            makes room for the next. Each group has a new engine, so its text does not depend on
+            where an earlier run was interrupted.
+        temperature, top_p: of sampling; temperature 0 is greedy. A `top_p` of None takes the
+            target's default.
+        seed: of the noise, combined with the conversation's number.
     """
 
     max_new_tokens: int = 512
@@ -66,11 +66,11 @@ class Writing:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
 
     def sampling(self, number: int, defaults: GenerationDefaults | None = None) -> SamplingParams:
-        """Settings of one conversation: a choice of its own under the run's seed.
+        """Sampling parameters of a conversation.
 
         Args:
             number: of the conversation.
-            defaults: the target's, for what is not said here; None for none.
+            defaults: of the target, for parameters that are not set here.
         """
         from moaspec.generation.api import sampling_params
         from moaspec.target.generation_defaults import NO_DEFAULTS
@@ -84,7 +84,7 @@ class Writing:
         return sampling_params(options, defaults or NO_DEFAULTS)
 
 
-Advance = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with (new tokens, finished conversations) after each step of the engine."""
 
 
@@ -92,40 +92,42 @@ class ResponseWriter:
     """Decodes groups of conversations with one target.
 
     Args:
-        target: who writes.
-        drafter: makes it faster; None decodes plainly.
-        writing: how.
+        target: generates the text.
+        drafter: for speculative decoding; None decodes plainly.
+        options: of generation.
         stop_token_ids: ids that end a turn; None takes the target's own.
-        advance: is told of progress.
+        advance: called with the progress.
     """
 
     def __init__(
         self,
         target: Target,
         drafter: MoADrafter | Drafter | None,
-        writing: Writing,
+        options: WriterOptions,
         *,
         stop_token_ids: Collection[int] | None = None,
-        advance: Advance = lambda *_: None,
+        advance: OnProgress = lambda *_: None,
     ) -> None:
-        self.target, self.writing = target, writing
+        self.target, self.options = target, options
         self._drafter, self._advance = drafter, advance
         self._stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
 
-    def write(self, authors: Sequence[Author]) -> list[Row]:
-        """Bring one group to its end; rows are in the authors' order, not that of finishing.
+    def write(self, tasks: Sequence[ConversationTask]) -> list[OutputRow]:
+        """Run the tasks of one group; the rows are in the order of the tasks.
 
-        Prompts of like length are decoded together: a pass reads as many keys of every row as the
-        longest has.
+        Prompts of similar length are decoded together, because a pass reads as many keys of every
+        request as the longest has.
         """
         from moaspec.generation.api import local_engine
 
         engine = local_engine(self.target, self._drafter)
-        rows: list[list[Row]] = [[] for _ in authors]
-        waiting = deque(sorted(enumerate(map(_first, authors)), key=_prompt_length, reverse=True))
+        rows: list[list[OutputRow]] = [[] for _ in tasks]
+        waiting = deque(
+            sorted(enumerate(map(_start_task, tasks)), key=_prompt_length, reverse=True)
+        )
         running: dict[int, tuple[int, GenerationResult]] = {}
         while waiting or running:
-            while waiting and len(running) < self.writing.batch_size:
+            while waiting and len(running) < self.options.batch_size:
                 index, step = waiting.popleft()
                 if isinstance(step, WriteRequest):
                     handle = self._add(engine, step)
@@ -137,49 +139,50 @@ class ResponseWriter:
                 self._advance(len(event.token_ids), 0)
                 if event.stop_reason is not None:
                     index, result = running.pop(event.handle)
-                    # A conversation's next turn goes first, so that few are under way at once.
-                    waiting.appendleft((index, _next(authors[index], result)))
+                    # A next turn goes first, to keep the number of open conversations small.
+                    waiting.appendleft((index, _resume_task(tasks[index], result)))
         return [row for part in rows for row in part]
 
     def settings(self, **more: object) -> dict[str, object]:
-        """What the text depends on, for the journal that keeps it."""
         defaults = self.target.generation_defaults.as_facts()
         return {
             "target": self.target.name,
             "identity": dataclasses.asdict(self.target.identity),
             "dtype": str(self.target.dtype),
-            **dataclasses.asdict(self.writing),
+            **dataclasses.asdict(self.options),
             "top_p": self._sampling(0).top_p,
             **({"generation_config": defaults} if defaults else {}),
             **more,
         }
 
     def _sampling(self, number: int) -> SamplingParams:
-        return self.writing.sampling(number, self.target.generation_defaults)
+        return self.options.sampling(number, self.target.generation_defaults)
 
-    def _add(self, engine: Engine, ask: WriteRequest) -> int:
+    def _add(self, engine: Engine, request: WriteRequest) -> int:
         return engine.add(
-            ask.prompt_ids,
-            max_new_tokens=self.writing.max_new_tokens,
+            request.prompt_ids,
+            max_new_tokens=self.options.max_new_tokens,
             stop_token_ids=self._stops,
-            sampling=self._sampling(ask.number),
+            sampling=self._sampling(request.number),
         )
 
 
-def _prompt_length(waiting: tuple[int, WriteRequest | list[Row]]) -> int:
+def _prompt_length(waiting: tuple[int, WriteRequest | list[OutputRow]]) -> int:
     step = waiting[1]
     return len(step.prompt_ids) if isinstance(step, WriteRequest) else 0
 
 
-def _first(author: Author) -> WriteRequest | list[Row]:
+def _start_task(task: ConversationTask) -> WriteRequest | list[OutputRow]:
     try:
-        return next(author)
+        return next(task)
     except StopIteration as done:
         return done.value
 
 
-def _next(author: Author, result: GenerationResult) -> WriteRequest | list[Row]:
+def _resume_task(
+    task: ConversationTask, result: GenerationResult
+) -> WriteRequest | list[OutputRow]:
     try:
-        return author.send(result)
+        return task.send(result)
     except StopIteration as done:
         return done.value

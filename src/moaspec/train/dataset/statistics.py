@@ -1,4 +1,4 @@
-"""What there is to know about training data before a run."""
+"""Statistics of training data."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ BATCH_SIZE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Figures of a list of examples.
+    """Statistics of a list of examples.
 
     Attributes:
-        examples, responses: how many.
-        tokens, response_tokens: in all of them.
-        distinct_tokens: different response tokens.
+        examples, responses, tokens, response_tokens: total numbers.
+        distinct_tokens: number of different response tokens.
         lengths: tokens of an example, by percentile.
-        coverage: share of response tokens in a draft vocabulary, by its size.
-        padding: share of pads in batches of 8 examples, and in batches of as many tokens.
-        bytes_per_token: what the activation cache takes for a token.
+        coverage: fraction of response tokens in a draft vocabulary, by its size.
+        padding: fraction of pads in batches of 8 examples, and in batches of the same size by
+            tokens.
+        bytes_per_token: of the activation cache.
     """
 
     examples: int
@@ -48,20 +48,13 @@ class Statistics:
 
     @property
     def cache_bytes(self) -> int:
-        """What the activation cache takes on disk."""
         return self.tokens * self.bytes_per_token
 
 
 def statistics(
     examples: Sequence[Example], identity: TargetIdentity, *, always: Collection[int]
 ) -> Statistics:
-    """Count.
-
-    Args:
-        examples: at least one.
-        identity: the target, for the size of its activations.
-        always: ids that every draft vocabulary has (those that end a turn).
-    """
+    """Compute the statistics."""
     lengths = sorted(map(len, examples))
     counts = response_counts(examples)
     return Statistics(

@@ -1,7 +1,7 @@
-"""`moaspec data synth`: prompts that the target itself imagines.
+"""`moaspec data synth`: generate prompts with the target itself.
 
-Given only the start of a user turn, a chat model goes on as a user would: with a question. So data
-for a drafter need no data set. Source of the idea: Magpie, arXiv 2406.08464.
+Given the start of a user turn only, a chat model continues with a user's question, so training data
+for a drafter need no data set. Source: Magpie, arXiv 2406.08464.
 """
 
 from __future__ import annotations
@@ -18,105 +18,104 @@ from moaspec.errors import TrainingError
 from moaspec.target.target import Target
 from moaspec.train.dataset.journal import Journal
 from moaspec.train.dataset.overlap import words
-from moaspec.train.dataset.response_writer import Author, ResponseWriter, Row, WriteRequest
+from moaspec.train.dataset.response_writer import (
+    ConversationTask,
+    OutputRow,
+    ResponseWriter,
+    WriteRequest,
+)
 
-PATIENCE = 20
-"""Groups in a row that bring nothing new before giving up."""
+MAX_FRUITLESS_GROUPS = 20
+"""Consecutive groups without a new prompt after which generation fails."""
 
 
 @dataclass(frozen=True)
-class _Opening:
-    """A conversation's beginning, before the user speaks."""
+class _ConversationStart:
+    """The start of a conversation, before the user's text."""
 
     system: str | None
     turn: UserTurn
 
 
 class PromptGenerator:
-    """What a target's users might ask.
+    """Creates tasks that generate user prompts.
 
     Args:
-        target: whose chat template and vocabulary.
-        system_prompts: conversations begin with each of these in turn, and without one.
+        target: generates the prompts in its chat template.
+        system_prompts: start conversations with none and with each of these in turn.
 
     Raises:
-        DataError: no chat template, or one that hides where a user turn begins.
+        DataError: no chat template, or its user turns have no fixed start.
     """
 
     def __init__(self, target: Target, system_prompts: Sequence[str] = ()) -> None:
         template = ChatTemplate(target.tokenizer)
-        self._openings = [
-            _Opening(system, user_turn(template, system)) for system in (None, *system_prompts)
+        self._starts = [
+            _ConversationStart(system, user_turn(template, system))
+            for system in (None, *system_prompts)
         ]
         tokenizer: Any = target.tokenizer
         self._tokenizer = tokenizer
         special = set(tokenizer.all_special_ids)
-        first = {opening.turn.suffix_ids[:1] for opening in self._openings}
+        first = {start.turn.suffix_ids[:1] for start in self._starts}
         ends = {token for ids in first for token in ids if token in special}
         self.stop_token_ids = target.stop_token_ids | ends
 
-    def author(self, number: int) -> Author:
-        """Imagines one prompt; no row when it does not come to an end."""
-        opening = self._openings[number % len(self._openings)]
-        result = yield WriteRequest(opening.turn.prefix_ids, number)
+    def task(self, number: int) -> ConversationTask:
+        """Generate one prompt; no row if it does not end."""
+        start = self._starts[number % len(self._starts)]
+        result = yield WriteRequest(start.turn.prefix_ids, number)
         text = self._tokenizer.decode(result.token_ids, skip_special_tokens=True)
-        # A template may end the user's turn with plain text, which no stop token tells.
-        mark = opening.turn.suffix.strip()
+        # A template may end the user's turn with plain text instead of a stop token.
+        mark = start.turn.suffix.strip()
         text, marked, _ = text.partition(mark) if mark else (text, "", "")
         if not words(text) or not (marked or result.stop_reason == "stop_token"):
             return []
         messages: list[Message] = [{"role": "user", "content": text.strip()}]
-        if opening.system is not None:
-            messages.insert(0, {"role": "system", "content": opening.system})
+        if start.system is not None:
+            messages.insert(0, {"role": "system", "content": start.system})
         return [{"id": f"synth-{number}", "messages": messages}]
 
 
 def synth(
-    scribe: ResponseWriter,
-    imagination: PromptGenerator,
+    writer: ResponseWriter,
+    generator: PromptGenerator,
     journal: Journal,
     num: int,
     report: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write `num` different prompts, continuing where the journal ends.
-
-    Args:
-        scribe: samples; its stop tokens must be `imagination.stop_token_ids`.
-        imagination: where prompts come from.
-        journal: where rows of `messages` go.
-        num: how many.
-        report: called with the number of rows after each group.
+    """Generate `num` different prompts, continuing at the end of the journal.
 
     Raises:
-        TrainingError: nothing new comes any more, or the disk refuses to be written.
+        TrainingError: generation yields no new prompts, or the output file cannot be written.
     """
-    seen = {_key(record.value) for record in read_records(journal.path)}
-    size, fruitless = scribe.writing.group_size, 0
+    seen = {_prompt_key(record.value) for record in read_records(journal.path)}
+    size, fruitless = writer.options.group_size, 0
     while journal.rows < num:
         first = journal.groups * size
-        rows = scribe.write([imagination.author(first + i) for i in range(size)])
-        fresh = _fresh(rows, seen)[: num - journal.rows]
+        rows = writer.write([generator.task(first + i) for i in range(size)])
+        fresh = _new_prompts(rows, seen)[: num - journal.rows]
         journal.commit(fresh)
         report(journal.rows)
         fruitless = 0 if fresh else fruitless + 1
-        if fruitless == PATIENCE:
+        if fruitless == MAX_FRUITLESS_GROUPS:
             raise TrainingError(
-                f"The last {PATIENCE * size} samples brought no new prompt; {journal.rows} of "
-                f"{num} are in {journal.path}. Raise the temperature, allow more tokens, or give "
-                "other system prompts."
+                f"The last {MAX_FRUITLESS_GROUPS * size} samples brought no new prompt; "
+                f"{journal.rows} of {num} are in {journal.path}. Raise the temperature, allow more "
+                "tokens, or give other system prompts."
             )
 
 
-def _fresh(rows: Sequence[Row], seen: set[tuple[str, ...]]) -> list[Row]:
-    """Rows whose prompts differ in more than case, spaces and punctuation; remembers them."""
+def _new_prompts(rows: Sequence[OutputRow], seen: set[tuple[str, ...]]) -> list[OutputRow]:
+    """Select rows whose normalised prompts are not in `seen`, and add them."""
     fresh = []
     for row in rows:
-        key = _key(row)
+        key = _prompt_key(row)
         if key not in seen:
             seen.add(key)
             fresh.append(row)
     return fresh
 
 
-def _key(row: Row) -> tuple[str, ...]:
+def _prompt_key(row: OutputRow) -> tuple[str, ...]:
     return words(row["messages"][-1]["content"])

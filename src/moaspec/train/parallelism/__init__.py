@@ -1,1 +1,1 @@
-"""One training process or many, and how they share weights and optimiser state."""
+"""Training on one or several processes: DDP, FSDP and DeepSpeed ZeRO."""

@@ -1,7 +1,7 @@
-"""One process or many, joined by accelerate.
+"""Training processes, joined by accelerate.
 
-`torchrun` and `accelerate launch` start the processes; without them there is one. Each holds the
-whole frozen target. How they share what is trained: `moaspec.train.parallelism.strategies`.
+`torchrun` or `accelerate launch` starts several processes; otherwise there is one. Each process
+holds the whole frozen target. `moaspec.train.parallelism.strategies` shards the drafter.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from moaspec.train.run_config import TrainConfig
 
 
 def new_accelerator(config: TrainConfig) -> Accelerator:
-    """Join the other processes of this run, if it was started with several.
+    """Join the other processes of this run, if there are any.
 
     Raises:
-        InputError: a tracker that accelerate does not know or that is not installed, or a launch
-            that asks for sharding of accelerate's own.
+        InputError: a tracker is unknown or not installed, or the launcher set a sharding plugin.
     """
     _refuse_plugins()
     if config.sharding == "deepspeed":
         require("sharding=deepspeed (not needed with sharding=fsdp)", "deepspeed")
     _require_device(config.device)
-    available = [str(one) for one in get_available_trackers()]
+    available = [str(tracker) for tracker in get_available_trackers()]
     for name in config.trackers:
         if name not in available:
-            known = ", ".join(sorted(str(one) for one in LOGGER_TYPE_TO_CLASS))
+            known = ", ".join(sorted(str(tracker) for tracker in LOGGER_TYPE_TO_CLASS))
             raise InputError(
                 f"The tracker {name!r} is not installed (pip install {name}) or not known to "
                 f"accelerate ({known}). Install it, or leave it out of trackers."
             )
-    # Another run in this process may have had another precision, which accelerate remembers.
+    # accelerate keeps the precision of an earlier run in this process.
     AcceleratorState._reset_state()
     return Accelerator(
         cpu=torch.device(config.device).type == "cpu",
@@ -47,7 +46,7 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
         log_with=list(config.trackers) or None,
         project_dir=config.output,
         kwargs_handlers=[
-            # A frozen LSA or a part left out has no gradients to wait for.
+            # A frozen LSA or a left-out part has no gradients.
             DistributedDataParallelKwargs(
                 find_unused_parameters=config.frozen_lsa > 0 or bool(config.sizes.without)
             )
@@ -56,7 +55,7 @@ def new_accelerator(config: TrainConfig) -> Accelerator:
 
 
 def _require_device(device: str) -> None:
-    """Otherwise accelerate takes the CPU without a word."""
+    """Refuse other devices; accelerate would silently use the CPU."""
     if device not in {"cpu", "cuda"}:
         raise InputError(f"device must be cpu or cuda, got {device!r}; each process takes one GPU.")
     if device == "cuda" and not torch.cuda.is_available():
@@ -64,7 +63,7 @@ def _require_device(device: str) -> None:
 
 
 def _refuse_plugins() -> None:
-    """A launcher's plugins would wrap the optimiser, whose state an exact resume needs whole."""
+    """Refuse plugins that wrap the optimiser: an exact resume needs its whole state."""
     for plugin in ("DeepSpeed", "FSDP"):
         if os.environ.get(f"ACCELERATE_USE_{plugin.upper()}", "false").lower() in {"1", "true"}:
             raise InputError(
@@ -74,8 +73,8 @@ def _refuse_plugins() -> None:
             )
 
 
-def summed(accelerator: Accelerator, values: Tensor) -> Tensor:
-    """The sum over all processes, on the CPU."""
+def sum_over_processes(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """Sum values over all processes; the result is on the CPU."""
     if accelerator.num_processes == 1:
         return values
     moved = values.to(accelerator.device, torch.float64)
@@ -83,7 +82,7 @@ def summed(accelerator: Accelerator, values: Tensor) -> Tensor:
 
 
 def make_directory(accelerator: Accelerator, path: Path) -> None:
-    """Create it once, before any process uses it."""
+    """Create a directory before any process uses it."""
     if accelerator.is_main_process:
         path.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()

@@ -1,11 +1,11 @@
-"""How the processes of a run share a drafter's weights, gradients and optimiser.
+"""Parallel strategies: sharding of a drafter's weights, gradients and optimiser state.
 
-`none`: each has all of them, gradients are averaged (accelerate's DDP). `fsdp`: all are shared out
-(torch's `fully_shard`, which also runs on CPUs, where accelerate's own does not). `deepspeed`:
-gradients and optimiser are (see `moaspec.train.parallelism.zero`).
+`none` replicates all three and averages gradients (accelerate's DDP). `fsdp` shards all three with
+torch's `fully_shard`, which also runs on CPUs. `deepspeed` shards gradients and optimiser state
+(`moaspec.train.parallelism.zero`).
 
-What is saved is whole and the same for all of them, so that a run may go on with another number of
-processes and another sharing.
+A saved state is unsharded and the same for all strategies, so a run may resume with another number
+of processes or another strategy.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from moaspec.train.run_config import TrainConfig
 
 
 class ParallelStrategy(ABC):
-    """A drafter in training.
+    """A drafter and its optimiser, distributed over the processes.
 
     Attributes:
         module: the drafter.
-        model: what is called in its place: this process's part in the common pass.
-        optimizer: AdamW over this process's share.
+        model: the wrapped module to call for a training pass.
+        optimizer: AdamW over this process's shard.
     """
 
     def __init__(
@@ -42,55 +42,57 @@ class ParallelStrategy(ABC):
         self.module, self.model, self.optimizer = module, model, optimizer
 
     def begin(self, learning_rate: float) -> None:
-        """Start a step: no gradients yet, and this rate."""
-        self.forget_gradients()
+        """Start a step: clear gradients and set the learning rate."""
+        self.zero_gradients()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
     @abstractmethod
-    def forget_gradients(self) -> None:
-        """Of an earlier step."""
+    def zero_gradients(self) -> None:
+        """Clear the gradients of an earlier step."""
 
     @abstractmethod
-    def syncing(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Around one pass of a step; gradients need to be exchanged in the last one only."""
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Context of one pass; gradients are exchanged in the last pass of a step only."""
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add this process's gradients of a pass; those of all processes are averaged."""
+        """Accumulate gradients of one pass; they are averaged over processes."""
 
     @abstractmethod
     def update(self, clip: float) -> float:
-        """Change the weights by the step's gradients, whose norm is clipped first.
+        """Clip the gradients' norm and make an optimiser step.
 
         Returns:
-            The norm as it was. Where it is not finite, nothing is changed (by DeepSpeed it is).
+            The norm before clipping. If it is not finite, weights are unchanged (except with
+            DeepSpeed).
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Weights (`model.*`) and optimiser state (`optimizer.KIND.PARAMETER`), whole, on the CPU.
+        """Gather weights (`model.*`) and moments (`optimizer.KIND.PARAMETER`) on the CPU.
 
-        All processes must call it: shares are collected.
+        All processes must call it.
         """
         tensors = {
-            f"model.{name}": whole(value) for name, value in self.module.state_dict().items()
+            f"model.{name}": gather_tensor(value)
+            for name, value in self.module.state_dict().items()
         }
         for name, parameter in self.module.named_parameters():
             for kind, value in self.moments(parameter).items():
-                tensors[f"optimizer.{kind}.{name}"] = whole(value)
+                tensors[f"optimizer.{kind}.{name}"] = gather_tensor(value)
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give this process its share of what `state` returned.
+        """Load this process's shard of a state that `state` returned.
 
         Raises:
-            TrainingError: they are of another drafter.
+            TrainingError: the state is of a drafter with other sizes.
         """
-        weights, moments = parts_of(tensors)
+        weights, moments = split_state(tensors)
         try:
             current = self.module.state_dict()
             self.module.load_state_dict(
-                {name: _placed(value, current[name]) for name, value in weights.items()}
+                {name: _place_like(value, current[name]) for name, value in weights.items()}
             )
             for name, parameter in self.module.named_parameters():
                 if name in moments:
@@ -103,15 +105,15 @@ class ParallelStrategy(ABC):
 
     @abstractmethod
     def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """The optimiser's state of a parameter by kind; empty before its first step."""
+        """Optimiser state of a parameter, by kind; empty before the first step."""
 
     @abstractmethod
     def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
-        """The reverse of `moments`, from whole tensors on the CPU."""
+        """Set the optimiser state of a parameter from unsharded tensors on the CPU."""
 
 
 class TorchStrategy(ParallelStrategy):
-    """`none` and `fsdp`."""
+    """The strategies `none` (DDP) and `fsdp`."""
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> None:
         if config.sharding == "fsdp":
@@ -127,10 +129,10 @@ class TorchStrategy(ParallelStrategy):
         super().__init__(module, model, adamw(module, config))
         self._accelerator = accelerator
 
-    def forget_gradients(self) -> None:
+    def zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def syncing(self, *, last: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last)
             return nullcontext()
@@ -140,7 +142,7 @@ class TorchStrategy(ParallelStrategy):
         self._accelerator.backward(loss)
 
     def update(self, clip: float) -> float:
-        norm = float(whole(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
+        norm = float(gather_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
         if math.isfinite(norm):
             self.optimizer.step()
         return norm
@@ -150,15 +152,17 @@ class TorchStrategy(ParallelStrategy):
 
     def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
         self.optimizer.state[parameter] = {
-            kind: _placed(value, parameter) for kind, value in moments.items()
+            kind: _place_like(value, parameter) for kind, value in moments.items()
         }
 
 
-def share(accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> ParallelStrategy:
-    """Share a module out as the config says.
+def new_strategy(
+    accelerator: Accelerator, module: nn.Module, config: TrainConfig
+) -> ParallelStrategy:
+    """Distribute a module over the processes with the config's strategy.
 
     Raises:
-        InputError: one process has nobody to share with; see `ZeroStrategy` too.
+        InputError: sharding with one process, or DeepSpeed is not installed.
     """
     if config.sharding != "none" and accelerator.num_processes == 1:
         raise InputError(
@@ -166,7 +170,7 @@ def share(accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> P
             "--nproc-per-node 2 -m moaspec train ..., or leave it out."
         )
     if config.sharding == "deepspeed":
-        # Imported here: DeepSpeed is optional, and importing it takes a while.
+        # DeepSpeed is optional and slow to import.
         from moaspec.train.parallelism.zero import ZeroStrategy
 
         return ZeroStrategy(accelerator, module, config)
@@ -174,7 +178,7 @@ def share(accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> P
 
 
 def adamw(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """The optimiser of a run."""
+    """Create the optimiser of a run."""
     return torch.optim.AdamW(
         module.parameters(),
         lr=config.learning_rate,
@@ -183,10 +187,10 @@ def adamw(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     )
 
 
-def parts_of(
+def split_state(
     tensors: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Weights by name, and optimiser states by parameter."""
+    """Split a saved state into weights by name and moments by parameter."""
     weights: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -199,14 +203,14 @@ def parts_of(
     return weights, moments
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be shared out, on the CPU."""
+def gather_tensor(tensor: Tensor) -> Tensor:
+    """Gather a tensor that may be sharded, on the CPU."""
     collected: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return collected.detach().cpu()
 
 
-def _placed(value: Tensor, like: Tensor) -> Tensor:
-    """On the device of `like`, in shards where it is; AdamW keeps its step count on the CPU."""
+def _place_like(value: Tensor, like: Tensor) -> Tensor:
+    """Move and shard a tensor as `like` is; AdamW keeps its step count on the CPU."""
     if value.ndim == 0:
         return value
     value = value.to(like.device)

@@ -1,7 +1,7 @@
-"""Sharing through DeepSpeed: ZeRO stage 2, each process holds all weights and computes with them.
+"""DeepSpeed ZeRO stage 2: gradients and optimiser state are sharded, weights are replicated.
 
-Gradients and the optimiser's state are shared out. DeepSpeed's engine is used as it is, not through
-accelerate, which has it on GPUs only. (Stage 3, weights shared out too, is what `fsdp` does.)
+DeepSpeed's engine is used directly; accelerate supports it on GPUs only. For sharded weights (stage
+3) use `fsdp`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ STEP = "step"
 
 
 class ZeroStrategy(ParallelStrategy):
-    """`deepspeed`.
+    """The strategy `deepspeed`.
 
-    The optimiser sees one flat tensor per process, a share of all parameters in a row. DeepSpeed
-    knows which piece of it belongs to which parameter once there are moments, so they are made
-    here, as AdamW would make them in its first step.
-
-    Raises:
-        InputError: DeepSpeed is not installed.
+    The optimiser sees one flat tensor per process, a shard of the concatenated parameters.
+    DeepSpeed maps its pieces to parameters once moments exist, so they are created here, as AdamW
+    does in its first step.
     """
 
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> None:
@@ -50,7 +47,7 @@ class ZeroStrategy(ParallelStrategy):
         super().__init__(module, self._engine, self._zero.optimizer)
         self._start_moments()
 
-    def forget_gradients(self) -> None:
+    def zero_gradients(self) -> None:
         self._engine.zero_grad()
 
     @contextmanager
@@ -58,20 +55,20 @@ class ZeroStrategy(ParallelStrategy):
         self._engine.set_gradient_accumulation_boundary(last)
         yield
 
-    def syncing(self, *, last: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         return self._pass(last)
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
 
     def update(self, _clip: float) -> float:
-        # The engine was told of the clipping when it was made, and tells the norm afterwards only.
+        # The engine clips by its config and reports the norm after the step only.
         self._engine.step()
         return float(self._engine.get_global_grad_norm() or 0.0)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         super().load(tensors)
-        # What AdamW changes are copies of the weights.
+        # AdamW updates float32 copies of the weights.
         self._zero.refresh_fp32_params()
 
     def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
@@ -109,7 +106,7 @@ class ZeroStrategy(ParallelStrategy):
 
 
 def _deepspeed(device: torch.device) -> Any:
-    """The library, which asks the machine by itself for a GPU, told what the run computes on."""
+    """Import DeepSpeed and set its device, which it would otherwise detect by itself."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed
     from deepspeed.accelerator import set_accelerator
@@ -121,7 +118,7 @@ def _deepspeed(device: torch.device) -> Any:
 
 
 def _in_precision(module: nn.Module, device: torch.device, config: TrainConfig) -> nn.Module:
-    """Compute in bf16 over float32 weights where the config wants that."""
+    """Autocast the forward pass to bf16 if the config says so; weights stay float32."""
     if config.mixed_precision == "bf16":
         forward = torch.autocast(device.type, torch.bfloat16)(module.forward)
         module.forward = convert_outputs_to_fp32(forward)

@@ -1,1 +1,1 @@
-"""What is trained: students, their losses, and the target activations that they learn from."""
+"""Students (drafters in training), their losses and the target's activations."""

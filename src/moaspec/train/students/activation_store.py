@@ -1,9 +1,9 @@
-"""Numbers about examples that are computed once and kept on disk, as flat arrays of bf16.
+"""Activations of training examples on disk, as flat arrays of bf16.
 
-The frozen target gives the same keys, values and states for an example in every epoch, and a frozen
-LSA the same means; reading them back costs a fraction of computing them.
+The frozen target computes the same keys, values and states for an example in every epoch, and a
+frozen LSA the same means. Reading them costs a fraction of computing them.
 
-Legend: B batch, T tokens, L layers, K one layer's key and value, E hidden size.
+Legend: B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from torch import Tensor
 
 from moaspec.errors import TrainingError
 from moaspec.model.drafter_config import TargetIdentity
-from moaspec.model.moa import TargetPass
-from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Batch, Example
 
 
@@ -29,12 +27,12 @@ class ExampleStore:
     """Arrays with one row per token of a fixed list of examples.
 
     Args:
-        directory: where the files live, created when missing.
-        examples: the examples, in an order that does not change.
-        widths: numbers per token of each named array.
+        directory: of the files; created if missing.
+        examples: in a fixed order.
+        widths: values per token of each named array.
 
     Raises:
-        TrainingError: the disk has too little room; the message says how much is needed.
+        TrainingError: too little disk space; the message says how much is needed.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class ExampleStore:
         )
 
     def holds(self, batch: Batch) -> bool:
-        """Whether every example of the batch is stored."""
         return all(self._done[i] for i in batch.example_ids)
 
     def write(self, batch: Batch, **arrays_BT: Tensor) -> None:
@@ -82,86 +79,13 @@ class ExampleStore:
 
 
 def bytes_per_token(identity: TargetIdentity) -> int:
-    """What the cache of one token takes on disk."""
-    return 2 * sum(_widths(identity).values())
+    """Size of one token's activations on disk."""
+    return 2 * sum(activation_widths(identity).values())
 
 
-def _widths(identity: TargetIdentity) -> dict[str, int]:
-    """Numbers of one token in each file."""
+def activation_widths(identity: TargetIdentity) -> dict[str, int]:
+    """Values per token of the target's keys and values, and of its final states."""
     return {"kv": identity.num_layers * identity.kv_size, "hidden": identity.hidden_size}
-
-
-class ActivationCache:
-    """Target activations of a fixed list of examples, filled on first use.
-
-    Args:
-        directory: each list of examples and target has a folder in it, which later runs reuse.
-        examples: the examples, in an order that does not change.
-        identity: the target, for the sizes.
-        before: the N > 0 of which the states that enter the last N layers are kept too.
-
-    Raises:
-        TrainingError: the disk has too little room; the message says how much is needed.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        examples: Sequence[Example],
-        identity: TargetIdentity,
-        before: Sequence[int] = (),
-    ) -> None:
-        self._kv_shape = (identity.num_layers, identity.kv_size)
-        self._before = tuple(before)
-        self._store = ExampleStore(
-            directory / fingerprint(examples, identity),
-            examples,
-            _widths(identity) | {f"before{n}": identity.hidden_size for n in before},
-        )
-
-    def passes(self, target: Target, batch: Batch) -> TargetPass:
-        """The batch's activations, read back or computed and stored: bf16, pads are zero."""
-        store, device = self._store, target.device
-        if not store.holds(batch):
-            result = target.encode(batch.input_ids_BT, batch.attention_mask_BT, self._before)
-            entering = {f"before{n}": states.cpu() for n, states in result.before.items()}
-            kv_BTX, hidden_BTE = result.kv_BTLK.flatten(2), result.hidden_BTE
-            store.write(batch, kv=kv_BTX.cpu(), hidden=hidden_BTE.cpu(), **entering)
-        kv_BTX = store.read("kv", batch).to(device)
-        return TargetPass(
-            kv_BTX.unflatten(2, self._kv_shape),
-            store.read("hidden", batch).to(device),
-            {n: store.read(f"before{n}", batch).to(device) for n in self._before},
-        )
-
-
-class FinalStates:
-    """The target's final states alone of a fixed list of examples, filled on first use.
-
-    They are all that a baseline learns from: 1.2 KB a token for SmolLM2-135M, where keys and values
-    take 23.
-
-    Args:
-        directory: each list of examples and target has a folder in it, which later runs reuse.
-        examples: the examples, in an order that does not change.
-        identity: the target, for the sizes.
-
-    Raises:
-        TrainingError: the disk has too little room; the message says how much is needed.
-    """
-
-    def __init__(
-        self, directory: Path, examples: Sequence[Example], identity: TargetIdentity
-    ) -> None:
-        widths = {"hidden": identity.hidden_size}
-        self._store = ExampleStore(directory / fingerprint(examples, identity), examples, widths)
-
-    def read(self, target: Target, batch: Batch) -> Tensor:
-        """The batch's states (B, T, E), read back or computed and stored: bf16, pads are zero."""
-        if not self._store.holds(batch):
-            result = target.encode(batch.input_ids_BT, batch.attention_mask_BT)
-            self._store.write(batch, hidden=result.hidden_BTE.cpu())
-        return self._store.read("hidden", batch).to(target.device)
 
 
 def fingerprint(
@@ -169,7 +93,7 @@ def fingerprint(
     identity: TargetIdentity,
     weights: Mapping[str, Tensor] | None = None,
 ) -> str:
-    """Short name of these examples, in this order, under this target and these weights."""
+    """Hash of the examples in this order, the target and the weights."""
     digest = hashlib.sha256(repr(identity).encode())
     for example in examples:
         digest.update(repr(example.pieces).encode())
@@ -196,9 +120,10 @@ def _flat_file(path: Path, shape: tuple[int, int]) -> np.memmap:
 
 
 def _sized(path: Path, num_bytes: int) -> Path:
-    """Create a file of that size, or keep the one that is there.
+    """Create a file of this size, unless a file of this size exists.
 
-    Its room is taken at once: a mapped file that finds the disk full later kills the process.
+    The space is allocated at once: if the disk fills later, writing to a mapped file kills the
+    process.
     """
     if path.exists() and path.stat().st_size == num_bytes:
         return path

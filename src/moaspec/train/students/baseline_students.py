@@ -1,77 +1,51 @@
-"""Baseline drafters as the training loop sees them.
+"""Students of the baseline drafters.
 
 Legend: B batch, T tokens, M queries with loss, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moaspec.model.checkpoint.baseline_checkpoint import KINDS, Baseline, save_baseline
 from moaspec.model.moa import positions
 from moaspec.target.target import Target
-from moaspec.train.data_order import BatchPart
+from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import frequent_tokens
 from moaspec.train.run_config import TrainConfig, stack_config
 from moaspec.train.students.losses import ExitStates
-from moaspec.train.students.students import StudentPass, TrimmedHead, export
-from moaspec.train.students.target_reader import TargetReader
+from moaspec.train.students.students import Student, StudentOutput
+from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.students.warm_start import random_weights
 
 
-class BaselineStudent:
+class BaselineStudent(Student):
     """EAGLE's head, or an independent small language model.
 
-    Both see every token in the same way, so blocks only say which queries carry loss.
-
-    Args:
-        target: the frozen target.
-        reader: of its activations.
-        config: of the run.
+    Their attention ignores blocks, which only select the queries with loss.
     """
 
-    def __init__(self, target: Target, reader: TargetReader, config: TrainConfig) -> None:
-        self._target, self._reader, self._config = target, reader, config
-        self.exits: tuple[int, ...] = (0,)
+    def __init__(self, target: Target, activations: TargetActivations, config: TrainConfig) -> None:
         torch.manual_seed(config.seed)
         vocabulary = frequent_tokens(
-            reader.examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
+            activations.examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
         )
-        self.module: Baseline = KINDS[config.drafter](stack_config(target, config), vocabulary)
-        random_weights(self.module)
-        self.module.float().to(target.device)
-        self.draft_token_ids = self.module.draft_token_ids
-        self._head = TrimmedHead(target, self.draft_token_ids)
-        # EAGLE's later drafts read its own predictions, its training pass the target's states.
-        self.simulates = config.drafter == "independent"
+        module: Baseline = KINDS[config.drafter](stack_config(target, config), vocabulary)
+        random_weights(module)
+        module.float().to(target.device)
+        super().__init__(module, target, activations, config, save_baseline)
+        # In real chains EAGLE reads its own predictions, in training the target's states.
+        self.simulates_chain = config.drafter == "independent"
 
-    def start(self, ids: Sequence[int]) -> None:
-        """Random weights are all that a baseline starts from."""
-
-    def run(self, model: nn.Module, part: BatchPart, step: int) -> StudentPass:  # noqa: ARG002
-        """Run over whole texts; EAGLE reads the target's true states."""
+    def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:  # noqa: ARG002
+        """Run over whole texts; EAGLE reads the target's states."""
         batch = part.batch
-        hidden_BTE = self._reader.final_states(batch).float()
+        hidden_BTE = self._activations.final_states(batch).float()
         mask_BT, loss_BT = batch.attention_mask_BT, part.blocks.loss_BT
         inputs = [self._target.embed(batch.input_ids_BT).float()]
         if self.module.kind == "eagle":
             inputs.append(hidden_BTE)
         states_BTE = model(*inputs, positions(mask_BT), mask_BT)
         found = ExitStates(states_BTE[loss_BT].float(), hidden_BTE[loss_BT], self._head, self._head)
-        return StudentPass([found])
-
-    def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
-        """Nothing: checkpoints of baselines have no place for it."""
-
-    def save(
-        self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
-    ) -> None:
-        """Write a checkpoint that `load_any_drafter` reads, bf16."""
-        write = partial(save_baseline, directory=directory)
-        export(self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes)
+        return StudentOutput([found])

@@ -1,11 +1,10 @@
-"""How good the drafts are on held-out conversations, from training passes alone.
+"""Draft quality on held-out conversations, measured in training passes.
 
-Held-out responses are cut into blocks of `MEASURED_BLOCK`. At each block's start the drafter
-drafts a greedy chain of that length. The training pass feeds it the response's own tokens, which
-are what a chain has drafted for as long as it agrees; so the length of the agreeing prefix is
-exactly that of a real chain. **Simulated tau** is its mean over all whole blocks, plus 1 for the
-token that the target adds. EAGLE gets none, because its chain reads its own predictions. A draft
-agrees when the response, which the target wrote, goes on with it.
+Held-out responses are cut into blocks of `BLOCK_LENGTH`. In each block the pass drafts a greedy
+chain, fed with the response's own tokens. A chain that agrees with the response would read the same
+tokens, so the length of the agreeing prefix equals that of real decoding. **Simulated tau** is the
+mean of this length over complete blocks, plus 1 for the bonus token. EAGLE has none, because its
+chain reads its own predictions.
 
 Legend: M queries with loss, X blocks.
 """
@@ -20,28 +19,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moaspec.train.data_order import BatchPart, split
+from moaspec.train.data_order import TrainBatch, split_batch
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.students.blocks import fixed_blocks
-from moaspec.train.students.losses import CHUNK, ExitStates, LogitsOf
-from moaspec.train.students.students import StudentPass
+from moaspec.train.students.losses import MAX_CHUNK, ExitStates, LogitsFunction
+from moaspec.train.students.students import StudentOutput
 
-MEASURED_BLOCK = 8
-"""Drafts in a row."""
-RANKS = 8
-"""Drafts beside one another: so many of the likeliest are looked at."""
+BLOCK_LENGTH = 8
+"""Drafts of a simulated chain."""
+NUM_RANKS = 8
+"""Number of most likely drafts whose acceptance is measured."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One exit on held-out conversations.
+class HeldOutMetrics:
+    """Metrics of one exit on held-out conversations.
 
     Attributes:
-        accuracy: by draft step, the share of first choices that are the target's, given that all
-            tokens before are the target's.
-        tau: simulated tokens per round of a chain; None when no response fills a block.
-        acceptance: by rank, the share of drafts that are the target's first choice, over all steps.
-        moment_EE: the mean of products of the states that the head is given; None without any.
+        accuracy: by draft step, fraction of most likely drafts that are the target's choice after
+            the target's own tokens.
+        tau: simulated tau; None if no response fills a block.
+        acceptance: by rank, fraction of drafts that are the target's choice, over all steps.
+        moment_EE: second moment of the states before the head; None without queries.
     """
 
     accuracy: list[float]
@@ -50,50 +49,50 @@ class Measured:
     moment_EE: Tensor | None
 
 
-def measure(
-    run: Callable[[BatchPart], StudentPass],
+def measure_held_out(
+    run: Callable[[TrainBatch], StudentOutput],
     examples: Sequence[Example],
     ids: Sequence[int],
     *,
     batch_size: int,
     draft_token_ids: Tensor | None,
-    place: tuple[int, int],
+    process: tuple[int, int],
     total: Callable[[Tensor], Tensor],
-    head: LogitsOf,
-) -> list[Measured]:
+    head: LogitsFunction,
+) -> list[HeldOutMetrics]:
     """Measure every exit.
 
     Args:
         run: the student's pass.
-        examples: conversations.
-        ids: those that are held out; none gives an empty list.
-        batch_size: of them in one pass.
-        draft_token_ids: the trimmed vocabulary.
-        place: number of this process, and of how many.
-        total: adds up over processes.
-        head: the target's, over its full vocabulary.
+        examples: all examples.
+        ids: of the held-out examples; an empty list gives no metrics.
+        batch_size: examples of one pass, over all processes.
+        draft_token_ids: the trimmed vocabulary, or None.
+        process: rank of this process, and number of processes.
+        total: sums a tensor over processes.
+        head: the target's head over its full vocabulary.
     """
     sums: list[Tensor] = []
     by_length = sorted(ids, key=lambda i: len(examples[i]))
     for start in range(0, len(by_length), batch_size):
         batch = collate(examples, by_length[start : start + batch_size])
-        whole = BatchPart(batch, fixed_blocks(batch, MEASURED_BLOCK), None)
-        part = split(whole, place[1])[place[0]]
-        found = [_sums(one, part, draft_token_ids, head) for one in run(part).exits]
+        whole = TrainBatch(batch, fixed_blocks(batch, BLOCK_LENGTH), None)
+        part = split_batch(whole, process[1])[process[0]]
+        found = [_sums(states, part, draft_token_ids, head) for states in run(part).exits]
         sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
-    return [_measured(total(one)) for one in sums]
+    return [_metrics(total(values)) for values in sums]
 
 
 def _sums(
-    states: ExitStates, part: BatchPart, draft_token_ids: Tensor | None, head: LogitsOf
+    states: ExitStates, part: TrainBatch, draft_token_ids: Tensor | None, head: LogitsFunction
 ) -> Tensor:
-    """Hits and queries by step, hits by rank, agreeing drafts, whole blocks, products of states."""
+    """Hits and queries by step, hits by rank, agreeing drafts, blocks, products of states."""
     drafted, best = [], []
     for mine, target in zip(
-        states.drafted_ME.split(CHUNK), states.target_ME.split(CHUNK), strict=True
+        states.drafted_ME.split(MAX_CHUNK), states.target_ME.split(MAX_CHUNK), strict=True
     ):
         logits_MV = states.drafted_logits(mine)
-        drafted.append(logits_MV.topk(min(RANKS, logits_MV.shape[-1])).indices)
+        drafted.append(logits_MV.topk(min(NUM_RANKS, logits_MV.shape[-1])).indices)
         best.append(head(target).argmax(-1))
     ids = None if draft_token_ids is None else draft_token_ids.cpu()
     drafted_MR, best_M = torch.cat(drafted).cpu(), torch.cat(best).cpu()
@@ -103,36 +102,31 @@ def _sums(
     written_M = part.batch.input_ids_BT.roll(-1, dims=1)[loss_BT]
     step_M = part.blocks.step_BT[loss_BT]
     agreed_M = drafted_MR[:, 0] == written_M
-    prefixes = agreeing_prefixes(agreed_M, step_M)
+    prefixes = agreeing_prefix_lengths(agreed_M, step_M)
     return torch.cat(
         (
-            torch.zeros(MEASURED_BLOCK).index_add_(0, step_M, right_MR[:, 0]),
-            torch.zeros(MEASURED_BLOCK).index_add_(0, step_M, torch.ones(len(step_M))),
-            F.pad(right_MR.sum(0), (0, RANKS - right_MR.shape[1])),
+            torch.zeros(BLOCK_LENGTH).index_add_(0, step_M, right_MR[:, 0]),
+            torch.zeros(BLOCK_LENGTH).index_add_(0, step_M, torch.ones(len(step_M))),
+            F.pad(right_MR.sum(0), (0, NUM_RANKS - right_MR.shape[1])),
             torch.tensor([float(prefixes.sum()), float(len(prefixes))]),
             (states.drafted_ME.T @ states.drafted_ME).flatten().cpu(),
         )
     ).double()
 
 
-def agreeing_prefixes(agreed_M: Tensor, step_M: Tensor) -> Tensor:
-    """Length of the agreeing prefix of every whole block, (X,).
-
-    Args:
-        agreed_M: bool, queries in order of blocks.
-        step_M: the step of each in its block, from 0.
-    """
+def agreeing_prefix_lengths(agreed_M: Tensor, step_M: Tensor) -> Tensor:
+    """Length of the agreeing prefix of every complete block, (X,)."""
     if not len(step_M):
         return step_M
     block_M = (step_M == 0).cumsum(0) - 1
-    agreed_X8 = torch.zeros(int(block_M[-1]) + 1, MEASURED_BLOCK, dtype=torch.long)
+    agreed_X8 = torch.zeros(int(block_M[-1]) + 1, BLOCK_LENGTH, dtype=torch.long)
     agreed_X8[block_M, step_M] = agreed_M.long()
-    whole_X = torch.bincount(block_M, minlength=len(agreed_X8)) == MEASURED_BLOCK
+    whole_X = torch.bincount(block_M, minlength=len(agreed_X8)) == BLOCK_LENGTH
     return agreed_X8[whole_X].cumprod(1).sum(1)
 
 
-def _measured(sums: Tensor) -> Measured:
-    sizes = [MEASURED_BLOCK, MEASURED_BLOCK, RANKS, 2]
+def _metrics(sums: Tensor) -> HeldOutMetrics:
+    sizes = [BLOCK_LENGTH, BLOCK_LENGTH, NUM_RANKS, 2]
     hits, counts, ranks, rest, products = sums.split([*sizes, len(sums) - sum(sizes)])
     agreed, blocks = rest.tolist()
     moment_EE = (products / counts.sum()).unflatten(0, (math.isqrt(len(products)), -1)).float()
@@ -141,4 +135,4 @@ def _measured(sums: Tensor) -> Measured:
     tau = round(agreed / blocks + 1, 4) if blocks else None
     acceptance = tuple(round(value, 4) for value in by_rank)
     accuracy = [round(value, 4) for value in accuracy]
-    return Measured(accuracy, tau, acceptance, moment_EE if counts.any() else None)
+    return HeldOutMetrics(accuracy, tau, acceptance, moment_EE if counts.any() else None)

@@ -16,36 +16,33 @@ from torch import Tensor
 
 from moaspec.errors import InputError
 
-LogitsOf = Callable[[Tensor], Tensor]
+LogitsFunction = Callable[[Tensor], Tensor]
 """(M, E) states -> (M, V) float32 logits over the draft vocabulary."""
 Divergence = Literal["forward_kl", "reverse_kl", "total_variation"]
-CHUNK = 512
-"""Queries whose logits exist at once."""
-LEAST_LOG = -80.0
-"""Logarithm that probabilities are taken for at least: e^-80 adds nothing to a float32 sum."""
-CPU_LOGITS = 2**22
-"""Logits that exist at once on a CPU: 16 MB stay in its caches, and in the allocator's hands."""
+MAX_CHUNK = 512
+"""Largest number of queries whose logits are in memory at once."""
+MIN_LOG_PROBABILITY = -80.0
+"""Lower bound of log-probabilities: e^-80 adds nothing to a float32 sum."""
+MAX_CPU_LOGITS = 2**22
+"""Logits in memory at once on a CPU: 16 MB stay in its caches and are reused by the allocator."""
 
 
-def queries_at_once(num_logits: int, device: torch.device) -> int:
-    """How many queries' logits are computed at a time, whatever the number of tokens.
-
-    Args:
-        num_logits: V.
-        device: where they are.
-    """
-    return CHUNK if device.type != "cpu" else max(32, min(CHUNK, CPU_LOGITS // num_logits))
+def logit_chunk_size(num_logits: int, device: torch.device) -> int:
+    """Number of queries whose logits are computed at once."""
+    return (
+        MAX_CHUNK if device.type != "cpu" else max(32, min(MAX_CHUNK, MAX_CPU_LOGITS // num_logits))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeights:
-    """Weights of the sum that is minimised.
+    """Weights of the terms of the loss.
 
     Attributes:
         feature: smooth-L1 between states of drafter and target (the paper: 1.0).
         kl: divergence between their distributions (the paper: 0.1).
-        summary: smooth-L1 between the aggregate of a token and the target's final state of it (not
-            in the paper). It teaches LSA directly, before CA has learned to read its output.
+        summary: smooth-L1 between a token's aggregate and the target's final state (not in the
+            paper). It trains LSA directly, before CA has learned to read its output.
         divergence: "forward_kl" (the paper), "reverse_kl" or "total_variation".
     """
 
@@ -61,15 +58,15 @@ class LossWeights:
 
 
 @dataclass(frozen=True)
-class LossParts:
-    """Sums over queries, so that they can be normalised over any number of batches.
+class LossSums:
+    """Sums over queries, which can be added up over batches and processes.
 
     Attributes:
         total: weighted loss.
         feature: smooth-L1 between states, mean over E.
         kl: divergence between the target's distribution and the drafter's.
-        hits: queries whose most likely draft is the target's most likely token.
-        count: queries.
+        hits: number of queries whose most likely draft is the target's most likely token.
+        count: number of queries.
     """
 
     total: float = 0.0
@@ -79,27 +76,27 @@ class LossParts:
     count: float = 0.0
 
     def as_tensor(self) -> Tensor:
-        """(5,) float64, so that processes can add theirs up."""
+        """All sums as (5,) float64."""
         values = (self.total, self.feature, self.kl, self.hits, self.count)
         return torch.tensor(values, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class ExitStates:
-    """What one exit gave for the queries with loss, beside what it should have given.
+    """States of one exit for the queries with loss, and the target's states.
 
     Attributes:
-        drafted_ME: final states, with a graph behind them.
-        target_ME: the target's, after its final norm.
-        drafted_logits, target_logits: heads; each gets its own final states.
-        inner: N > 0: drafted and true states before the last N layers, (M, E) each.
-        relative: compare states in units of the target state's size, as exits with adapters must.
+        drafted_ME: final states of the drafter, with gradients.
+        target_ME: final states of the target, after its final norm.
+        drafted_logits, target_logits: heads for the respective states.
+        inner: N > 0: drafted and target states before the last N layers, (M, E) each.
+        relative: divide states by the target state's root mean square; set for exits with adapters.
     """
 
     drafted_ME: Tensor
     target_ME: Tensor
-    drafted_logits: LogitsOf
-    target_logits: LogitsOf
+    drafted_logits: LogitsFunction
+    target_logits: LogitsFunction
     inner: tuple[Tensor, Tensor] | None = None
     relative: bool = False
 
@@ -119,7 +116,7 @@ def feature_loss(drafted_ME: Tensor, target_ME: Tensor, *, relative: bool = Fals
 
 
 def divergence(drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forward_kl") -> Tensor:
-    """Between target p and drafter q, from logits, summed over queries.
+    """Divergence between target p and drafter q, from logits, summed over queries.
 
     forward_kl is KL(p || q), reverse_kl is KL(q || p), total_variation is half of sum |p - q|: one
     minus the chance that a sampled draft is accepted.
@@ -128,7 +125,7 @@ def divergence(drafted_MV: Tensor, target_MV: Tensor, kind: Divergence = "forwar
 
 
 class _Divergence(torch.autograd.Function):
-    """Value and gradient with respect to q's logits in one go, in as little memory as they need.
+    """Computes value and gradient with respect to q's logits together, to save memory.
 
     With r_i the derivative of the divergence by q_i, the logits' gradient is q (r - sum_j q_j r_j).
     """
@@ -147,14 +144,14 @@ class _Divergence(torch.autograd.Function):
 
 
 def _probabilities(log_p: Tensor) -> Tensor:
-    """What is smaller than float32's smallest normal number takes a CPU ten times as long."""
-    return log_p.clamp(min=LEAST_LOG).exp_()
+    """Clamp before exp: subnormal numbers are ten times slower on a CPU."""
+    return log_p.clamp(min=MIN_LOG_PROBABILITY).exp_()
 
 
 def _forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     p = _probabilities(log_p)
     value = log_p.sub_(log_q).mul_(p).sum()
-    return value, log_q.clamp_(min=LEAST_LOG).exp_().sub_(p)
+    return value, log_q.clamp_(min=MIN_LOG_PROBABILITY).exp_().sub_(p)
 
 
 def _reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,8 +161,8 @@ def _reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _total_variation(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    q = log_q.clamp_(min=LEAST_LOG).exp_()
-    difference = q - log_p.clamp_(min=LEAST_LOG).exp_()
+    q = log_q.clamp_(min=MIN_LOG_PROBABILITY).exp_()
+    difference = q - log_p.clamp_(min=MIN_LOG_PROBABILITY).exp_()
     value, sign = 0.5 * difference.abs().sum(), difference.sign_().mul_(0.5)
     return value, sign.sub_((q * sign).sum(-1, keepdim=True)).mul_(q)
 
@@ -178,18 +175,18 @@ _GRADIENTS = {
 
 
 def exit_loss(
-    states: ExitStates, weights: LossWeights, *, scale: float, chunk: int = CHUNK
-) -> tuple[Tensor, LossParts]:
+    states: ExitStates, weights: LossWeights, *, scale: float, chunk: int = MAX_CHUNK
+) -> tuple[Tensor, LossSums]:
     """The loss of one exit, holding `chunk` x V logits at a time.
 
     Args:
         states: of the exit.
-        weights: of the losses.
+        weights: of the loss terms.
         scale: factor of the summed loss: one over the queries of the whole step.
-        chunk: queries whose logits exist at once.
+        chunk: number of queries whose logits are in memory at once.
 
     Returns:
-        A number to backpropagate, whose gradient (not value) is that of `scale` times the loss
+        A scalar to backpropagate, whose gradient (not value) is that of `scale` times the loss
         summed over queries, and the sums.
     """
     leaf_ME = states.drafted_ME.detach().requires_grad_()
@@ -209,7 +206,7 @@ def exit_loss(
         proxy = proxy + scale * weights.feature * inner
         sums[0] += weights.feature * inner.detach()
         sums[1] += inner.detach()
-    return proxy, LossParts(*sums.tolist())
+    return proxy, LossSums(*sums.tolist())
 
 
 def _terms(
@@ -220,14 +217,14 @@ def _terms(
         target_MV = states.target_logits(target_ME)
     drafted_MV = states.drafted_logits(drafted_ME)
     feature = feature_loss(drafted_ME, target_ME, relative=states.relative)
-    # Not argmax, which takes a CPU three times as long.
+    # argmax is three times slower on a CPU.
     hits = (drafted_MV.max(-1).indices == target_MV.max(-1).indices).sum().float()
     return feature, divergence(drafted_MV, target_MV, kind), hits
 
 
-def mean_parts(parts: Iterable[LossParts]) -> LossParts:
-    """The mean over exits; hits are the first one's."""
-    stacked = torch.stack([one.as_tensor() for one in parts])
+def mean_over_exits(parts: Iterable[LossSums]) -> LossSums:
+    """Mean over exits; hits are those of the first exit."""
+    stacked = torch.stack([sums.as_tensor() for sums in parts])
     mean = stacked.mean(0)
     mean[3] = stacked[0, 3]
-    return LossParts(*mean.tolist())
+    return LossSums(*mean.tolist())

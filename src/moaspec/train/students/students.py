@@ -1,4 +1,4 @@
-"""What is trained: how each kind of drafter is made, run over a batch, and written.
+"""Students: creation, training pass and checkpoints of each kind of drafter.
 
 Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabulary.
 """
@@ -6,11 +6,11 @@ Legend: B batch, T tokens, M queries with loss, E hidden size, V draft vocabular
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,78 +22,100 @@ from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.moa import MoADrafter, TargetPass, positions
 from moaspec.target.target import Target
-from moaspec.train.data_order import BatchPart
+from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import Example, frequent_tokens
 from moaspec.train.run_config import TrainConfig, drafter_config
 from moaspec.train.schedule import lsa_is_frozen
 from moaspec.train.students.losses import ExitStates
-from moaspec.train.students.target_reader import FrozenMeans, TargetReader
+from moaspec.train.students.target_activations import LayerMeanCache, TargetActivations
 from moaspec.train.students.warm_start import (
-    entering,
     fit_exits,
+    layer_inputs,
+    non_massive_states,
     random_weights,
-    usual_states,
     warm_start,
 )
 
 
 @dataclass(frozen=True)
-class StudentPass:
-    """One pass of what is trained over a part of a step.
+class StudentOutput:
+    """Output of one training pass.
 
     Attributes:
-        exits: what each exit gave.
-        summary: aggregates of real tokens and the target's final states of them, (tokens, E) each;
-            None where there is no aggregate.
+        exits: states of each exit.
+        summary: aggregates and the target's final states of real tokens, (tokens, E) each; None for
+            drafters without aggregates.
     """
 
     exits: Sequence[ExitStates]
     summary: tuple[Tensor, Tensor] | None = None
 
 
-class Student(Protocol):
-    """One kind of drafter, as the loop sees it.
+class Student(ABC):
+    """A drafter in training, as the training loop uses it.
 
     Attributes:
-        module: what learns.
+        module: the drafter.
         exits: the N of each exit.
         draft_token_ids: (V',) ids of a trimmed draft vocabulary, or None.
-        simulates: whether a training pass drafts what a chain would, as long as it agrees.
+        simulates_chain: whether a training pass drafts as a real chain does while it agrees.
     """
 
-    exits: tuple[int, ...]
-    draft_token_ids: Tensor | None
-    simulates: bool
+    simulates_chain = True
 
-    @property
-    def module(self) -> nn.Module: ...
+    def __init__(
+        self,
+        module: Any,
+        target: Target,
+        activations: TargetActivations,
+        config: TrainConfig,
+        save_checkpoint: Callable[..., None],
+    ) -> None:
+        self._target, self._activations, self._config = target, activations, config
+        self._save_checkpoint = save_checkpoint
+        self.module = module
+        self.exits = config.num_target_layers
+        self.draft_token_ids: Tensor | None = module.draft_token_ids
+        self._head = DraftVocabularyHead(target, self.draft_token_ids)
 
-    def start(self, ids: Sequence[int]) -> None:
-        """Give a new module what is known without training, from these examples."""
-        ...
+    def start(self, ids: Sequence[int]) -> None:  # noqa: B027 - baselines keep random weights
+        """Initialise a new module from the target and these examples."""
 
-    def run(self, model: nn.Module, part: BatchPart, step: int) -> StudentPass:
-        """Run `model`, which is `module` as the processes share it."""
-        ...
+    @abstractmethod
+    def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
+        """Make a training pass with `model`, the wrapped `module`."""
 
-    def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
-        """Take in what was measured on held-out drafts, for the checkpoint; see `Measured`.
+    def record(  # noqa: B027 - checkpoints of baselines do not store measurements
+        self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None
+    ) -> None:
+        """Store held-out measurements in the module, for its checkpoint.
 
         Args:
             acceptance: by exit, then by rank.
             moment_EE: of the first exit.
         """
-        ...
 
     def save(
         self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
     ) -> None:
-        """Write a checkpoint."""
-        ...
+        """Write a bf16 checkpoint with gathered weights on the CPU."""
+        module = self.module  # may be sharded
+        ids = module.draft_token_ids
+        drafter = type(module)(module.config, None if ids is None else ids.cpu())
+        drafter.load_state_dict(weights)
+        if isinstance(drafter, MoADrafter):
+            drafter.head_moment = module.head_moment
+        self._save_checkpoint(
+            drafter,
+            directory=directory,
+            dtype=torch.bfloat16,
+            training=facts,
+            shard_bytes=self._config.shard_bytes,
+        )
 
 
 def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> MoADrafter:
-    """A drafter with random weights."""
+    """Create a drafter with random weights."""
     _check_vocabulary(target, config)
     torch.manual_seed(config.seed)
     vocabulary = frequent_tokens(
@@ -113,16 +135,16 @@ def _check_vocabulary(target: Target, config: TrainConfig) -> None:
         )
 
 
-def earlier_drafter(
+def load_initial_drafter(
     target: Target, config: TrainConfig, examples: Sequence[Example]
 ) -> tuple[MoADrafter, int | None]:
-    """The drafter that `config.initial` names, in float32, with the vocabulary and N asked for.
+    """Load the drafter `config.initial` in float32, and adapt its vocabulary and N.
 
     Returns:
-        The drafter, and the N that it had alone if it has got exits, which `fit_exits` starts.
+        The drafter, and its former N if it got new exits, which `fit_exits` initialises.
 
     Raises:
-        InputError: it drafts with more tokens than `config.sizes.draft_vocab`, or has exits for
+        InputError: its vocabulary is larger than `config.sizes.draft_vocab`, or it has exits for
             other N than `config.num_target_layers`.
     """
     _check_vocabulary(target, config)
@@ -150,7 +172,6 @@ def earlier_drafter(
 
 
 def _grow_vocabulary(drafter: MoADrafter, config: TrainConfig, examples: Sequence[Example]) -> None:
-    """Let a drafter point at more tokens; no weight of it depends on how many there are."""
     size, ids = config.sizes.draft_vocab, drafter.draft_token_ids
     if size == 0:
         return
@@ -163,15 +184,15 @@ def _grow_vocabulary(drafter: MoADrafter, config: TrainConfig, examples: Sequenc
     drafter.draft_token_ids = frequent_tokens(examples, size=size, always=ids.tolist())
 
 
-class TrimmedHead:
-    """The target's LM head for the draft vocabulary, its rows gathered once.
+class DraftVocabularyHead:
+    """The target's LM head for the draft vocabulary.
 
-    Those of a bf16 target are kept in float32 on a CPU without bf16 instructions, where emulated
-    products take ten times as long; what they are multiplied with is not rounded then.
+    On a CPU without bf16 instructions the rows of a bf16 target are kept in float32, because
+    emulated products are ten times slower; states are not rounded then.
 
     Args:
         target: the frozen target.
-        token_ids: the draft vocabulary, None for the full one.
+        token_ids: the draft vocabulary; None for the full one.
     """
 
     def __init__(self, target: Target, token_ids: Tensor | None) -> None:
@@ -190,78 +211,42 @@ class TrimmedHead:
         return self._target.logits(states_ME, self._rows)
 
 
-def export(
-    module: Any,
-    weights: Mapping[str, Tensor],
-    write: Callable[..., None],
-    *,
-    facts: Mapping[str, Any],
-    shard_bytes: int,
-) -> None:
-    """Write a checkpoint in bf16 with these weights, whole and on the CPU.
-
-    Args:
-        module: the drafter in training, which may be in shards.
-        weights: its state.
-        write: `save_drafter` or `save_baseline`, with its directory.
-        facts: of the run, for the checkpoint.
-        shard_bytes: largest file of weights.
-    """
-    ids = module.draft_token_ids
-    drafter = type(module)(module.config, None if ids is None else ids.cpu())
-    drafter.load_state_dict(weights)
-    if isinstance(drafter, MoADrafter):
-        drafter.head_moment = module.head_moment
-    write(drafter, dtype=torch.bfloat16, training=facts, shard_bytes=shard_bytes)
-
-
-class MoAStudent:
-    """A Mixture-of-Attentions drafter with one or several exits.
-
-    Args:
-        target: the frozen target.
-        reader: of its activations.
-        config: of the run.
-        output: directory of the run.
-    """
+class MoAStudent(Student):
+    """A Mixture-of-Attentions drafter with one or several exits."""
 
     def __init__(
-        self, target: Target, reader: TargetReader, config: TrainConfig, output: Path
+        self, target: Target, activations: TargetActivations, config: TrainConfig, output: Path
     ) -> None:
-        self.simulates = True
-        self._target, self._reader, self._config, self._output = target, reader, config, output
-        self._had: int | None = None
-        self.module: MoADrafter
+        self._former_n: int | None = None
         if config.initial:
-            self.module, self._had = earlier_drafter(target, config, reader.examples)
+            module, self._former_n = load_initial_drafter(target, config, activations.examples)
         else:
-            self.module = new_drafter(target, config, reader.examples)
-        self.exits = config.num_target_layers
-        self.draft_token_ids = self.module.draft_token_ids
-        self._head = TrimmedHead(target, self.draft_token_ids)
-        self._means: FrozenMeans | None = None
+            module = new_drafter(target, config, activations.examples)
+        super().__init__(module, target, activations, config, save_drafter)
+        self._output = output
+        self._means: LayerMeanCache | None = None
 
     @torch.no_grad()
     def start(self, ids: Sequence[int]) -> None:
-        """Informed initial weights (`warm_start`), and each exit's size of states."""
+        """Apply the warm start, and set each exit's scale of states."""
         config = self._config
-        sample = self._reader.sample(ids, config.warm_start_tokens)
+        sample = self._activations.sample(ids, config.warm_start_tokens)
         if config.initial:
-            if self._had is not None:
-                fit_exits(self._target, self.module, sample, had=self._had)
+            if self._former_n is not None:
+                fit_exits(self._target, self.module, sample, former_n=self._former_n)
             return
         if config.warm_start:
             warm_start(self._target, self.module, sample)
         if self.module.exits:
-            _, result = next(self._reader.sample(ids, 1))
+            _, result = next(self._activations.sample(ids, 1))
             for n in self.exits:
                 adapter: Any = self.module.exits[str(n)]
                 nn.init.eye_(adapter.linear.weight)
-                _, scale = usual_states(entering(result, n)[0])
+                _, scale = non_massive_states(layer_inputs(result, n)[0])
                 adapter.scale.fill_(scale)
 
-    def run(self, model: nn.Module, part: BatchPart, step: int) -> StudentPass:
-        """All exits of a part; LSA's means are read back while it is frozen."""
+    def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:
+        """Run all exits; while LSA is frozen its means are read from the cache."""
         batch, blocks, target = part.batch, part.blocks, self._target
         read, result = self._read(part, step)
         aggregated_BTE, *outputs = model(
@@ -272,23 +257,25 @@ class MoAStudent:
             staircase_B=part.staircase_B,
         )
         hidden_BTE, real_BT = result.hidden_BTE.float(), batch.attention_mask_BT.bool()
-        return StudentPass(
+        return StudentOutput(
             [self._exit(n, x, part, result) for n, x in zip(self.exits, outputs, strict=True)],
             (aggregated_BTE.float()[real_BT], hidden_BTE[real_BT]),
         )
 
-    def _read(self, part: BatchPart, step: int) -> tuple[Tensor, TargetPass]:
+    def _read(self, part: TrainBatch, step: int) -> tuple[Tensor, TargetPass]:
         if not lsa_is_frozen(self._config, step):
-            result = self._reader.passes(part.batch)
+            result = self._activations.passes(part.batch)
             return result.kv_BTLK, result
         if self._means is None:
             directory = self._output / "means"
             bf16 = self._config.mixed_precision == "bf16"
-            self._means = FrozenMeans(self._reader, self.module.encoder, directory, bf16=bf16)
+            self._means = LayerMeanCache(
+                self._activations, self.module.encoder, directory, bf16=bf16
+            )
         return self._means.read(part.batch)
 
-    def _exit(self, n: int, states_BTE: Tensor, part: BatchPart, result: TargetPass) -> ExitStates:
-        """Final states of an exit, after the reused layers, at the queries with loss."""
+    def _exit(self, n: int, states_BTE: Tensor, part: TrainBatch, result: TargetPass) -> ExitStates:
+        """Final states of an exit at the queries with loss, after the reused layers."""
         loss_BT, inner = part.blocks.loss_BT, None
         final_BTE = states_BTE
         if n:
@@ -311,16 +298,9 @@ class MoAStudent:
         )
 
     def record(self, acceptance: tuple[tuple[float, ...], ...], moment_EE: Tensor | None) -> None:
-        """Decoding weighs what to draft by these rates, and rounds the head by the moment."""
+        """Store the rates that weigh drafts, and the moment that guides the head's quantisation."""
         first, *further = ((by_rank,) for by_rank in acceptance)
         self.module.config = dataclasses.replace(
             self.module.config, acceptance=first, further_acceptance=tuple(further)
         )
         self.module.head_moment = moment_EE
-
-    def save(
-        self, weights: Mapping[str, Tensor], directory: Path, facts: Mapping[str, Any]
-    ) -> None:
-        """Write a checkpoint that `load_drafter` reads, bf16."""
-        write = partial(save_drafter, directory=directory)
-        export(self.module, weights, write, facts=facts, shard_bytes=self._config.shard_bytes)

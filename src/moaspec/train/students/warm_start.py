@@ -1,18 +1,18 @@
-"""Initial weights that already do something useful.
+"""Warm start: closed-form initial weights from the target's weights and activations.
 
-From random weights CA attends evenly to all it may read and LSA's output means nothing, so for a
-long time the drafter learns from the text alone. Closed-form steps give it a start:
+With random weights CA attends uniformly and LSA's output carries no information, so the drafter
+learns from the text alone for a long time. Instead:
 
-- SA reads token embeddings as the target's first layer does: it starts as a copy of that layer.
-- LSA's heads start by preferring the target's last layers, some sharply and some broadly, and pass
-  on what a regression of the target's final state uses of them.
-- The projection after LSA starts as the ridge regression of the target's final state on the mean
-  over layers.
-- CA's heads start by preferring the newest tokens they may read, recent ones, or none.
+- SA starts as a copy of the target's first layer, which reads token embeddings too.
+- LSA's heads prefer the target's last layers, some sharply and some broadly. Their values are the
+  directions that a regression of the target's final state uses.
+- The projection after LSA is the ridge regression of the target's final state on the mean over
+  layers.
+- CA's heads prefer the newest readable tokens, recent ones, or none.
 
-Both preferences are functions of a distance, of layers or of tokens. Rotary embedding turns a query
-and a key that are the same everywhere into a sum of cosines and sines of the distance, whose
-coefficients are fitted to the wanted function (`distance_query`).
+Both preferences are functions of a distance in layers or tokens. With rotary embedding, a constant
+query and a constant key score a sum of cosines and sines of the distance; `distance_query` fits its
+coefficients to the wanted function.
 
 Legend: N sampled tokens, T tokens, L target layers, E hidden size, K one layer's key and value,
 H heads, C KV heads, D head dim.
@@ -38,20 +38,20 @@ from moaspec.train.dataset.examples import Batch
 RIDGE = 1e-3
 """Relative to the mean square of the inputs."""
 LAYER_SLOPES = (1.0, 0.5, 0.25)
-"""How much higher LSA's heads, in turns, score each layer than the one before it."""
+"""Increase of the score per layer, for LSA's heads in turn."""
 LSA_GAIN = 4.0
-"""Size of what LSA reads, relative to the residual it is added to: the regression's signal counts,
-and the residual should not drown it."""
+"""Scale of LSA's attention output relative to the residual it is added to, so that the regression's
+signal dominates."""
 TOKEN_SLOPES = ((1.2, 14.0), (0.4, 10.0), (0.0, 0.0))
-"""How much lower CA's heads, in turns, score each token than the next one, and at most in all."""
-LONGEST_DISTANCE = 1024
-MASSIVE = 3.0
-"""States of so many times the median's size, a text's first one as a rule, say nothing of the size
-of the others, and in a regression they would count for all of these."""
+"""Decrease of the score per token of distance, and largest decrease, for CA's heads in turn."""
+MAX_DISTANCE = 1024
+MASSIVE_RATIO = 3.0
+"""Hidden states above this multiple of the median norm (usually the first token's) are excluded:
+they would dominate the regression."""
 
 
 def random_weights(drafter: nn.Module) -> None:
-    """Normal linear weights, zero biases."""
+    """Initialise linear layers with normal weights and zero biases."""
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
@@ -63,12 +63,12 @@ def random_weights(drafter: nn.Module) -> None:
 def warm_start(
     target: Target, drafter: MoADrafter, sample: Iterable[tuple[Batch, TargetPass]]
 ) -> None:
-    """Replace random weights by their informed start.
+    """Replace random weights by the warm start, in place.
 
     Args:
         target: the frozen target.
-        drafter: with random weights; changed in place.
-        sample: some examples, one a batch, and the target's pass over each.
+        drafter: with random weights.
+        sample: batches of one example, and the target's passes over them.
 
     Raises:
         InputError: SA has other shapes than the target's first layer.
@@ -80,11 +80,11 @@ def warm_start(
         finals.append(result.hidden_BTE[0].float())
         texts.append(_text_states(target, drafter, batch))
     encoder, kv_NLK, final_NE = drafter.encoder, torch.cat(kv), torch.cat(finals)
-    read_last_layers(encoder, kv_NLK, final_NE)
+    init_layer_attention(encoder, kv_NLK, final_NE)
     mean_NK = encoder.mean_over_layers(kv_NLK[None])[0]
     fit_linear(encoder.projection, mean_NK, final_NE)
     norm = encoder.memory_norm
-    prefer_recent(
+    init_cross_attention(
         drafter,
         queries_NE=norm(torch.cat(texts)),
         keys_NE=norm(encoder.projection(mean_NK)),
@@ -92,7 +92,7 @@ def warm_start(
 
 
 def copy_first_layer(target: Target, drafter: MoADrafter) -> None:
-    """Start SA as the target's first layer; leave SA alone where that is no plain layer."""
+    """Copy the target's first layer to SA, unless it is not a plain layer."""
     state = target.plain_layer_state(0)
     if state is None:
         return
@@ -110,25 +110,25 @@ def copy_first_layer(target: Target, drafter: MoADrafter) -> None:
     layer.load_state_dict(source)
 
 
-def read_last_layers(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -> None:
-    """Let LSA's heads prefer the last layers and pass on what predicts the final state.
+def init_layer_attention(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -> None:
+    """Make LSA's heads prefer the last layers and pass on what predicts the final state.
 
-    Every query of a head has the same constant part, every key another (both in biases), so that a
-    layer's score depends on its distance alone. Each head's values are the directions of its
-    reading that matter most to the regression of the final state on all kinds of readings.
+    Queries and keys of a head are constants (biases), so a layer's score depends on its distance
+    only. Each head's values are the directions of its average that matter most to the regression
+    of the final state on the averages of all kinds of heads.
     """
     layer = encoder.layer_self_attention
-    kinds = _prefer_last(encoder, kv_NLK.shape[1])
+    kinds = _init_layer_preferences(encoder, kv_NLK.shape[1])
     normed_NLK = layer.input_layernorm(kv_NLK.to(encoder.projection.weight.dtype))
-    readings = _readings(encoder, normed_NLK, kinds)
-    x, y = torch.cat(readings, dim=1), final_NE - final_NE.mean(0)
+    averages = _layer_averages(encoder, normed_NLK, kinds)
+    x, y = torch.cat(averages, dim=1), final_NE - final_NE.mean(0)
     weight_XE = _ridge(x - x.mean(0), y)
     head_dim = layer.key_value.head_dim
     directions = [
-        _main_directions(reading_NK, part_KE)
-        for reading_NK, part_KE in zip(readings, weight_XE.split(normed_NLK.shape[-1]), strict=True)
+        _main_directions(average_NK, part_KE)
+        for average_NK, part_KE in zip(averages, weight_XE.split(normed_NLK.shape[-1]), strict=True)
     ]
-    rows, taken = [], dict.fromkeys(range(len(readings)), 0)
+    rows, taken = [], dict.fromkeys(range(len(averages)), 0)
     for kind in kinds:
         start, taken[kind] = taken[kind], taken[kind] + head_dim
         rows.append(directions[kind][start : start + head_dim])
@@ -137,8 +137,8 @@ def read_last_layers(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tensor) -
     nn.init.orthogonal_(layer.self_attn.o_proj.weight, gain=float(LSA_GAIN * residual))
 
 
-def _prefer_last(encoder: TargetEncoder, num_layers: int) -> list[int]:
-    """Write the constant queries and keys of LSA; the kind of head that reads each KV head."""
+def _init_layer_preferences(encoder: TargetEncoder, num_layers: int) -> list[int]:
+    """Write LSA's constant queries and keys; return the kind of each KV head."""
     layer = encoder.layer_self_attention
     query, key_value = layer.self_attn, layer.key_value
     if query.q_proj.bias is None or key_value.k_proj.bias is None:
@@ -153,15 +153,15 @@ def _prefer_last(encoder: TargetEncoder, num_layers: int) -> list[int]:
     inv_freq = encoder.layer_rope.inv_freq
     fitted = [distance_query(inv_freq, distances, -slope * distances) for slope in LAYER_SLOPES]
     queries_HD = torch.stack([fitted[kind] for kind in kinds for _ in range(group)])
-    queries_HD, keys_CD = balanced(queries_HD, num_kv_heads)
+    queries_HD, keys_CD = balance_norms(queries_HD, num_kv_heads)
     query.q_proj.bias.copy_(queries_HD.flatten())
     key_value.k_proj.bias.copy_(keys_CD.flatten())
     nn.init.zeros_(key_value.k_proj.weight)
     return kinds
 
 
-def _readings(encoder: TargetEncoder, normed_NLK: Tensor, kinds: list[int]) -> list[Tensor]:
-    """What one head of each kind reads, were its values the layers themselves: (N, K) each."""
+def _layer_averages(encoder: TargetEncoder, normed_NLK: Tensor, kinds: list[int]) -> list[Tensor]:
+    """Attention-weighted averages of the layers, one for each kind of head: (N, K) each."""
     layer, num_layers = encoder.layer_self_attention, normed_NLK.shape[1]
     cos_sin = encoder.layer_rope(torch.arange(num_layers, device=normed_NLK.device)[None])
     constant = torch.zeros_like(normed_NLK[:1])
@@ -178,16 +178,16 @@ def _readings(encoder: TargetEncoder, normed_NLK: Tensor, kinds: list[int]) -> l
     ]
 
 
-def _main_directions(reading_NK: Tensor, weight_KE: Tensor) -> Tensor:
-    """Rows that read off the parts of `reading @ weight`, largest first, each of unit spread."""
-    centred = reading_NK - reading_NK.mean(0)
+def _main_directions(average_NK: Tensor, weight_KE: Tensor) -> Tensor:
+    """Principal directions of `average @ weight`, largest first, scaled to unit deviation."""
+    centred = average_NK - average_NK.mean(0)
     _, _, components_EE = torch.linalg.svd(centred @ weight_KE, full_matrices=False)
     rows = (weight_KE @ components_EE.T).T
     return rows / (centred @ rows.T).std(0).clamp(min=1e-6)[:, None]
 
 
 def fit_linear(linear: nn.Linear, inputs_NK: Tensor, outputs_NE: Tensor) -> None:
-    """Ridge regression of outputs on inputs, with intercept, written into a layer with bias."""
+    """Set a layer with bias to the ridge regression of outputs on inputs."""
     input_mean, output_mean = inputs_NK.mean(0), outputs_NE.mean(0)
     weight_EK = _ridge(inputs_NK - input_mean, outputs_NE - output_mean).T
     linear.weight.copy_(weight_EK)
@@ -196,17 +196,22 @@ def fit_linear(linear: nn.Linear, inputs_NK: Tensor, outputs_NE: Tensor) -> None
 
 @torch.no_grad()
 def fit_exits(
-    target: Target, drafter: MoADrafter, sample: Iterable[tuple[Batch, TargetPass]], *, had: int
+    target: Target,
+    drafter: MoADrafter,
+    sample: Iterable[tuple[Batch, TargetPass]],
+    *,
+    former_n: int,
 ) -> None:
-    """Start the exits of a drafter that was trained for one N, as regressions on its states.
+    """Initialise new exits of a drafter by regression on its states, in place.
 
-    That N's exit reproduces what the drafter gave, each other one what enters its target layers.
+    The exit of the former N reproduces the drafter's states, each other exit the states before its
+    target layers.
 
     Args:
         target: the frozen target.
-        drafter: with new exits; changed in place.
-        sample: as for `warm_start`; the target's passes have the states before each N's layers.
-        had: the N it was trained for.
+        drafter: with new exits.
+        sample: as for `warm_start`; the passes hold the states before each N's layers.
+        former_n: the N that the drafter was trained for.
     """
     given: list[Tensor] = []
     wanted: dict[int, list[Tensor]] = {n: [] for n in drafter.config.num_target_layers}
@@ -220,25 +225,25 @@ def fit_exits(
         )
         given.append(states_BTE[0])
         for n, states in wanted.items():
-            states.append(states_BTE[0] if n == had else entering(result, n)[0].float())
+            states.append(states_BTE[0] if n == former_n else layer_inputs(result, n)[0].float())
     given_NE = torch.cat(given)
     for n, states in wanted.items():
         adapter: Any = drafter.exits[str(n)]
         wanted_NE = torch.cat(states)
-        usual_N, scale = usual_states(wanted_NE)
+        usual_N, scale = non_massive_states(wanted_NE)
         adapter.scale.fill_(scale)
         fit_linear(adapter.linear, adapter.norm(given_NE[usual_N]), wanted_NE[usual_N] / scale)
 
 
-def entering(result: TargetPass, num_target_layers: int) -> Tensor:
-    """The states that enter the last N layers, or for N = 0 the head, (B, T, E)."""
+def layer_inputs(result: TargetPass, num_target_layers: int) -> Tensor:
+    """The states before the last N layers, or before the head for N = 0, (B, T, E)."""
     return result.before[num_target_layers] if num_target_layers else result.hidden_BTE
 
 
-def usual_states(states_NE: Tensor) -> tuple[Tensor, Tensor]:
-    """Which states are not massive, (N,) bool, and the root mean square of these."""
+def non_massive_states(states_NE: Tensor) -> tuple[Tensor, Tensor]:
+    """Mask of the states that are not massive, (N,) bool, and their root mean square."""
     size_N = states_NE.float().square().mean(1).sqrt()
-    usual_N = size_N < MASSIVE * size_N.median()
+    usual_N = size_N < MASSIVE_RATIO * size_N.median()
     return usual_N, size_N[usual_N].square().mean().sqrt()
 
 
@@ -250,24 +255,24 @@ def _ridge(x_NK: Tensor, y_NE: Tensor) -> Tensor:
     return torch.linalg.solve(gram, x.T @ y).to(x_NK.dtype)
 
 
-def prefer_recent(drafter: MoADrafter, *, queries_NE: Tensor, keys_NE: Tensor) -> None:
-    """Give CA's heads a preference by distance, in turns: the newest tokens, recent ones, none.
+def init_cross_attention(drafter: MoADrafter, *, queries_NE: Tensor, keys_NE: Tensor) -> None:
+    """Make CA's heads in turn prefer the newest tokens, recent ones, or none.
 
-    CA has no biases; the constant parts come from a direction in which all normed inputs agree.
+    CA has no biases, so the constants come from a direction that all normalised inputs share.
     """
     config = drafter.config.cross_attention
-    distances = torch.arange(LONGEST_DISTANCE)
+    distances = torch.arange(MAX_DISTANCE)
     fitted = [
         distance_query(
             drafter.decoder.cross_rope.inv_freq,
             distances,
-            (-slope * distances).clamp(min=-most),
+            (-slope * distances).clamp(min=-limit),
             weights=1 / (1 + distances),
         )
-        for slope, most in TOKEN_SLOPES
+        for slope, limit in TOKEN_SLOPES
     ]
     queries_HD = torch.stack([fitted[head % len(fitted)] for head in range(config.num_heads)])
-    queries_HD, keys_CD = balanced(queries_HD, config.num_kv_heads)
+    queries_HD, keys_CD = balance_norms(queries_HD, config.num_kv_heads)
     for linear, constant, inputs_NE in (
         (drafter.decoder.cross_attention.self_attn.q_proj, queries_HD, queries_NE),
         (drafter.encoder.memory_key_value.k_proj, keys_CD, keys_NE),
@@ -279,7 +284,7 @@ def prefer_recent(drafter: MoADrafter, *, queries_NE: Tensor, keys_NE: Tensor) -
 def distance_query(
     inv_freq: Tensor, distances: Tensor, wanted: Tensor, *, weights: Tensor | None = None
 ) -> Tensor:
-    """A constant query that scores keys by distance, up to an additive constant.
+    """Fit a constant query that scores keys by distance, up to an additive constant.
 
     With rotary embedding, a query (c, s) at i and a key (1, 0) at j score
     sum_f c_f cos(f (i - j)) - s_f sin(f (i - j)), over sqrt(D).
@@ -287,8 +292,8 @@ def distance_query(
     Args:
         inv_freq: (D / 2,) rotary frequencies.
         distances: (X,) values of i - j.
-        wanted: (X,) scores to come near to.
-        weights: (X,) importance of each; None for equal ones.
+        wanted: (X,) scores to approximate.
+        weights: (X,) of the least squares; None for equal weights.
 
     Returns:
         (D,) float32, for keys that are 1 in their first half and 0 in the second.
@@ -304,8 +309,8 @@ def distance_query(
     return torch.linalg.solve(gram, basis.T @ (weight * score)).float()
 
 
-def balanced(queries_HD: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Constant queries and their keys, (C, D), scaled to be of like length."""
+def balance_norms(queries_HD: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Scale constant queries and their keys, (C, D), to similar norms."""
     keys_CD = torch.zeros(num_kv_heads, queries_HD.shape[1])
     keys_CD[:, : queries_HD.shape[1] // 2] = 1.0
     scale = (queries_HD.norm(dim=1).mean() / keys_CD.norm(dim=1).mean()).clamp(min=1e-3).sqrt()

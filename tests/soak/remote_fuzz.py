@@ -5,7 +5,7 @@ sessions. An honest client decodes beside the attack; its texts must stay those 
 no error but this package's own may come up, and memory must return to where it was. Then frames and
 records of activations as a hostile server would send them. The last line is JSON.
 
-    python benchmarks/remote_fuzz.py --frames 100000
+    python tests/soak/remote_fuzz.py --frames 100000
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moaspec.remote.protocol.identity import fingerprint
 from moaspec.remote.protocol.transport import Connection, InProcessTransport, pipe
 from moaspec.remote.server.service import TargetService
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
 from hostile import Hostile
 
@@ -77,7 +77,7 @@ async def read_all(connection: Connection) -> None:
 
 def against_the_device(frames: int, seed: int) -> Counter[str]:
     """Messages and activations of a hostile server: a message, numbers, or an error of ours."""
-    chance, ends = random.Random(seed), Counter[str]()  # noqa: S311 - nothing secret
+    chance, ends = random.Random(seed), Counter[str]()
     target = tiny.target()
     layouts = [
         ActivationLayout.of(tiny.agreeing_drafter("llama").config, codec, layers, target.head_dim)

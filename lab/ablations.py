@@ -1,12 +1,12 @@
 """Baselines and ablations at one small budget: trained by `moaspec train`'s loop, then decoded.
 
-Every file in `configs/ablations/` runs for the same steps on the same examples, reading the
+Every file in `lab/ablations/` runs for the same steps on the same examples, reading the
 target's activations from one cache; then its drafter decodes the bundled prompts greedily as a
 chain. What is told of each: accuracy and simulated tau on held-out responses, and tau of real
 decoding. Texts are compared with plain decoding's: a difference stops the script. So small a budget
 says that all of them train and decode, and little about which is best. The last line is JSON.
 
-    python benchmarks/ablations.py --data responses.jsonl.gz --out runs/ablations
+    python lab/ablations.py --data responses.jsonl.gz --out runs/ablations
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moaspec.train.dataset.read_examples import read_examples
 from moaspec.train.run_config import TrainConfig, read_train_config
 from moaspec.train.trainer import Trainer
 
-CONFIGS = Path(__file__).parents[1] / "configs" / "ablations"
+CONFIGS = Path(__file__).parent / "ablations"
 
 
 def budget(path: Path, arguments: argparse.Namespace) -> TrainConfig:

@@ -5,7 +5,7 @@ with many. What they differ by, on the clock of their parent, is the decodings t
 loading and everything else that a process does once cancels. tau: accepted lengths that `moaspec
 generate --json` prints for the same prompt. Nothing else may run on the machine.
 
-    python benchmarks/independent.py --repeats 16
+    python tests/soak/independent.py --repeats 16
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from common import parser, setting
 
 import moaspec
@@ -91,7 +92,7 @@ def compared(
 def run(arguments: list[str]) -> Command:
     """One command of `moaspec`."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, "-m", "moaspec", *arguments], check=True, capture_output=True, text=True
     )
     wall_s, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -4,18 +4,22 @@
 temperatures; the drafter is asked, at every token of them, for its coupled order of drafts; counted
 is at which rank the target's own token was. One logistic curve is fitted per rank.
 
-    python benchmarks/agreement.py --suite spec_bench.jsonl --limit 24
+    python tools/fit_agreement.py --suite spec_bench.jsonl --limit 24
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from common import load, prompts_of, text_parser, text_setting
 from torch import Tensor
 

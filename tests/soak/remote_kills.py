@@ -6,7 +6,7 @@ decoding, no device may hang, and afterwards the server must hold nothing: no se
 values, and no more memory than after the first few kills. Each device keeps prompts on a disk that
 is full (a limit on the size of files that the kernel enforces). The last line is JSON.
 
-    python benchmarks/remote_kills.py --kills 50
+    python tests/soak/remote_kills.py --kills 50
 
 One program that imports everything once and forks, so that a process costs no more than its work.
 """
@@ -41,7 +41,7 @@ from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import StoreOptions
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny
 
 PROMPT = tuple(i % tiny.VOCAB for i in range(130))
@@ -144,7 +144,7 @@ class Bench:
 
     def __init__(self, kills: int, longest_s: float, directory: Path) -> None:
         self._kills, self._longest_s, self._directory = kills, longest_s, directory
-        self._chance = random.Random(0)  # noqa: S311 - moments to kill at, nothing secret
+        self._chance = random.Random(0)
         self._port, self._state = free_port(), directory / "state"
         self._told, self._tell = os.pipe()
         os.set_blocking(self._told, False)

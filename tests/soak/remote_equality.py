@@ -6,9 +6,9 @@ prompt to prompt, and every prompt is decoded greedily and sampled. A text that 
 plain one, token for token, must differ at a near-tie first
 (`moaspec.evaluate.correctness.equality`), or the run fails. The last line is JSON.
 
-    python benchmarks/remote_equality.py --suite mt_bench.jsonl --prompts 20
-    python benchmarks/remote_equality.py --prompts 5 --tiny      # random weights
-    scripts/with_vllm.sh python benchmarks/remote_equality.py --engine vllm --prompts 10
+    python tests/soak/remote_equality.py --suite mt_bench.jsonl --prompts 20
+    python tests/soak/remote_equality.py --prompts 5 --tiny      # random weights
+    scripts/with_vllm.sh python tests/soak/remote_equality.py --engine vllm --prompts 10
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 import moaspec
-from edge_bench.processes import prompt_ids
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.model.moa import MoADrafter
@@ -39,8 +38,10 @@ from moaspec.remote.server.service import ServiceOptions, TargetService, wire_en
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.registry import find_weights, target_facts
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import tiny
+from edge_bench.processes import prompt_ids
 from links import Faults, FaultyTransport, Restartable
 
 SETTINGS: dict[str, dict[str, Any]] = {

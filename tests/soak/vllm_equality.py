@@ -8,17 +8,20 @@ random weights; tau of the trained one beside that of moaspec's own chain for th
 `tokens_per_round` counts what was kept, as moaspec does. A request that is preempted starts anew
 with a step that has no draft, so compare where there are no preemptions.
 
-    python benchmarks/vllm_equality.py --suite spec_bench.jsonl
+    python tests/soak/vllm_equality.py --suite spec_bench.jsonl
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from vllm_common import Requests, counters, engine, parser, prompt_ids, serve, speculative
 
 import moaspec

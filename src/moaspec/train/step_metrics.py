@@ -1,4 +1,4 @@
-"""What a training step tells the display, the log and trackers."""
+"""Metrics of one training step, for the display, the log and trackers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moaspec.train.students.losses import LossParts
+from moaspec.train.students.losses import LossSums
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What one optimiser step tells the display and the log.
+class StepMetrics:
+    """Metrics of one optimiser step.
 
     Attributes:
         step: steps done.
         tokens: tokens with loss so far.
-        tokens_per_s: tokens with loss a second, in this step.
+        tokens_per_s: tokens with loss per second, in this step.
         loss, feature, kl: means over the step's tokens (and over exits).
-        accuracy: share of first choices that are the target's, in the first exit.
-        held_out_accuracy: by draft step, in the first exit, where measured.
-        held_out_tau: simulated tau of each N, where measured; see `train.students.held_out`.
+        accuracy: share of the first exit's most likely drafts that are the target's choice.
+        held_out_accuracy: of the first exit by draft step; None if not measured in this step.
+        held_out_tau: simulated tau by N, see `train.students.held_out`; None if not measured.
     """
 
     step: int
@@ -34,13 +34,13 @@ class Progress:
     held_out_tau: dict[str, float | None] | None = None
 
 
-Report = Callable[[Progress], None]
+OnStep = Callable[[StepMetrics], None]
 
 
-def after_step(step: int, tokens: int, elapsed: float, parts: LossParts) -> Progress:
-    """Of a step that took `elapsed` seconds; `parts` are its sums."""
+def step_metrics(step: int, tokens: int, elapsed: float, parts: LossSums) -> StepMetrics:
+    """Compute metrics from the sums of a step that took `elapsed` seconds."""
     count = parts.count
-    return Progress(
+    return StepMetrics(
         step=step,
         tokens=tokens,
         tokens_per_s=round(count / elapsed, 1),
@@ -51,8 +51,8 @@ def after_step(step: int, tokens: int, elapsed: float, parts: LossParts) -> Prog
     )
 
 
-def as_numbers(progress: Progress) -> dict[str, float]:
-    """What trackers plot."""
+def tracker_values(progress: StepMetrics) -> dict[str, float]:
+    """Flatten metrics to one number per name, as trackers plot them."""
     row = dataclasses.asdict(progress)
     taus = row.pop("held_out_tau") or {}
     steps = row.pop("held_out_accuracy") or []

@@ -6,8 +6,8 @@ are tokens per second, how far the clients' speeds are apart among those that wr
 tokens, texts that differ from plain decoding alone (near-ties of float32 apart), and the cache's
 bytes after either run. The last line is JSON; exit code 1 says that something does not hold.
 
-    python benchmarks/serve_many.py --model tiny
-    python benchmarks/serve_many.py --max-new-tokens 32 --threads 2
+    python tests/soak/serve_many.py --model tiny
+    python tests/soak/serve_many.py --max-new-tokens 32 --threads 2
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from common import load, parser, setting, spread, trusted
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from common import load, parser, setting, spread, trusted
 
 import moaspec
 import serving

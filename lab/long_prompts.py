@@ -3,7 +3,7 @@
 Each prompt is as many of a suite's own first turns as fit into so many tokens, one below another,
 and a request at their end. Its category is its length.
 
-    python benchmarks/long_prompts.py --suite paper_eval/sum.jsonl --out long.jsonl
+    python lab/long_prompts.py --suite paper_eval/sum.jsonl --out long.jsonl
     moaspec eval --suite long.jsonl --methods plain --tau-only moa@tree:6x8x62+nocopy
 """
 
