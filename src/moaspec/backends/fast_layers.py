@@ -21,10 +21,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
+from moaspec.backends.cpu.cpu_attention import MOST_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
 from moaspec.backends.pack import is_silu, joint_matrix, joint_product
-from moaspec.model.layers import fold_mask, masked_attention, merge_heads
+from moaspec.model.layers import fold_mask, merge_heads
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -206,7 +206,7 @@ class FastLayer:
         """What tokens read, (B, T, H * D), of rotated queries and keys, and values, (B, T, , D)."""
         query_BHTD, key_BJTD, value_BJTD = (part.transpose(1, 2) for part in parts)
         key_BJSD, value_BJSD = tap.update(key_BJTD, value_BJTD, self._index)
-        read_BHTD = masked_attention(
+        read_BHTD = fast_attention(
             query_BHTD,
             key_BJSD,
             value_BJSD,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moaspec.backends.pack import packed_copy
+from moaspec.backends.fast_drafter import packed_copy
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import Drafter, Features, Need, RowText

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moaspec.backends.cpu.cpu_attention import fast_attention
 from moaspec.backends.cpu.fused_layers import Slots
-from moaspec.model.layers import masked_attention
 
 SLOT_BUCKET = 256
 """Capacities are multiples of this, so that few distinct shapes occur."""
@@ -300,7 +300,7 @@ class StoredAttention:
 
     def __call__(self, query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor) -> Tensor:
         keys, values = self._write(self._layer, key_BJTD, value_BJTD)
-        return masked_attention(query_BHTD, keys, values, self.mask)
+        return fast_attention(query_BHTD, keys, values, self.mask)
 
 
 class StoredMemory:
@@ -317,7 +317,7 @@ class StoredMemory:
         self._cache = cache
 
     def __call__(self, query_BHTD: Tensor) -> Tensor:
-        return masked_attention(query_BHTD, *self._view, self.mask)
+        return fast_attention(query_BHTD, *self._view, self.mask)
 
     @cached_property
     def _view(self) -> tuple[Tensor, Tensor]:

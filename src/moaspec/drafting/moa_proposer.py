@@ -16,7 +16,7 @@ from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
 from moaspec.backends.cpu.fused_drafting import FusedExit, Grown, TreePart, draft_tree
 from moaspec.backends.cpu.fused_layers import FusedStack, Slots
 from moaspec.backends.cpu.matrix import Matrix
-from moaspec.backends.fast_drafter import prepared
+from moaspec.backends.fast_drafter import FastAttentionBlock, FastExitAdapter, prepared
 from moaspec.backends.pack import PackedLinear
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask, tree_mask
@@ -156,20 +156,20 @@ class MoAProposer(TreeProposer):
     def kernels(self) -> KernelParts | None:
         """What they draft with; None where they lack a part."""
         module, target, num = self.module, self.target, self.num_target_layers
-        sa, ca = (
-            layer.stack for layer in (module.decoder.self_attention, module.decoder.cross_attention)
-        )
+        sa, ca = module.decoder.self_attention, module.decoder.cross_attention
+        if not isinstance(sa, FastAttentionBlock) or not isinstance(ca, FastAttentionBlock):
+            return None
         head = self.draft_head.matrix if isinstance(self.draft_head, PackedLinear) else None
-        if sa is None or ca is None or head is None or target.embeddings is None:
+        if head is None or target.embeddings is None:
             return None
         # Their probabilities are those of bare logits.
         if module.config.without or target.caps_logits:
             return None
         adapter, last = module.adapter(num), target.layers.last(num) if num else None
-        if (num and last is None) or (adapter is not None and adapter.fused is None):
+        exit_ = adapter.fused if isinstance(adapter, FastExitAdapter) else None
+        if (num and last is None) or (adapter is not None and exit_ is None):
             return None
-        exit_ = None if adapter is None else adapter.fused
-        return KernelParts(sa, ca, head, target.embeddings, exit_, last)
+        return KernelParts(sa.stack, ca.stack, head, target.embeddings, exit_, last)
 
 
 @dataclass(frozen=True)

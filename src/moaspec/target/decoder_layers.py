@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from moaspec.backends.angle_table import AngleTable
 from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
 from moaspec.backends.cpu.fused_layers import FusedNorm, FusedStack, Slots
 from moaspec.backends.cuda_graphs import GraphSafeWrite, PassGraphs
@@ -26,7 +27,6 @@ from moaspec.backends.fast_layers import (
     kernel_norm,
     make_fast,
 )
-from moaspec.model.rope import AngleTable
 from moaspec.target import families
 
 WatchLayer = Callable[[int, Tensor], None]

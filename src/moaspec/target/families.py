@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from moaspec.backends.angle_table import AngleTable
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.masks import text_mask, window_mask
-from moaspec.model.rope import AngleTable, CosSin
+from moaspec.model.rope import CosSin
 from moaspec.target.names import FAMILIES, SUPPORTED_FAMILIES
 from moaspec.target.rope_fields import require_rope
 

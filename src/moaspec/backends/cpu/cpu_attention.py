@@ -13,12 +13,30 @@ from torch import Tensor
 
 from moaspec.backends.cpu.build import library, why_not
 from moaspec.backends.cpu.structures import AttentionFacts
+from moaspec.model.layers import masked_attention
 
 MOST_QUERIES = 64
 """Tokens of a row up to which `attend` is faster than PyTorch's attention."""
 MOST_DIM = 256
 PAIR_LANES = 32
 """Numbers of a head that one instruction takes; D is a multiple of it."""
+
+
+def fast_attention(
+    query_BHTD: Tensor,
+    key_BJSD: Tensor,
+    value_BJSD: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """`masked_attention`, by `attend` where it is faster."""
+    T, D = query_BHTD.shape[2:]
+    causal = causal and T > 1
+    if causal or not can_attend(query_BHTD, key_BJSD, value_BJSD, mask):
+        return masked_attention(query_BHTD, key_BJSD, value_BJSD, mask, scale=scale, causal=causal)
+    return attend(query_BHTD, key_BJSD, value_BJSD, mask, D**-0.5 if scale is None else scale)
 
 
 def can_attend(

@@ -1,7 +1,7 @@
 """Writing checkpoints in the two published forms.
 
-The forms say little of sizes: whoever reads them takes the target's number of heads for every
-attention. A drafter that they cannot describe is refused rather than written wrongly.
+The forms record few sizes: readers assume the target's number of heads for every attention. Saving
+a drafter that they cannot describe raises an error.
 """
 
 from __future__ import annotations
