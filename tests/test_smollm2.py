@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import moaspec
+import tiny
 from bits import needs_packed_kernels, needs_unpacking
 from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
 from moaspec.backends.cpu.fused_drafting import Grown
@@ -98,7 +99,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(
 def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(name: str) -> None:
     """Ties included: a token has the same bits in every pass."""
     target = moaspec.load_target(ALIAS, dtype="bfloat16")
-    assert target.layers.fused is not None
+    assert tiny.fast_layers(target).fused is not None
     drafter = moaspec.load_drafter(name, target=target)
     texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
     plain = [moaspec.generate(target, ids, max_new_tokens=48).token_ids for ids in texts]

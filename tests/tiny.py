@@ -29,6 +29,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from moaspec.backends.fast_target import FastDecoderLayers
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.oracle_proposer import OracleProposer
@@ -136,6 +137,12 @@ def target(family: str = "llama") -> Target:
 def fresh_target(family: str = "llama", *, tokenizer: Any = None, **changes: Any) -> Target:
     """A target of a test's own."""
     return Target(model(family, **changes), tokenizer, name=f"tiny-{family}")
+
+
+def fast_layers(target: Target) -> FastDecoderLayers:
+    """The layers of an accelerated target."""
+    assert isinstance(target.layers, FastDecoderLayers)
+    return target.layers
 
 
 def kernel_target(family: str = "llama", *, dtype: torch.dtype = torch.bfloat16) -> Target:

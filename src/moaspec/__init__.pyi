@@ -2,6 +2,7 @@ from moaspec import errors as errors
 from moaspec import hub as hub
 from moaspec import model as model
 from moaspec import target as target
+from moaspec.backends.load import load_target
 from moaspec.drafting.draft_tree import Chain, Tree
 from moaspec.drafting.ngram_proposer import NgramProposer
 from moaspec.drafting.oracle_proposer import OracleProposer
@@ -11,7 +12,7 @@ from moaspec.generation.api import generate, load_drafter, stream
 from moaspec.generation.session import Session
 from moaspec.generation.transformers_hook import custom_generate
 from moaspec.sampling.params import SamplingParams
-from moaspec.target import Target, load_target
+from moaspec.target import Target
 from moaspec.target.token_rules import TokenRules
 
 __version__: str

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.testing import assert_close
 
+import tiny
 from moaspec.backends.fast_drafter import TabulatedRope
+from moaspec.backends.fast_target import TabulatedRotary
 from moaspec.model.rope import Rope
+from moaspec.target.families import RotaryEmbeddings
 
 
 def test_a_table_has_the_same_bits_and_grows() -> None:
@@ -37,3 +42,18 @@ def test_frequencies_that_depend_on_the_text_are_not_tabulated() -> None:
     }
     rope = Rope.scaled(16, parameters, 512)
     assert TabulatedRope.of(rope) is rope
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_rotary_embeddings_that_are_looked_up_are_the_computed_ones(family: str) -> None:
+    model = tiny.model(family)
+    rotary = RotaryEmbeddings(model.model.rotary_emb, model.config)
+    states, lengths = torch.zeros(2, 3, 48), torch.tensor([3, 5000])
+    positions = torch.tensor([[0, 1, 2], [7, 4999, 12]])  # beyond the first table
+    computed = rotary(states, positions, lengths)
+    tabulated = TabulatedRotary(rotary)
+    for _ in range(2):
+        found = tabulated(states, positions, lengths)
+        assert set(found) == set(computed)
+        for kind in found:
+            assert_close(found[kind], computed[kind], rtol=0, atol=0)

@@ -16,6 +16,7 @@ from bits import needs_packed_kernels, needs_packing
 from moaspec.backends import linear_backends
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.fast_heads import StreamedLinear, pack_like
+from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import can_pack, fastest_form
 from moaspec.backends.pack import FusedPart, PackedLinear, joint_matrix, pack_linears
 from tiny import FAMILIES, PROMPTS, fresh_target
@@ -92,7 +93,7 @@ def test_a_packed_target_is_as_exact_as_a_plain_one(family: str) -> None:
     exact, plain, packed = (fresh_target(family) for _ in range(3))
     for target in (plain, packed):
         target.model.bfloat16()
-    assert packed.pack()
+    assert accelerate(packed)
     ids_BT = torch.tensor(PROMPTS[2:3])
     ones_BT = torch.ones_like(ids_BT)
     states = [one.encode(ids_BT, ones_BT).hidden_BTE.float() for one in (exact, plain, packed)]
@@ -263,7 +264,7 @@ def test_nothing_is_packed_where_there_is_nothing_to_gain(monkeypatch: pytest.Mo
     assert not can_pack(torch.bfloat16, torch.device("meta"))
     target = fresh_target()
     target.model.half()
-    assert not target.pack()
+    assert not accelerate(target)
     assert any(type(module) is nn.Linear for module in target.model.modules())
 
 

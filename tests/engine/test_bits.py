@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import moaspec
+import tiny
 from bits import needs_packed_kernels
 from moaspec import Target
 from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
 from moaspec.backends.cpu.fused_drafting import draft_tree
+from moaspec.backends.fast_target import accelerate
 from moaspec.drafting import moa_proposer
 from moaspec.drafting.draft_tree import DraftTree, PricedTree
 from moaspec.drafting.moa_proposer import MoAProposer
@@ -47,8 +49,8 @@ LAWS: dict[str, dict[str, Any]] = {
 @functools.cache
 def fused_target(family: str) -> Target:
     target = kernel_target(family)
-    assert target.pack()
-    assert target.layers.fused is not None
+    assert accelerate(target)
+    assert tiny.fast_layers(target).fused is not None
     return target
 
 
@@ -213,7 +215,7 @@ def test_a_device_drafts_what_its_whole_target_does() -> None:
     # The target's was rounded with all the rest of it.
     inv_freq = whole.model.base_model.rotary_emb.inv_freq
     excerpt.model.base_model.rotary_emb.inv_freq.copy_(inv_freq)
-    assert excerpt.pack()
+    assert accelerate(excerpt)
     local = MoAProposer(drafter, target, num_target_layers=2)
     local.share_target_cache(LocalVerifier(target).cache)
     on_device = MoAProposer(drafter, excerpt, num_target_layers=2)

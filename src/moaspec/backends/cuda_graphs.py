@@ -26,7 +26,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from moaspec.backends.fast_layers import AttentionInputs, WriteKV
+from moaspec.backends.fast_layers import AttentionInputs
+from moaspec.target.decoder_layers import WriteKV
 
 SWITCH = "MOASPEC_CUDA_GRAPHS"
 """Environment variable; "off" does without."""

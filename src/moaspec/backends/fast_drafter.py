@@ -23,6 +23,7 @@ from moaspec.backends.cpu.cpu_attention import MOST_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_drafting import FusedEncoder, FusedExit
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack, Slots
 from moaspec.backends.cpu.quantized_weight import LANES
+from moaspec.backends.fast_heads import fast_draft_head
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import (
     is_silu,
@@ -66,7 +67,7 @@ def prepared(drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module
     )
     latest = _PREPARED.get(drafter)
     if latest is None or latest[0] != key:
-        head = target.draft_head(ids, drafter.head_moment)
+        head = fast_draft_head(target, ids, drafter.head_moment)
         # Packing, the last of both, gives freed memory back.
         packed = drafter if drafter.training or altered else _packed(drafter)
         latest = key, None if packed is drafter else packed, head

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from moaspec.backends.linear_backends import SMALLEST_MEASURED, can_pack, fastest_s
 from moaspec.backends.pack import PackedLinear
-from moaspec.paths import make_private
+from moaspec.paths import cache_dir, make_private
+from moaspec.target.lm_head import LMHead
+from moaspec.target.target import Target
 
 
 class StreamedLinear(nn.Module):
@@ -80,22 +82,69 @@ def pack_like(linear: nn.Linear, *, directory: Path) -> tuple[nn.Module, Callabl
         return linear, lambda: None
     if linear.weight.dtype == torch.float32:
         return StreamedLinear(linear), lambda: None
-    return _settled(PackedLinear(linear)), map_into_memory(linear.weight, directory)
+    return _settled(PackedHead(linear)), map_into_memory(linear.weight, directory)
+
+
+class PackedHead(PackedLinear):
+    """A packed LM head: outputs in float32, not rounded to the weights' dtype where kernels can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.single(x)
+
+
+class FastLMHead(LMHead):
+    """An `LMHead` in the form that this CPU multiplies fastest.
+
+    Args:
+        head: which this replaces; its `linear` is an `nn.Linear`.
+    """
+
+    def __init__(self, head: LMHead) -> None:
+        super().__init__(head.linear, head.cap)
+        assert isinstance(head.linear, nn.Linear)
+        self._plain = head
+        self._whole, self._forget_rows = pack_like(head.linear, directory=cache_dir())
+
+    def select(self, token_ids: Tensor | None) -> nn.Module:
+        """See `LMHead.select`."""
+        head = self._plain.select(token_ids)
+        if head is self.linear:
+            return self._whole
+        self._forget_rows()
+        return head
+
+    def best(self, states_NE: Tensor) -> Tensor:
+        """See `LMHead.best`; kernels write no logits."""
+        matrix = self._whole.matrix if isinstance(self._whole, PackedHead) else None
+        if matrix is None or self.cap is not None or states_NE.requires_grad:
+            return super().best(states_NE)
+        return matrix.best(states_NE)
+
+
+def fast_draft_head(
+    target: Target, token_ids: Tensor | None, moment_EE: Tensor | None = None
+) -> nn.Module:
+    """`Target.draft_head`, packed where that helps.
+
+    Args:
+        target: whose head it is.
+        token_ids: the draft vocabulary.
+        moment_EE: how drafted states vary together; with it the head may be rounded.
+    """
+    head = target.draft_head(token_ids)
+    if head is target.draft_head(None) or not isinstance(head, nn.Linear):
+        return head
+    return draft_rows(head, moment_EE)
 
 
 def draft_rows(rows: nn.Linear, moment_EE: Tensor | None) -> nn.Module:
-    """Rows of a head for drafts, packed where that helps; rounded where they may be.
-
-    Args:
-        rows: of the head.
-        moment_EE: how drafted states vary together; without it nothing is rounded.
-    """
+    """Rows of a head for drafts, packed where that helps; rounded with a moment."""
     if not can_pack(rows.weight.dtype, rows.weight.device):
         return rows
-    return _settled(PackedLinear(rows, drafts=moment_EE is not None, moment_II=moment_EE))
+    return _settled(PackedHead(rows, drafts=moment_EE is not None, moment_II=moment_EE))
 
 
-def _settled(head: PackedLinear) -> PackedLinear:
+def _settled(head: PackedHead) -> PackedHead:
     if head.matrix is not None:
         head.matrix.settle()
     return head

@@ -12,7 +12,6 @@ R rotated dims, E hidden size.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,11 +24,9 @@ from moaspec.backends.cpu.cpu_attention import MOST_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
 from moaspec.backends.pack import is_silu, joint_matrix, joint_product
 from moaspec.model.layers import fold_mask, merge_heads
+from moaspec.target.decoder_layers import cache_argument
 
 Norm = Callable[[Tensor], Tensor]
-
-WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
 
 
 class CacheUpdate(Protocol):
@@ -40,18 +37,6 @@ class CacheUpdate(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values, each (B, J, T, D); give back those to read, (B, J, S, D)."""
         ...
-
-
-class KVCapture:
-    """Stands in for transformers' cache and passes keys and values to an operation."""
-
-    def __init__(self, write: WriteKV) -> None:
-        self._write = write
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        return self._write(layer_idx, key_states, value_states)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,12 +215,6 @@ class FastLayer:
     def _mlp(self, x_BTE: Tensor) -> Tensor:
         gate, up = self._gate_up(x_BTE).chunk(2, dim=-1)
         return self._down(self._act(gate) * up)
-
-
-def cache_argument(module: nn.Module) -> str:
-    """What a model or layer calls the cache that it is handed: transformers renamed it in 5.24."""
-    names = inspect.signature(type(module).forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
 
 
 def make_fast(layers: Sequence[Any]) -> FusedStack | None:

@@ -58,7 +58,7 @@ class PackedLinear(nn.Module):
         """`forward` in float32, of sums that were not rounded where that can be had."""
         if isinstance(self._form, CpuKernelLinear) and not x.requires_grad:
             return self._form.matrix.product(x, single=True)
-        return self.forward(x).float()
+        return self._form.product(x).float()
 
     def product(self) -> Callable[[Tensor], Tensor]:
         """`forward` itself, without what PyTorch does around it."""

@@ -27,7 +27,7 @@ def load(
 ) -> tuple[Target, MoADrafter | Drafter | None]:
     """Load both, with a line that says in which dtype and with how many threads they run."""
     with console.loading(model, threads):
-        from moaspec.target.registry import load_target
+        from moaspec.backends.load import load_target
 
         target = load_target(
             model,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from moaspec.backends.load import load_target
 from moaspec.cli.loading import choose_drafter
 from moaspec.cli.terminal import console
 from moaspec.errors import InputError
@@ -17,7 +18,6 @@ from moaspec.evaluate.methods import Method
 from moaspec.evaluate.runner import Encode
 from moaspec.generation.api import load_any_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.target.registry import load_target
 from moaspec.target.target import Target
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moaspec.backends.fast_drafter import packed_copy
+from moaspec.backends.fast_heads import fast_draft_head
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import Drafter, Features, Need, RowText
@@ -135,4 +136,4 @@ class _IndependentRound(DraftRound):
 def _parts(module: Baseline, target: Target) -> tuple[Tensor | None, KVCache, nn.Module]:
     """Draft vocabulary, cache of the text, and head of a baseline."""
     ids, config = module.draft_token_ids, module.config
-    return ids, layer_cache(target, config.layer, config.num_layers), target.draft_head(ids)
+    return ids, layer_cache(target, config.layer, config.num_layers), fast_draft_head(target, ids)

@@ -17,6 +17,7 @@ from moaspec.backends.cpu.fused_drafting import FusedExit, Grown, TreePart, draf
 from moaspec.backends.cpu.fused_layers import FusedStack, Slots
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.fast_drafter import FastAttentionBlock, FastExitAdapter, prepared
+from moaspec.backends.fast_target import FastDecoderLayers, LastLayers
 from moaspec.backends.pack import PackedLinear
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask, tree_mask
@@ -33,7 +34,6 @@ from moaspec.errors import InputError
 from moaspec.model.checkpoint.moa_checkpoint import check_target
 from moaspec.model.layers import CrossAttend
 from moaspec.model.moa import MoADrafter
-from moaspec.target.decoder_layers import LastLayers
 from moaspec.target.target import Target
 
 MOST_ROWS = 8
@@ -165,7 +165,8 @@ class MoAProposer(TreeProposer):
         # Their probabilities are those of bare logits.
         if module.config.without or target.caps_logits:
             return None
-        adapter, last = module.adapter(num), target.layers.last(num) if num else None
+        adapter, layers = module.adapter(num), target.layers
+        last = layers.last(num) if num and isinstance(layers, FastDecoderLayers) else None
         exit_ = adapter.fused if isinstance(adapter, FastExitAdapter) else None
         if (num and last is None) or (adapter is not None and exit_ is None):
             return None

@@ -14,7 +14,7 @@ import torch
 
 import tiny
 from bundles import save_bundle, save_target
-from moaspec.backends.int8_rows import ALIGNMENT, Int8Linear, quantise
+from moaspec.backends.load import load_target
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import Drafter, Features, RowText, VerifyRequest
@@ -29,8 +29,8 @@ from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import export_bundle, is_bundle, load_device
 from moaspec.remote.protocol.identity import fingerprint
 from moaspec.sampling.params import GREEDY, SamplingParams
+from moaspec.target.int8_rows import ALIGNMENT, Int8Linear, quantise
 from moaspec.target.names import ALIASES, packaged_gguf
-from moaspec.target.registry import load_target
 from moaspec.target.target import Target
 from moaspec.train.run_config import DrafterSizes, TrainConfig, drafter_config, stack_config
 

@@ -334,7 +334,7 @@ def _load(
     generation_config: GenerationConfigOption = AUTO,
 ) -> Target:
     with console.loading(model, threads):
-        from moaspec.target.registry import load_target
+        from moaspec.backends.load import load_target
 
         return load_target(
             model, dtype=dtype, device=device, generation_config=generation_config.setting

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from moaspec.backends.fast_target import accelerate
+from moaspec.backends.load import load_target
 from moaspec.drafting.baseline_proposers import IndependentProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import Drafter
@@ -47,7 +49,7 @@ from moaspec.target.partial import (
     grouped,
     quantised_tensors,
 )
-from moaspec.target.registry import DTYPES, load_target, require_dtype
+from moaspec.target.registry import DTYPES, require_dtype
 from moaspec.target.target import Target
 
 SECTION = "moaspec_device"
@@ -385,7 +387,7 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
             f"The bundle at {directory} records {info.target}, and its config and tokenizer make "
             f"{target.identity}. Export it again."
         )
-    target.pack()
+    accelerate(target)
     return DeviceBundle(info, target, module)
 
 
