@@ -85,7 +85,9 @@ def run(
     target: Target, cache: KVCache, rows: Sequence[int], starts: Sequence[int], *, seed: int
 ) -> Tensor:
     """A pass over three tokens a row, rounded up where passes are recorded."""
-    sizes = PassSizes.of(rows, starts, 3, recorded=tiny.fast_layers(target).graphs is not None)
+    sizes = PassSizes.of(
+        rows, starts, 3, recorded=getattr(target.layers, "graphs", None) is not None
+    )
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.zeros(len(rows), sizes.tokens, dtype=torch.long)
     ids_BT[:, :3] = torch.randint(tiny.VOCAB, (len(rows), 3), generator=generator)

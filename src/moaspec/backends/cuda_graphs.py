@@ -1,15 +1,15 @@
-"""Passes that are recorded once for their shape and replayed: on a GPU, CUDA graphs.
+"""CUDA graphs of passes, one for each shape.
 
-A pass over a few tokens is dozens of small operations a layer, and launching these one by one from
-Python takes a GPU's host longer than the GPU needs for them. A recording is launched as a
-whole. It reads what it computes with from tensors that stay where they are, so:
+A pass over a few tokens has dozens of small operations a layer. Launching them one by one from
+Python takes longer than the GPU needs to run them; a graph is launched as a whole. Its tensors keep
+their addresses, so:
 
-- What differs between passes of one shape is copied there first: states, rotary embeddings, masks,
-  and which slots of the cache are written, which a `GraphSafeWrite` write has in tensors.
+- The inputs that differ between passes of one shape are copied into the graph's tensors first:
+  states, rotary embeddings, masks and the cache slots to write (see `GraphSafeWrite`).
 - Shapes are few: callers round tokens and visible slots up (`drafting/kv_cache.py::PassSizes`).
 
-A shape's first pass is run as it is. So what is computed for the first time anyway is not recorded,
-and rare shapes cost nothing. The second is recorded. Where that fails, all goes on without.
+The first pass of a shape runs without a graph, so lazy initialisation is not captured and rare
+shapes cost nothing. The second pass is captured. If capturing fails, passes run without graphs.
 
 Legend: B rows, T tokens, E hidden size.
 """
@@ -49,24 +49,24 @@ class Graph(Protocol):
         ...
 
     def replay(self) -> None:
-        """Do it again."""
+        """Run the recorded operations again."""
         ...
 
 
 @runtime_checkable
 class GraphSafeWrite(Protocol):
-    """A `write` of which a recording can be replayed for other places."""
+    """A KV write that can be captured in a CUDA graph and replayed with other slots."""
 
     def key(self) -> Hashable:
-        """All that its operations depend on besides these places."""
+        """All that its operations depend on besides the slots."""
         ...
 
     def where(self) -> tuple[Tensor, ...]:
-        """The places that it writes to, as tensors."""
+        """The slots that it writes, as tensors."""
         ...
 
     def at(self, places: tuple[Tensor, ...]) -> WriteKV:
-        """The same, with these tensors as places."""
+        """This write, with these tensors as slots."""
         ...
 
 
@@ -74,9 +74,9 @@ class CudaGraph:
     """A `Graph` of CUDA.
 
     Args:
-        device: whose operations are recorded.
-        stream: on which they are, one for all recordings: libraries keep memory for each stream.
-        pool: of memory for what is between a recording's first and last operation.
+        device: the device of the operations.
+        stream: for recording, one for all graphs: libraries keep memory for each stream.
+        pool: memory of intermediate results.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:

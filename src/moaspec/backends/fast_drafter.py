@@ -168,11 +168,9 @@ class TabulatedRope(Rope):
         return rope if plain else cls(rope)
 
     def angles(self, position_ids: Tensor) -> CosSin:
-        """See `Rope.angles`."""
         return self._table(position_ids)
 
     def along(self, start: int, stop: int) -> CosSin:
-        """See `Rope.along`."""
         return self._table.between(start, stop)
 
 
@@ -209,23 +207,19 @@ class FastAttentionBlock(AttentionBlock):
         return self.stack.run(x_BTE, *_contiguous(cos_sin), mask.contiguous(), slots=slots, num=1)
 
     def attention(self, x_BTE: Tensor, cos_sin: CosSin, attend: SelfAttend | CrossAttend) -> Tensor:
-        """See `AttentionBlock.attention`."""
         joined: Callable[[Tensor], Tensor] | None = getattr(attend, "joined", None)
         if joined is None:
             return super().attention(x_BTE, cos_sin, attend)
         return joined(self.fused.project(x_BTE, *_contiguous(cos_sin)))
 
     def attention_inputs(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:
-        """See `AttentionBlock.attention_inputs`."""
         heads_BTXD = self.fused.project(x_BTE, *_contiguous(cos_sin))
         return heads_BTXD.transpose(1, 2).split(self._heads, dim=1)
 
     def finish(self, x_BTE: Tensor, attention_BTX: Tensor) -> Tensor:
-        """See `AttentionBlock.finish`."""
         return self.fused.finish(x_BTE, attention_BTX)
 
     def finish_mean(self, x_BTE: Tensor, attention_BTX: Tensor) -> Tensor:
-        """See `AttentionBlock.finish_mean`."""
         return self.fused.finish_mean(x_BTE, attention_BTX)
 
 
@@ -233,7 +227,6 @@ class FastDecoderLayer(FastAttentionBlock, DecoderLayer):
     """A `DecoderLayer` by CPU kernels."""
 
     def keys_values(self, x_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
-        """See `DecoderLayer.keys_values`."""
         _, key_BJTD, value_BJTD = self.attention_inputs(x_BTE, cos_sin)
         return key_BJTD, value_BJTD
 
@@ -307,7 +300,6 @@ class FastTargetEncoder(TargetEncoder):
         self.in_one_call = _fused_encoder(encoder, self.fused)
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """See `TargetEncoder.encode`."""
         if self.in_one_call is None or kv_BTLK.dtype != torch.bfloat16 or not kv_BTLK.numel():
             return super().encode(kv_BTLK, position_ids_BT)
         heads_NXD = self.in_one_call.run(
@@ -318,12 +310,10 @@ class FastTargetEncoder(TargetEncoder):
         return _halves(heads_NXD.view(*kv_BTLK.shape[:2], *heads_NXD.shape[1:]))
 
     def layer_mean(self, x_NLK: Tensor) -> Tensor:
-        """See `TargetEncoder.layer_mean`."""
         cos_sin = self.layer_rope.between(0, x_NLK.shape[1])
         return self.layer_self_attention.mean(x_NLK, cos_sin, fast_attention)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """See `TargetEncoder.project_kv`."""
         if self.fused is None:
             return super().project_kv(states_BTE, position_ids_BT)
         cos_sin = _contiguous(self.memory_rope(position_ids_BT))

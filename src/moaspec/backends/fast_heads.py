@@ -1,7 +1,7 @@
-"""LM heads in the form that this CPU multiplies fastest, beside embeddings that share a weight.
+"""LM heads in the form that this CPU multiplies fastest.
 
-A head in bf16 becomes a packed copy; the weight itself, of which an embedding reads one row for a
-token, is left to a file then. The rows for a draft vocabulary are a copy of their own.
+A head in bf16 becomes a packed copy. Its weight, which a tied embedding still looks up row by row,
+moves to a file. The rows of a draft vocabulary are copied and packed.
 """
 
 from __future__ import annotations
@@ -65,18 +65,17 @@ class StreamedLinear(nn.Module):
 
 
 def pack_like(linear: nn.Linear, *, directory: Path) -> tuple[nn.Module, Callable[[], None]]:
-    """A faster stand-in for a layer whose own weight stays in use elsewhere (a tied LM head).
+    """A faster replacement of an LM head whose weight an embedding may share.
 
-    The bf16 one is a packed copy. Of the weight itself only single rows are read from then on (by
-    an embedding that shares it, or for a draft head), so it is left to a file, see
-    `map_into_memory`.
+    In bf16 it is a packed copy. From then on only single rows of the weight are read, by an
+    embedding or for a draft head, so the weight moves to a file, see `map_into_memory`.
 
     Args:
         linear: is kept, and so is the value of its weight.
         directory: for that file.
 
     Returns:
-        The stand-in, and a call that gives back the memory of the weight's rows that were read.
+        The replacement, and a function that drops the weight's resident pages.
     """
     if not can_pack(linear.weight.dtype, linear.weight.device):
         return linear, lambda: None
@@ -106,7 +105,6 @@ class FastLMHead(LMHead):
         self._whole, self._forget_rows = pack_like(head.linear, directory=cache_dir())
 
     def select(self, token_ids: Tensor | None) -> nn.Module:
-        """See `LMHead.select`."""
         head = self._plain.select(token_ids)
         if head is self.linear:
             return self._whole
@@ -151,16 +149,16 @@ def _settled(head: PackedHead) -> PackedHead:
 
 
 def map_into_memory(table: Tensor, directory: Path) -> Callable[[], None]:
-    """Let a tensor's numbers live in a file, of which only what is read takes memory.
+    """Back the tensor with an unlinked mmap so that only touched pages are resident.
 
-    The file has no name, and is gone with the tensor. Without room for it all stays as it is.
+    Without room on the disk the tensor stays in memory.
 
     Args:
         table: contiguous, on the CPU; changed in place.
         directory: on a disk, made where it is missing.
 
     Returns:
-        A call that gives back the memory of what was read so far; nothing may have been written.
+        A function that drops all resident pages; the tensor must not have been written to.
     """
     numbers = table.detach().view(torch.uint8).numpy()
     try:

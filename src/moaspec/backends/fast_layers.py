@@ -41,11 +41,11 @@ class CacheUpdate(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """What layers of one type share in a pass.
+    """Inputs that all layers of one type share in a pass.
 
     Attributes:
         cos_BTR: cosines; float32 for kernels.
-        sin_BTR: sines, likewise.
+        sin_BTR: sines; float32 for kernels.
         mask: added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`), or boolean
             where kernels attend; None is plain causal attention.
     """

@@ -64,7 +64,6 @@ class TabulatedRotary(RotaryEmbeddings):
     def angles(
         self, kind: str | None, like: Tensor, position_ids_BT: Tensor, lengths_B: Tensor
     ) -> CosSin:
-        """See `RotaryEmbeddings.angles`."""
         if kind in self._tables:
             return self._tables[kind](position_ids_BT)
         return super().angles(kind, like[:, :1].float(), position_ids_BT, lengths_B)
@@ -123,7 +122,6 @@ class FastDecoderLayers(DecoderLayers):
 
     @property
     def records(self) -> bool:  # type: ignore[override]
-        """See `DecoderLayers`."""
         return self.graphs is not None and self.graphs.failure is None
 
     def run(
@@ -137,7 +135,6 @@ class FastDecoderLayers(DecoderLayers):
         lengths_B: Tensor | None = None,
         watch: WatchLayer | None = None,
     ) -> Tensor:
-        """See `DecoderLayers.run`."""
         inputs = self._inputs(states_BTE, position_ids_BT, mask_B1TS, lengths_B)
         kinds = self._last_types(num)
         if watch is None and len(kinds) == 1:

@@ -1,7 +1,7 @@
-"""Linear layers in the form that this CPU multiplies fastest, see `forms`.
+"""Linear layers packed for this CPU, see `linear_backends`. LM heads: see `fast_heads`.
 
-Projections of one input (query, key and value; gate and up) become one matrix. What only drafts may
-be rounded to four bits, of which a draft step reads a quarter of the bytes. LM heads: see `heads`.
+Projections of one input (query, key and value; gate and up) become one matrix. Layers that only
+draft may be rounded to four bits, a quarter of the bytes to read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: what to pack, on the CPU. It is not changed.
-        drafts: what it computes is only proposed, so it may be rounded.
-        moment_II: how its inputs vary together, so that rounding does less harm.
+        drafts: whether its outputs are only drafts, so that it may be rounded to four bits.
+        moment_II: mean outer product of its inputs, by which rounding does less harm.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ def joint_matrix(parts: Sequence[nn.Module]) -> Matrix | None:
 
 
 def is_silu(act: Callable[[Tensor], Tensor]) -> bool:
-    """Whether an activation is the one that kernels compute."""
+    """Whether an activation is SiLU, the only one that kernels compute."""
     probe = torch.linspace(-4, 4, 9)
     return torch.equal(act(probe), F.silu(probe))
 

@@ -22,7 +22,7 @@ class DraftDecoder(nn.Module):
 
     Attributes:
         self_rope: SA's rotary embeddings; callers look up cosines and sines.
-        cross_rope: CA's, likewise.
+        cross_rope: CA's rotary embeddings.
 
     Source: arXiv 2410.03804, section 4.2.
     """

@@ -233,5 +233,5 @@ class CrossAttentionLayer(AttentionBlock):
     """Pre-norm decoder layer with cross-attention to keys and values of the encoder (CA)."""
 
     def attention_inputs(self, x_BTE: Tensor, cos_sin: CosSin) -> Sequence[Tensor]:
-        """Rotated queries."""
+        """Rotated queries alone: keys and values are the encoder's."""
         return (self.self_attn.query(self.input_layernorm(x_BTE), cos_sin),)

@@ -145,7 +145,7 @@ class MoADrafter(nn.Module):
         return self.encoder.project_kv(states_BTE, position_ids_BT)
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """`aggregate`, then `project_kv`."""
+        """CA's keys and values of verified tokens: `aggregate`, then `project_kv`."""
         self._check_width(kv_BTLK)
         return self.encoder.encode(kv_BTLK, position_ids_BT)
 

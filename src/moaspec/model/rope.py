@@ -18,8 +18,8 @@ CosSin = tuple[Tensor, Tensor]
 class Rope(nn.Module):
     """Cosines and sines for given positions.
 
-    Frequencies stay in float32 whatever the dtype of the layer: in bf16 neighbouring positions
-    beyond 256 would coincide.
+    Frequencies stay in float32 in layers of any dtype: in bf16 neighbouring positions beyond 256
+    would coincide.
     """
 
     inv_freq: Tensor
@@ -102,7 +102,7 @@ class Rope(nn.Module):
         return cos[None, None], sin[None, None]
 
     def along(self, start: int, stop: int) -> CosSin:
-        """The same without leading axes, contiguous, (stop - start, D) each."""
+        """`between` without leading axes, contiguous, (stop - start, D) each."""
         cos, sin = self(torch.arange(start, stop, device=self.inv_freq.device)[None])
         return cos[0, 0], sin[0, 0]
 

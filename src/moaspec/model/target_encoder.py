@@ -84,7 +84,7 @@ class TargetEncoder(nn.Module):
         self.memory_rope = Rope.plain(ca.head_dim, config.rope_theta)
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """`aggregate`, then `project_kv`."""
+        """CA's keys and values of verified tokens: `aggregate`, then `project_kv`."""
         return self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:

@@ -177,8 +177,8 @@ def layer_masks(
 
     Args:
         kinds: FULL or SLIDING, of all layers.
-        window: of those that are SLIDING.
-        mask_B1TS: of those that are FULL.
+        window: of SLIDING layers.
+        mask_B1TS: of FULL layers.
         position_ids_BT: of the tokens.
     """
     masks = {FULL: mask_B1TS}

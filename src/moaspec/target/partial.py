@@ -55,7 +55,7 @@ def excerpt_tensors(
 
 
 def quantised_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same with every matrix in eight bits, and its scales beside it."""
+    """These tensors with every matrix in eight bits, and its scales beside it."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and tensor.is_floating_point():

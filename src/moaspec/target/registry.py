@@ -76,7 +76,7 @@ def read_target(
 
 
 def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetSpec:
-    """What a target's files say of it, for whoever runs its weights elsewhere (inside vLLM).
+    """Read a target's config and tokenizer, where another program (vLLM) runs its weights.
 
     Args:
         name: see `moaspec.load_target`.
@@ -113,14 +113,14 @@ def _generation_config(source: str, config: Any) -> GenerationConfig:
 
 
 def require_dtype(dtype: str, *others: str) -> None:
-    """Refuse names that are no dtype of a target.
+    """Refuse a name that is no dtype of a target.
 
     Args:
         dtype: the name.
         others: further names that the caller takes, for the message.
 
     Raises:
-        InputError: names those that are.
+        InputError: lists the names.
     """
     if dtype not in DTYPES:
         names = ", ".join((*DTYPES, *others))
@@ -187,8 +187,8 @@ def _load_model(source: str, name: str, dtype: torch.dtype) -> Any:
 def _in_this_thread() -> Iterator[None]:
     """Have transformers load without threads of its own.
 
-    The C library keeps some memory for each, for good; and there is little to do, as weights stay
-    in the mapped file unless they are cast.
+    The C library never frees some memory of each thread, and there is little to do: weights stay in
+    the mapped file unless they are cast.
     """
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)

@@ -1,8 +1,8 @@
 """The frozen target: the model whose output is reproduced.
 
-Transformers' own modules do the arithmetic. What a pass reads and stores is decided by the caller,
-who hands in an operation that receives each layer's new keys and values *as the model writes them*
-(after rotary embedding, before any sliding window drops them) and returns what to attend to.
+Transformers' own modules do the arithmetic. The caller of a pass hands in a `WriteKV`, which
+receives each layer's new keys and values *as the model writes them* (after rotary embedding, before
+any sliding window drops them) and returns the keys and values to attend to.
 
 Legend: B batch, T new tokens, S visible keys, L layers, H KV heads, D head dim, E hidden size,
 K = 2 * H * D, V vocabulary.
@@ -41,7 +41,7 @@ class Target(TargetSpec):
 
     Attributes:
         layers: its decoder layers; `moaspec.backends` replaces them by faster ones.
-        lm_head: its LM head, likewise.
+        lm_head: its LM head; `moaspec.backends` replaces it by a faster one.
         packed: whether its linear layers are packed for this CPU, so that it cannot be moved.
         threads: lowers the number of CPU threads while other processes need the cores.
         token_pass_s: seconds of a pass over one token, once it was timed; see `first_use`.
@@ -157,10 +157,10 @@ class Target(TargetSpec):
                 sees one key of every position up to its own, in ascending order of positions (pads
                 may see anything); sliding windows are cut out of this. None: `write` returns what
                 it was given, and a token sees all that comes before it.
-            write: receives each layer's keys and values; see the module's docstring.
-            lengths_B: (B,) tokens of each row's whole text, by which LongRoPE goes; None takes the
-                largest position of the row. To be given where a row is only the start of a text.
-            watch: is shown what enters each layer.
+            write: see the module's docstring.
+            lengths_B: (B,) tokens of each row's whole text, which select LongRoPE's factors; None
+                takes the largest position of the row. Needed where a row is the start of a text.
+            watch: receives the input of each layer.
 
         Returns:
             (B, T, E) after the final norm.
@@ -184,7 +184,7 @@ class Target(TargetSpec):
         Args:
             input_ids_BT: (B, T) int64.
             attention_mask_BT: (B, T), 1 for real tokens.
-            before: the N > 0 of which the states that enter the last N layers are wanted.
+            before: the N > 0 for which to return the input of the last N layers.
         """
         entering: dict[int, Tensor] = {}
         features = LayerFeatures(self.num_layers)

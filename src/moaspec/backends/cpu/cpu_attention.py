@@ -19,7 +19,7 @@ MOST_QUERIES = 64
 """Tokens of a row up to which `attend` is faster than PyTorch's attention."""
 MOST_DIM = 256
 PAIR_LANES = 32
-"""Numbers of a head that one instruction takes; D is a multiple of it."""
+"""Elements of a head per instruction; D is a multiple of it."""
 
 
 def fast_attention(
@@ -71,8 +71,7 @@ def attend(
 ) -> Tensor:
     """Grouped-query attention of few tokens, as a (B, H, T, D) view of (B, T, H, D).
 
-    What a token reads has the same bits in whatever slots its keys are, as long as their order is
-    that of their tokens.
+    A token's output has the same bits in any slots, if keys are in the order of their tokens.
 
     Args:
         query_BHTD: queries.

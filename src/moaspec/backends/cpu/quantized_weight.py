@@ -33,7 +33,7 @@ class QuantizedWeight:
 
     Attributes:
         scale_ON: of each block, float16.
-        zero_ON: likewise; zeros where there are eight bits.
+        zero_ON: of each block, float16; zeros where there are eight bits.
         codes_ONI: (O, N, 32) int8.
         bits: 4 or 8.
     """

@@ -70,7 +70,7 @@ def _converted_config(target: TargetIdentity, context: Any) -> dict[str, Any]:
 
 
 def _require_same(read: DrafterConfig, meant: DrafterConfig, form: Form) -> None:
-    """Compare what a reader will take the drafter for with what it is."""
+    """Compare the config that a reader will infer with the drafter's own."""
     wrong = []
     for field in dataclasses.fields(DrafterConfig):
         got, expected = getattr(read, field.name), getattr(meant, field.name)
