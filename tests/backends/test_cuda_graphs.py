@@ -157,7 +157,7 @@ def test_a_grown_cache_is_another_one() -> None:
 
 
 def test_what_is_not_needed_for_long_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     target, log = recording()
     cache = cache_of(target)
     for row in (0, 0, 1, 0, 2, 0, 1, 1):  # 1 is forgotten for 2

@@ -31,11 +31,11 @@ from moaspec.target.decoder_layers import WriteKV
 
 SWITCH = "MOASPEC_CUDA_GRAPHS"
 """Environment variable; "off" does without."""
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """Shapes that are remembered, recorded or not; the one that was not needed for longest goes."""
 
 Layers = Callable[[Tensor, Mapping[str, AttentionInputs], WriteKV], Tensor]
-"""(states (B, T, E), readings by layer type, write) -> final states (B, T, E)."""
+"""(states (B, T, E), attention_inputs by layer type, write) -> final states (B, T, E)."""
 _Compute = Callable[[Sequence[Tensor]], Tensor]
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class PassGraphs:
 
     def __init__(self, make: Callable[[], Graph]) -> None:
         self._make, self._lock = make, Lock()
-        self._known: OrderedDict[Hashable, _Recorded | None] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, _Recorded | None] = OrderedDict()
         self.failure: str | None = None
 
     @classmethod
@@ -145,7 +145,7 @@ class PassGraphs:
         self,
         layers: Layers,
         states_BTE: Tensor,
-        readings: Mapping[str, AttentionInputs],
+        attention_inputs: Mapping[str, AttentionInputs],
         write: GraphSafeWrite,
         *,
         key: Hashable,
@@ -155,7 +155,7 @@ class PassGraphs:
         Args:
             layers: are called where there is no recording yet, and to make one.
             states_BTE: enter them.
-            readings: by layer type, with masks.
+            attention_inputs: by layer type, with masks.
             write: see `GraphSafeWrite`.
             key: all else that `layers` go by.
 
@@ -163,9 +163,9 @@ class PassGraphs:
             (B, T, E), to keep.
         """
         inputs = [states_BTE]
-        for reading in readings.values():
-            assert reading.mask is not None, "passes over a cache have masks"
-            inputs += [reading.cos_BTR, reading.sin_BTR, reading.mask]
+        for of_type in attention_inputs.values():
+            assert of_type.mask is not None, "passes over a cache have masks"
+            inputs += [of_type.cos_BTR, of_type.sin_BTR, of_type.mask]
         inputs += write.where()
 
         def compute(tensors: Sequence[Tensor]) -> Tensor:
@@ -173,12 +173,12 @@ class PassGraphs:
             states = next(parts)
             own = {
                 kind: AttentionInputs(cos_BTR=next(parts), sin_BTR=next(parts), mask=next(parts))
-                for kind in readings
+                for kind in attention_inputs
             }
             return layers(states, own, write.at(tuple(parts)))
 
         shapes = tuple((one.shape, one.dtype) for one in inputs)
-        return self._run((key, write.key(), tuple(readings), shapes), inputs, compute)
+        return self._run((key, write.key(), tuple(attention_inputs), shapes), inputs, compute)
 
     def _run(self, key: Hashable, inputs: Sequence[Tensor], compute: _Compute) -> Tensor:
         with self._lock:  # a recording's tensors are one pass's at a time
@@ -193,22 +193,22 @@ class PassGraphs:
         """The recording for a shape, made where the shape comes for the second time."""
         if self.failure is not None:
             return None
-        seen = key in self._known
-        recorded = self._known.pop(key, None)
+        seen = key in self._graphs
+        recorded = self._graphs.pop(key, None)
         if seen and recorded is None:
             try:
                 recorded = _Recorded(self._make(), inputs, compute)
             except RuntimeError as error:
                 self._give_up(error)
                 return None
-        self._known[key] = recorded
-        if len(self._known) > MOST_GRAPHS:
-            self._known.popitem(last=False)
+        self._graphs[key] = recorded
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
         return recorded
 
     def _give_up(self, error: RuntimeError) -> None:
         self.failure = (str(error).strip() or type(error).__name__).splitlines()[0]
-        self._known.clear()
+        self._graphs.clear()
         log.warning(
             "Passes are not recorded as CUDA graphs, and take longer to launch: %s", self.failure
         )

@@ -81,7 +81,7 @@ def pack_like(linear: nn.Linear, *, directory: Path) -> tuple[nn.Module, Callabl
         return linear, lambda: None
     if linear.weight.dtype == torch.float32:
         return StreamedLinear(linear), lambda: None
-    return _settled(PackedHead(linear)), map_into_memory(linear.weight, directory)
+    return _in_large_pages(PackedHead(linear)), map_into_memory(linear.weight, directory)
 
 
 class PackedHead(PackedLinear):
@@ -139,12 +139,12 @@ def draft_rows(rows: nn.Linear, moment_EE: Tensor | None) -> nn.Module:
     """Rows of a head for drafts, packed where that helps; rounded with a moment."""
     if not can_pack(rows.weight.dtype, rows.weight.device):
         return rows
-    return _settled(PackedHead(rows, drafts=moment_EE is not None, moment_II=moment_EE))
+    return _in_large_pages(PackedHead(rows, drafts=moment_EE is not None, moment_II=moment_EE))
 
 
-def _settled(head: PackedHead) -> PackedHead:
+def _in_large_pages(head: PackedHead) -> PackedHead:
     if head.matrix is not None:
-        head.matrix.settle()
+        head.matrix.use_large_pages()
     return head
 
 

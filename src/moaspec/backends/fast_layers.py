@@ -134,11 +134,11 @@ class FastLayer:
         self.fused = self._as_fused(attention, mlp)
 
     def __call__(
-        self, states_BTE: Tensor, *args: Any, reading: AttentionInputs | None = None, **kwargs: Any
+        self, states_BTE: Tensor, *args: Any, inputs: AttentionInputs | None = None, **kwargs: Any
     ) -> Any:
-        if reading is None:
+        if inputs is None:
             return self._own_forward(states_BTE, *args, **kwargs)
-        return self._forward(states_BTE, reading, kwargs[self._cache_argument])
+        return self._forward(states_BTE, inputs, kwargs[self._cache_argument])
 
     def _as_fused(self, attention: Any, mlp: Any) -> FusedLayer | None:
         before_read, after_read, before_mlp, after_mlp = self._norms
@@ -168,36 +168,38 @@ class FastLayer:
             head_dim=self._head_dim,
         )
 
-    def _forward(self, x_BTE: Tensor, reading: AttentionInputs, tap: CacheUpdate) -> Tensor:
+    def _forward(self, x_BTE: Tensor, inputs: AttentionInputs, cache: CacheUpdate) -> Tensor:
         if self.fused is not None and not x_BTE.requires_grad:
-            heads_BTXD = self.fused.project(x_BTE, reading.cos_BTR, reading.sin_BTR)
+            heads_BTXD = self.fused.project(x_BTE, inputs.cos_BTR, inputs.sin_BTR)
             parts = heads_BTXD.split(self._splits, dim=2)
-            return self.fused.finish(x_BTE, self._read(parts, reading, tap))
+            return self.fused.finish(x_BTE, self._attend(parts, inputs, cache))
         before_read, after_read, before_mlp, after_mlp = self._norms
-        x_BTE = x_BTE + after_read(self._attend(before_read(x_BTE), reading, tap))
+        x_BTE = x_BTE + after_read(self._attention(before_read(x_BTE), inputs, cache))
         return x_BTE + after_mlp(self._mlp(before_mlp(x_BTE)))
 
-    def _attend(self, x_BTE: Tensor, reading: AttentionInputs, tap: CacheUpdate) -> Tensor:
+    def _attention(self, x_BTE: Tensor, inputs: AttentionInputs, cache: CacheUpdate) -> Tensor:
         H, J, D = self._num_heads, self._num_kv_heads, self._head_dim
         joined = self._qkv(x_BTE)
         if self._q_norm is not None:
             joined = self._with_norms(joined)
         heads = joined.unflatten(-1, (H + 2 * J, D))
-        rotated = reading.rotate(heads[:, :, : H + J])
+        rotated = inputs.rotate(heads[:, :, : H + J])
         parts = (rotated[:, :, :H], rotated[:, :, H:], heads[:, :, H + J :])
-        return self._output(self._read(parts, reading, tap))
+        return self._output(self._attend(parts, inputs, cache))
 
-    def _read(self, parts: Sequence[Tensor], reading: AttentionInputs, tap: CacheUpdate) -> Tensor:
+    def _attend(
+        self, parts: Sequence[Tensor], inputs: AttentionInputs, cache: CacheUpdate
+    ) -> Tensor:
         """What tokens read, (B, T, H * D), of rotated queries and keys, and values, (B, T, , D)."""
         query_BHTD, key_BJTD, value_BJTD = (part.transpose(1, 2) for part in parts)
-        key_BJSD, value_BJSD = tap.update(key_BJTD, value_BJTD, self._index)
+        key_BJSD, value_BJSD = cache.update(key_BJTD, value_BJTD, self._index)
         read_BHTD = fast_attention(
             query_BHTD,
             key_BJSD,
             value_BJSD,
-            reading.mask,
+            inputs.mask,
             scale=self.scale,
-            causal=reading.mask is None,
+            causal=inputs.mask is None,
         )
         return merge_heads(read_BHTD)
 
@@ -223,13 +225,13 @@ def make_fast(layers: Sequence[Any]) -> FusedStack | None:
     Returns:
         All of them in one call, where kernels can compute them.
     """
-    lean = [FastLayer(layer) for layer in layers]
-    fused = [one.fused for one in lean if one.fused is not None]
-    for layer, one in zip(layers, lean, strict=True):
-        if len(fused) < len(lean):
+    fast = [FastLayer(layer) for layer in layers]
+    fused = [one.fused for one in fast if one.fused is not None]
+    for layer, one in zip(layers, fast, strict=True):
+        if len(fused) < len(fast):
             one.fused = None  # all or none, because they share a `AttentionInputs`
         layer.forward = one
-    return FusedStack(fused, lean[0].scale) if lean and len(fused) == len(lean) else None
+    return FusedStack(fused, fast[0].scale) if fast and len(fused) == len(fast) else None
 
 
 def _found(module: nn.Module, joined: tuple[str, ...], apart: tuple[str, ...]) -> list[nn.Module]:

@@ -143,7 +143,7 @@ class FastDecoderLayers(DecoderLayers):
             if done_BTE is not None:
                 return done_BTE
         dtype, fused = states_BTE.dtype, self.fused is not None
-        readings = {
+        attention_inputs = {
             kind: AttentionInputs.of(cos_sin, mask, self._groups, dtype, fused=fused)
             for kind, (cos_sin, mask) in inputs.items()
         }
@@ -153,8 +153,10 @@ class FastDecoderLayers(DecoderLayers):
             and isinstance(write, GraphSafeWrite)
             and self._can_record(states_BTE)
         ):
-            return graphs.run(partial(self._read, num), states_BTE, readings, write, key=num)
-        return self._read(num, states_BTE, readings, write, watch)
+            return graphs.run(
+                partial(self._few_calls, num), states_BTE, attention_inputs, write, key=num
+            )
+        return self._few_calls(num, states_BTE, attention_inputs, write, watch)
 
     def last(self, num: int) -> LastLayers | None:
         """The last `num` layers, if kernels can run them where a token sees all text before it."""
@@ -169,15 +171,15 @@ class FastDecoderLayers(DecoderLayers):
     def _last_types(self, num: int) -> set[str]:
         return set(self.types[len(self.types) - num :])
 
-    def _read(
+    def _few_calls(
         self,
         num: int,
         states_BTE: Tensor,
-        readings: Mapping[str, AttentionInputs],
+        attention_inputs: Mapping[str, AttentionInputs],
         write: WriteKV,
         watch: WatchLayer | None = None,
     ) -> Tensor:
-        shared = {kind: {"reading": reading} for kind, reading in readings.items()}
+        shared = {kind: {"inputs": inputs} for kind, inputs in attention_inputs.items()}
         return self._one_by_one(states_BTE, shared, write, num, watch)
 
     def _can_record(self, states_BTE: Tensor) -> bool:

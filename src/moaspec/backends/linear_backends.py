@@ -170,7 +170,7 @@ class Fp32Linear:
         return F.linear(x.float(), self._weight, self._added).to(x.dtype)
 
 
-def fastest_form(
+def fastest_backend(
     weight: Tensor, bias: Tensor | None, *, drafts: bool, moment_II: Tensor | None = None
 ) -> LinearBackend:
     """The form for this weight here; one in four bits only where it serves `drafts`."""

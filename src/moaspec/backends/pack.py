@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moaspec.backends.cpu.matrix import Matrix
-from moaspec.backends.linear_backends import CpuKernelLinear, fastest_form
+from moaspec.backends.linear_backends import CpuKernelLinear, fastest_backend
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read one and the same input, in the order in which they are called."""
@@ -39,35 +39,35 @@ class PackedLinear(nn.Module):
         # Not a parameter: a packed tensor cannot be moved, cast or trained.
         bias = None if linear.bias is None else linear.bias.detach()
         weight = linear.weight.detach()
-        self._form = fastest_form(weight, bias, drafts=drafts, moment_II=moment_II)
+        self._backend = fastest_backend(weight, bias, drafts=drafts, moment_II=moment_II)
 
     @property
     def weight(self) -> Tensor:
         """The weight as the plain layer had it, or as it was rounded; unpacked on every access."""
-        return self._form.weight().to(self._dtype)
+        return self._backend.weight().to(self._dtype)
 
     @property
     def bias(self) -> Tensor | None:
         """The bias as the plain layer had it."""
-        return None if self._form.bias is None else self._form.bias.to(self._dtype)
+        return None if self._backend.bias is None else self._backend.bias.to(self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._form.product(x)
+        return self._backend.product(x)
 
     def single(self, x: Tensor) -> Tensor:
         """`forward` in float32, of sums that were not rounded where that can be had."""
-        if isinstance(self._form, CpuKernelLinear) and not x.requires_grad:
-            return self._form.matrix.product(x, single=True)
-        return self._form.product(x).float()
+        if isinstance(self._backend, CpuKernelLinear) and not x.requires_grad:
+            return self._backend.matrix.product(x, single=True)
+        return self._backend.product(x).float()
 
     def product(self) -> Callable[[Tensor], Tensor]:
         """`forward` itself, without what PyTorch does around it."""
-        return self._form.product
+        return self._backend.product
 
     @property
     def matrix(self) -> Matrix | None:
         """The weight as `moaspec.backends.cpu` has it; None where another form is in use."""
-        return self._form.matrix if isinstance(self._form, CpuKernelLinear) else None
+        return self._backend.matrix if isinstance(self._backend, CpuKernelLinear) else None
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Appear in `state_dict` like the plain layer, so that a packed model can be saved."""

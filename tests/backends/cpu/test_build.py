@@ -234,7 +234,7 @@ def test_without_kernels_text_comes_by_other_libraries(
     assert tiny.fast_layers(target).fused is None
     down = target.model.model.layers[0].mlp.down_proj
     assert isinstance(down, PackedLinear)
-    assert type(down._form) is (
+    assert type(down._backend) is (
         OneDnnLinear if linear_backends._bf16_instructions() else Fp16Linear
     )
     assert down.matrix is None
@@ -415,5 +415,5 @@ def test_every_call_of_the_library_is_there() -> None:
 @needs_kernels
 def test_packed_layers_have_kernels() -> None:
     packed = PackedLinear(torch.nn.Linear(64, 33).bfloat16())
-    assert type(packed._form) is CpuKernelLinear
+    assert type(packed._backend) is CpuKernelLinear
     assert packed.matrix is not None

@@ -86,7 +86,7 @@ class Matrix:
         self._panels = place
         self._describe()
 
-    def settle(self) -> None:
+    def use_large_pages(self) -> None:
         """Move the panels to large pages, which weights that every call reads whole gain by."""
         self.move(large_pages(self.num_bytes))
 
