@@ -98,9 +98,7 @@ def _engine(target: Any, drafting: MoAProposer, watch: Stopwatch) -> Engine:
     return Engine(
         verifier,
         _TimedDrafting(drafting, watch),
-        vocab_size=target.vocab_size,
-        max_positions=target.max_positions,
-        rope_switches=target.rope_switches,
+        target=target,
     )
 
 

@@ -278,7 +278,5 @@ def replay_engine(of: Target, drafting: ReplayDrafting) -> Engine:
     return Engine(
         LocalVerifier(of, drafting),
         drafting,
-        vocab_size=of.vocab_size,
-        max_positions=of.max_positions,
-        rope_switches=of.rope_switches,
+        target=of,
     )

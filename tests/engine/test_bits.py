@@ -21,9 +21,9 @@ from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
 from moaspec.backends.cpu.fused_drafting import draft_tree
 from moaspec.drafting import moa_proposer
 from moaspec.drafting.draft_tree import DraftTree, PricedTree
+from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RowText
-from moaspec.drafting.tree_proposer import layer_cache
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.model.moa import MoADrafter
 from moaspec.target.partial import PartialTarget, excerpt_tensors
@@ -217,7 +217,7 @@ def test_a_device_drafts_what_its_whole_target_does() -> None:
     local = MoAProposer(drafter, target, num_target_layers=2)
     local.share_target_cache(LocalVerifier(target).cache)
     on_device = MoAProposer(drafter, excerpt, num_target_layers=2)
-    on_device.share_target_cache(layer_cache(target, drafter.config.self_attention, num_layers=2))
+    on_device.share_target_cache(KVCache.of(target, drafter.config.self_attention, num_layers=2))
     assert on_device.kernels() is not None
     for row, prompt in enumerate(ALL_PROMPTS):
         for drafting in (local, on_device):

@@ -149,9 +149,7 @@ def test_every_row_gets_its_own_text_and_memory_returns_to_zero(data: st.DataObj
     engine = Engine(
         verifier,
         drafting,
-        vocab_size=TARGET.vocab_size,
-        max_positions=TARGET.max_positions,
-        tokenizer=TARGET.tokenizer,
+        target=TARGET,
     )
     data.draw(runs(Machine(engine)))
     verifier.release()

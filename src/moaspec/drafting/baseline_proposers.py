@@ -14,7 +14,7 @@ from moaspec.backends.pack import packed_copy
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import Drafter, Features, Need, RowText
-from moaspec.drafting.tree_proposer import DraftRound, TokenBatch, TreeProposer, layer_cache
+from moaspec.drafting.tree_proposer import DraftRound, TokenBatch, TreeProposer
 from moaspec.model.checkpoint.baseline_checkpoint import Baseline
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.independent import IndependentDrafter
@@ -135,4 +135,4 @@ class _IndependentRound(DraftRound):
 def _parts(module: Baseline, target: Target) -> tuple[Tensor | None, KVCache, nn.Module]:
     """Draft vocabulary, cache of the text, and head of a baseline."""
     ids, config = module.draft_token_ids, module.config
-    return ids, layer_cache(target, config.layer, config.num_layers), target.draft_head(ids)
+    return ids, KVCache.of(target, config.layer, config.num_layers), target.draft_head(ids)

@@ -27,7 +27,6 @@ from moaspec.drafting.tree_proposer import (
     DraftSlots,
     TokenBatch,
     TreeProposer,
-    layer_cache,
 )
 from moaspec.errors import InputError
 from moaspec.model.checkpoint.moa_checkpoint import check_target
@@ -76,11 +75,11 @@ class MoAProposer(TreeProposer):
                 f"{', '.join(map(str, config.num_target_layers))}."
             )
         self.module, head = prepared(drafter, target)
-        text = layer_cache(target, config.self_attention)
+        text = KVCache.of(target, config.self_attention)
         super().__init__(target, drafter.draft_token_ids, text, head)
         self.num_target_layers = layers
         self.target_cache: KVCache | None = None
-        self.memory = layer_cache(target, config.cross_attention)
+        self.memory = KVCache.of(target, config.cross_attention)
         self.num_encoded: dict[int, int] = {}
         self.missing: dict[int, set[int]] = {}
 

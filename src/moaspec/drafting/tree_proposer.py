@@ -25,7 +25,6 @@ from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.kv_cache import KVCache, StoredAttention, tree_mask
 from moaspec.drafting.path_scores import Ranking
 from moaspec.drafting.protocols import Features, Need, RowText
-from moaspec.model.drafter_config import LayerConfig
 from moaspec.target.target import Target
 
 READ_CHUNK_TOKENS = 512
@@ -359,14 +358,3 @@ def _next_level(
         torch.cat((nodes.parents, parents_BC), dim=1),
     )
     return grown, nodes.tokens.shape[1] + best_BW
-
-
-def layer_cache(target: Target, layer: LayerConfig, num_layers: int = 1) -> KVCache:
-    """A cache for layers of a drafter, in the target's dtype and place."""
-    return KVCache(
-        num_layers=num_layers,
-        num_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        dtype=target.dtype,
-        device=target.device,
-    )

@@ -110,15 +110,7 @@ def local_engine(
         InputError: something that is no drafter, or N for a drafter that reuses no layers.
     """
     verifier, drafting = local_parts(target, drafter, num_target_layers=num_target_layers)
-    return Engine(
-        verifier,
-        drafting,
-        vocab_size=target.vocab_size,
-        max_positions=target.max_positions,
-        tokenizer=target.tokenizer,
-        rope_switches=target.rope_switches,
-        rope_growth=target.rope_growth,
-    )
+    return Engine(verifier, drafting, target=target)
 
 
 @plain_torch()

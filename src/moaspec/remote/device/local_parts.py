@@ -76,16 +76,5 @@ class LocalDevice:
             return self._drafter
         drafting = MoAProposer(self._drafter, self.target, num_target_layers=num_target_layers)
         if drafting.num_target_layers:
-            drafting.share_target_cache(last_layers_cache(self.target))
+            drafting.share_target_cache(KVCache.of(self.target))
         return drafting
-
-
-def last_layers_cache(target: Any) -> KVCache:
-    """A cache for as many layers as this target (or what a bundle holds of one) runs."""
-    return KVCache(
-        num_layers=target.num_layers,
-        num_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        dtype=target.dtype,
-        device=target.device,
-    )

@@ -103,15 +103,7 @@ async def decode_alone(
         drafting = _OwnDrafting(drafter, target, num_target_layers=0)
     row = LeasedRow(shared, owner, encode=drafting is not None)
     try:
-        engine = Engine(
-            row,
-            drafting,
-            vocab_size=target.vocab_size,
-            max_positions=max_tokens,
-            tokenizer=target.tokenizer,
-            rope_switches=target.rope_switches,
-            rope_growth=target.rope_growth,
-        )
+        engine = Engine(row, drafting, target=target, max_positions=max_tokens)
         engine.add(
             request.token_ids,
             max_new_tokens=request.max_new_tokens,
