@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from moaspec.drafting.baseline_proposers import IndependentProposer
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import Drafter
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
 from moaspec.generation.api import find_drafter, load_any_drafter
@@ -160,7 +160,7 @@ class DeviceBundle:
             )
         if isinstance(self.module, IndependentDrafter):
             return IndependentProposer(self.module, self.target)
-        drafting = MoAProposer(self.module, self.target, num_target_layers=num_target_layers)
+        drafting = FastMoAProposer(self.module, self.target, num_target_layers=num_target_layers)
         if drafting.num_target_layers:
             drafting.share_target_cache(KVCache.of(self.target))
         return drafting

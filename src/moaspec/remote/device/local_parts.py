@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import Drafter
 from moaspec.model.drafter_config import TargetIdentity
 from moaspec.model.moa import MoADrafter
@@ -74,7 +74,7 @@ class LocalDevice:
         """See `Device`."""
         if not isinstance(self._drafter, MoADrafter):
             return self._drafter
-        drafting = MoAProposer(self._drafter, self.target, num_target_layers=num_target_layers)
+        drafting = FastMoAProposer(self._drafter, self.target, num_target_layers=num_target_layers)
         if drafting.num_target_layers:
             drafting.share_target_cache(KVCache.of(self.target))
         return drafting
