@@ -162,9 +162,7 @@ def drafted(
         engine = Engine(
             KnownText(inner, batch),
             drafting,
-            vocab_size=target.vocab_size,
-            max_positions=target.max_positions,
-            rope_switches=target.rope_switches,
+            target=target,
         )
         options = {
             "max_new_tokens": max_new_tokens,

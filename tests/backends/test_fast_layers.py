@@ -40,7 +40,7 @@ def cached_pass(
     target: Target, num_tokens: int, text: Sequence[int] = LONG, watch: Any = None
 ) -> torch.Tensor:
     """Final states of the last `num_tokens` of a text whose start is in the cache."""
-    cache = cache_of(target)
+    cache = KVCache.of(target)
     start, total = len(text) - num_tokens, len(text)
     cache.reserve(1, total)
     states = torch.empty(0)
@@ -55,16 +55,6 @@ def cached_pass(
             watch=watch,
         )
     return states
-
-
-def cache_of(target: Target) -> KVCache:
-    return KVCache(
-        num_layers=target.num_layers,
-        num_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        dtype=target.dtype,
-        device=target.device,
-    )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 9])
@@ -229,7 +219,7 @@ def test_one_call_gives_the_bits_of_one_per_layer(
 def test_a_token_has_the_same_bits_alone_in_a_chain_and_in_a_batch(family: str) -> None:
     """So speculation never parts from plain decoding, ties included."""
     target, text = packed_target(family), TEXTS[2][:60]
-    cache = cache_of(target)
+    cache = KVCache.of(target)
     cache.reserve(4, 80)
     with torch.inference_mode():
         alone = [cached_pass(target, 1, text[:length])[0, 0] for length in range(50, 61)]
@@ -298,7 +288,7 @@ def test_gradients_flow_through_fused_layers() -> None:
     gradients: list[torch.Tensor] = []
     for target in (plain, fused):
         x_BTE = states_BTE.to(target.dtype).requires_grad_()
-        cache = cache_of(target)
+        cache = KVCache.of(target)
         cache.reserve(1, 5)
         out = target.layers.run(
             x_BTE,

@@ -17,6 +17,7 @@ import moaspec
 import moaspec.generation.api
 import tiny
 from moaspec import Engine, GenerationResult, NgramProposer, OracleProposer, SamplingParams, Tree
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.text_proposer import TextProposer
 from moaspec.engine.local_verifier import LocalVerifier
@@ -142,16 +143,14 @@ def test_every_row_gets_its_own_text_and_memory_returns_to_zero(data: st.DataObj
         )
     else:
         module = tiny.random_drafter(TARGET)
-        drafting = MoAProposer(module, TARGET, num_target_layers=layers)
+        drafting = FastMoAProposer(module, TARGET, num_target_layers=layers)
     verifier = LocalVerifier(TARGET, drafting)
     if isinstance(drafting, MoAProposer):
         drafting.share_target_cache(verifier.cache)
     engine = Engine(
         verifier,
         drafting,
-        vocab_size=TARGET.vocab_size,
-        max_positions=TARGET.max_positions,
-        tokenizer=TARGET.tokenizer,
+        target=TARGET,
     )
     data.draw(runs(Machine(engine)))
     verifier.release()

@@ -25,6 +25,7 @@ import torch
 from moaspec.backends.cpu.build import instructions
 from moaspec.calibration.round_parts import RoundParts, TimedPart, TimedRounds
 from moaspec.drafting.draft_tree import Chain, Tree
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.errors import InputError
@@ -100,7 +101,9 @@ def calibrate(
     if drafter is not None and num_target_layers is None:
         numbers = drafter.config.num_target_layers
     draftings = [
-        MoAProposer(drafter, target, num_target_layers=n) for n in numbers if drafter is not None
+        FastMoAProposer(drafter, target, num_target_layers=n)
+        for n in numbers
+        if drafter is not None
     ]
     tables = _measured(target, draftings, QUICK_TURNS if quick else TURNS, advance, stopped)
     for n, costs in zip(numbers, tables, strict=True):

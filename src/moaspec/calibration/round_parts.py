@@ -152,14 +152,7 @@ class TimedRounds:
     def __init__(self, bench: RoundParts, shape: Chain | None) -> None:
         target, self._bench, self._shape = bench.target, bench, shape
         self._verifier = LocalVerifier(target, bench.drafting)
-        self._engine = Engine(
-            self._verifier,
-            bench.drafting,
-            vocab_size=target.vocab_size,
-            max_positions=target.max_positions,
-            rope_switches=target.rope_switches,
-            rope_growth=target.rope_growth,
-        )
+        self._engine = Engine(self._verifier, bench.drafting, target=target)
         self._seen: list[tuple[float, Event]] = []
 
     def time(self, *, counts: bool = True) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from moaspec.backends.cpu.cpu_attention import fast_attention
 from moaspec.backends.cpu.fused_layers import Slots
+from moaspec.model.drafter_config import LayerConfig
 
 SLOT_BUCKET = 256
 """Capacities are multiples of this, so that few distinct shapes occur."""
@@ -53,6 +55,23 @@ class KVCache:
         with torch.inference_mode(mode=False):
             empty = torch.zeros(num_layers, 2, 0, num_heads, 0, head_dim, dtype=dtype)
             self._data = empty.to(device)
+
+    @classmethod
+    def of(cls, target: Any, layer: LayerConfig | None = None, num_layers: int = 1) -> Self:
+        """A cache in the target's dtype and on its device.
+
+        Args:
+            target: the target, or the part of one that a device runs.
+            layer: shape of a drafter's layer; None is a cache for the target's own layers.
+            num_layers: of the drafter.
+        """
+        return cls(
+            num_layers=target.num_layers if layer is None else num_layers,
+            num_heads=target.num_kv_heads if layer is None else layer.num_kv_heads,
+            head_dim=target.head_dim if layer is None else layer.head_dim,
+            dtype=target.dtype,
+            device=target.device,
+        )
 
     @property
     def data(self) -> Tensor:

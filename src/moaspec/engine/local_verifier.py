@@ -18,6 +18,7 @@ from moaspec.drafting.draft_tree import causal
 from moaspec.drafting.kv_cache import KVCache, PassSizes, tree_mask
 from moaspec.drafting.protocols import Drafter, Need, VerifyRequest, VerifyResult
 from moaspec.engine.accept import Acceptance, accept, accept_greedy
+from moaspec.engine.position_rules import PositionRules
 from moaspec.target.target import Target
 from moaspec.torch_settings import plain_torch
 
@@ -104,15 +105,9 @@ class LocalVerifier:
         self._encoded: dict[int, int] = {}  # tokens of each row whose features were given out
         self._held: dict[int, Tensor] = {}  # final states of later ones, (n, E)
         self._target_time = _Stopwatch()  # in its passes and head, of this call
-        self._grows = target.rope_growth is not None
+        self._rules = PositionRules.of(target)
         self._device = target.device  # asking a model takes a walk through its parameters
-        self.cache = KVCache(
-            num_layers=target.num_layers,
-            num_heads=target.num_kv_heads,
-            head_dim=target.head_dim,
-            dtype=target.dtype,
-            device=self._device,
-        )
+        self.cache = KVCache.of(target)
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """One target pass for all requests (long prompts take several before it)."""
@@ -212,7 +207,7 @@ class LocalVerifier:
             torch.from_numpy(np.array(numbers, np.int64)).to(self._device).unbind(1)
         )
         mask_B1TS = tree_mask(starts, torch.from_numpy(tree_BTT).to(self._device), visible)
-        lengths = [p.request.prompt_length if self._grows else p.length for p in plans]
+        lengths = [self._rules.rope_length(p.request.prompt_length, p.length) for p in plans]
         lengths_B = torch.tensor(lengths, device=self._device)
         with self._target_time:
             return self.target.run(

@@ -192,13 +192,7 @@ def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
     device, rows, starts = target.device, range(batch), [context] * batch
     sizes = PassSizes.of(rows, starts, tokens, recorded=target.layers.records)
     tokens, visible = sizes.tokens, sizes.visible
-    cache = KVCache(
-        num_layers=target.num_layers,
-        num_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        dtype=target.dtype,
-        device=device,
-    )
+    cache = KVCache.of(target)
     cache.reserve(batch, visible)
     ids_BT = torch.zeros(batch, tokens, dtype=torch.long, device=device)
     positions_BT = ids_BT + torch.arange(context, context + tokens, device=device)

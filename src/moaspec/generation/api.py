@@ -12,6 +12,7 @@ from moaspec.calibration.choose_exit import chosen_exit
 from moaspec.calibration.first_use import measure_once
 from moaspec.drafting.baseline_proposers import baseline_drafting
 from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer, drafts_behind
 from moaspec.drafting.policy.assumed_costs import sure_costs
 from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
@@ -110,15 +111,7 @@ def local_engine(
         InputError: something that is no drafter, or N for a drafter that reuses no layers.
     """
     verifier, drafting = local_parts(target, drafter, num_target_layers=num_target_layers)
-    return Engine(
-        verifier,
-        drafting,
-        vocab_size=target.vocab_size,
-        max_positions=target.max_positions,
-        tokenizer=target.tokenizer,
-        rope_switches=target.rope_switches,
-        rope_growth=target.rope_growth,
-    )
+    return Engine(verifier, drafting, target=target)
 
 
 @plain_torch()
@@ -140,7 +133,7 @@ def _drafting(
     target: Target, drafter: MoADrafter | Drafter | None, num_target_layers: int | None
 ) -> Drafter | None:
     if isinstance(drafter, MoADrafter):
-        return MoAProposer(drafter, target, num_target_layers=num_target_layers)
+        return FastMoAProposer(drafter, target, num_target_layers=num_target_layers)
     if num_target_layers is not None and drafter is not None:
         raise InputError(
             f"num_target_layers={num_target_layers} is for Mixture-of-Attentions drafters; "

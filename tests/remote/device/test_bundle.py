@@ -16,6 +16,7 @@ import tiny
 from bundles import save_bundle, save_target
 from moaspec.backends.load import load_target
 from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import Drafter, Features, RowText, VerifyRequest
 from moaspec.engine.engine import run_now
@@ -44,7 +45,7 @@ def beside_target(
     """Text, features and drafts where target and whole drafter are in one process."""
     target = load_target(directory / "target", dtype="bfloat16")
     drafter = load_drafter(directory / "drafter", target=target)
-    drafting = MoAProposer(drafter, target, num_target_layers=num_layers)
+    drafting = FastMoAProposer(drafter, target, num_target_layers=num_layers)
     verifier = LocalVerifier(target, drafting)
     drafting.share_target_cache(verifier.cache)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, PROMPT)]))

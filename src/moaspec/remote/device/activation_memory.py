@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moaspec.engine.engine import regime
+from moaspec.engine.position_rules import PositionRules
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.prefix_cache import BLOCK_TOKENS, PrefixStore
 from moaspec.remote.protocol.activation_layout import Layout, Parts
@@ -21,14 +21,14 @@ class DeviceMemory:
     Args:
         layout: of records.
         target: in whose dtype and place tensors are made.
-        switches: see `Target.rope_switches`.
+        rules: of the target.
         store: where activations of prompts are kept; None keeps none.
     """
 
     def __init__(
-        self, layout: Layout, target: Any, switches: Sequence[int], store: PrefixStore | None
+        self, layout: Layout, target: Any, rules: PositionRules, store: PrefixStore | None
     ) -> None:
-        self._layout, self._switches, self._store = layout, switches, store
+        self._layout, self._rules, self._store = layout, rules, store
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._records: Bytes = np.zeros((0, layout.token_bytes), np.uint8)
 
@@ -57,13 +57,12 @@ class DeviceMemory:
             return
         held = next(iter(ahead.held.gaps(len(prompt))), (len(prompt), 0))[0]
         # The newest token's activations come with its verdict; a whole text is never all there.
-        for start, data in self._store.load(prompt[:-1], regime(len(prompt), self._switches)):
+        for start, data in self._store.load(prompt[:-1], self._rules.key_version(len(prompt))):
             if start >= held:
                 ahead.place(start, self.take(start, data, BLOCK_TOKENS))
 
     def save(self, text: Sequence[int], length: int, ahead: AheadDrafter) -> None:
         """Keep activations of a text's first `length` tokens, if they are there without a gap."""
-        of_prompt, of_text = (regime(one, self._switches) for one in (length, len(text)))
-        if self._store is not None and of_prompt == of_text:
+        if self._store is not None and self._rules.keeps_keys(length, len(text)):
             whole = next(iter(ahead.held.gaps(length)), (length, 0))[0]
-            self._store.save(text[:whole], self._records, of_prompt)
+            self._store.save(text[:whole], self._records, self._rules.key_version(length))

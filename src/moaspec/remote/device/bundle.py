@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.load import load_target
 from moaspec.drafting.baseline_proposers import IndependentProposer
-from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import Drafter
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
 from moaspec.generation.api import find_drafter, load_any_drafter
@@ -39,7 +40,6 @@ from moaspec.model.drafter_config import LayerConfig, TargetIdentity
 from moaspec.model.independent import IndependentDrafter
 from moaspec.model.moa import MoADrafter
 from moaspec.model.stack import StackConfig
-from moaspec.remote.device.local_parts import last_layers_cache
 from moaspec.remote.protocol.identity import fingerprint
 from moaspec.target.generation_defaults import GenerationDefaults
 from moaspec.target.partial import (
@@ -162,9 +162,9 @@ class DeviceBundle:
             )
         if isinstance(self.module, IndependentDrafter):
             return IndependentProposer(self.module, self.target)
-        drafting = MoAProposer(self.module, self.target, num_target_layers=num_target_layers)
+        drafting = FastMoAProposer(self.module, self.target, num_target_layers=num_target_layers)
         if drafting.num_target_layers:
-            drafting.share_target_cache(last_layers_cache(self.target))
+            drafting.share_target_cache(KVCache.of(self.target))
         return drafting
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from moaspec.drafting.draft_tree import MAX_SIZES, Chain, DraftTree, Tree
 from moaspec.drafting.protocols import Drafter, Features, Need, RowText
+from moaspec.engine.position_rules import PositionRules
 from moaspec.remote.protocol.activation_layout import Parts
 from moaspec.remote.protocol.position_ranges import Positions
 from moaspec.remote.protocol.wire import chain
@@ -40,22 +41,22 @@ class AheadDrafter:
         self._verified = 0
         self.sampling = GREEDY
         self._end, self.stops = 0, frozenset[int]()
-        self._switches: tuple[int, ...] = ()
+        self._rules = PositionRules(max_positions=0)
 
     @property
     def can_draft(self) -> bool:
         """Whether anything is known to draft from."""
         return not self.needs_memory or len(self.held) > 0
 
-    def begin(self, *, end: int, stops: frozenset[int], switches: Sequence[int] = ()) -> None:
+    def begin(self, *, end: int, stops: frozenset[int], rules: PositionRules) -> None:
         """A turn starts.
 
         Args:
             end: length of the text at which it ends.
             stops: tokens that end it.
-            switches: see `Target.rope_switches`; no draft crosses one.
+            rules: of the target; they limit the drafts, too.
         """
-        self._end, self.stops, self._switches = end, stops, tuple(switches)
+        self._end, self.stops, self._rules = end, stops, rules
 
     def place(self, start: int, parts: Parts) -> None:
         """Take in activations of verified tokens."""
@@ -79,7 +80,7 @@ class AheadDrafter:
     def extend(self, count: int = 1) -> bool:
         """Expect more tokens; False where the text ends, or nothing can be drafted."""
         text = self.expected
-        end = min([self._end, *(one for one in self._switches if one >= self._verified)])
+        end = min(self._end, self._rules.end_of_drafts(self._verified))
         count = min(count, end - len(text), MAX_SIZES["depth"])
         if count < 1 or not self.can_draft or self._ended():
             return False

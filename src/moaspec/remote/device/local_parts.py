@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import Drafter
 from moaspec.model.drafter_config import TargetIdentity
 from moaspec.model.moa import MoADrafter
@@ -74,18 +74,7 @@ class LocalDevice:
         """See `Device`."""
         if not isinstance(self._drafter, MoADrafter):
             return self._drafter
-        drafting = MoAProposer(self._drafter, self.target, num_target_layers=num_target_layers)
+        drafting = FastMoAProposer(self._drafter, self.target, num_target_layers=num_target_layers)
         if drafting.num_target_layers:
-            drafting.share_target_cache(last_layers_cache(self.target))
+            drafting.share_target_cache(KVCache.of(self.target))
         return drafting
-
-
-def last_layers_cache(target: Any) -> KVCache:
-    """A cache for as many layers as this target (or what a bundle holds of one) runs."""
-    return KVCache(
-        num_layers=target.num_layers,
-        num_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        dtype=target.dtype,
-        device=target.device,
-    )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from moaspec.drafting.draft_tree import AUTO
-from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.protocols import Drafter, VerifyRequest, VerifyResult
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, Source
@@ -73,7 +73,7 @@ class LeasedRow:
         self._shared.close(self._row)
 
 
-class _OwnDrafting(MoAProposer):
+class _OwnDrafting(FastMoAProposer):
     """The server's own drafter: takes features as its encoder makes them for devices."""
 
     def observe(self, row: int, features: Parts) -> None:
@@ -103,15 +103,7 @@ async def decode_alone(
         drafting = _OwnDrafting(drafter, target, num_target_layers=0)
     row = LeasedRow(shared, owner, encode=drafting is not None)
     try:
-        engine = Engine(
-            row,
-            drafting,
-            vocab_size=target.vocab_size,
-            max_positions=max_tokens,
-            tokenizer=target.tokenizer,
-            rope_switches=target.rope_switches,
-            rope_growth=target.rope_growth,
-        )
+        engine = Engine(row, drafting, target=target, max_positions=max_tokens)
         engine.add(
             request.token_ids,
             max_new_tokens=request.max_new_tokens,

@@ -47,15 +47,7 @@ class LocalSource:
         verifier, drafting = local_parts(
             target, drafter, num_target_layers=shaping.num_target_layers
         )
-        self.engine = Engine(
-            verifier,
-            drafting,
-            vocab_size=target.vocab_size,
-            max_positions=target.max_positions,
-            tokenizer=target.tokenizer,
-            rope_switches=target.rope_switches,
-            rope_growth=target.rope_growth,
-        )
+        self.engine = Engine(verifier, drafting, target=target)
         self.cache = verifier.cache
 
         def release() -> None:
