@@ -246,7 +246,9 @@ def test_a_float32_weight_is_packed_where_that_is_measured_to_be_faster(
     times = iter(zip(plain_s, packed_s, strict=True))
     monkeypatch.setattr(linear_backends, "fastest_s", lambda _: next(times))
     monkeypatch.setattr(
-        linear_backends, "OneDNN", lambda weight, bias: linear_backends.Fp32Linear(weight, bias)
+        linear_backends,
+        "OneDnnLinear",
+        lambda weight, bias: linear_backends.Fp32Linear(weight, bias),
     )
     assert linear_backends.packing_pays.__wrapped__(1024, 1024, 1) is pays
     assert linear_backends.packing_pays.__wrapped__(8, 8, 1)
