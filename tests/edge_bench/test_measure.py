@@ -22,7 +22,7 @@ from edge_bench.measure import measure_case, round_trip_s
 from edge_bench.processes import DeviceSide, ServerSide
 from moaspec.engine.result import Source
 from moaspec.errors import InputError
-from moaspec.generation.api import load_drafter
+from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.emulation.emulated_link import PRESETS

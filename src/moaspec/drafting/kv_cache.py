@@ -25,7 +25,7 @@ from moaspec.model.layers import masked_attention
 SLOT_BUCKET = 256
 """Capacities are multiples of this, so that few distinct shapes occur."""
 
-MOST_RECORDED = 64
+MAX_RECORDED_TOKENS = 64
 """Tokens of a row up to which passes are recorded; more take longer than launching them does."""
 
 
@@ -296,7 +296,7 @@ class PassSizes:
             longest: tokens of the longest row.
             recorded: whether passes over a few tokens are recorded.
         """
-        if not recorded or longest > MOST_RECORDED or len(set(rows)) < len(rows):
+        if not recorded or longest > MAX_RECORDED_TOKENS or len(set(rows)) < len(rows):
             return cls(longest, max(starts) + longest, steady=False)
         tokens = 1 << (longest - 1).bit_length()
         visible = -(-(max(starts) + tokens) // SLOT_BUCKET) * SLOT_BUCKET

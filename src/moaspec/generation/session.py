@@ -7,10 +7,10 @@ from typing import Unpack
 
 from moaspec.drafting.protocols import Drafter
 from moaspec.engine.result import Event, GenerationResult
-from moaspec.generation.api import (
+from moaspec.generation.local_engine import local_engine
+from moaspec.generation.options import (
     RowOptions,
     check_options,
-    local_engine,
     row_settings,
     row_shaping,
     shaping_for,

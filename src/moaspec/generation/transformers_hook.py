@@ -42,7 +42,8 @@ from moaspec.drafting.protocols import Drafter
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import GenerationResult
 from moaspec.errors import InputError
-from moaspec.generation.api import local_engine, shaping_for
+from moaspec.generation.local_engine import local_engine
+from moaspec.generation.options import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import LogitsProcessor, SamplingParams
 from moaspec.target.target import Target

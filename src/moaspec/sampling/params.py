@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moaspec.errors import InputError
 from moaspec.sampling.token_ids import as_integer
@@ -18,7 +18,7 @@ Alternatives = tuple[tuple[int, float], ...]
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_ALTERNATIVES = 1000
+MAX_ALTERNATIVES = 1000
 """Far more than anybody reads; whole vocabularies would be gigabytes of Python numbers."""
 
 LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
@@ -84,7 +84,7 @@ class SamplingParams:
             raise InputError("repetition_penalty must be above 0 (1.0 changes nothing), got 0.")
         self._need_integer("top_k", high=2**63 - 1, otherwise="0 keeps all tokens")
         self._need_integer("choice", high=2**32 - 1, otherwise="0 is the first")
-        self._need_integer("top_logprobs", high=MOST_ALTERNATIVES, otherwise="0 reports none")
+        self._need_integer("top_logprobs", high=MAX_ALTERNATIVES, otherwise="0 reports none")
         if self.top_logprobs and not self.logprobs:
             raise InputError("top_logprobs needs logprobs=True.")
         if self.seed is not None:
@@ -186,3 +186,23 @@ def _is_finite(value: object) -> bool:
 
 GREEDY = SamplingParams()
 """The best token of the target's own logits."""
+
+PLAIN_SETTINGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "choice",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+)
+"""Settings that have the same name and the same plain value wherever they occur: in
+`SamplingParams`, in the options of `generate`, in wire messages and over HTTP."""
+
+
+def plain_settings(source: Any) -> dict[str, Any]:
+    """The `PLAIN_SETTINGS` and the logit bias of a `SamplingParams` or of a message."""
+    settings = {name: getattr(source, name) for name in PLAIN_SETTINGS}
+    return settings | {"logit_bias": dict(source.logit_bias)}

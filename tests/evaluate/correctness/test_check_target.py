@@ -82,12 +82,12 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    plan = moaspec.engine.local_verifier._Plan
+    plan = moaspec.engine.local_verifier._PassRow
     right: Any = plan.positions
 
     def wrong(self: Any) -> list[int]:
-        known = right.fget(self)[: self.num_known]
-        return [*known, *(position + 1 for position in right.fget(self)[self.num_known :])]
+        known = right.fget(self)[: self.num_new]
+        return [*known, *(position + 1 for position in right.fget(self)[self.num_new :])]
 
     patch.setattr(plan, "positions", property(wrong))
 

@@ -43,7 +43,7 @@ def convert(
         raise InputError(f"{out} is the source itself; name another directory.")
     require_writable("OUT", out)
     with console.loading(model):
-        from moaspec.generation.api import find_drafter
+        from moaspec.generation.drafters import find_drafter
         from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
         from moaspec.model.checkpoint.published import recorded, save_published
         from moaspec.target.registry import load_target

@@ -126,7 +126,7 @@ def _here(
     model: str, drafter: str | None, dtype: str, limits: ServiceOptions, *, quantize: str | None
 ) -> TargetService:
     """The target in this process."""
-    from moaspec.generation.api import load_drafter
+    from moaspec.generation.drafters import load_drafter
     from moaspec.remote.server.service import TargetService
     from moaspec.target.registry import load_target
 
@@ -144,7 +144,7 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     import torch
 
-    from moaspec.generation.api import load_drafter
+    from moaspec.generation.drafters import load_drafter
     from moaspec.remote.server.service import TargetService, wire_encoder
     from moaspec.target.registry import chosen_dtype, find_weights, target_facts
     from moaspec.vllm_plugin.vllm_settings import Verifying

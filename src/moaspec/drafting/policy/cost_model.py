@@ -20,7 +20,7 @@ from moaspec.errors import InputError
 Floats = npt.NDArray[np.float64]
 
 MAX_DEPTH, MAX_BREADTH = 8, 8
-MOST_DRAFTS = 62
+MAX_DRAFTS = 62
 """Drafts of a round at most, as many as the paper's tree has."""
 
 GAIN = 1.15
@@ -132,7 +132,7 @@ def _between(x: Floats | float, xs: Sequence[int], ys: Sequence[float]) -> Float
     return inside + slope * np.maximum(0.0, np.asarray(x) - xs[-1])
 
 
-class Acceptance:
+class AcceptanceRates:
     """How often the target chose the drafter's favourite: a prior, then a row's own counts.
 
     What one depth shows moves the expectation of all of them, because drafters are about as good
@@ -183,7 +183,7 @@ def chain_speedups(costs: CostTable, rates_D: Floats, context: int, num_rows: in
 
     Args:
         costs: of this machine.
-        rates_D: see `Acceptance`.
+        rates_D: see `AcceptanceRates`.
         context: tokens of the text.
         num_rows: rows that are decoded together, all with such chains.
     """
@@ -203,7 +203,7 @@ def best_chain(costs: CostTable, prior: Sequence[Sequence[float]]) -> tuple[int,
         costs: of this machine.
         prior: see `PRIOR`.
     """
-    speedups = chain_speedups(costs, Acceptance(prior).rates, costs.contexts[0])
+    speedups = chain_speedups(costs, AcceptanceRates(prior).rates, costs.contexts[0])
     length = int(speedups.argmax())
     return length + 1, float(speedups[length])
 
@@ -225,12 +225,12 @@ class RoundCosts:
     def __init__(self, costs: CostTable, rate: float, context: int, num_rows: int) -> None:
         self.plain_s = costs.plain_s(context, num_rows)
         self._costs, self._context, self._num_rows = costs, context, num_rows
-        self._accept_s = costs.accept_s(np.arange(MOST_DRAFTS + 2.0)).tolist()
+        self._accept_s = costs.accept_s(np.arange(MAX_DRAFTS + 2.0)).tolist()
         self._first_s = costs.draft_s(1, 1, num_rows) / num_rows
         self._level_s = [
             costs.step_s_of(w * num_rows) / num_rows for w in range(1, MAX_BREADTH + 1)
         ]
-        tokens = num_rows * np.arange(1.0, MOST_DRAFTS + 2)
+        tokens = num_rows * np.arange(1.0, MAX_DRAFTS + 2)
         verify_s = np.maximum.accumulate(costs.verify_s(tokens, context)) / num_rows
         self._verify_s = verify_s.tolist()
         tokens_per_s = GAIN / self.plain_s
@@ -290,11 +290,11 @@ class KnownCosts:
 
     Attributes:
         table: the argument.
-        rates_D: see `Acceptance`.
+        rates_D: see `AcceptanceRates`.
     """
 
     def __init__(self, table: CostTable, prior: Sequence[Sequence[float]] = PRIOR) -> None:
-        self.table, self.rates_D = table, Acceptance(prior).rates
+        self.table, self.rates_D = table, AcceptanceRates(prior).rates
         self._found: dict[tuple[int, int], RoundCosts] = {}
 
     def at(self, length: int, num_rows: int) -> RoundCosts:
