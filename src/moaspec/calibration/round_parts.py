@@ -100,7 +100,7 @@ class RoundParts:
         return TimedPart(lambda: head(states), self.target.device, self._small_pass)
 
     def draft(self, shape: Tree) -> TimedPart:
-        """Drafting one tree."""
+        """Drafting of one tree."""
         assert self.proposer is not None
         proposer, length = self.proposer, self.text_length
         features = self._features(length - 1)

@@ -61,7 +61,7 @@ class KVCache:
         """A cache in the target's dtype and on its device.
 
         Args:
-            target: the target, or the part of one that a device runs.
+            target: the target, or the part of it on a device.
             layer: shape of a drafter's layer; None is a cache for the target's own layers.
             num_layers: of the drafter.
         """
@@ -80,7 +80,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all keys and values."""
         return self._data.numel() * self._data.element_size()
 
     @property
@@ -94,13 +94,13 @@ class KVCache:
         layers, two, old_rows, heads, old_slots, dim = self._data.shape
         if rows <= old_rows and slots <= old_slots:
             return
-        # TreeProposer by half again keeps the copying linear when rows join one by one.
+        # Growth by half keeps the copying linear when rows join one by one.
         rows = max(rows, old_rows * 3 // 2) if rows > old_rows else old_rows
         if slots > old_slots:
             slots = -(-max(slots, old_slots * 3 // 2) // SLOT_BUCKET) * SLOT_BUCKET
         else:
             slots = old_slots
-        with torch.inference_mode(mode=False):  # who grows it is not all that writes to it
+        with torch.inference_mode(mode=False):  # other callers write to it in other modes
             grown = self._data.new_zeros(layers, two, rows, heads, slots, dim)
         grown[:, :, :old_rows, :, :old_slots] = self._data
         self._data = grown
@@ -255,7 +255,7 @@ class GraphSafeWriter(KVWriter):
         return self.places
 
     def at(self, places: tuple[Tensor, ...]) -> GraphSafeWriter:
-        """The same, with these tensors as places."""
+        """A writer for the slots in these tensors."""
         other = GraphSafeWriter(self._data, self.slots, self._num_tokens)
         other.places = places
         return other

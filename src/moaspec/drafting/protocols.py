@@ -89,7 +89,7 @@ class Verifier(Protocol):
         ...
 
     def close(self, row: int) -> None:
-        """Forget a row."""
+        """Drop all data of a row."""
         ...
 
 
@@ -146,5 +146,5 @@ class Drafter(Protocol):
         ...
 
     def close(self, row: int) -> None:
-        """Forget a row."""
+        """Drop all data of a row."""
         ...

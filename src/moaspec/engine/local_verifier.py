@@ -74,7 +74,7 @@ class _PassRow:
 
     @property
     def text_length(self) -> int:
-        """Tokens of the whole text, of which the pass may hold a part."""
+        """Tokens of the whole text; the pass may hold only a part of them."""
         return self.request.text_length or self.request.num_verified + len(self.request.new_tokens)
 
     @property

@@ -66,7 +66,7 @@ def _from_hub(name: str) -> Path:
         if (cached := cached_if_offline(name)) is not None:
             return cached
         return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
-    # The hub's client passes on whatever its HTTP library raises, which changes with versions.
+    # The hub's client raises exceptions of its HTTP library, which differ between versions.
     except Exception as error:
         bundled = ", ".join(bundled_drafters()) or "none"
         raise UnknownModelError(

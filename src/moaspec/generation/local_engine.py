@@ -40,7 +40,7 @@ def local_parts(
     *,
     num_target_layers: int | None = None,
 ) -> tuple[LocalVerifier, Drafter | None]:
-    """Verifier and drafter of `local_engine`, for those who drive them step by step."""
+    """Verifier and drafter of `local_engine`, for callers with an engine of their own."""
     drafting = _drafting(target, drafter, num_target_layers)
     verifier = LocalVerifier(target, drafting)
     if isinstance(drafting, MoAProposer):

@@ -29,7 +29,7 @@ class RowOptions(TypedDict, total=False):
     """Keyword arguments of everything that decodes one text.
 
     Attributes:
-        max_new_tokens: at most so many per prompt; 64. 0 gives an empty result.
+        max_new_tokens: limit of generated tokens per prompt; 64. 0 returns an empty result.
         temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty,
         frequency_penalty, logit_bias, rules, logprobs, top_logprobs, choice: see `SamplingParams`.
             None, or nothing, is the model's own default, and without one that of `SamplingParams`;
@@ -74,7 +74,7 @@ class RowOptions(TypedDict, total=False):
 
 
 class Options(RowOptions, total=False):
-    """Keyword arguments of `generate` and `stream`: those of `RowOptions`, and these.
+    """Keyword arguments of `generate` and `stream`, in addition to `RowOptions`.
 
     Attributes:
         drafter: proposes tokens: a `MoADrafter`, or any object with the methods of the `Drafter`
@@ -176,9 +176,9 @@ def shaping_for(
     free_branches: FreeBranches = "auto",
     num_target_layers: int | None = None,
 ) -> DraftSettings:
-    """How rows of this target and drafter decide what to draft.
+    """The draft settings for this target and drafter.
 
-    By what `calibrate` has stored, else by `sure_costs`.
+    They come from the costs that `calibrate` has stored, else from `sure_costs`.
 
     The engine that they join must have the N of the answer.
 

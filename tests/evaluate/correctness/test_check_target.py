@@ -127,7 +127,7 @@ def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
 
 def noise_by_step(patch: pytest.MonkeyPatch) -> None:
     """Right for plain decoding, where a step is a token."""
-    verify, law_of = LocalVerifier.verify, moaspec.sampling.choose._law_of
+    verify, law_of = LocalVerifier.verify, moaspec.sampling.choose._params_of
     step = 0
 
     async def counted(self: LocalVerifier, requests: Sequence[VerifyRequest]) -> Any:
@@ -139,7 +139,7 @@ def noise_by_step(patch: pytest.MonkeyPatch) -> None:
         return law_of(prefix)._replace(position=prefix.prompt_length + step)
 
     patch.setattr(LocalVerifier, "verify", counted)
-    patch.setattr(moaspec.sampling.choose, "_law_of", by_step)
+    patch.setattr(moaspec.sampling.choose, "_params_of", by_step)
 
 
 def token_lost(patch: pytest.MonkeyPatch) -> None:
