@@ -1,4 +1,4 @@
-"""Kernels choose the token that the sampler_params in PyTorch chooses."""
+"""Kernels choose the token that PyTorch chooses."""
 
 from __future__ import annotations
 
