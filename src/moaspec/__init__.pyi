@@ -8,7 +8,8 @@ from moaspec.drafting.ngram_proposer import NgramProposer
 from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult
-from moaspec.generation.api import generate, load_drafter, stream
+from moaspec.generation.api import generate, stream
+from moaspec.generation.drafters import load_drafter
 from moaspec.generation.session import Session
 from moaspec.generation.transformers_hook import custom_generate
 from moaspec.sampling.params import SamplingParams

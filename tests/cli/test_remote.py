@@ -23,7 +23,7 @@ from moaspec.backends.load import load_target
 from moaspec.cli import device_options
 from moaspec.cli.commands.remote import _Show
 from moaspec.engine.result import Source
-from moaspec.generation.api import load_drafter
+from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import config_from_json, save_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.paths import cache_dir

@@ -23,7 +23,7 @@ from edge_bench.processes import DeviceSide, ServerSide
 from moaspec.backends.load import load_target
 from moaspec.engine.result import Source
 from moaspec.errors import InputError
-from moaspec.generation.api import load_drafter
+from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.emulation.emulated_link import PRESETS

@@ -20,7 +20,7 @@ from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.result import GenerationResult, acceptance_by_depth
 from moaspec.errors import InputError, PromptError
-from moaspec.generation.api import local_engine
+from moaspec.generation.local_engine import local_engine
 
 pytestmark = pytest.mark.kernels
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moaspec
-import moaspec.generation.api
+import moaspec.generation.local_engine
 import tiny
 from moaspec import Chain, GenerationResult, NgramProposer, SamplingParams, Tree
 from moaspec.drafting.draft_tree import DraftTree, merged
@@ -112,7 +112,7 @@ def test_families_with_windows_and_switches(family: str) -> None:
     sampling = SamplingParams(**LOOP)
     texts = []
     for branches in (None, Tree(5, 2, 8)):
-        engine = moaspec.generation.api.local_engine(target)
+        engine = moaspec.generation.local_engine.local_engine(target)
         handle = engine.add(prompt, max_new_tokens=30, free_branches=branches, sampling=sampling)
         result = engine.result(handle)
         while engine.num_active:

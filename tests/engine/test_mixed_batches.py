@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import moaspec
-import moaspec.generation.api
+import moaspec.generation.local_engine
 import tiny
 from moaspec import Engine, GenerationResult, NgramProposer, OracleProposer, SamplingParams, Tree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
@@ -52,7 +52,7 @@ STOPS: tuple[dict[str, Any], ...] = (
 @functools.cache
 def alone(prompt: int, law: int, stop: int, new_tokens: int) -> list[int]:
     """A row's text when it is decoded plainly and by itself."""
-    engine = moaspec.generation.api.local_engine(TARGET)
+    engine = moaspec.generation.local_engine.local_engine(TARGET)
     result = engine.result(
         engine.add(
             tiny.PROMPTS[prompt], max_new_tokens=new_tokens, sampling=LAWS[law], **STOPS[stop]

@@ -24,7 +24,7 @@ from moaspec.drafting.protocols import RowText, VerifyRequest
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import InputError, TrainingError
-from moaspec.generation.api import load_any_drafter
+from moaspec.generation.drafters import load_any_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example, response_counts

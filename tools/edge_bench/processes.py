@@ -26,7 +26,7 @@ from moaspec.drafting.draft_tree import Chain
 from moaspec.drafting.protocols import Drafter, RowText
 from moaspec.evaluate.cut_quality import opinion
 from moaspec.evaluate.pass_costs import pass_s
-from moaspec.generation.api import load_drafter
+from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.protocol.grpc_transport import GrpcTransport

@@ -16,7 +16,7 @@ from moaspec.errors import InputError
 from moaspec.evaluate.method_names import KINDS, MethodParts, needed_checkpoints, parse_methods
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.runner import Encode
-from moaspec.generation.api import load_any_drafter
+from moaspec.generation.drafters import load_any_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 

@@ -63,7 +63,7 @@ class EagleProposer(TreeProposer):
             self.hidden[row] = self.hidden[row][:length]
 
     def close(self, row: int) -> None:
-        """Forget a row."""
+        """Drop all data of a row."""
         super().close(row)
         self.hidden.pop(row, None)
 
@@ -127,7 +127,7 @@ class _IndependentRound(DraftRound):
     proposer: IndependentProposer
 
     def run_self_attention(self, batch: TokenBatch) -> Tensor:
-        """All layers."""
+        """Run all layers over the tokens."""
         module = self.proposer.packed
         embeddings = self.proposer.target.embed(batch.token_ids_BT)
         return module.read(embeddings, batch.position_ids_BT, self._attentions(batch))

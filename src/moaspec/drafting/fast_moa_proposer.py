@@ -23,7 +23,7 @@ from moaspec.drafting.path_scores import AGREEMENT, SHARPNESS
 from moaspec.drafting.protocols import RowText
 from moaspec.drafting.tree_proposer import CandidateNodes
 from moaspec.model.moa import MoADrafter
-from moaspec.sampling.choose import law
+from moaspec.sampling.choose import sampler_params
 from moaspec.target.target import Target
 
 MAX_KERNEL_ROWS = 8
@@ -31,7 +31,7 @@ MAX_KERNEL_ROWS = 8
 
 
 class FastMoAProposer(MoAProposer):
-    """The same drafts as `MoAProposer`, sooner; falls back to its PyTorch path round by round."""
+    """A `MoAProposer` that uses kernels in every round that they support."""
 
     def modules(self, drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
         """Packed copies of the drafter and its head."""
@@ -85,7 +85,7 @@ class FastMoAProposer(MoAProposer):
     def _grow_one(
         self, row: RowText, start: int, shape: Tree, parts: KernelParts
     ) -> CandidateNodes:
-        """The drafts of one request, of which SA has processed the tokens before `start`."""
+        """The drafts of one request; SA has processed the tokens before `start`."""
         decoder, root = self.module.decoder, len(row.token_ids) - 1
         num_encoded = self.num_encoded.get(row.row, 0)
         # Reused layers also need the tokens without features.
@@ -141,4 +141,6 @@ def coupling(row: RowText) -> Coupling | None:
     """The order of `Ranking` in the kernels' form; None for a request that does not sample."""
     if not row.sampling.samples:
         return None
-    return Coupling(law(row.sampling, len(row.token_ids), sharpness=SHARPNESS), AGREEMENT)
+    return Coupling(
+        sampler_params(row.sampling, len(row.token_ids), sharpness=SHARPNESS), AGREEMENT
+    )

@@ -35,7 +35,7 @@ class MoAProposer(TreeProposer):
     Args:
         drafter: the trained module.
         target: the target it drafts for.
-        num_target_layers: N; None takes the first of the checkpoint's.
+        num_target_layers: N; None takes the first of the checkpoint's list.
 
     Attributes:
         module: the drafter that runs.
@@ -74,7 +74,7 @@ class MoAProposer(TreeProposer):
         return drafter, target.draft_head(drafter.draft_token_ids)
 
     def share_target_cache(self, target_cache: KVCache) -> None:
-        """Set the cache for N > 0: the target's own, or one that `place` fills."""
+        """Set the cache for N > 0: the target's own, or a copy filled by `place`."""
         self.target_cache = target_cache
 
     @torch.inference_mode()
@@ -128,7 +128,7 @@ class MoAProposer(TreeProposer):
             self.missing[row] = {position for position in self.missing[row] if position < length}
 
     def close(self, row: int) -> None:
-        """Drop a row."""
+        """Drop all data of a row."""
         super().close(row)
         self.num_encoded.pop(row, None)
         self.missing.pop(row, None)

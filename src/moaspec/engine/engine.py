@@ -121,9 +121,9 @@ class Engine:
         return request.handle
 
     def _take_over(self, request: RequestState, old: RequestState) -> None:
-        """Reuse the cached keys of an old request; the last token of a prompt is always processed.
+        """Reuse the cached keys of an old request, except for the last token of the prompt.
 
-        An old request that never ran holds what it took over itself.
+        If the old request never ran, its keys are of its own predecessor.
         """
         request.num_verified = 0
         if self._rules.shares_keys(
@@ -176,7 +176,7 @@ class Engine:
         return self._requests.result(handle)
 
     def run(self) -> Generator[Event]:
-        """Step until no request is left; closing the iterator early aborts those that are."""
+        """Step until no request is left; closing the iterator early aborts the active ones."""
         try:
             while self._requests.active:
                 yield from self.step()
@@ -280,7 +280,7 @@ class Engine:
         asked: Sequence[VerifyRequest],
         verified: Sequence[VerifyResult],
     ) -> list[Event]:
-        """Append what was verified to each request; end those that are complete."""
+        """Append the verified tokens to each request; end complete requests."""
         events: list[Event] = []
         for request, question, answer in zip(requests, asked, verified, strict=True):
             if self._drafter is not None and answer.features is not None:

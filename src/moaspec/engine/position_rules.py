@@ -77,7 +77,7 @@ class PositionRules:
         return not grown and self.keeps_keys(old_length, new_length)
 
     def rope_length(self, prompt_length: int, text_length: int) -> int:
-        """The length from which a target derives a text's rotary embeddings."""
+        """The length that determines a text's rotary embeddings."""
         return text_length if self.rope_growth is None else prompt_length
 
     def end_of_drafts(self, length: int) -> int:

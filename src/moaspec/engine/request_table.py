@@ -1,4 +1,4 @@
-"""The requests of an engine: the active ones, and what is kept of those that ended."""
+"""The requests of an engine: active ones, kept ones, and results of ended ones."""
 
 from __future__ import annotations
 

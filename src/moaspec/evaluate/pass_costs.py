@@ -10,7 +10,6 @@ Legend: B rows, T tokens, L target layers, K one layer's key and value.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -21,12 +20,12 @@ from torch import nn
 
 from moaspec.backends.linear_backends import compute_dtype
 from moaspec.backends.pack import FusedPart, PackedLinear
+from moaspec.calibration.round_parts import TimedPart
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache, PassSizes, tree_mask
 from moaspec.drafting.protocols import Drafter, RowText
-from moaspec.evaluate.meter import Meter
 from moaspec.evaluate.methods import Method
-from moaspec.generation.api import local_parts
+from moaspec.generation.local_engine import local_parts
 from moaspec.target.target import Target
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -320,10 +319,8 @@ def _arithmetic_speed(target: Target) -> float:
 
 
 def _median_s(work: Callable[[], object], device: torch.device) -> float:
-    work()
-    seconds = []
+    part = TimedPart(work, device)
+    part.time(counts=False)
     for _ in range(REPEATS):
-        with Meter(device) as meter:
-            work()
-        seconds.append(meter.seconds)
-    return statistics.median(seconds)
+        part.time()
+    return part.median_s

@@ -44,7 +44,7 @@ def convert(
     require_writable("OUT", out)
     with console.loading(model):
         from moaspec.backends.load import load_target
-        from moaspec.generation.api import find_drafter
+        from moaspec.generation.drafters import find_drafter
         from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
         from moaspec.model.checkpoint.published import recorded, save_published
 

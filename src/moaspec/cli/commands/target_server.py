@@ -127,7 +127,7 @@ def _here(
 ) -> TargetService:
     """The target in this process."""
     from moaspec.backends.load import load_target
-    from moaspec.generation.api import load_drafter
+    from moaspec.generation.drafters import load_drafter
     from moaspec.remote.server.service import TargetService
 
     target = load_target(model, dtype=dtype, quantize=quantize)
@@ -145,7 +145,7 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
     import torch
 
     from moaspec.backends.load import chosen_dtype
-    from moaspec.generation.api import load_drafter
+    from moaspec.generation.drafters import load_drafter
     from moaspec.remote.server.service import TargetService, wire_encoder
     from moaspec.target.registry import find_weights, target_facts
     from moaspec.vllm_plugin.vllm_settings import Verifying

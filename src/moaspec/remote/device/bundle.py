@@ -27,7 +27,7 @@ from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import Drafter
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
-from moaspec.generation.api import find_drafter, load_any_drafter
+from moaspec.generation.drafters import find_drafter, load_any_drafter
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.moa_checkpoint import (
     DRAFT_TOKENS,

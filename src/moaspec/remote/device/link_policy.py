@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moaspec.drafting.draft_tree import Chain, DraftTree, Tree
-from moaspec.drafting.policy.cost_model import MAX_DEPTH, PRIOR, Acceptance
+from moaspec.drafting.policy.cost_model import MAX_DEPTH, PRIOR, AcceptanceRates
 
 LONGEST = 24
 """Drafts at most; acceptance of deeper ones is that of the deepest that is counted."""
@@ -43,7 +43,7 @@ class LinkPolicy:
         prior: Sequence[Sequence[float]] = PRIOR,
     ) -> None:
         self._wait_s, self._step_s, self._ahead = wait_s, step_s, ahead
-        self._acceptance = Acceptance(prior)
+        self._acceptance = AcceptanceRates(prior)
 
     def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
         """Nothing to decide: the server encodes."""

@@ -19,7 +19,7 @@ from moaspec.engine.engine import Engine
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.result import Event, GenerationResult, Source
 from moaspec.errors import InputError, LinkError
-from moaspec.generation.api import RowOptions, check_options, row_settings, token_ids
+from moaspec.generation.options import RowOptions, check_options, row_settings, token_ids
 from moaspec.remote.device.activation_memory import DeviceMemory
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import LinkStats, RemoteEvent, now

@@ -15,7 +15,7 @@ from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.protocols import Drafter, VerifyRequest, VerifyResult
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, Source
-from moaspec.generation.api import RowOptions, check_options, sampling_params, token_ids
+from moaspec.generation.options import RowOptions, check_options, sampling_params, token_ids
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire

@@ -16,7 +16,7 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.engine.request_state import check_bias, check_prompt
 from moaspec.engine.result import Event
 from moaspec.errors import BusyError, InputError
-from moaspec.generation.api import RowOptions
+from moaspec.generation.options import RowOptions
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.transport import Transport

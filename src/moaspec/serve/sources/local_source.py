@@ -12,7 +12,7 @@ from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Drafter
 from moaspec.engine.engine import Engine
 from moaspec.engine.request_state import check_bias, check_prompt
-from moaspec.generation.api import local_parts
+from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.grammar import Grammars
 from moaspec.serve.sources.engine_worker import EngineWorker, Ticket, WorkerLimits
