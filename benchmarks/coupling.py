@@ -26,7 +26,7 @@ from moaspec.drafting.draft_tree import DraftTree, Tree, parse_shape
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RowText
 from moaspec.engine.result import acceptance_by_depth
-from moaspec.generation.api import local_engine
+from moaspec.generation.local_engine import local_engine
 from moaspec.sampling.params import GREEDY
 
 

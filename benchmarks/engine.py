@@ -30,7 +30,7 @@ from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RowText
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.prompt_suites import read_prompts
-from moaspec.generation.api import local_engine
+from moaspec.generation.local_engine import local_engine
 from moaspec.model.moa import MoADrafter
 
 AGREEMENTS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -31,7 +31,7 @@ from moaspec.drafting.draft_tree import DraftTree, parse_shape
 from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec.engine.engine import Engine
 from moaspec.evaluate.prompt_suites import read_prompts
-from moaspec.generation.api import local_parts
+from moaspec.generation.local_engine import local_parts
 from moaspec.sampling.params import GREEDY
 
 CONSOLE = Console(stderr=True)
@@ -162,9 +162,7 @@ def drafted(
         engine = Engine(
             KnownText(inner, batch),
             drafting,
-            vocab_size=target.vocab_size,
-            max_positions=target.max_positions,
-            rope_switches=target.rope_switches,
+            target=target,
         )
         options = {
             "max_new_tokens": max_new_tokens,

@@ -27,6 +27,7 @@ from moaspec import Chain, Tree  # noqa: E402
 from moaspec.calibration.measure_costs import fingerprint  # noqa: E402
 from moaspec.calibration.round_parts import RoundParts, TimedPart  # noqa: E402
 from moaspec.drafting.draft_tree import DraftTree, ancestor_matrix, walk  # noqa: E402
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer  # noqa: E402
 from moaspec.drafting.kv_cache import tree_mask  # noqa: E402
 from moaspec.drafting.moa_proposer import MoAProposer  # noqa: E402
 from moaspec.drafting.ngram_proposer import NgramIndex  # noqa: E402
@@ -51,7 +52,7 @@ def main() -> None:
     target, drafter = load(args)
     moaspec.generate(target, [1, 2, 3], drafter=drafter, max_new_tokens=2, tree=SHAPE)
     cold_start_s = time.perf_counter() - STARTED
-    figures = measured(target, MoAProposer(drafter, target), args.repeats)
+    figures = measured(target, FastMoAProposer(drafter, target), args.repeats)
     path = baseline_path(fingerprint(target, drafter))
     baseline = json.loads(path.read_text())["milliseconds"] if path.exists() else {}
     slower = slowdowns(figures, baseline)

@@ -20,6 +20,7 @@ from common import load, parser, setting, spread
 
 from moaspec.cli.terminal.console import chat_ids
 from moaspec.drafting.draft_tree import parse_shape
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import LocalVerifier
@@ -64,7 +65,7 @@ def main() -> None:
     options.add_argument("--batch", type=int, default=1)
     args = options.parse_args()
     target, drafter = load(args)
-    drafting = MoAProposer(drafter, target)
+    drafting = FastMoAProposer(drafter, target)
     watch = Stopwatch(target.device)
     rounds: list[dict[str, float]] = []
     for prompt in read_prompts(args.suite, limit=args.limit):
@@ -98,9 +99,7 @@ def _engine(target: Any, drafting: MoAProposer, watch: Stopwatch) -> Engine:
     return Engine(
         verifier,
         _TimedDrafting(drafting, watch),
-        vocab_size=target.vocab_size,
-        max_positions=target.max_positions,
-        rope_switches=target.rope_switches,
+        target=target,
     )
 
 

@@ -183,20 +183,20 @@ def _clocks_of_target(runner: Any, around: Callable[[Any, str, str], None]) -> N
 
 def _clocks_of_proposer(drafter: Any, around: Callable[[Any, str, str], None]) -> None:
     """Kernels take norms, rotary embeddings and activations along: those count as products."""
+    from moaspec.backends import fast_drafter
+    from moaspec.backends.fast_drafter import FastAttentionBlock
     from moaspec.backends.pack import PackedLinear
-    from moaspec.model import target_encoder
-    from moaspec.model.layers import AttentionBlock
     from moaspec.vllm_plugin.capture import VLLMCapture
 
     parts = drafter._parts
     for module in parts.drafter.modules():
-        if isinstance(module, AttentionBlock) and module.fused is not None:
+        if isinstance(module, FastAttentionBlock):
             for name in ("project", "finish", "finish_mean"):
                 around(module.fused, name, "proposer: products")
         elif isinstance(module, PackedLinear | nn.Linear):
             around(module, "forward", "proposer: products")
     around(parts.head, "_choose", "proposer: products")
-    around(target_encoder, "masked_attention", "proposer: attention")
+    around(fast_drafter, "fast_attention", "proposer: attention")
     around(VLLMCapture, "_take", "proposer: capture")
     around(drafter, "propose", "proposer: other")
     around(drafter, "finish_step", "proposer: other")

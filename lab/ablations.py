@@ -24,7 +24,7 @@ import torch
 import moaspec
 from moaspec.cli.terminal.console import chat_ids
 from moaspec.evaluate.prompt_suites import read_prompts
-from moaspec.generation.api import load_any_drafter
+from moaspec.generation.drafters import load_any_drafter
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example
 from moaspec.train.dataset.read_examples import read_examples

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 import tiny
+from moaspec.backends.load import load_target
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import export_bundle
-from moaspec.target.registry import load_target
 from moaspec.target.target import Target
 from moaspec.train.run_config import DrafterSizes, drafter_config
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-import moaspec.target.registry
+import moaspec.backends.load
 import moaspec.train.dataset.regenerate
 import moaspec.train.dataset.synth  # noqa: F401 - what commands import when they need it
 from moaspec.cli.main import run

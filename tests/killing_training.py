@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from moaspec.target.registry import load_target
+from moaspec.backends.load import load_target
 from moaspec.train.dataset.read_examples import read_examples
 from moaspec.train.run_config import read_train_config
 from moaspec.train.trainer import Trainer

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import golden
 import moaspec
 from golden import TOLERANCE, needs_golden
-from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.protocols import RowText, VerifyRequest
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
@@ -107,7 +107,7 @@ def test_chain_logits(target: moaspec.Target, tmp_path: Path, num_target_layers:
 def draft_chain(
     target: moaspec.Target, drafter: MoADrafter, prompt: list[int], num_target_layers: int
 ) -> list[int]:
-    drafting = MoAProposer(drafter, target, num_target_layers=num_target_layers)
+    drafting = FastMoAProposer(drafter, target, num_target_layers=num_target_layers)
     verifier = LocalVerifier(target, drafting)
     drafting.share_target_cache(verifier.cache)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(prompt))]))

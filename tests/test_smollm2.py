@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 import moaspec
+import tiny
 from bits import needs_packed_kernels, needs_unpacking
 from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
-from moaspec.backends.cpu.fused_drafting import Grown
 from moaspec.cli.terminal.console import chat_ids
 from moaspec.drafting import tree_proposer
 from moaspec.drafting.draft_tree import DraftTree
-from moaspec.drafting.moa_proposer import MoADraftRound, MoAProposer
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RowText
-from moaspec.drafting.tree_proposer import best_nodes
+from moaspec.drafting.tree_proposer import CandidateNodes, best_nodes
 from moaspec.evaluate.correctness.check_target import Check
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.method_names import MethodResources, parse_methods
@@ -100,7 +101,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(
 def test_in_bf16_by_kernels_every_id_is_that_of_plain_decoding(name: str) -> None:
     """Ties included: a token has the same bits in every pass."""
     target = moaspec.load_target(ALIAS, dtype="bfloat16")
-    assert target.layers.fused is not None
+    assert tiny.fast_layers(target).fused is not None
     drafter = moaspec.load_drafter(name, target=target)
     texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
     plain = [moaspec.generate(target, ids, max_new_tokens=48).token_ids for ids in texts]
@@ -133,7 +134,7 @@ def test_drafts_through_the_last_layers_are_accepted_more_often() -> None:
     texts = [chat_ids(target, prompt.turns[0]) for prompt in read_prompts("bundled", limit=8)]
     rounds = []
     for name in (ALIAS, REUSING):
-        drafting = MoAProposer(moaspec.load_drafter(name, target=target), target)
+        drafting = FastMoAProposer(moaspec.load_drafter(name, target=target), target)
         results = moaspec.generate(
             target, texts, drafter=drafting, tree=moaspec.Tree(6, 4, 24), max_new_tokens=64
         )
@@ -147,10 +148,10 @@ def test_a_tree_over_the_real_vocabulary_in_one_call(monkeypatch: pytest.MonkeyP
     """The same drafts with the same log-probabilities as PyTorch's way gives."""
     target = moaspec.load_target(ALIAS, dtype="bfloat16")
     drafter = moaspec.load_drafter(ALIAS, target=target).to(target.dtype)
-    drafting, shape = MoAProposer(drafter, target), moaspec.Tree(3, 4, 36)
-    grown: list[Grown] = []
+    drafting, shape = FastMoAProposer(drafter, target), moaspec.Tree(3, 4, 36)
+    grown: list[CandidateNodes] = []
 
-    def kept(one: Grown, shape: moaspec.Tree) -> DraftTree:
+    def kept(one: CandidateNodes, shape: moaspec.Tree) -> DraftTree:
         grown.append(one)
         return best_nodes(one, shape)
 
@@ -165,7 +166,7 @@ def test_a_tree_over_the_real_vocabulary_in_one_call(monkeypatch: pytest.MonkeyP
             drafting.rollback(row, len(ids) - 5)
             with monkeypatch.context() as patch:
                 if not one_call:
-                    patch.setattr(MoADraftRound, "grow", lambda *_: None)
+                    patch.setattr(FastMoAProposer, "grow", MoAProposer.grow)
                 drafting.propose([RowText(row, ids)], shape)
     for ours, theirs in zip(grown[1::3], grown[2::3], strict=True):
         found, expected = by_path(ours), by_path(theirs)
@@ -176,7 +177,7 @@ def test_a_tree_over_the_real_vocabulary_in_one_call(monkeypatch: pytest.MonkeyP
             assert found[path] == pytest.approx(expected[path], abs=2e-3)
 
 
-def by_path(grown: Grown) -> dict[tuple[int, ...], float]:
+def by_path(grown: CandidateNodes) -> dict[tuple[int, ...], float]:
     """Log-probability of each drafted path."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(grown.tokens, grown.parents, strict=True):

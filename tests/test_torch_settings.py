@@ -12,6 +12,7 @@ import torch
 
 import moaspec
 import tiny
+from moaspec.backends.fast_target import accelerate
 from moaspec.target.target import Target
 
 PROMPT = tiny.PROMPTS[1]
@@ -61,7 +62,7 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 def _target(dtype: torch.dtype) -> Target:
     made = tiny.kernel_target(dtype=dtype)
-    made.pack()
+    accelerate(made)
     return made
 
 

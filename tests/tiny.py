@@ -29,8 +29,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from moaspec.backends.fast_target import FastDecoderLayers
 from moaspec.drafting.draft_tree import DraftTree, Tree
-from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.drafting.protocols import RowText, VerifyRequest
 from moaspec.engine.engine import Engine, run_now
@@ -136,6 +137,12 @@ def target(family: str = "llama") -> Target:
 def fresh_target(family: str = "llama", *, tokenizer: Any = None, **changes: Any) -> Target:
     """A target of a test's own."""
     return Target(model(family, **changes), tokenizer, name=f"tiny-{family}")
+
+
+def fast_layers(target: Target) -> FastDecoderLayers:
+    """The layers of an accelerated target."""
+    assert isinstance(target.layers, FastDecoderLayers)
+    return target.layers
 
 
 def kernel_target(family: str = "llama", *, dtype: torch.dtype = torch.bfloat16) -> Target:
@@ -263,7 +270,7 @@ def draft(
     sampling: SamplingParams = GREEDY,
 ) -> tuple[list[int], DraftTree]:
     """The text up to the root, and the first round's tree."""
-    drafting = MoAProposer(drafter, target, num_target_layers=num_target_layers)
+    drafting = FastMoAProposer(drafter, target, num_target_layers=num_target_layers)
     verifier = LocalVerifier(target, drafting)
     drafting.share_target_cache(verifier.cache)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, prompt)]))
@@ -278,7 +285,5 @@ def replay_engine(of: Target, drafting: ReplayDrafting) -> Engine:
     return Engine(
         LocalVerifier(of, drafting),
         drafting,
-        vocab_size=of.vocab_size,
-        max_positions=of.max_positions,
-        rope_switches=of.rope_switches,
+        target=of,
     )

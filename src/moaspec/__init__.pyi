@@ -2,16 +2,18 @@ from moaspec import errors as errors
 from moaspec import hub as hub
 from moaspec import model as model
 from moaspec import target as target
+from moaspec.backends.load import load_target
 from moaspec.drafting.draft_tree import Chain, Tree
 from moaspec.drafting.ngram_proposer import NgramProposer
 from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, GenerationResult
-from moaspec.generation.api import generate, load_drafter, stream
+from moaspec.generation.api import generate, stream
+from moaspec.generation.drafters import load_drafter
 from moaspec.generation.session import Session
 from moaspec.generation.transformers_hook import custom_generate
 from moaspec.sampling.params import SamplingParams
-from moaspec.target import Target, load_target
+from moaspec.target import Target
 from moaspec.target.token_rules import TokenRules
 
 __version__: str

@@ -19,6 +19,7 @@ import moaspec
 import tiny
 from moaspec.backends import cuda_graphs
 from moaspec.backends.cuda_graphs import PassGraphs
+from moaspec.backends.fast_target import accelerate
 from moaspec.calibration.measure_costs import fingerprint
 from moaspec.calibration.round_parts import RoundParts
 from moaspec.drafting.kv_cache import SLOT_BUCKET, KVCache, PassSizes, tree_mask
@@ -29,11 +30,17 @@ from recorder import Recorder, recorders
 TREE = moaspec.Tree(depth=3, breadth=2, total_tokens=5)
 
 
+def recorded(target: Target) -> PassGraphs:
+    graphs = tiny.fast_layers(target).graphs
+    assert graphs is not None
+    return graphs
+
+
 def recording(family: str = "llama") -> tuple[Target, list[str]]:
     """A target of a test's own, as on a GPU, and what its recordings do."""
     target = tiny.fresh_target(family)
-    target.pack()
-    target.layers.graphs, log = recorders()
+    accelerate(target)
+    tiny.fast_layers(target).graphs, log = recorders()
     return target, log
 
 
@@ -50,8 +57,7 @@ def test_texts_are_the_same(family: str, num_target_layers: int) -> None:
         num_target_layers=num_target_layers,
     )
     assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts(family))
-    assert target.layers.graphs is not None
-    assert target.layers.graphs.failure is None
+    assert recorded(target).failure is None
     assert log.count("capture") < log.count("replay")
 
 
@@ -79,7 +85,9 @@ def run(
     target: Target, cache: KVCache, rows: Sequence[int], starts: Sequence[int], *, seed: int
 ) -> Tensor:
     """A pass over three tokens a row, rounded up where passes are recorded."""
-    sizes = PassSizes.of(rows, starts, 3, recorded=target.layers.graphs is not None)
+    sizes = PassSizes.of(
+        rows, starts, 3, recorded=getattr(target.layers, "graphs", None) is not None
+    )
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.zeros(len(rows), sizes.tokens, dtype=torch.long)
     ids_BT[:, :3] = torch.randint(tiny.VOCAB, (len(rows), 3), generator=generator)
@@ -149,7 +157,7 @@ def test_a_grown_cache_is_another_one() -> None:
 
 
 def test_what_is_not_needed_for_long_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     target, log = recording()
     cache = cache_of(target)
     for row in (0, 0, 1, 0, 2, 0, 1, 1):  # 1 is forgotten for 2
@@ -165,12 +173,12 @@ class _Failing(Recorder):
 
 def test_where_recording_fails_passes_go_on_without(caplog: pytest.LogCaptureFixture) -> None:
     target, log = recording()
-    target.layers.graphs = PassGraphs(lambda: _Failing(log))
+    tiny.fast_layers(target).graphs = PassGraphs(lambda: _Failing(log))
     with caplog.at_level(logging.WARNING, logger="moaspec"):
         results = moaspec.generate(target, tiny.PROMPTS, max_new_tokens=tiny.NEW_TOKENS)
     assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts("llama"))
     assert log == ["capture"]
-    assert target.layers.graphs.failure == "CUDA error: capture is no good"
+    assert recorded(target).failure == "CUDA error: capture is no good"
     assert not target.layers.records  # so that nobody rounds sizes up for nothing
     (message,) = caplog.messages
     assert message.endswith("take longer to launch: CUDA error: capture is no good")
@@ -206,7 +214,7 @@ class _Slow(Recorder):
 
 def test_two_threads_with_one_recording() -> None:
     target, log = recording()
-    target.layers.graphs = PassGraphs(lambda: _Slow(log))
+    tiny.fast_layers(target).graphs = PassGraphs(lambda: _Slow(log))
     cache = cache_of(target)
     for seed in range(2):  # what is not recorded yet runs beside other passes, in its own cache
         run(target, cache, [0], [0], seed=seed)
@@ -225,15 +233,15 @@ def test_costs_are_those_of_recorded_passes() -> None:
         part.time()  # behind one like it
     assert log == ["capture", *["replay"] * 5]
     plain = tiny.fresh_target()
-    plain.pack()
+    accelerate(plain)
     assert fingerprint(target) == fingerprint(plain) | {"graphs": True}
 
 
 def test_nothing_of_it_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: pytest.fail("a graph on a CPU"))
     target = tiny.fresh_target()
-    target.pack()
-    assert target.layers.graphs is None
+    accelerate(target)
+    assert tiny.fast_layers(target).graphs is None
     moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=4)
 
 
@@ -261,7 +269,7 @@ def test_what_is_asked_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     made = PassGraphs.of(torch.device("cuda:1"))
     target, _ = recording()
-    target.layers.graphs = made
+    tiny.fast_layers(target).graphs = made
     cache = cache_of(target)
     for start in (0, 3, 6):
         run(target, cache, [0], [start], seed=0)
@@ -285,8 +293,8 @@ def test_it_can_be_switched_off(said: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_on_a_gpu(family: str) -> None:
     target = tiny.fresh_target(family)
     target.model.to("cuda")
-    target.pack()
-    assert target.layers.graphs is not None
+    accelerate(target)
+    assert tiny.fast_layers(target).graphs is not None
     results = moaspec.generate(
         target,
         tiny.PROMPTS,
@@ -295,4 +303,4 @@ def test_on_a_gpu(family: str) -> None:
         tree=TREE,
     )
     assert [tuple(result.token_ids) for result in results] == list(tiny.own_texts(family))
-    assert target.layers.graphs.failure is None
+    assert recorded(target).failure is None

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import moaspec
+import tiny
 from bits import needs_packed_kernels
 from moaspec import Target
 from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
 from moaspec.backends.cpu.fused_layers import FusedStack
+from moaspec.backends.fast_target import FastDecoderLayers, accelerate
 from moaspec.drafting.kv_cache import KVCache, tree_mask
 from tiny import (
     FAMILIES,
@@ -38,7 +40,7 @@ def cached_pass(
     target: Target, num_tokens: int, text: Sequence[int] = LONG, watch: Any = None
 ) -> torch.Tensor:
     """Final states of the last `num_tokens` of a text whose start is in the cache."""
-    cache = cache_of(target)
+    cache = KVCache.of(target)
     start, total = len(text) - num_tokens, len(text)
     cache.reserve(1, total)
     states = torch.empty(0)
@@ -55,23 +57,13 @@ def cached_pass(
     return states
 
 
-def cache_of(target: Target) -> KVCache:
-    return KVCache(
-        num_layers=target.num_layers,
-        num_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        dtype=target.dtype,
-        device=target.device,
-    )
-
-
 @pytest.mark.parametrize("num_tokens", [1, 3, 9])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_are_those_of_transformers_layers(family: str, num_tokens: int) -> None:
     plain = fresh_target(family)
     lean = Target(copy.deepcopy(plain.model), None, name="lean")
-    lean.pack()
-    assert lean.layers.lean
+    accelerate(lean)
+    assert isinstance(lean.layers, FastDecoderLayers)
     with torch.inference_mode():
         # The same sums of float32 products in another order, through all layers; states near 1.
         torch.testing.assert_close(
@@ -82,7 +74,7 @@ def test_states_are_those_of_transformers_layers(family: str, num_tokens: int) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_float32_the_path_changes_no_token(family: str) -> None:
     plain, lean = fresh_target(family), fresh_target(family)
-    lean.pack()
+    accelerate(lean)
     drafter = random_drafter(plain)
     for prompt in PROMPTS:
         expected = moaspec.generate(plain, prompt, max_new_tokens=24).token_ids
@@ -99,13 +91,13 @@ def test_the_model_itself_still_works_as_transformers_users_know_it(family: str)
     ids_BT = torch.tensor([PROMPTS[1]])
     options = {"max_new_tokens": 8, "do_sample": False}
     expected = lean.model.generate(ids_BT, **options)
-    lean.pack()
+    accelerate(lean)
     assert torch.equal(lean.model.generate(ids_BT, **options), expected)
 
 
 def test_hooks_on_layers_see_every_pass() -> None:
     lean, calls = fresh_target(), []
-    lean.pack()
+    accelerate(lean)
     lean.model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     result = moaspec.generate(lean, PROMPTS[0], max_new_tokens=6)
     assert len(calls) == result.num_rounds + 1
@@ -113,20 +105,20 @@ def test_hooks_on_layers_see_every_pass() -> None:
 
 def packed_target(family: str) -> Target:
     target = kernel_target(family)
-    assert target.pack()
+    assert accelerate(target)
     return target
 
 
 @needs_packed_kernels
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_kernels_compute(family: str) -> None:
-    assert (packed_target(family).layers.fused is not None) is (family in FUSED)
+    assert (tiny.fast_layers(packed_target(family)).fused is not None) is (family in FUSED)
     # Sizes that they do not take; nor is float32 theirs.
     small, single = fresh_target(family), kernel_target(family, dtype=torch.float32)
     small.model.bfloat16()
-    small.pack()
-    single.pack()
-    assert small.layers.fused is single.layers.fused is None
+    accelerate(small)
+    accelerate(single)
+    assert tiny.fast_layers(small).fused is tiny.fast_layers(single).fused is None
 
 
 @needs_packed_kernels
@@ -138,8 +130,8 @@ def test_heads_that_kernels_do_not_take(head_dim: int) -> None:
     for one in (exact, plain, packed):
         one.model.bfloat16()
     exact.model.float()  # of the same weights, rounded
-    packed.pack()
-    assert packed.layers.fused is None
+    accelerate(packed)
+    assert tiny.fast_layers(packed).fused is None
     assert_as_exact(exact, plain, packed, 9)
 
 
@@ -227,7 +219,7 @@ def test_one_call_gives_the_bits_of_one_per_layer(
 def test_a_token_has_the_same_bits_alone_in_a_chain_and_in_a_batch(family: str) -> None:
     """So speculation never parts from plain decoding, ties included."""
     target, text = packed_target(family), TEXTS[2][:60]
-    cache = cache_of(target)
+    cache = KVCache.of(target)
     cache.reserve(4, 80)
     with torch.inference_mode():
         alone = [cached_pass(target, 1, text[:length])[0, 0] for length in range(50, 61)]
@@ -296,7 +288,7 @@ def test_gradients_flow_through_fused_layers() -> None:
     gradients: list[torch.Tensor] = []
     for target in (plain, fused):
         x_BTE = states_BTE.to(target.dtype).requires_grad_()
-        cache = cache_of(target)
+        cache = KVCache.of(target)
         cache.reserve(1, 5)
         out = target.layers.run(
             x_BTE,

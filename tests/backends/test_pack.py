@@ -16,7 +16,8 @@ from bits import needs_packed_kernels, needs_packing
 from moaspec.backends import linear_backends
 from moaspec.backends.cpu.matrix import Matrix
 from moaspec.backends.fast_heads import StreamedLinear, pack_like
-from moaspec.backends.linear_backends import can_pack, fastest_form
+from moaspec.backends.fast_target import accelerate
+from moaspec.backends.linear_backends import can_pack, fastest_backend
 from moaspec.backends.pack import FusedPart, PackedLinear, joint_matrix, pack_linears
 from tiny import FAMILIES, PROMPTS, fresh_target
 
@@ -92,7 +93,7 @@ def test_a_packed_target_is_as_exact_as_a_plain_one(family: str) -> None:
     exact, plain, packed = (fresh_target(family) for _ in range(3))
     for target in (plain, packed):
         target.model.bfloat16()
-    assert packed.pack()
+    assert accelerate(packed)
     ids_BT = torch.tensor(PROMPTS[2:3])
     ones_BT = torch.ones_like(ids_BT)
     states = [one.encode(ids_BT, ones_BT).hidden_BTE.float() for one in (exact, plain, packed)]
@@ -107,7 +108,7 @@ def test_float16_holds_every_bf16_weight_of_a_usual_range(
     largest: float, bf16_instructions: bool
 ) -> None:
     weight = (torch.randn(40, 24).clamp(-3, 3) * largest / 3).bfloat16()
-    form = fastest_form(weight, None, drafts=False)
+    form = fastest_backend(weight, None, drafts=False)
     assert isinstance(form, linear_backends.Fp16Linear) is not bf16_instructions
     assert torch.equal(form.weight().bfloat16(), weight)
 
@@ -171,7 +172,7 @@ def test_a_weight_that_kernels_do_not_take_goes_to_other_libraries() -> None:
     packed = PackedLinear(linear)
     assert packed.matrix is None
     assert isinstance(
-        packed._form,
+        packed._backend,
         linear_backends.OneDnnLinear
         if linear_backends._bf16_instructions()
         else linear_backends.Fp16Linear,
@@ -208,7 +209,7 @@ def test_weights_of_too_wide_a_range_stay_float32(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(linear_backends, "_bf16_instructions", lambda: False)
     monkeypatch.setattr(Matrix, "can_hold", lambda *_, **__: False)
     weight = torch.tensor([[1.0, 1.0078125e-13]]).bfloat16()
-    form = fastest_form(weight, None, drafts=False)
+    form = fastest_backend(weight, None, drafts=False)
     assert isinstance(form, linear_backends.Fp32Linear)
     assert torch.equal(form.weight().bfloat16(), weight)
 
@@ -265,7 +266,7 @@ def test_nothing_is_packed_where_there_is_nothing_to_gain(monkeypatch: pytest.Mo
     assert not can_pack(torch.bfloat16, torch.device("meta"))
     target = fresh_target()
     target.model.half()
-    assert not target.pack()
+    assert not accelerate(target)
     assert any(type(module) is nn.Linear for module in target.model.modules())
 
 

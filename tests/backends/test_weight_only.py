@@ -20,6 +20,7 @@ import moaspec
 import tiny
 from moaspec.backends.cpu.build import unpacks
 from moaspec.backends.cpu.matrix import Matrix
+from moaspec.backends.fast_target import accelerate
 from moaspec.backends.weight_only import BITS, by_torchao, in_groups, quantise, require_quantize
 from moaspec.calibration.measure_costs import fingerprint
 from moaspec.drafting.draft_tree import Tree
@@ -181,12 +182,12 @@ def test_packing_leaves_torchaos_tensors_alone() -> None:
     before = {name: type(weight) for name, weight in _layer_weights(target).items()}
     states = torch.randn(1, 3, 64).bfloat16()
     expected = target.model.base_model.layers[0].mlp(states)
-    target.pack()
+    accelerate(target)
     after = {name: type(weight) for name, weight in _layer_weights(target).items()}
     assert {kind.__name__ for name, kind in before.items() if "layers" in name} == {"Int8Tensor"}
     assert after == before
     assert_close(target.model.base_model.layers[0].mlp(states), expected, rtol=0, atol=0)
-    assert target.layers.fused is None
+    assert tiny.fast_layers(target).fused is None
     assert moaspec.generate(target, tiny.PROMPTS[0], max_new_tokens=4).token_ids
 
 

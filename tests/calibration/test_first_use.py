@@ -15,7 +15,7 @@ from moaspec.calibration.measure_costs import calibrate, stored_costs
 from moaspec.calibration.round_parts import TimedPart
 from moaspec.drafting.policy.assumed_costs import SURE, assumed_costs, num_weights, sure_costs
 from moaspec.drafting.policy.cost_model import CostTable, best_chain
-from moaspec.generation.api import shaping_for
+from moaspec.generation.options import shaping_for
 from moaspec.target.target import Target
 
 
@@ -24,8 +24,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     """A target whose machine may be measured."""
     monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path))
     monkeypatch.delenv(first_use.SWITCH)
-    monkeypatch.setattr(first_use, "FEWEST_WEIGHTS", 0)
-    monkeypatch.setattr(first_use, "LONGEST_S", 1e6)  # however slow this machine is
+    monkeypatch.setattr(first_use, "MIN_WEIGHTS", 0)
+    monkeypatch.setattr(first_use, "MAX_EXPECTED_S", 1e6)  # however slow this machine is
     target = tiny.fresh_target()
     monkeypatch.setattr(type(target.threads), "limit", 1024)
     return target
@@ -112,10 +112,10 @@ def test_why_a_machine_is_not_measured(asked: Target, monkeypatch: pytest.Monkey
     module = tiny.agreeing_drafter("llama")
     reasons = []
     for change in (
-        lambda: monkeypatch.setattr(first_use, "LONGEST_S", 0.0),
+        lambda: monkeypatch.setattr(first_use, "MAX_EXPECTED_S", 0.0),
         lambda: monkeypatch.setattr(type(asked.threads), "limit", 0),
         lambda: monkeypatch.setattr(first_use, "why_not_writable", lambda _: "it is read-only"),
-        lambda: monkeypatch.setattr(first_use, "FEWEST_WEIGHTS", num_weights(asked) + 1),
+        lambda: monkeypatch.setattr(first_use, "MIN_WEIGHTS", num_weights(asked) + 1),
         lambda: monkeypatch.setenv(first_use.SWITCH, "off"),
     ):
         change()
@@ -129,7 +129,7 @@ def test_a_measurement_that_takes_too_long_is_given_up(
     asked: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tiny.agreeing_drafter("llama")
-    monkeypatch.setattr(first_use, "GIVEN_UP_S", 0.0)
+    monkeypatch.setattr(first_use, "TIME_LIMIT_S", 0.0)
     assert measure_once(asked, module)[1] == "other processes use the CPU"
     assert stored_costs(asked, module) is None
 
@@ -156,7 +156,7 @@ def test_a_target_that_takes_too_long_is_timed_once(
         timed.append(target)
         return 1.0
 
-    monkeypatch.setattr(first_use, "LONGEST_S", 15.0)
+    monkeypatch.setattr(first_use, "MAX_EXPECTED_S", 15.0)
     monkeypatch.setattr(first_use, "_token_pass_s", slow)
     for _ in range(2):
         assert "takes about" in str(measure_once(asked, module)[1])

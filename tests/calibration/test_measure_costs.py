@@ -16,7 +16,7 @@ from caches import new_cache
 from moaspec.calibration.choose_exit import known_exits
 from moaspec.calibration.measure_costs import calibrate, fingerprint, stored_costs
 from moaspec.drafting.policy.policies import AdaptivePolicy
-from moaspec.generation.api import shaping_for
+from moaspec.generation.options import shaping_for
 from moaspec.model.moa import MoADrafter
 
 

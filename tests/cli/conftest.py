@@ -68,6 +68,6 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Target:
         return tiny.agreeing_drafter("llama")
 
     load_targets_by(monkeypatch, lambda *_, **__: target)
-    monkeypatch.setattr("moaspec.generation.api.load_any_drafter", drafter)
+    monkeypatch.setattr("moaspec.generation.drafters.load_any_drafter", drafter)
     monkeypatch.setattr("moaspec.cli.loading.bundled_drafters", lambda: {"smollm2-135m": Path()})
     return target

@@ -18,7 +18,7 @@ from moaspec.cli.main import run
 from moaspec.cli.terminal import console
 from moaspec.engine.engine import Engine
 from moaspec.errors import InputError
-from moaspec.generation.api import RowOptions
+from moaspec.generation.options import RowOptions
 from moaspec.generation.session import Session
 from moaspec.target.target import Target
 

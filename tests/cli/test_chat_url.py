@@ -14,7 +14,7 @@ from moaspec.cli.commands.chat_url import TAKEN_BACK, ServedTalk, _Printer
 from moaspec.cli.main import run
 from moaspec.cli.terminal.safe_console import harmless
 from moaspec.errors import ServerError
-from moaspec.generation.api import RowOptions
+from moaspec.generation.options import RowOptions
 from serving import Served
 
 SETTINGS: RowOptions = {"max_new_tokens": 12, "temperature": 0.0}

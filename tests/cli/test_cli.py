@@ -94,7 +94,7 @@ def test_calibrate_tells_what_each_exit_promises(
     module.config = dataclasses.replace(
         module.config, acceptance=rates, further_acceptance=(rates,) if rates else ()
     )
-    monkeypatch.setattr("moaspec.generation.api.load_any_drafter", lambda *_, **__: module)
+    monkeypatch.setattr("moaspec.generation.drafters.load_any_drafter", lambda *_, **__: module)
     facts = json.loads(cli("calibrate", "--json").out)
     exits = known_exits(loaded, module)
     assert facts["speedups"] == {str(one.num_target_layers): one.speedup for one in exits}

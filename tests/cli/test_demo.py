@@ -124,7 +124,7 @@ def test_the_demo_takes_the_dtype_that_the_cpu_has_instructions_for(
         dtypes.append(dtype)
         return loaded
 
-    monkeypatch.setattr("moaspec.target.registry.fastest_dtype", lambda *_, **__: fastest)
+    monkeypatch.setattr("moaspec.backends.load.fastest_dtype", lambda *_, **__: fastest)
     load_targets_by(monkeypatch, load)
     assert cli("demo", "--max-new-tokens", "2", *options).code == 0
     assert set(dtypes) == {taken}

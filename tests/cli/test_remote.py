@@ -19,10 +19,11 @@ import moaspec
 import tiny
 from bundles import save_bundle
 from commands import Cli
+from moaspec.backends.load import load_target
 from moaspec.cli import device_options
 from moaspec.cli.commands.remote import _Show
 from moaspec.engine.result import Source
-from moaspec.generation.api import load_drafter
+from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import config_from_json, save_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.paths import cache_dir
@@ -34,7 +35,6 @@ from moaspec.remote.emulation.shaped_transport import ShapedTransport
 from moaspec.remote.protocol.identity import fingerprint
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
-from moaspec.target.registry import load_target
 
 PROMPT = "w1 w2 <private>w3</private> w4"
 

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import moaspec
-from moaspec import target
+from moaspec.backends import load
 from moaspec.cli.main import app
 
 LIBRARIES = ("torch", "transformers")
@@ -167,7 +167,7 @@ def test_all_that_packages_export_can_be_had() -> None:
         assert package.__all__
         assert all(hasattr(package, name) for name in package.__all__)
         assert not hasattr(package, "nothing")
-    assert moaspec.load_target is target.load_target
+    assert moaspec.load_target is load.load_target
     assert "decode" not in moaspec.__all__
 
 

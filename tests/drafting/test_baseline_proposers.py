@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import golden
 import moaspec
-import moaspec.generation.api
+import moaspec.generation.local_engine
 import tiny
 from costs import by_cost, table
 from golden import TOLERANCE, needs_golden
@@ -29,7 +29,8 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.policy.policies import COPIES
 from moaspec.drafting.protocols import RowText
 from moaspec.errors import CorruptCheckpointError, MismatchError
-from moaspec.generation.api import load_any_drafter, local_engine
+from moaspec.generation.drafters import load_any_drafter
+from moaspec.generation.local_engine import local_engine
 from moaspec.model.checkpoint.baseline_checkpoint import Baseline, load_baseline, save_baseline
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.eagle import EagleDrafter
@@ -96,7 +97,7 @@ def test_long_prompts_keep_all_states(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(drafter, EagleProposer)
         features: list[torch.Tensor] = []
         monkeypatch.setattr(drafter, "observe", lambda _, one, f=features: f.append(one))
-        engine = moaspec.generation.api.local_engine(target, drafter)
+        engine = moaspec.generation.local_engine.local_engine(target, drafter)
         engine.add(prompt, max_new_tokens=1)
         engine.step()
         seen.append(features[0])

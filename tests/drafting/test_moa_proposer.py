@@ -21,6 +21,7 @@ import tiny
 from moaspec.backends.fast_drafter import prepared
 from moaspec.backends.linear_backends import can_pack
 from moaspec.drafting.draft_tree import Chain, DraftTree, Tree, ancestor_matrix
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RowText
 from moaspec.errors import InputError, MismatchError
@@ -31,7 +32,7 @@ from moaspec.train.run_config import DrafterSizes, drafter_config
 
 def test_the_same_text_may_be_drafted_for_twice() -> None:
     target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
-    drafting = MoAProposer(drafter, target)
+    drafting = FastMoAProposer(drafter, target)
     (features,) = drafting.encode(*_verified(target, tiny.PROMPTS[1][:-1]))
     drafting.observe(0, features)
     row = RowText(0, tiny.PROMPTS[1])
@@ -194,7 +195,7 @@ def test_one_target_pass_a_round(layers: int, monkeypatch: pytest.MonkeyPatch) -
 
 def test_encode_splits_features_by_row() -> None:
     target = tiny.target()
-    drafting = MoAProposer(tiny.random_drafter(target), target)
+    drafting = FastMoAProposer(tiny.random_drafter(target), target)
     ids = torch.tensor([[4, 5, 6, 7, 8]])
     kv = target.encode(ids, torch.ones_like(ids)).kv_BTLK
     together = drafting.encode(kv, torch.arange(5)[None], [2, 3])
@@ -211,7 +212,7 @@ def test_observing_in_pieces_is_observing_at_once() -> None:
     kv = target.encode(ids, torch.ones_like(ids)).kv_BTLK
     trees = []
     for cuts in ([12], [5, 4, 3]):
-        drafting = MoAProposer(drafter, target)
+        drafting = FastMoAProposer(drafter, target)
         positions = torch.arange(12)[None]
         for features in drafting.encode(kv, positions, cuts):
             drafting.observe(0, features)
@@ -221,7 +222,7 @@ def test_observing_in_pieces_is_observing_at_once() -> None:
 
 def test_a_closed_row_is_forgotten_and_release_gives_memory_back() -> None:
     target = tiny.target()
-    drafting = MoAProposer(tiny.random_drafter(target), target)
+    drafting = FastMoAProposer(tiny.random_drafter(target), target)
     kv = torch.randn(1, 3, target.num_layers, target.identity.kv_size)
     drafting.observe(0, drafting.encode(kv, torch.arange(3)[None], [3])[0])
     drafting.propose([RowText(0, [1, 2, 3, 4])], Chain(2))
@@ -252,7 +253,7 @@ def test_breadth_beyond_the_draft_vocabulary() -> None:
 def test_more_reused_layers_than_there_are(layers: int) -> None:
     target = tiny.target()
     with pytest.raises(InputError, match=r"0\.\.3"):
-        MoAProposer(tiny.random_drafter(target), target, num_target_layers=layers)
+        FastMoAProposer(tiny.random_drafter(target), target, num_target_layers=layers)
 
 
 @pytest.mark.parametrize("place", [torch.bfloat16, torch.float64, "meta"])
@@ -289,7 +290,7 @@ def test_what_is_not_recorded_is_not_compared(known: str) -> None:
     drafter = tiny.random_drafter(full if known == "drafter" else plain)
     if known == "neither":
         drafter.config = dataclasses.replace(drafter.config, target=None)
-    MoAProposer(drafter, full if known == "target" else plain)
+    FastMoAProposer(drafter, full if known == "target" else plain)
 
 
 @pytest.mark.parametrize("always_same", [True, False])
@@ -360,9 +361,8 @@ def test_preparing_leaves_the_drafter_trainable_and_copyable() -> None:
     target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
     prepared(drafter, target)
     assert any(type(module) is torch.nn.Linear for module in drafter.modules())
-    clone = copy.deepcopy(drafter)
-    assert clone.prepared is not drafter.prepared
-    assert pickle.loads(pickle.dumps(clone.prepared)).get(1, lambda: 2) == 2
+    for clone in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
+        assert prepared(clone, target)[0] is not prepared(drafter, target)[0]
     drafter.train().requires_grad_(requires_grad=True)
     module, _ = prepared(drafter, target)
     assert module is drafter
@@ -385,7 +385,7 @@ def test_exits_are_prepared_like_everything_else() -> None:
         with torch.no_grad():
             cast(ExitAdapter, drafter.exits["1"]).linear.weight.mul_(-1.0)
     with pytest.raises(InputError, match="exits for 0, 1"):
-        MoAProposer(drafter, target, num_target_layers=2)
+        FastMoAProposer(drafter, target, num_target_layers=2)
 
 
 def test_bf16_drafts_run_on_packed_weights_and_change_no_text() -> None:
@@ -421,7 +421,7 @@ class CountOps(TorchDispatchMode):
 def ops_of_a_draft(shape: Tree, rows: int = 1) -> Counter[str]:
     """Operations of one `propose` over rows of one length."""
     target, drafter = tiny.target(), tiny.random_drafter(tiny.target())
-    drafting = MoAProposer(drafter, target)
+    drafting = FastMoAProposer(drafter, target)
     kv = torch.zeros(1, 4 * rows, target.num_layers, target.identity.kv_size)
     positions = torch.arange(4).repeat(rows)[None]
     for row, features in enumerate(drafting.encode(kv, positions, [4] * rows)):
@@ -445,9 +445,9 @@ def test_operations_do_not_grow_with_nodes_or_rows() -> None:
 def test_a_second_call_prepares_nothing() -> None:
     target = tiny.target()
     drafter = tiny.random_drafter(target, draft_token_ids=torch.arange(0, tiny.VOCAB, 3))
-    drafting = MoAProposer(drafter, target)
+    drafting = FastMoAProposer(drafter, target)
     with CountOps() as count:
-        again = MoAProposer(drafter, target)
+        again = FastMoAProposer(drafter, target)
     assert again.module is drafting.module
     assert not {name for name in count.ops if "mkldnn" in name or "clone" in name}
     # The draft vocabulary's ids, looked up once for all rounds, are the one gather that is left.

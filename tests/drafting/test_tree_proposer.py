@@ -9,18 +9,18 @@ import torch
 
 import moaspec
 import tiny
-from moaspec.backends.cpu.fused_drafting import Grown
 from moaspec.drafting.draft_tree import Chain, DraftTree, PricedTree, Tree
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RowText
-from moaspec.drafting.tree_proposer import best_nodes
+from moaspec.drafting.tree_proposer import CandidateNodes, best_nodes
 
 FREE = tuple(0.0 for _ in range(14))
 
 
 def drafting() -> MoAProposer:
     target = tiny.target()
-    return MoAProposer(tiny.agreeing_drafter("llama"), target)
+    return FastMoAProposer(tiny.agreeing_drafter("llama"), target)
 
 
 def proposed(shape: Tree, prompts: list[list[int]]) -> list[DraftTree]:
@@ -67,7 +67,7 @@ def test_dear_drafts_are_left_out() -> None:
 
 
 def test_a_kept_draft_keeps_those_above_it() -> None:
-    grown = Grown(
+    grown = CandidateNodes(
         tokens=[5, 6, 7, 8],
         parents=[-1, -1, 1, 2],
         scores=[math.log(p) for p in (0.2, 0.7, 0.7, 0.6)],  # a sure child ties with its parent

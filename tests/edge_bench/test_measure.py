@@ -20,9 +20,10 @@ from edge_bench.case import MODES, Case
 from edge_bench.cutting import _Log, cut_and_return
 from edge_bench.measure import measure_case, round_trip_s
 from edge_bench.processes import DeviceSide, ServerSide
+from moaspec.backends.load import load_target
 from moaspec.engine.result import Source
 from moaspec.errors import InputError
-from moaspec.generation.api import load_drafter
+from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.emulation.emulated_link import PRESETS
@@ -30,7 +31,6 @@ from moaspec.remote.emulation.shaped_transport import Faults, ShapedTransport
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
-from moaspec.target.registry import load_target
 from moaspec.target.target import Target
 
 PROMPTS = [list(prompt) for prompt in tiny.PROMPTS[:2]]

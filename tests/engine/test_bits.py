@@ -15,15 +15,18 @@ import pytest
 import torch
 
 import moaspec
+import tiny
 from bits import needs_packed_kernels
 from moaspec import Target
 from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
 from moaspec.backends.cpu.fused_drafting import draft_tree
-from moaspec.drafting import moa_proposer
+from moaspec.backends.fast_target import accelerate
+from moaspec.drafting import fast_moa_proposer
 from moaspec.drafting.draft_tree import DraftTree, PricedTree
+from moaspec.drafting.fast_moa_proposer import MAX_KERNEL_ROWS, FastMoAProposer
+from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RowText
-from moaspec.drafting.tree_proposer import layer_cache
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.model.moa import MoADrafter
 from moaspec.target.partial import PartialTarget, excerpt_tensors
@@ -47,8 +50,8 @@ LAWS: dict[str, dict[str, Any]] = {
 @functools.cache
 def fused_target(family: str) -> Target:
     target = kernel_target(family)
-    assert target.pack()
-    assert target.layers.fused is not None
+    assert accelerate(target)
+    assert tiny.fast_layers(target).fused is not None
     return target
 
 
@@ -151,10 +154,10 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> in
         calls.append(1)
         return draft_tree(*args, **kwargs)
 
-    monkeypatch.setattr(moa_proposer, "draft_tree", counted)
+    monkeypatch.setattr(fast_moa_proposer, "draft_tree", counted)
     in_one_call = drafts(*args, **options)
     assert len(calls) in {0, len(in_one_call)}
-    monkeypatch.setattr(moa_proposer.MoADraftRound, "grow", lambda *_: None)
+    monkeypatch.setattr(FastMoAProposer, "grow", MoAProposer.grow)
     by_levels = drafts(*args, **options)
     for got, expected in zip(in_one_call, by_levels, strict=True):
         assert paths(got) == paths(expected)
@@ -213,12 +216,12 @@ def test_a_device_drafts_what_its_whole_target_does() -> None:
     # The target's was rounded with all the rest of it.
     inv_freq = whole.model.base_model.rotary_emb.inv_freq
     excerpt.model.base_model.rotary_emb.inv_freq.copy_(inv_freq)
-    assert excerpt.pack()
-    local = MoAProposer(drafter, target, num_target_layers=2)
+    assert accelerate(excerpt)
+    local = FastMoAProposer(drafter, target, num_target_layers=2)
     local.share_target_cache(LocalVerifier(target).cache)
-    on_device = MoAProposer(drafter, excerpt, num_target_layers=2)
-    on_device.share_target_cache(layer_cache(target, drafter.config.self_attention, num_layers=2))
-    assert on_device.kernels() is not None
+    on_device = FastMoAProposer(drafter, excerpt, num_target_layers=2)
+    on_device.share_target_cache(KVCache.of(target, drafter.config.self_attention, num_layers=2))
+    assert on_device.kernel_parts() is not None
     for row, prompt in enumerate(ALL_PROMPTS):
         for drafting in (local, on_device):
             _read(drafting, target, row, prompt)
@@ -234,7 +237,7 @@ def test_a_tree_in_one_call_has_what_filters_leave(
     """PyTorch's way fills a tree up with drafts of no hope."""
     sampling = moaspec.SamplingParams(temperature=0.9, seed=5, **filters)
     in_one_call = drafts(family, moaspec.Tree(2, 4, 20), sampling)
-    monkeypatch.setattr(moa_proposer.MoADraftRound, "grow", lambda *_: None)
+    monkeypatch.setattr(FastMoAProposer, "grow", MoAProposer.grow)
     by_levels = drafts(family, moaspec.Tree(2, 4, 20), sampling)
     for few, more in zip(in_one_call, by_levels, strict=True):
         assert 0 < len(few.tokens) <= len(more.tokens)
@@ -243,13 +246,13 @@ def test_a_tree_in_one_call_has_what_filters_leave(
 
 
 @pytest.mark.parametrize("num_target_layers", [0, 2])
-@pytest.mark.parametrize("rows", [2, 3, moa_proposer.MOST_ROWS, moa_proposer.MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [2, 3, MAX_KERNEL_ROWS, MAX_KERNEL_ROWS + 1])
 def test_rows_together_draft_what_they_draft_alone(rows: int, num_target_layers: int) -> None:
     """Row by row in calls of their own, or all of them by PyTorch."""
     target, drafter = parts("llama")
 
     def new_drafting() -> MoAProposer:
-        made = MoAProposer(drafter, target, num_target_layers=num_target_layers)
+        made = FastMoAProposer(drafter, target, num_target_layers=num_target_layers)
         made.share_target_cache(LocalVerifier(target).cache)
         return made
 
@@ -273,7 +276,7 @@ def test_rows_together_draft_what_they_draft_alone(rows: int, num_target_layers:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_encoding_in_one_call_is_what_its_parts_give(family: str, tokens: int) -> None:
     target, drafter = parts(family)
-    module = MoAProposer(drafter, target).module
+    module = FastMoAProposer(drafter, target).module
     assert module.encoder.in_one_call is not None
     generator = torch.Generator().manual_seed(tokens)
     size = (1, tokens, target.num_layers, target.identity.kv_size)
@@ -322,7 +325,7 @@ def drafts(
 ) -> list[DraftTree]:
     """What is drafted after the ends of all prompts, as each grows token by token."""
     target, drafter = parts(family, exits)
-    drafting = MoAProposer(drafter, target, num_target_layers=num_target_layers)
+    drafting = FastMoAProposer(drafter, target, num_target_layers=num_target_layers)
     if num_target_layers:
         drafting.share_target_cache(LocalVerifier(target).cache)
     drafted = []

@@ -20,7 +20,7 @@ from moaspec.engine.engine import Engine, run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.result import GenerationResult, acceptance_by_depth
 from moaspec.errors import InputError, PromptError
-from moaspec.generation.api import local_engine
+from moaspec.generation.local_engine import local_engine
 
 pytestmark = pytest.mark.kernels
 
@@ -206,9 +206,7 @@ def test_an_interrupted_switch_leaves_no_keys_to_the_next_turn() -> None:
     engine = Engine(
         Unreliable(target, drafting),
         drafting,
-        vocab_size=target.vocab_size,
-        max_positions=target.max_positions,
-        rope_switches=target.rope_switches,
+        target=target,
     )
     first = engine.add(tiny.PROMPTS[2], max_new_tokens=16, keep=True)
     with pytest.raises(KeyboardInterrupt):
@@ -229,9 +227,7 @@ def test_the_cache_after_a_switch_is_that_of_the_long_text() -> None:
     engine = Engine(
         verifier,
         drafting,
-        vocab_size=target.vocab_size,
-        max_positions=target.max_positions,
-        rope_switches=target.rope_switches,
+        target=target,
     )
     decode(engine, tiny.PROMPTS[2], max_new_tokens=16)
     ids = torch.tensor([text[:26]])
@@ -460,7 +456,7 @@ def test_results_of_ended_requests() -> None:
 
 
 def test_old_results_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moaspec.engine.engine, "RESULTS_KEPT", 2)
+    monkeypatch.setattr(moaspec.engine.request_table, "MAX_ENDED_RESULTS", 2)
     engine = local_engine(tiny.target())
     kept, *others = (engine.add(PROMPT, max_new_tokens=0, keep=i == 0) for i in range(4))
     finish(engine)

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moaspec
-import moaspec.generation.api
+import moaspec.generation.local_engine
 import tiny
 from moaspec import Chain, GenerationResult, NgramProposer, SamplingParams, Tree
 from moaspec.drafting.draft_tree import DraftTree, merged
 from moaspec.drafting.ngram_proposer import NgramIndex
-from moaspec.engine.request_state import COPY_NGRAMS
+from moaspec.engine.request_state import BRANCH_NGRAMS
 
 pytestmark = pytest.mark.kernels
 
@@ -26,7 +26,7 @@ LOOP: dict[str, Any] = {"logit_bias": {3: 60.0, 4: 60.0, 5: 60.0}, "frequency_pe
 def test_an_index_that_grew_is_one_that_was_built_at_once(
     text: list[int], data: st.DataObject
 ) -> None:
-    grown, whole = NgramIndex(COPY_NGRAMS), NgramIndex(COPY_NGRAMS)
+    grown, whole = NgramIndex(BRANCH_NGRAMS), NgramIndex(BRANCH_NGRAMS)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=4))
     for cut in [*sorted(cuts), len(text)]:
         grown.extend(text[:cut])
@@ -112,7 +112,7 @@ def test_families_with_windows_and_switches(family: str) -> None:
     sampling = SamplingParams(**LOOP)
     texts = []
     for branches in (None, Tree(5, 2, 8)):
-        engine = moaspec.generation.api.local_engine(target)
+        engine = moaspec.generation.local_engine.local_engine(target)
         handle = engine.add(prompt, max_new_tokens=30, free_branches=branches, sampling=sampling)
         result = engine.result(handle)
         while engine.num_active:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import moaspec
-import moaspec.generation.api
+import moaspec.generation.local_engine
 import tiny
 from moaspec import Engine, GenerationResult, NgramProposer, OracleProposer, SamplingParams, Tree
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.text_proposer import TextProposer
 from moaspec.engine.local_verifier import LocalVerifier
@@ -51,7 +52,7 @@ STOPS: tuple[dict[str, Any], ...] = (
 @functools.cache
 def alone(prompt: int, law: int, stop: int, new_tokens: int) -> list[int]:
     """A row's text when it is decoded plainly and by itself."""
-    engine = moaspec.generation.api.local_engine(TARGET)
+    engine = moaspec.generation.local_engine.local_engine(TARGET)
     result = engine.result(
         engine.add(
             tiny.PROMPTS[prompt], max_new_tokens=new_tokens, sampling=LAWS[law], **STOPS[stop]
@@ -142,16 +143,14 @@ def test_every_row_gets_its_own_text_and_memory_returns_to_zero(data: st.DataObj
         )
     else:
         module = tiny.random_drafter(TARGET)
-        drafting = MoAProposer(module, TARGET, num_target_layers=layers)
+        drafting = FastMoAProposer(module, TARGET, num_target_layers=layers)
     verifier = LocalVerifier(TARGET, drafting)
     if isinstance(drafting, MoAProposer):
         drafting.share_target_cache(verifier.cache)
     engine = Engine(
         verifier,
         drafting,
-        vocab_size=TARGET.vocab_size,
-        max_positions=TARGET.max_positions,
-        tokenizer=TARGET.tokenizer,
+        target=TARGET,
     )
     data.draw(runs(Machine(engine)))
     verifier.release()

@@ -14,7 +14,7 @@ from transformers import BatchEncoding
 
 import moaspec
 import moaspec.engine.local_verifier
-import moaspec.generation.api
+import moaspec.generation.drafters
 import tiny
 from moaspec.errors import InputError, MismatchError, PromptError, UnknownModelError
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
@@ -133,7 +133,7 @@ def test_load_drafter_from_a_directory(tmp_path: Path) -> None:
 
 def test_load_drafter_by_bundled_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_drafter(tiny.random_drafter(tiny.target()), tmp_path)
-    monkeypatch.setattr(moaspec.generation.api, "bundled_drafters", lambda: {"tiny": tmp_path})
+    monkeypatch.setattr(moaspec.generation.drafters, "bundled_drafters", lambda: {"tiny": tmp_path})
     assert moaspec.load_drafter("tiny", target=tiny.target()).num_parameters > 0
 
 
@@ -145,7 +145,7 @@ def test_load_drafter_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         asked.append(name)
         return str(tmp_path)
 
-    monkeypatch.setattr("moaspec.generation.api.cached_if_offline", lambda _: None)
+    monkeypatch.setattr("moaspec.generation.drafters.cached_if_offline", lambda _: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert moaspec.load_drafter("someone/drafter", target=tiny.target()).num_parameters > 0
     assert asked == ["someone/drafter"]

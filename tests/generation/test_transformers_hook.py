@@ -28,9 +28,9 @@ from transformers.generation import (
 
 import moaspec
 import tiny
-from moaspec.backends.fast_layers import cache_argument
 from moaspec.drafting.ngram_proposer import NgramProposer
 from moaspec.errors import InputError, UnsupportedTargetError
+from moaspec.target.decoder_layers import cache_argument
 
 pytestmark = pytest.mark.kernels
 

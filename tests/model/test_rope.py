@@ -132,28 +132,9 @@ def test_nothing_is_saved() -> None:
     assert Rope.plain(8, 10.0).state_dict() == {}
 
 
-def test_a_table_gives_the_same_bits_and_grows() -> None:
-    rope, looked_up = Rope.plain(16, 5000.0), Rope.plain(16, 5000.0)
-    looked_up.tabulate()
-    for positions in ([0, 5], [1023, 7], [1024, 3], [9000, 0]):
-        ids_BT = torch.tensor([positions])
-        for found, expected in zip(looked_up(ids_BT), rope(ids_BT), strict=True):
-            assert torch.equal(found, expected)
-
-
 def test_neighbouring_positions_of_a_text() -> None:
-    rope, looked_up = Rope.plain(16, 5000.0), Rope.plain(16, 5000.0)
-    looked_up.tabulate()
-    for start, stop in ((0, 1), (0, 30), (7, 9), (1000, 1024), (1020, 1025), (9000, 9001)):
+    rope = Rope.plain(16, 5000.0)
+    for start, stop in ((0, 1), (0, 30), (7, 9), (1020, 1025)):
         expected = rope(torch.arange(start, stop)[None])
-        for found in (rope.between(start, stop), looked_up.between(start, stop)):
-            assert torch.equal(found[0], expected[0])
-            assert torch.equal(found[1], expected[1])
-
-
-def test_frequencies_that_depend_on_a_text_are_not_tabulated() -> None:
-    rope = Rope.scaled(16, LONGROPE, 512)
-    before = rope(POSITIONS)
-    rope.tabulate()
-    for found, expected in zip(rope(POSITIONS), before, strict=True):
-        assert torch.equal(found, expected)
+        for found, wanted in zip(rope.between(start, stop), expected, strict=True):
+            assert torch.equal(found, wanted)

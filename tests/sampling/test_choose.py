@@ -23,7 +23,7 @@ import moaspec.generation.api
 import tiny
 from moaspec import Chain, GenerationResult, NgramProposer, OracleProposer, SamplingParams, Tree
 from moaspec.drafting.protocols import Drafter
-from moaspec.generation.api import local_engine
+from moaspec.generation.local_engine import local_engine
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.choose import next_tokens
 from moaspec.sampling.processors import Prefix

@@ -134,21 +134,6 @@ def test_each_layer_type_may_have_its_own_rotary_embeddings() -> None:
     assert not torch.allclose(made[FULL][0], made[SLIDING][0])
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_rotary_embeddings_that_are_looked_up_are_the_computed_ones(family: str) -> None:
-    model = tiny.model(family)
-    rotary = RotaryEmbeddings(model.model.rotary_emb, model.config)
-    states, lengths = torch.zeros(2, 3, 48), torch.tensor([3, 5000])
-    positions = torch.tensor([[0, 1, 2], [7, 4999, 12]])  # beyond the first table
-    computed = rotary(states, positions, lengths)
-    rotary.tabulate()
-    for _ in range(2):
-        found = rotary(states, positions, lengths)
-        assert set(found) == set(computed)
-        for kind in found:
-            assert_close(found[kind], computed[kind], rtol=0, atol=0)
-
-
 def test_threads_with_one_target_get_their_own_rotary_embeddings() -> None:
     """LongRoPE's module changes itself in every call."""
     model = tiny.model("phi3")

@@ -18,6 +18,7 @@ from transformers import GPT2Config
 
 import moaspec
 import tiny
+from moaspec.backends import load
 from moaspec.errors import HubError, InputError, UnknownModelError, UnsupportedTargetError
 from moaspec.target import names, registry
 from moaspec.target.names import ALIASES, Alias, packaged_gguf
@@ -60,9 +61,9 @@ def test_dtypes(dtype: str, directory: Path) -> None:
 
 def test_the_faster_dtype_is_the_default(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for fastest in (torch.bfloat16, torch.float32):
-        monkeypatch.setattr(registry, "fastest_dtype", lambda *_, dtype=fastest, **__: dtype)
+        monkeypatch.setattr(load, "fastest_dtype", lambda *_, dtype=fastest, **__: dtype)
         assert moaspec.load_target(str(directory)).dtype == fastest
-        assert registry.chosen_dtype("float16") == "float16"
+        assert load.chosen_dtype("float16") == "float16"
 
 
 def test_unknown_dtype(directory: Path) -> None:

@@ -12,9 +12,10 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import moaspec
 import tiny
-from moaspec.backends.fast_layers import cache_argument
+from moaspec.backends.fast_target import accelerate
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.target_encoder import layer_features
+from moaspec.target.decoder_layers import cache_argument
 from moaspec.target.target import Target
 
 pytestmark = pytest.mark.kernels
@@ -234,7 +235,7 @@ YARN = {
 def test_settings_beside_the_usual_ones(packed: bool, family: str, changes: dict[str, Any]) -> None:
     target = tiny.fresh_target(family, **changes)
     if packed:
-        target.pack()
+        accelerate(target)
     kv, hidden, _ = transformers_pass(target, IDS[0].tolist())
     result = target.encode(IDS[:1], MASK[:1])
     assert_close(result.kv_BTLK[0], kv, **tiny.TOLERANCE)

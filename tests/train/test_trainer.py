@@ -19,12 +19,12 @@ from torch.testing import assert_close
 import moaspec
 import tiny
 from moaspec.backends import linear_backends
-from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.protocols import RowText, VerifyRequest
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import InputError, TrainingError
-from moaspec.generation.api import load_any_drafter
+from moaspec.generation.drafters import load_any_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example, response_counts
@@ -621,7 +621,7 @@ def test_simulated_tau_is_that_of_real_chains(tmp_path: Path) -> None:
     for example in run.data.examples:
         text, start = example.token_ids, len(example.prompt_ids)
         for root in range(start, len(text) - BLOCK_LENGTH, BLOCK_LENGTH):
-            drafting = MoAProposer(drafter, target)
+            drafting = FastMoAProposer(drafter, target)
             verifier = LocalVerifier(target, drafting)
             (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, tuple(text[:root]))]))
             drafting.observe(0, verdict.features)

@@ -16,7 +16,7 @@ import torch
 import tiny
 import vllm_serving as serving
 from moaspec import Chain, generate
-from moaspec.generation.api import load_drafter
+from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.published import save_published
 from vllm_serving import Models
 

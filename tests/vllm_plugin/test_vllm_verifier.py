@@ -20,7 +20,7 @@ from links import Faults, FaultyTransport
 from moaspec import Chain, Tree
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest
-from moaspec.generation.api import load_drafter
+from moaspec.generation.drafters import load_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice

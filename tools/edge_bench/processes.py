@@ -20,19 +20,19 @@ from transformers.utils import logging
 from edge_bench.case import Case, drafter_name
 from edge_bench.cutting import cut_and_return
 from edge_bench.measure import measure_case, round_trip_s
+from moaspec.backends.load import load_target
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.drafting.draft_tree import Chain
 from moaspec.drafting.protocols import Drafter, RowText
 from moaspec.evaluate.cut_quality import score_text
 from moaspec.evaluate.pass_costs import pass_s
-from moaspec.generation.api import load_drafter
+from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.shared_verifier import PassOptions
-from moaspec.target.registry import load_target
 from moaspec.target.target import Target
 
 Say = Callable[[dict[str, Any]], None]

@@ -1,1 +1,1 @@
-"""The same numbers, faster: packed weights, fewer calls per layer, CUDA graphs, rounded weights."""
+"""Acceleration of targets and drafters: packed weights, CPU kernels, CUDA graphs, quantisation."""

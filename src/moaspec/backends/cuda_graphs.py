@@ -1,15 +1,15 @@
-"""Passes that are recorded once for their shape and replayed: on a GPU, CUDA graphs.
+"""CUDA graphs of passes, one for each shape.
 
-A pass over a few tokens is dozens of small operations a layer, and launching these one by one from
-Python takes a GPU's host longer than the GPU needs for them. A recording is launched as a
-whole. It reads what it computes with from tensors that stay where they are, so:
+A pass over a few tokens has dozens of small operations a layer. Launching them one by one from
+Python takes longer than the GPU needs to run them; a graph is launched as a whole. Its tensors keep
+their addresses, so:
 
-- What differs between passes of one shape is copied there first: states, rotary embeddings, masks,
-  and which slots of the cache are written, which a `GraphSafeWrite` write has in tensors.
+- The inputs that differ between passes of one shape are copied into the graph's tensors first:
+  states, rotary embeddings, masks and the cache slots to write (see `GraphSafeWrite`).
 - Shapes are few: callers round tokens and visible slots up (`drafting/kv_cache.py::PassSizes`).
 
-A shape's first pass is run as it is. So what is computed for the first time anyway is not recorded,
-and rare shapes cost nothing. The second is recorded. Where that fails, all goes on without.
+The first pass of a shape runs without a graph, so lazy initialisation is not captured and rare
+shapes cost nothing. The second pass is captured. If capturing fails, passes run without graphs.
 
 Legend: B rows, T tokens, E hidden size.
 """
@@ -26,15 +26,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from moaspec.backends.fast_layers import AttentionInputs, WriteKV
+from moaspec.backends.fast_layers import AttentionInputs
+from moaspec.target.decoder_layers import WriteKV
 
 SWITCH = "MOASPEC_CUDA_GRAPHS"
 """Environment variable; "off" does without."""
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """Shapes that are remembered, recorded or not; the one that was not needed for longest goes."""
 
 Layers = Callable[[Tensor, Mapping[str, AttentionInputs], WriteKV], Tensor]
-"""(states (B, T, E), readings by layer type, write) -> final states (B, T, E)."""
+"""(states (B, T, E), attention_inputs by layer type, write) -> final states (B, T, E)."""
 _Compute = Callable[[Sequence[Tensor]], Tensor]
 
 log = logging.getLogger(__name__)
@@ -48,24 +49,24 @@ class Graph(Protocol):
         ...
 
     def replay(self) -> None:
-        """Do it again."""
+        """Run the recorded operations again."""
         ...
 
 
 @runtime_checkable
 class GraphSafeWrite(Protocol):
-    """A `write` of which a recording can be replayed for other places."""
+    """A KV write that can be captured in a CUDA graph and replayed with other slots."""
 
     def key(self) -> Hashable:
-        """All that its operations depend on besides these places."""
+        """All that its operations depend on besides the slots."""
         ...
 
     def where(self) -> tuple[Tensor, ...]:
-        """The places that it writes to, as tensors."""
+        """The slots that it writes, as tensors."""
         ...
 
     def at(self, places: tuple[Tensor, ...]) -> WriteKV:
-        """The same, with these tensors as places."""
+        """This write, with these tensors as slots."""
         ...
 
 
@@ -73,9 +74,9 @@ class CudaGraph:
     """A `Graph` of CUDA.
 
     Args:
-        device: whose operations are recorded.
-        stream: on which they are, one for all recordings: libraries keep memory for each stream.
-        pool: of memory for what is between a recording's first and last operation.
+        device: the device of the operations.
+        stream: for recording, one for all graphs: libraries keep memory for each stream.
+        pool: memory of intermediate results.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
@@ -128,7 +129,7 @@ class PassGraphs:
 
     def __init__(self, make: Callable[[], Graph]) -> None:
         self._make, self._lock = make, Lock()
-        self._known: OrderedDict[Hashable, _Recorded | None] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, _Recorded | None] = OrderedDict()
         self.failure: str | None = None
 
     @classmethod
@@ -144,7 +145,7 @@ class PassGraphs:
         self,
         layers: Layers,
         states_BTE: Tensor,
-        readings: Mapping[str, AttentionInputs],
+        attention_inputs: Mapping[str, AttentionInputs],
         write: GraphSafeWrite,
         *,
         key: Hashable,
@@ -154,7 +155,7 @@ class PassGraphs:
         Args:
             layers: are called where there is no recording yet, and to make one.
             states_BTE: enter them.
-            readings: by layer type, with masks.
+            attention_inputs: by layer type, with masks.
             write: see `GraphSafeWrite`.
             key: all else that `layers` go by.
 
@@ -162,9 +163,9 @@ class PassGraphs:
             (B, T, E), to keep.
         """
         inputs = [states_BTE]
-        for reading in readings.values():
-            assert reading.mask is not None, "passes over a cache have masks"
-            inputs += [reading.cos_BTR, reading.sin_BTR, reading.mask]
+        for of_type in attention_inputs.values():
+            assert of_type.mask is not None, "passes over a cache have masks"
+            inputs += [of_type.cos_BTR, of_type.sin_BTR, of_type.mask]
         inputs += write.where()
 
         def compute(tensors: Sequence[Tensor]) -> Tensor:
@@ -172,12 +173,12 @@ class PassGraphs:
             states = next(parts)
             own = {
                 kind: AttentionInputs(cos_BTR=next(parts), sin_BTR=next(parts), mask=next(parts))
-                for kind in readings
+                for kind in attention_inputs
             }
             return layers(states, own, write.at(tuple(parts)))
 
         shapes = tuple((one.shape, one.dtype) for one in inputs)
-        return self._run((key, write.key(), tuple(readings), shapes), inputs, compute)
+        return self._run((key, write.key(), tuple(attention_inputs), shapes), inputs, compute)
 
     def _run(self, key: Hashable, inputs: Sequence[Tensor], compute: _Compute) -> Tensor:
         with self._lock:  # a recording's tensors are one pass's at a time
@@ -192,22 +193,22 @@ class PassGraphs:
         """The recording for a shape, made where the shape comes for the second time."""
         if self.failure is not None:
             return None
-        seen = key in self._known
-        recorded = self._known.pop(key, None)
+        seen = key in self._graphs
+        recorded = self._graphs.pop(key, None)
         if seen and recorded is None:
             try:
                 recorded = _Recorded(self._make(), inputs, compute)
             except RuntimeError as error:
                 self._give_up(error)
                 return None
-        self._known[key] = recorded
-        if len(self._known) > MOST_GRAPHS:
-            self._known.popitem(last=False)
+        self._graphs[key] = recorded
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
         return recorded
 
     def _give_up(self, error: RuntimeError) -> None:
         self.failure = (str(error).strip() or type(error).__name__).splitlines()[0]
-        self._known.clear()
+        self._graphs.clear()
         log.warning(
             "Passes are not recorded as CUDA graphs, and take longer to launch: %s", self.failure
         )

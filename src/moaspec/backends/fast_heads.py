@@ -1,7 +1,7 @@
-"""LM heads in the form that this CPU multiplies fastest, beside embeddings that share a weight.
+"""LM heads in the form that this CPU multiplies fastest.
 
-A head in bf16 becomes a packed copy; the weight itself, of which an embedding reads one row for a
-token, is left to a file then. The rows for a draft vocabulary are a copy of their own.
+A head in bf16 becomes a packed copy. Its weight, which a tied embedding still looks up row by row,
+moves to a file. The rows of a draft vocabulary are copied and packed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from moaspec.backends.linear_backends import SMALLEST_MEASURED, can_pack, fastest_s
 from moaspec.backends.pack import PackedLinear
-from moaspec.paths import make_private
+from moaspec.paths import cache_dir, make_private
+from moaspec.target.lm_head import LMHead
+from moaspec.target.target import Target
 
 
 class StreamedLinear(nn.Module):
@@ -63,55 +65,100 @@ class StreamedLinear(nn.Module):
 
 
 def pack_like(linear: nn.Linear, *, directory: Path) -> tuple[nn.Module, Callable[[], None]]:
-    """A faster stand-in for a layer whose own weight stays in use elsewhere (a tied LM head).
+    """A faster replacement of an LM head whose weight an embedding may share.
 
-    The bf16 one is a packed copy. Of the weight itself only single rows are read from then on (by
-    an embedding that shares it, or for a draft head), so it is left to a file, see
-    `map_into_memory`.
+    In bf16 it is a packed copy. From then on only single rows of the weight are read, by an
+    embedding or for a draft head, so the weight moves to a file, see `map_into_memory`.
 
     Args:
         linear: is kept, and so is the value of its weight.
         directory: for that file.
 
     Returns:
-        The stand-in, and a call that gives back the memory of the weight's rows that were read.
+        The replacement, and a function that drops the weight's resident pages.
     """
     if not can_pack(linear.weight.dtype, linear.weight.device):
         return linear, lambda: None
     if linear.weight.dtype == torch.float32:
         return StreamedLinear(linear), lambda: None
-    return _settled(PackedLinear(linear)), map_into_memory(linear.weight, directory)
+    return _in_large_pages(PackedHead(linear)), map_into_memory(linear.weight, directory)
+
+
+class PackedHead(PackedLinear):
+    """A packed LM head: outputs in float32, not rounded to the weights' dtype where kernels can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.single(x)
+
+
+class FastLMHead(LMHead):
+    """An `LMHead` in the form that this CPU multiplies fastest.
+
+    Args:
+        head: which this replaces; its `linear` is an `nn.Linear`.
+    """
+
+    def __init__(self, head: LMHead) -> None:
+        super().__init__(head.linear, head.cap)
+        assert isinstance(head.linear, nn.Linear)
+        self._plain = head
+        self._whole, self._forget_rows = pack_like(head.linear, directory=cache_dir())
+
+    def select(self, token_ids: Tensor | None) -> nn.Module:
+        head = self._plain.select(token_ids)
+        if head is self.linear:
+            return self._whole
+        self._forget_rows()
+        return head
+
+    def best(self, states_NE: Tensor) -> Tensor:
+        """See `LMHead.best`; kernels write no logits."""
+        matrix = self._whole.matrix if isinstance(self._whole, PackedHead) else None
+        if matrix is None or self.cap is not None or states_NE.requires_grad:
+            return super().best(states_NE)
+        return matrix.best(states_NE)
+
+
+def fast_draft_head(
+    target: Target, token_ids: Tensor | None, moment_EE: Tensor | None = None
+) -> nn.Module:
+    """`Target.draft_head`, packed where that helps.
+
+    Args:
+        target: whose head it is.
+        token_ids: the draft vocabulary.
+        moment_EE: how drafted states vary together; with it the head may be rounded.
+    """
+    head = target.draft_head(token_ids)
+    if head is target.draft_head(None) or not isinstance(head, nn.Linear):
+        return head
+    return draft_rows(head, moment_EE)
 
 
 def draft_rows(rows: nn.Linear, moment_EE: Tensor | None) -> nn.Module:
-    """Rows of a head for drafts, packed where that helps; rounded where they may be.
-
-    Args:
-        rows: of the head.
-        moment_EE: how drafted states vary together; without it nothing is rounded.
-    """
+    """Rows of a head for drafts, packed where that helps; rounded with a moment."""
     if not can_pack(rows.weight.dtype, rows.weight.device):
         return rows
-    return _settled(PackedLinear(rows, drafts=moment_EE is not None, moment_II=moment_EE))
+    return _in_large_pages(PackedHead(rows, drafts=moment_EE is not None, moment_II=moment_EE))
 
 
-def _settled(head: PackedLinear) -> PackedLinear:
+def _in_large_pages(head: PackedHead) -> PackedHead:
     if head.matrix is not None:
-        head.matrix.settle()
+        head.matrix.use_large_pages()
     return head
 
 
 def map_into_memory(table: Tensor, directory: Path) -> Callable[[], None]:
-    """Let a tensor's numbers live in a file, of which only what is read takes memory.
+    """Back the tensor with an unlinked mmap so that only touched pages are resident.
 
-    The file has no name, and is gone with the tensor. Without room for it all stays as it is.
+    Without room on the disk the tensor stays in memory.
 
     Args:
         table: contiguous, on the CPU; changed in place.
         directory: on a disk, made where it is missing.
 
     Returns:
-        A call that gives back the memory of what was read so far; nothing may have been written.
+        A function that drops all resident pages; the tensor must not have been written to.
     """
     numbers = table.detach().view(torch.uint8).numpy()
     try:

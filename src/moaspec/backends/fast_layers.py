@@ -12,7 +12,6 @@ R rotated dims, E hidden size.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,15 +20,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
+from moaspec.backends.cpu.cpu_attention import MOST_QUERIES, fast_attention
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
 from moaspec.backends.pack import is_silu, joint_matrix, joint_product
-from moaspec.model.layers import fold_mask, masked_attention, merge_heads
+from moaspec.model.layers import fold_mask, merge_heads
+from moaspec.target.decoder_layers import cache_argument
 
 Norm = Callable[[Tensor], Tensor]
-
-WriteKV = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(layer index, new key_BHTD, new value_BHTD) -> (key_BHSD, value_BHSD) to attend to."""
 
 
 class CacheUpdate(Protocol):
@@ -42,25 +39,13 @@ class CacheUpdate(Protocol):
         ...
 
 
-class KVCapture:
-    """Stands in for transformers' cache and passes keys and values to an operation."""
-
-    def __init__(self, write: WriteKV) -> None:
-        self._write = write
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        return self._write(layer_idx, key_states, value_states)
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """What layers of one type share in a pass.
+    """Inputs that all layers of one type share in a pass.
 
     Attributes:
         cos_BTR: cosines; float32 for kernels.
-        sin_BTR: sines, likewise.
+        sin_BTR: sines; float32 for kernels.
         mask: added to scores, (B, 1, T, S), folded where that can be (see `fold_mask`), or boolean
             where kernels attend; None is plain causal attention.
     """
@@ -149,11 +134,11 @@ class FastLayer:
         self.fused = self._as_fused(attention, mlp)
 
     def __call__(
-        self, states_BTE: Tensor, *args: Any, reading: AttentionInputs | None = None, **kwargs: Any
+        self, states_BTE: Tensor, *args: Any, inputs: AttentionInputs | None = None, **kwargs: Any
     ) -> Any:
-        if reading is None:
+        if inputs is None:
             return self._own_forward(states_BTE, *args, **kwargs)
-        return self._forward(states_BTE, reading, kwargs[self._cache_argument])
+        return self._forward(states_BTE, inputs, kwargs[self._cache_argument])
 
     def _as_fused(self, attention: Any, mlp: Any) -> FusedLayer | None:
         before_read, after_read, before_mlp, after_mlp = self._norms
@@ -183,36 +168,38 @@ class FastLayer:
             head_dim=self._head_dim,
         )
 
-    def _forward(self, x_BTE: Tensor, reading: AttentionInputs, tap: CacheUpdate) -> Tensor:
+    def _forward(self, x_BTE: Tensor, inputs: AttentionInputs, cache: CacheUpdate) -> Tensor:
         if self.fused is not None and not x_BTE.requires_grad:
-            heads_BTXD = self.fused.project(x_BTE, reading.cos_BTR, reading.sin_BTR)
+            heads_BTXD = self.fused.project(x_BTE, inputs.cos_BTR, inputs.sin_BTR)
             parts = heads_BTXD.split(self._splits, dim=2)
-            return self.fused.finish(x_BTE, self._read(parts, reading, tap))
+            return self.fused.finish(x_BTE, self._attend(parts, inputs, cache))
         before_read, after_read, before_mlp, after_mlp = self._norms
-        x_BTE = x_BTE + after_read(self._attend(before_read(x_BTE), reading, tap))
+        x_BTE = x_BTE + after_read(self._attention(before_read(x_BTE), inputs, cache))
         return x_BTE + after_mlp(self._mlp(before_mlp(x_BTE)))
 
-    def _attend(self, x_BTE: Tensor, reading: AttentionInputs, tap: CacheUpdate) -> Tensor:
+    def _attention(self, x_BTE: Tensor, inputs: AttentionInputs, cache: CacheUpdate) -> Tensor:
         H, J, D = self._num_heads, self._num_kv_heads, self._head_dim
         joined = self._qkv(x_BTE)
         if self._q_norm is not None:
             joined = self._with_norms(joined)
         heads = joined.unflatten(-1, (H + 2 * J, D))
-        rotated = reading.rotate(heads[:, :, : H + J])
+        rotated = inputs.rotate(heads[:, :, : H + J])
         parts = (rotated[:, :, :H], rotated[:, :, H:], heads[:, :, H + J :])
-        return self._output(self._read(parts, reading, tap))
+        return self._output(self._attend(parts, inputs, cache))
 
-    def _read(self, parts: Sequence[Tensor], reading: AttentionInputs, tap: CacheUpdate) -> Tensor:
+    def _attend(
+        self, parts: Sequence[Tensor], inputs: AttentionInputs, cache: CacheUpdate
+    ) -> Tensor:
         """What tokens read, (B, T, H * D), of rotated queries and keys, and values, (B, T, , D)."""
         query_BHTD, key_BJTD, value_BJTD = (part.transpose(1, 2) for part in parts)
-        key_BJSD, value_BJSD = tap.update(key_BJTD, value_BJTD, self._index)
-        read_BHTD = masked_attention(
+        key_BJSD, value_BJSD = cache.update(key_BJTD, value_BJTD, self._index)
+        read_BHTD = fast_attention(
             query_BHTD,
             key_BJSD,
             value_BJSD,
-            reading.mask,
+            inputs.mask,
             scale=self.scale,
-            causal=reading.mask is None,
+            causal=inputs.mask is None,
         )
         return merge_heads(read_BHTD)
 
@@ -232,25 +219,19 @@ class FastLayer:
         return self._down(self._act(gate) * up)
 
 
-def cache_argument(module: nn.Module) -> str:
-    """What a model or layer calls the cache that it is handed: transformers renamed it in 5.24."""
-    names = inspect.signature(type(module).forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
-
-
 def make_fast(layers: Sequence[Any]) -> FusedStack | None:
     """Let decoder layers compute as `FastLayer` does, where they are asked to.
 
     Returns:
         All of them in one call, where kernels can compute them.
     """
-    lean = [FastLayer(layer) for layer in layers]
-    fused = [one.fused for one in lean if one.fused is not None]
-    for layer, one in zip(layers, lean, strict=True):
-        if len(fused) < len(lean):
+    fast = [FastLayer(layer) for layer in layers]
+    fused = [one.fused for one in fast if one.fused is not None]
+    for layer, one in zip(layers, fast, strict=True):
+        if len(fused) < len(fast):
             one.fused = None  # all or none, because they share a `AttentionInputs`
         layer.forward = one
-    return FusedStack(fused, lean[0].scale) if lean and len(fused) == len(lean) else None
+    return FusedStack(fused, fast[0].scale) if fast and len(fused) == len(fast) else None
 
 
 def _found(module: nn.Module, joined: tuple[str, ...], apart: tuple[str, ...]) -> list[nn.Module]:

@@ -1,7 +1,7 @@
-"""Forms of a weight: how this CPU multiplies it fastest.
+"""Layouts of a linear layer's weight, and which of them this CPU multiplies fastest.
 
-What a pass over a few tokens costs is what speculation lives on, and the kernels behind `nn.Linear`
-are poor at it, in ways that depend on dtype and CPU:
+Speculation needs cheap passes over a few tokens. The kernels behind `nn.Linear` are slow there, in
+ways that depend on dtype and CPU:
 
 - bf16, where `moaspec.backends.cpu` can be had: the weight is laid out for them.
 - bf16, elsewhere, with bf16 instructions: oneDNN copies the weight into its own layout on every
@@ -157,7 +157,7 @@ def _into_highest_range(weight: Tensor) -> float:
 
 
 class Fp32Linear:
-    """float32."""
+    """The weight in float32, for PyTorch's own product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self.bias = weight, bias
@@ -170,7 +170,7 @@ class Fp32Linear:
         return F.linear(x.float(), self._weight, self._added).to(x.dtype)
 
 
-def fastest_form(
+def fastest_backend(
     weight: Tensor, bias: Tensor | None, *, drafts: bool, moment_II: Tensor | None = None
 ) -> LinearBackend:
     """The form for this weight here; one in four bits only where it serves `drafts`."""

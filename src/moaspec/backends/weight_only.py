@@ -95,7 +95,7 @@ def quantise(model: Any, quantize: str, *, name: str, packed: bool) -> None:
 def in_groups(weight_OI: Tensor, bits: int) -> Tensor:
     """The nearest weight that is scale * code + zero in each group of 32 inputs, in its dtype.
 
-    Scales and zeros are float16, and results bf16 numbers, whatever the dtype.
+    Scales and zeros are float16, and results are bf16 numbers in the weight's dtype.
     """
     ao = _torchao()
     groups_XI = weight_OI.float().reshape(-1, BLOCK)
@@ -105,8 +105,8 @@ def in_groups(weight_OI: Tensor, bits: int) -> Tensor:
     # Above its zero a group starts at 0, so that torchao's own zeros, which are codes, are 0 too.
     above_XI = groups_XI - zero_X1
     scale_X, none_X = ao.choose_qparams_affine(above_XI, ao.MappingType[kind], sizes, *how)
-    # By scales as they are before float16: so a group's ends have the outermost codes, by which
-    # kernels find them out.
+    # With scales before rounding to float16: then a group's ends have the outermost codes, from
+    # which kernels recover the codes.
     codes_XI = ao.quantize_affine(above_XI, sizes, scale_X, none_X, *how)
     outputs = len(weight_OI)
     coded = QuantizedWeight(

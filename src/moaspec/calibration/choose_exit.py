@@ -1,8 +1,8 @@
-"""Which exit of a drafter decodes, where nobody names one.
+"""The choice of a drafter's exit for callers that name none.
 
-Drafts that go through more of the target's last layers are better and dearer, and which of both
-weighs more depends on the machine. What is known of it is stored: costs by `calibrate`, and how
-often drafts are accepted in the checkpoint. So the same drafter takes the same exit every time.
+Drafts through more of the target's last layers are accepted more often and cost more. Which of the
+two counts more depends on the machine. `calibrate` stores the costs, and the checkpoint stores the
+acceptance rates, so the same drafter takes the same exit every time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moaspec.target.target import Target
 
 @dataclass(frozen=True)
 class Exit:
-    """What is known of drafts through one exit.
+    """Costs and acceptance rates of drafts through one exit.
 
     Attributes:
         num_target_layers: N.

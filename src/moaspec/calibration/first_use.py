@@ -20,12 +20,12 @@ from moaspec.target.target import Target
 
 SWITCH = "MOASPEC_CALIBRATE"
 """Environment variable: "off" measures nothing but what `calibrate` is asked for."""
-LONGEST_S = 15.0
+MAX_EXPECTED_S = 15.0
 """What is expected to take longer is left to `moaspec calibrate`."""
-GIVEN_UP_S = 30.0
+TIME_LIMIT_S = 30.0
 """A measurement is given up then: other processes began to use the CPU."""
 BUSY = "other processes use the CPU"
-FEWEST_WEIGHTS = 10_000_000
+MIN_WEIGHTS = 10_000_000
 """Targets below that are toys, whose speed matters to nobody."""
 SAMPLES = 3
 """Passes that are timed for an estimate; a moment's disturbance slows a single one a lot."""
@@ -60,7 +60,7 @@ def measure_once(
     if why_not is not None:
         return exits, why_not
     advance("loading its parts")
-    due_s = time.monotonic() + GIVEN_UP_S
+    due_s = time.monotonic() + TIME_LIMIT_S
 
     def stopped() -> bool:
         if time.monotonic() > due_s:
@@ -88,7 +88,7 @@ class _GivenUpError(Exception):
 def _why_not(target: Target) -> str | None:
     if os.environ.get(SWITCH, "").lower() in {"off", "0", "false"}:
         return f"{SWITCH} is off"
-    if num_weights(target) < FEWEST_WEIGHTS:
+    if num_weights(target) < MIN_WEIGHTS:
         return f"{target.name} is too small to gain by it"
     reason = why_not_writable(cache_dir())
     if reason is not None:
@@ -97,7 +97,7 @@ def _why_not(target: Target) -> str | None:
     # Asked after the passes that this took: the reading of before may be as old as the program.
     if target.threads.crowded:
         return BUSY
-    return f"that takes about {seconds:.0f} s" if seconds > LONGEST_S else None
+    return f"that takes about {seconds:.0f} s" if seconds > MAX_EXPECTED_S else None
 
 
 def expected_s(target: Target) -> float:

@@ -1,8 +1,7 @@
-"""Measure once what each part of a round costs on this machine, and remember it.
+"""Measurement and storage of the costs of a round on this machine.
 
-A measurement belongs to one machine, target, drafter, dtype, what weights were rounded to, device
-and number of threads; a fingerprint of all of them names its file. Nothing is measured behind a
-caller's back: only when `calibrate` is called.
+A measurement holds for one machine, target, drafter, dtype, quantisation, device and number of
+threads. Its file is named by a fingerprint of them. Only `calibrate` measures.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import torch
 from moaspec.backends.cpu.build import instructions
 from moaspec.calibration.round_parts import RoundParts, TimedPart, TimedRounds
 from moaspec.drafting.draft_tree import Chain, Tree
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.errors import InputError
@@ -35,25 +35,25 @@ from moaspec.torch_settings import plain_torch
 
 FORMAT_VERSION = 8
 TOKENS = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
-"""Widths of passes. Every small one, because costs go in steps there, and decisions are made."""
+"""Tokens of the measured passes. All small sizes, because their costs rise in steps."""
 WIDTHS = (1, 2, 3, 4, 6, 8)
 CONTEXTS = (64, 1024)
 LEVELS = 3
-"""Levels of the trees whose growth is timed; what they cost beyond one level is shared out."""
+"""Levels of the timed trees. Each level below the first counts as an equal part of the rest."""
 DRAFTS = 2
-"""Length of the chains in whole rounds that are timed."""
+"""Length of the drafts in timed whole rounds."""
 WARM_UPS = 1
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Turns in which every part is timed once, of which the median counts.
+    """Number of turns. Every part is timed once per turn, and its median counts.
 
-    A machine that was busy for a second was so for all parts alike. The first turn does not count.
+    A machine that is busy for a second slows all parts alike. The first turn does not count.
 
     Attributes:
-        least, most: how many there are.
-        enough_s: seconds after which there are no more than `least`.
+        least, most: limits of the number.
+        enough_s: seconds after which the measurement ends when `least` turns are done.
     """
 
     least: int
@@ -99,10 +99,10 @@ def calibrate(
     numbers: Sequence[int | None] = [num_target_layers]
     if drafter is not None and num_target_layers is None:
         numbers = drafter.config.num_target_layers
-    draftings = [
-        MoAProposer(drafter, target, num_target_layers=n) for n in numbers if drafter is not None
-    ]
-    tables = _measured(target, draftings, QUICK_TURNS if quick else TURNS, advance, stopped)
+    proposers = []
+    if drafter is not None:
+        proposers = [FastMoAProposer(drafter, target, num_target_layers=n) for n in numbers]
+    tables = _measured(target, proposers, QUICK_TURNS if quick else TURNS, advance, stopped)
     for n, costs in zip(numbers, tables, strict=True):
         before = stored_costs(target, drafter, num_target_layers=n)
         if before is None or before.busy or not costs.busy:
@@ -131,14 +131,14 @@ def stored_costs(
         costs = {k: tuple(v) if isinstance(v, list) else v for k, v in costs.items()}
         return CostTable(**costs) if content["format_version"] == FORMAT_VERSION else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError, InputError):
-        # Whatever is wrong with it, measuring anew puts it right.
+        # A damaged file is replaced by the next measurement.
         return None
 
 
 def fingerprint(
     target: Target, drafter: MoADrafter | None = None, num_target_layers: int | None = None
 ) -> dict[str, Any]:
-    """Everything that costs depend on."""
+    """The facts that costs depend on."""
     facts: dict[str, Any] = {
         "machine": machine(target.device),
         "device": str(target.device),
@@ -168,7 +168,7 @@ def fingerprint(
 
 
 def machine(device: torch.device) -> str:
-    """The processor that does the work."""
+    """Name of the processor that runs the target."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return _cpu()
@@ -184,7 +184,7 @@ def _cpu() -> str:
                 name = line.partition(":")[2].strip()
                 break
     except OSError:
-        pass  # Not Linux: what platform knows has to do.
+        pass  # Not Linux: use the name from `platform`.
     return name
 
 
@@ -197,7 +197,7 @@ def _path(facts: dict[str, Any]) -> Path:
 @torch.inference_mode()
 def _measured(
     target: Target,
-    draftings: Sequence[MoAProposer],
+    proposers: Sequence[MoAProposer],
     turns: Turns,
     advance: Callable[[str], None],
     stopped: Callable[[], bool],
@@ -206,9 +206,9 @@ def _measured(
 
     All are timed in the same turns, so that they can be compared.
     """
-    benches = [RoundParts(target, drafting) for drafting in draftings] or [RoundParts(target, None)]
+    benches = [RoundParts(target, one) for one in proposers] or [RoundParts(target, None)]
     common = _TargetParts(benches[0])
-    drafts = [_DraftParts(bench) for bench in benches if bench.drafting is not None]
+    drafts = [_DraftParts(bench) for bench in benches if bench.proposer is not None]
     parts = [*common.parts, *chain(*(one.parts for one in drafts))]
     crowded: list[bool] = []
     for (turn, left), part in ((turn, part) for turn in _numbered(turns) for part in parts):
@@ -228,10 +228,10 @@ def _measured(
 
 
 class _TargetParts:
-    """Parts of a round that every exit shares.
+    """Parts of a round that all exits have in common.
 
     Args:
-        bench: makes them.
+        bench: makes the parts.
     """
 
     def __init__(self, bench: RoundParts) -> None:
@@ -250,7 +250,7 @@ class _TargetParts:
         ]
 
     def costs(self) -> CostTable:
-        """Of the target alone."""
+        """Costs of the target alone."""
         costs = CostTable(
             contexts=self._contexts,
             tokens=TOKENS,
@@ -266,15 +266,15 @@ class _TargetParts:
 
 
 class _DraftParts:
-    """Parts of a round that drafts through one exit add.
+    """Parts of a round that belong to drafts through one exit.
 
     Args:
-        bench: makes them.
+        bench: makes the parts.
     """
 
     def __init__(self, bench: RoundParts) -> None:
-        assert bench.drafting is not None
-        self._widths = tuple(w for w in WIDTHS if w <= bench.drafting.vocabulary)
+        assert bench.proposer is not None
+        self._widths = tuple(w for w in WIDTHS if w <= bench.proposer.vocabulary)
         self._root = bench.draft(Chain(1))
         self._grown = [(bench.draft(_one_level(w)), bench.draft(_grown(w))) for w in self._widths]
         self._encoded = [bench.encode(n) for n in TOKENS]
@@ -291,7 +291,7 @@ class _DraftParts:
         levels = LEVELS - 1
         costs = replace(
             costs,
-            # Drafted twice in each turn, so that a moment in which something else ran counts less.
+            # Timed twice in each turn, so that a short disturbance counts less.
             root_s=min(
                 part.median_s for part in (self._root, *(one for one, _ in self._grown[:1]))
             ),
@@ -303,7 +303,7 @@ class _DraftParts:
 
 
 def _numbered(turns: Turns) -> Iterator[tuple[int, str]]:
-    """Each turn's number, and in words how long the rest takes by those before."""
+    """The number of each turn, and a text that estimates the time left."""
     started = time.perf_counter()
     yield 0, ""
     for turn in range(1, WARM_UPS + turns.most):
@@ -324,5 +324,5 @@ def _grown(width: int) -> Tree:
 
 
 def _rising(seconds: list[float]) -> tuple[float, ...]:
-    """More work never takes less time; where it seemed to, something else was running."""
+    """Make times rise with the amount of work; other processes disturb the measurement."""
     return tuple(np.maximum.accumulate([max(0.0, s) for s in seconds]).tolist())

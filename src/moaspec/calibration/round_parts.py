@@ -1,4 +1,4 @@
-"""Parts of a round, each to be timed by itself, and whole rounds beside them.
+"""Timing of the parts of a round, and of whole rounds.
 
 Legend: B rows (one here), T tokens, L layers, K one layer's key and value.
 """
@@ -26,18 +26,18 @@ from moaspec.engine.result import Event
 from moaspec.target.target import Target
 
 TEXT = 64
-"""Tokens of the text that is drafted for."""
+"""Tokens of the text before the drafts."""
 
 
 @dataclass
 class TimedPart:
-    """Something that can be timed again and again.
+    """A call that can be timed several times.
 
     Attributes:
-        run: what is timed.
-        device: which is waited for.
-        before: what is run before each time, and does not count.
-        seconds: all times that count.
+        run: the call.
+        device: its queue is drained before each reading of the clock.
+        before: a call before each `run`, which is not timed.
+        seconds: the times that count.
     """
 
     run: Callable[[], object]
@@ -46,7 +46,7 @@ class TimedPart:
     seconds: list[float] = field(default_factory=list)
 
     def time(self, *, counts: bool = True) -> None:
-        """Run it once."""
+        """Run it once and record the time, if it counts."""
         if self.before is not None:
             self.before()
         elapsed = timed(self.run, self.device)[0]
@@ -55,24 +55,24 @@ class TimedPart:
 
     @property
     def median_s(self) -> float:
-        """Of the times that count."""
+        """Median of the times that count."""
         return statistics.median(self.seconds)
 
 
 class RoundParts:
-    """Makes parts, on made-up tokens: costs do not depend on which they are.
+    """Makes the parts of a round with arbitrary tokens, which costs do not depend on.
 
     Args:
-        target: what is timed.
-        drafting: the same; None where only the target is.
+        target: the target to time.
+        proposer: the proposer to time; None times the target alone.
     """
 
-    def __init__(self, target: Target, drafting: MoAProposer | None) -> None:
-        self.target, self.drafting = target, drafting
+    def __init__(self, target: Target, proposer: MoAProposer | None) -> None:
+        self.target, self.proposer = target, proposer
         self._cache = LocalVerifier(target).cache
 
     def target_pass(self, num_tokens: int, context: int) -> TimedPart:
-        """A pass over so many tokens after `context` others, behind one like it; no head."""
+        """A pass over `num_tokens` tokens after `context` others, without the head."""
         target, device, cache = self.target, self.target.device, self._cache
         sizes = PassSizes.of([0], [context], num_tokens, recorded=target.layers.records)
         tokens, visible = sizes.tokens, sizes.visible
@@ -88,48 +88,48 @@ class RoundParts:
                 write=cache.writer([0], [context], tokens, visible, steady=sizes.steady),
             )
 
-        # As in decoding, where the last pass has just read the same weights, keys and values.
+        # After the same pass, as in decoding: weights, keys and values are in the CPU's caches.
         return TimedPart(run, device, run)
 
     def head(self, num_tokens: int, *, logits: bool = False) -> TimedPart:
-        """The head and its best token, or its logits; behind a pass, as in a round."""
+        """The head and its best token, or its logits; after a pass, as in a round."""
         head = self.target.head if logits else self.target.best
         width = int(self.target.config.hidden_size)
-        # Not zeros, whose logits are all equal: to find the best of these takes longer.
+        # Not zeros: the search for the best of equal logits takes longer.
         states = torch.ones(num_tokens, width, dtype=self.target.dtype, device=self.target.device)
         return TimedPart(lambda: head(states), self.target.device, self._small_pass)
 
     def draft(self, shape: Tree) -> TimedPart:
-        """TreeProposer a tree."""
-        assert self.drafting is not None
-        drafting, length = self.drafting, self.text_length
+        """Drafting of one tree."""
+        assert self.proposer is not None
+        proposer, length = self.proposer, self.text_length
         features = self._features(length - 1)
         row = RowText(0, [0] * length)
 
         def behind_a_pass() -> None:
-            # In a round, the target's weights have just gone through the caches.
+            # As in a round, where the pass has filled the CPU's caches with the target's weights.
             self._small_pass()
-            drafting.share_target_cache(self._cache)
-            drafting.close(0)
-            drafting.observe(0, features)
-            drafting.num_read[0] = length - 1
+            proposer.share_target_cache(self._cache)
+            proposer.close(0)
+            proposer.observe(0, features)
+            proposer.num_read[0] = length - 1
 
-        return TimedPart(lambda: drafting.propose([row], shape), self.target.device, behind_a_pass)
+        return TimedPart(lambda: proposer.propose([row], shape), self.target.device, behind_a_pass)
 
     def encode(self, num_tokens: int) -> TimedPart:
-        """Encoding so many verified tokens."""
+        """Encoding `num_tokens` verified tokens."""
         return TimedPart(partial(self._features, num_tokens), self.target.device, self._small_pass)
 
     @property
     def text_length(self) -> int:
-        """Tokens of a made-up text."""
+        """Tokens of the text before the drafts."""
         return min(TEXT, self.target.max_positions // 2)
 
     def _small_pass(self) -> None:
         self.target_pass(1, 1).run()
 
     def _features(self, num_tokens: int) -> Any:
-        assert self.drafting is not None
+        assert self.proposer is not None
         target = self.target
         kv_1TLK = torch.zeros(
             (1, num_tokens, target.num_layers, target.identity.kv_size),
@@ -137,54 +137,47 @@ class RoundParts:
             device=target.device,
         )
         positions = torch.arange(num_tokens, device=target.device)[None]
-        (features,) = self.drafting.encode(kv_1TLK, positions, [num_tokens])
+        (features,) = self.proposer.encode(kv_1TLK, positions, [num_tokens])
         return features
 
 
 class TimedRounds:
-    """Whole rounds, which write the target's own answer to a made-up prompt.
+    """Whole rounds after an arbitrary prompt.
 
     Args:
-        bench: of the parts.
-        shape: what is drafted in each; None for none.
+        parts: target and proposer.
+        shape: of the drafts; None drafts nothing.
     """
 
-    def __init__(self, bench: RoundParts, shape: Chain | None) -> None:
-        target, self._bench, self._shape = bench.target, bench, shape
-        self._verifier = LocalVerifier(target, bench.drafting)
-        self._engine = Engine(
-            self._verifier,
-            bench.drafting,
-            vocab_size=target.vocab_size,
-            max_positions=target.max_positions,
-            rope_switches=target.rope_switches,
-            rope_growth=target.rope_growth,
-        )
-        self._seen: list[tuple[float, Event]] = []
+    def __init__(self, parts: RoundParts, shape: Chain | None) -> None:
+        target, self._parts, self._shape = parts.target, parts, shape
+        self._verifier = LocalVerifier(target, parts.proposer)
+        self._engine = Engine(self._verifier, parts.proposer, target=target)
+        self._rounds: list[tuple[float, Event]] = []
 
     def time(self, *, counts: bool = True) -> None:
         """Make one round of a new text."""
-        bench = self._bench
-        if bench.drafting is not None:
-            bench.drafting.share_target_cache(self._verifier.cache)
-            bench.drafting.close(0)
+        parts = self._parts
+        if parts.proposer is not None:
+            parts.proposer.share_target_cache(self._verifier.cache)
+            parts.proposer.close(0)
         shape = FixedPolicy(self._shape)
-        most = bench.target.max_positions
-        self._engine.add([0] * bench.text_length, max_new_tokens=most, shape=shape)
+        most = parts.target.max_positions
+        self._engine.add([0] * parts.text_length, max_new_tokens=most, shape=shape)
         self._engine.step()
         if self._engine.num_active:
-            self._engine.step()  # its shapes are new to the machine
+            self._engine.step()  # not timed: its shapes are new to PyTorch
         if self._engine.num_active:
-            elapsed, (event,) = timed(self._engine.step, bench.target.device)
+            elapsed, (event,) = timed(self._engine.step, parts.target.device)
             if counts:
-                self._seen.append((elapsed, event))
+                self._rounds.append((elapsed, event))
         self._engine.abort_all()
 
     def rest_s(self, costs: CostTable) -> float:
-        """Seconds of a round beyond what its parts take; 0 where no round was seen."""
-        length = self._bench.text_length
-        rests = [0.0] if not self._seen else []
-        for elapsed, event in self._seen:
+        """Seconds of a round less those of its parts; 0 if no round was timed."""
+        length = self._parts.text_length
+        rests = [0.0] if not self._rounds else []
+        for elapsed, event in self._rounds:
             drafts = len(event.tree.tokens)
             parts_s = float(costs.verify_s(1 + drafts, length))
             if drafts:

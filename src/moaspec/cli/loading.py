@@ -27,7 +27,7 @@ def load(
 ) -> tuple[Target, MoADrafter | Drafter | None]:
     """Load both, with a line that says in which dtype and with how many threads they run."""
     with console.loading(model, threads):
-        from moaspec.target.registry import load_target
+        from moaspec.backends.load import load_target
 
         target = load_target(
             model,
@@ -43,7 +43,7 @@ def load(
 
 def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter | Drafter | None:
     """The named drafter, else the one bundled for this target, else none (plain decoding)."""
-    from moaspec.generation.api import load_any_drafter
+    from moaspec.generation.drafters import load_any_drafter
 
     if name is not None:
         return load_any_drafter(name, target=target)

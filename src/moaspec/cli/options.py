@@ -13,7 +13,7 @@ from moaspec.cli.terminal import console
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
-    from moaspec.generation.api import RowOptions
+    from moaspec.generation.options import RowOptions
     from moaspec.target.target import Target
 
 MODEL = "smollm2-135m"
@@ -117,7 +117,7 @@ def settled(settings: RowOptions, target: Target) -> RowOptions:
 
     Says which of the model's defaults hold.
     """
-    from moaspec.generation.api import defaults_of
+    from moaspec.generation.options import defaults_of
 
     defaults = defaults_of(target, settings)
     console.tell_defaults(target, defaults)

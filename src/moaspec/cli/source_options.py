@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 import torch
 
+from moaspec.backends.load import load_target
 from moaspec.cli.loading import choose_drafter
 from moaspec.cli.terminal import console
 from moaspec.errors import InputError
 from moaspec.evaluate.method_names import KINDS, MethodResources, needed_checkpoints, parse_methods
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.runner import Encode
-from moaspec.generation.api import load_any_drafter
+from moaspec.generation.drafters import load_any_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.target.registry import load_target
 from moaspec.target.target import Target
 
 

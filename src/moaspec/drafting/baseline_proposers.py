@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moaspec.backends.pack import packed_copy
+from moaspec.backends.fast_drafter import packed_copy
+from moaspec.backends.fast_heads import fast_draft_head
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache
 from moaspec.drafting.protocols import Drafter, Features, Need, RowText
-from moaspec.drafting.tree_proposer import DraftRound, TokenBatch, TreeProposer, layer_cache
+from moaspec.drafting.tree_proposer import DraftRound, TokenBatch, TreeProposer
 from moaspec.model.checkpoint.baseline_checkpoint import Baseline
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.independent import IndependentDrafter
@@ -62,38 +63,38 @@ class EagleProposer(TreeProposer):
             self.hidden[row] = self.hidden[row][:length]
 
     def close(self, row: int) -> None:
-        """Forget a row."""
+        """Drop all data of a row."""
         super().close(row)
         self.hidden.pop(row, None)
 
-    def level(self, rows: Sequence[RowText], shape: Tree) -> DraftRound:
+    def draft_round(self, rows: Sequence[RowText], shape: Tree) -> DraftRound:
         """The head's passes of one round."""
         return _EagleRound(self, rows, shape)
 
 
 class _EagleRound(DraftRound):
-    drafting: EagleProposer
+    proposer: EagleProposer
 
-    def __init__(self, drafting: EagleProposer, rows: Sequence[RowText], shape: Tree) -> None:
-        super().__init__(drafting, rows, shape)
+    def __init__(self, proposer: EagleProposer, rows: Sequence[RowText], shape: Tree) -> None:
+        super().__init__(proposer, rows, shape)
         self._states_BUE: Tensor | None = None
 
-    def run_self_attention(self, reading: TokenBatch) -> Tensor:
+    def run_self_attention(self, batch: TokenBatch) -> Tensor:
         """True states with the text, predictions with drafts."""
-        (attend,), module = self._attentions(reading), self.drafting.packed
-        embeddings = self.drafting.target.embed(reading.token_ids_BT)
-        return module.read(embeddings, self._hidden(reading), reading.position_ids_BT, attend)
+        (attend,), module = self._attentions(batch), self.proposer.packed
+        embeddings = self.proposer.target.embed(batch.token_ids_BT)
+        return module.read(embeddings, self._hidden(batch), batch.position_ids_BT, attend)
 
-    def _hidden(self, reading: TokenBatch) -> Tensor:
+    def _hidden(self, batch: TokenBatch) -> Tensor:
         """The state that belongs to each token's predecessor, (B, T, E)."""
-        if reading.parent_slots_BT is not None:
+        if batch.parent_slots_BT is not None:
             assert self._states_BUE is not None, "the root comes first"
-            index = reading.parent_slots_BT[..., None].expand(-1, -1, self._states_BUE.shape[-1])
+            index = batch.parent_slots_BT[..., None].expand(-1, -1, self._states_BUE.shape[-1])
             return self._states_BUE.gather(1, index)
-        stop = reading.token_ids_BT.shape[1]
+        stop = batch.token_ids_BT.shape[1]
         known = [
-            self.drafting.hidden[row][start : start + stop]
-            for row, start in zip(self.indices, reading.starts, strict=True)
+            self.proposer.hidden[row][start : start + stop]
+            for row, start in zip(self.cache_rows, batch.starts, strict=True)
         ]
         return torch.stack(
             [torch.nn.functional.pad(one, (0, 0, 0, stop - len(one))) for one in known]
@@ -117,22 +118,23 @@ class IndependentProposer(TreeProposer):
         super().__init__(target, *_parts(module, target))
         self.module, self.packed = module, packed_copy(module)
 
-    def level(self, rows: Sequence[RowText], shape: Tree) -> DraftRound:
+    def draft_round(self, rows: Sequence[RowText], shape: Tree) -> DraftRound:
         """The layers' passes of one round."""
         return _IndependentRound(self, rows, shape)
 
 
 class _IndependentRound(DraftRound):
-    drafting: IndependentProposer
+    proposer: IndependentProposer
 
-    def run_self_attention(self, reading: TokenBatch) -> Tensor:
-        """All layers."""
-        module = self.drafting.packed
-        embeddings = self.drafting.target.embed(reading.token_ids_BT)
-        return module.read(embeddings, reading.position_ids_BT, self._attentions(reading))
+    def run_self_attention(self, batch: TokenBatch) -> Tensor:
+        """Run all layers over the tokens."""
+        module = self.proposer.packed
+        embeddings = self.proposer.target.embed(batch.token_ids_BT)
+        return module.read(embeddings, batch.position_ids_BT, self._attentions(batch))
 
 
 def _parts(module: Baseline, target: Target) -> tuple[Tensor | None, KVCache, nn.Module]:
     """Draft vocabulary, cache of the text, and head of a baseline."""
     ids, config = module.draft_token_ids, module.config
-    return ids, layer_cache(target, config.layer, config.num_layers), target.draft_head(ids)
+    head = fast_draft_head(target, ids)
+    return ids, KVCache.of(target, config.layer, config.num_layers), head

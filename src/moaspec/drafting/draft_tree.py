@@ -114,7 +114,7 @@ class PricedTree(Tree):
 
     @property
     def least_log_p(self) -> float:
-        """See `Tree`."""
+        """Limit for drafting on, see `Tree.least_log_p`."""
         return math.log(self.least) if self.least else -math.inf
 
     def kept(self, log_p: Sequence[float]) -> int:
@@ -193,10 +193,9 @@ class DraftTree:
     Attributes:
         tokens: by node.
         parents: by node, each before its children.
-        num_copied: the last so many nodes come from the text itself, not from the drafter.
-        levels: how many were drafted for it, of which the deepest may have no node here; 0 where
-            that is not known.
-        num_read: how many nodes were drafted on for it, here or not.
+        num_copied: number of nodes at the end that come from n-gram branches, not from the drafter.
+        levels: number of drafted levels, 0 if unknown; the deepest may have no node here.
+        num_read: number of drafted nodes that got children, here or not.
     """
 
     tokens: tuple[int, ...] = ()
@@ -220,7 +219,7 @@ class DraftTree:
 
     @cached_property
     def ancestors(self) -> npt.NDArray[np.bool_]:
-        """See `ancestor_matrix`."""
+        """The `ancestor_matrix` of the parents."""
         return causal(len(self.parents)) if self.is_chain else ancestor_matrix(self.parents)
 
 

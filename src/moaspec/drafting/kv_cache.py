@@ -1,7 +1,7 @@
 """Preallocated keys and values of many rows.
 
-Hugging Face's caches are rectangular: every row has the same length. Rows here have their own, and
-a pass may write slots that a later pass writes over, which is how rejected drafts disappear.
+Each row has its own length. A pass may write slots that a later pass overwrites; rejected drafts
+are overwritten in this way.
 
 Legend: L layers, R rows, H KV heads, S slots, D head dim; B rows of one pass, T tokens.
 """
@@ -12,19 +12,21 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moaspec.backends.cpu.cpu_attention import fast_attention
 from moaspec.backends.cpu.fused_layers import Slots
-from moaspec.model.layers import masked_attention
+from moaspec.model.drafter_config import LayerConfig
 
 SLOT_BUCKET = 256
 """Capacities are multiples of this, so that few distinct shapes occur."""
 
-MOST_RECORDED = 64
-"""Tokens of a row up to which passes are recorded; more take longer than launching them does."""
+MAX_RECORDED_TOKENS = 64
+"""Most tokens per row in a recorded pass. Longer passes take longer than their launches."""
 
 
 class KVCache:
@@ -54,19 +56,36 @@ class KVCache:
             empty = torch.zeros(num_layers, 2, 0, num_heads, 0, head_dim, dtype=dtype)
             self._data = empty.to(device)
 
+    @classmethod
+    def of(cls, target: Any, layer: LayerConfig | None = None, num_layers: int = 1) -> Self:
+        """A cache in the target's dtype and on its device.
+
+        Args:
+            target: the target, or the part of it on a device.
+            layer: shape of a drafter's layer; None is a cache for the target's own layers.
+            num_layers: of the drafter.
+        """
+        return cls(
+            num_layers=target.num_layers if layer is None else num_layers,
+            num_heads=target.num_kv_heads if layer is None else layer.num_kv_heads,
+            head_dim=target.head_dim if layer is None else layer.head_dim,
+            dtype=target.dtype,
+            device=target.device,
+        )
+
     @property
     def data(self) -> Tensor:
-        """The tensor itself, as it is now: growing replaces it."""
+        """The current tensor; `reserve` may replace it."""
         return self._data
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all keys and values."""
         return self._data.numel() * self._data.element_size()
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one token of one row."""
+        """Bytes of the keys and values of one token."""
         layers, two, _, heads, _, dim = self._data.shape
         return layers * two * heads * dim * self._data.element_size()
 
@@ -75,19 +94,19 @@ class KVCache:
         layers, two, old_rows, heads, old_slots, dim = self._data.shape
         if rows <= old_rows and slots <= old_slots:
             return
-        # TreeProposer by half again keeps the copying linear when rows join one by one.
+        # Growth by half keeps the copying linear when rows join one by one.
         rows = max(rows, old_rows * 3 // 2) if rows > old_rows else old_rows
         if slots > old_slots:
             slots = -(-max(slots, old_slots * 3 // 2) // SLOT_BUCKET) * SLOT_BUCKET
         else:
             slots = old_slots
-        with torch.inference_mode(mode=False):  # who grows it is not all that writes to it
+        with torch.inference_mode(mode=False):  # other callers write to it in other modes
             grown = self._data.new_zeros(layers, two, rows, heads, slots, dim)
         grown[:, :, :old_rows, :, :old_slots] = self._data
         self._data = grown
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         with torch.inference_mode(mode=False):
             self._data = self._data[:, :, :0, :, :0].clone()
 
@@ -100,27 +119,27 @@ class KVCache:
         *,
         steady: bool = False,
     ) -> KVWriter:
-        """The cache operation of one pass.
+        """A writer for one pass.
 
         Args:
             rows: the pass's rows, in its batch order.
             starts: first slot that each row writes.
             num_tokens: T, slots written per row (pads included).
-            visible: S', how many slots are handed back.
+            visible: S', slots that attention reads.
             steady: whether the pass may be recorded, see `PassSizes`.
         """
         kind = GraphSafeWriter if steady else KVWriter
         return kind(self._data, Slots(self._data, rows, starts, visible), num_tokens)
 
     def commit(self, row: int, start: int, slots: Sequence[int]) -> None:
-        """Keep `slots` (ascending) of a row by moving them to start, start + 1, ..."""
+        """Move `slots` (ascending) of a row to start, start + 1, ...: keep accepted drafts."""
         if list(slots) == list(range(start, start + len(slots))):
             return
         kept = self._data[:, :, row, :, list(slots)]
         self._data[:, :, row, :, start : start + len(slots)] = kept
 
     def append(self, row: int, start: int, key_LHTD: Tensor, value_LHTD: Tensor) -> None:
-        """Store keys and values that were computed elsewhere, from slot `start` on."""
+        """Store keys and values from slot `start` on."""
         stop = start + key_LHTD.shape[2]
         self._data[:, 0, row, :, start:stop] = key_LHTD
         self._data[:, 1, row, :, start:stop] = value_LHTD
@@ -139,7 +158,7 @@ class KVCache:
     def attentions(
         self, rows: Sequence[int], starts: Sequence[int], num_tokens: int, mask_B1TS: Tensor
     ) -> list[StoredAttention]:
-        """Storing and reading for each of a drafter's layers in one pass; see `writer`."""
+        """Attention over the cache for each of its layers in one pass; see `writer`."""
         write = self.writer(rows, starts, num_tokens, mask_B1TS.shape[-1])
         return [StoredAttention(write, mask_B1TS, layer) for layer in range(len(self._data))]
 
@@ -150,11 +169,11 @@ class KVCache:
 
 
 class KVWriter:
-    """One pass's writing to a cache and reading from it, layer by layer.
+    """Writes and reads the keys and values of one pass, layer by layer.
 
     Args:
         data: of the cache.
-        slots: which of it; kernels that run all layers go by these alone.
+        slots: rows and slots of the pass; kernels that run all layers use these alone.
         num_tokens: T, slots written per row.
     """
 
@@ -168,7 +187,7 @@ class KVWriter:
         if self._views is not None:
             return self._views[0][layer], self._views[1][layer]
         data, index = self._data[layer], self._index
-        # Rows apart from each other are copied, so after writing.
+        # Rows that are not adjacent are copied, so this comes after writing.
         keys, values = data[:, :, :, : self.slots.visible].unbind(0)
         return keys[index], values[index]
 
@@ -178,7 +197,7 @@ class KVWriter:
 
     @cached_property
     def _views(self) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
-        """Views of all layers at once: making them layer by layer costs as much as the copying."""
+        """Views of all layers, made at once: one by one they would cost as much as copies."""
         if not isinstance(self._index, slice):
             return None
         shown = self._data[:, :, self._index, :, : self.slots.visible]
@@ -219,24 +238,24 @@ class KVWriter:
 
 
 class GraphSafeWriter(KVWriter):
-    """A `KVWriter` that goes by tensors where it writes, so that its operations can be recorded.
+    """A `KVWriter` with its rows and slots in tensors, so that a CUDA graph can record it.
 
-    Rows that are neighbours are read without copying, as elsewhere, and are part of the recording;
-    others are looked up. It is a `moaspec.backends.cuda_graphs.GraphSafeWrite`.
+    Adjacent rows are read without a copy, and the graph holds their place; other rows are looked up
+    by index. It is a `moaspec.backends.cuda_graphs.GraphSafeWrite`.
     """
 
     def key(self) -> Hashable:
-        """Which memory is written and read, by place and shape: growing replaces it."""
+        """The memory that a graph holds, by address and shape."""
         neighbours = _neighbours(self.slots.rows_B)
         first = None if neighbours is None else neighbours.start
         return self._data.data_ptr(), self._data.shape, self.slots.visible, first
 
     def where(self) -> tuple[Tensor, ...]:
-        """Rows and slots that are written."""
+        """Rows and slots that the pass writes."""
         return self.places
 
     def at(self, places: tuple[Tensor, ...]) -> GraphSafeWriter:
-        """The same, with these tensors as places."""
+        """A writer for the slots in these tensors."""
         other = GraphSafeWriter(self._data, self.slots, self._num_tokens)
         other.places = places
         return other
@@ -253,12 +272,12 @@ class GraphSafeWriter(KVWriter):
 
 @dataclass(frozen=True)
 class PassSizes:
-    """How large a pass over a cache is.
+    """Sizes of a pass over a cache.
 
     Attributes:
         tokens: T of each row, pads included.
-        visible: S', slots that are handed back.
-        steady: whether it may be recorded; then there are few sizes.
+        visible: S', slots that attention reads.
+        steady: whether it may be recorded; recorded passes have few distinct sizes.
     """
 
     tokens: int
@@ -269,15 +288,15 @@ class PassSizes:
     def of(
         cls, rows: Sequence[int], starts: Sequence[int], longest: int, *, recorded: bool
     ) -> PassSizes:
-        """Sizes that have room for what is wanted.
+        """The smallest sizes with room for the tokens.
 
         Args:
-            rows: of the pass. Pieces of one row cannot have pads, which the next would write over.
+            rows: of the pass. Parts of one row have no pads, which would overwrite the next part.
             starts: first slot that each row writes.
             longest: tokens of the longest row.
             recorded: whether passes over a few tokens are recorded.
         """
-        if not recorded or longest > MOST_RECORDED or len(set(rows)) < len(rows):
+        if not recorded or longest > MAX_RECORDED_TOKENS or len(set(rows)) < len(rows):
             return cls(longest, max(starts) + longest, steady=False)
         tokens = 1 << (longest - 1).bit_length()
         visible = -(-(max(starts) + tokens) // SLOT_BUCKET) * SLOT_BUCKET
@@ -285,7 +304,7 @@ class PassSizes:
 
 
 class StoredAttention:
-    """What a drafter's layer does with keys and values: a `SelfAttend` over a cache.
+    """Self-attention of a drafter's layer over a cache, a `SelfAttend`.
 
     Args:
         write: of the pass.
@@ -300,11 +319,11 @@ class StoredAttention:
 
     def __call__(self, query_BHTD: Tensor, key_BJTD: Tensor, value_BJTD: Tensor) -> Tensor:
         keys, values = self._write(self._layer, key_BJTD, value_BJTD)
-        return masked_attention(query_BHTD, keys, values, self.mask)
+        return fast_attention(query_BHTD, keys, values, self.mask)
 
 
 class StoredMemory:
-    """A `CrossAttend` over a cache.
+    """Cross-attention over a cache with one layer, a `CrossAttend`.
 
     Args:
         cache: with one layer.
@@ -317,7 +336,7 @@ class StoredMemory:
         self._cache = cache
 
     def __call__(self, query_BHTD: Tensor) -> Tensor:
-        return masked_attention(query_BHTD, *self._view, self.mask)
+        return fast_attention(query_BHTD, *self._view, self.mask)
 
     @cached_property
     def _view(self) -> tuple[Tensor, Tensor]:
@@ -325,7 +344,7 @@ class StoredMemory:
 
 
 def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Rows as an index: neighbours as a slice, which copies nothing."""
+    """Rows as an index: adjacent rows as a slice, which copies nothing."""
     found = _neighbours(rows)
     return torch.tensor(rows, device=device) if found is None else found
 
@@ -345,15 +364,15 @@ def prefix_mask(lengths: Sequence[int], visible: int, device: torch.device) -> T
 
 
 def tree_mask(starts: Sequence[int], tree_BTU: Tensor, visible: int) -> Tensor:
-    """What each query may attend to in the cache.
+    """The slots of the cache that each query attends to.
 
     Args:
-        starts: per row, the first slot that is not common to all its queries.
+        starts: per row, the first slot that not all of its queries attend to.
         tree_BTU: bool; query t sees slot start + u.
-        visible: S', slots handed to the attention; at least max(starts) + U.
+        visible: S', slots that attention reads; at least max(starts) + U.
 
     Returns:
-        (B, 1, T, S') bool: all slots before start, then what `tree_BTU` says, then nothing.
+        (B, 1, T, S') bool: all slots before start, then those of `tree_BTU`, then none.
     """
     own = tree_BTU.shape[2]
     if len(set(starts)) == 1:

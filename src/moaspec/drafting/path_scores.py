@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moaspec.backends.cpu.fused_drafting import Coupling
 from moaspec.drafting.protocols import RowText
-from moaspec.sampling.choose import law, temperatures
+from moaspec.sampling.choose import temperatures
 from moaspec.sampling.noise import gumbel, seed_bits
 from moaspec.sampling.processors import survivors
 
@@ -97,13 +96,6 @@ class Ranking:
         facts_S3 = torch.tensor(facts, device=self._token_ids_V.device)
         seed_S1, choice_S1, position_S1 = facts_S3[..., None].unbind(1)
         return gumbel(seed_S1, choice_S1, position_S1, self._token_ids_V)
-
-
-def coupling(row: RowText) -> Coupling | None:
-    """The same ranking as kernels take it; None for a row that does not sample."""
-    if not row.sampling.samples:
-        return None
-    return Coupling(law(row.sampling, len(row.token_ids), sharpness=SHARPNESS), AGREEMENT)
 
 
 def coupled(perturbed_V: Tensor, breadth: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""The two roles in a round, so that local, remote and foreign ones are interchangeable.
+"""The interfaces of drafter and verifier.
 
-A *drafter* proposes; a *verifier* holds the target and decides. The only thing that crosses between
-them besides token ids are `features`: what the drafter's own encoder made of the target's
-activations, computed beside the target.
+A *drafter* proposes tokens. A *verifier* holds the target and accepts them; it may run in this
+process or on a server. Besides token ids, only `features` pass between them: the output of the
+drafter's encoder for the target's activations, computed beside the target.
 
 Legend: B batch, T tokens, L target layers, K one layer's key and value.
 """
@@ -20,26 +20,26 @@ from moaspec.sampling.params import GREEDY, Alternatives, SamplingParams
 
 Need = Literal["kv", "hidden"]
 Features = Any
-"""Made by a drafter's `encode`, understood by its `observe`, opaque to everything between."""
+"""The output of a drafter's `encode`, and the input of its `observe`; opaque to other code."""
 
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """One row's part of a verification.
+    """One text's part of a verification.
 
     Attributes:
-        row: which row.
-        num_verified: tokens of the row that are already verified and stay; 0 reads the row anew.
+        row: of the caches.
+        num_verified: tokens of the text whose keys and values stay; 0 processes the text from its
+            start.
         new_tokens: tokens to process that are already decided: the prompt, or the last accepted
             token.
-        tree: drafts that hang below the last known token.
-        sampling: how the row's tokens are chosen; with a seed where noise takes part.
-        prompt_length: how many of the row's tokens are its prompt.
-        encode: whether the drafter wants features now. Where it does not, a later request of the
-            row brings those of all tokens verified meanwhile.
-        text_length: tokens of the whole text where `new_tokens` ends before it, because a long
-            prompt is processed in pieces; 0 where it does not. Some rotary embeddings depend on
-            it.
+        tree: drafts below the last of them.
+        sampling: how tokens are chosen; with a seed if they are sampled.
+        prompt_length: how many of the text's tokens are its prompt.
+        encode: whether the drafter wants features now. If not, the features of all tokens that are
+            verified meanwhile come with a later request.
+        text_length: tokens of the whole text, if `new_tokens` is a chunk of a long prompt that ends
+            before it; else 0. Some rotary embeddings depend on it.
     """
 
     row: int
@@ -54,21 +54,21 @@ class VerifyRequest:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What the target decided.
+    """The target's decision for one request.
 
     Attributes:
         accepted: nodes of the request's tree that are the target's own choices, in order.
-        next_token: the target's choice after the last accepted node (or the last known token).
-        features: of all tokens verified since the row's last features (usually this request's
-            `new_tokens` and accepted ones); None where the request wanted none.
-        logprobs: where the row asks for them, log-probabilities of the accepted tokens and of
-            `next_token` under the target's own, unprocessed distribution.
-        top_logprobs: where it asks for them, the most probable tokens in place of each of these.
-        encode_s: seconds that the features of the whole pass took.
-        pass_s: seconds that the target's pass and head took; None where that is not known, as
-            across a network, or on a GPU, which computes while the CPU goes on.
-        tree: what `accepted` refers to where it is not the request's tree: a verifier across a
-            network may have sent what was drafted while the request waited.
+        next_token: the target's choice after the last accepted node (or the last new token).
+        features: of all tokens verified since the last features (usually this request's
+            `new_tokens` and accepted ones); None if the request wanted none.
+        logprobs: if requested, log-probabilities of the accepted tokens and of `next_token` under
+            the target's own, unprocessed distribution.
+        top_logprobs: if requested, the most probable tokens at the position of each of these.
+        encode_s: seconds of encoding in the whole pass.
+        pass_s: seconds of the target's pass and head; None if unknown, as across a network or on a
+            GPU, which computes asynchronously.
+        tree: the tree of `accepted`, if it is not the request's: a verifier across a network may
+            have sent newer drafts while the request waited.
     """
 
     accepted: tuple[int, ...]
@@ -85,22 +85,22 @@ class Verifier(Protocol):
     """Holds the target. Awaitable, because it may be across a network."""
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        """Decide all requests and keep what was accepted; answers in the same order."""
+        """Verify all requests and keep the accepted tokens; results are in the same order."""
         ...
 
     def close(self, row: int) -> None:
-        """Forget a row."""
+        """Drop all data of a row."""
         ...
 
 
 @dataclass(frozen=True)
 class RowText:
-    """A row as a drafter sees it: all its tokens; the last one has no activations yet.
+    """One text to draft for; its last token has no activations yet.
 
     Attributes:
-        row: which row.
+        row: of the caches.
         token_ids: prompt and output; a draft below the last of them has position `len(token_ids)`.
-        sampling: the row's settings, so that drafts can use the noise that the target will use.
+        sampling: its settings, so that drafts can use the same noise as the target.
     """
 
     row: int
@@ -109,18 +109,18 @@ class RowText:
 
 
 DRAFTER_METHODS = ("needs", "encode", "observe", "propose", "rollback", "close")
-"""What an object must have to be a `Drafter`."""
+"""The attributes that make an object a `Drafter`."""
 
 
 class Drafter(Protocol):
-    """Proposes tokens. `needs` says which of the target's activations `encode` wants: one kind."""
+    """Proposes tokens. `needs` names the kind of target activations that `encode` takes."""
 
     needs: frozenset[Need]
 
     def encode(
         self, activations_1N: Tensor, position_ids_1N: Tensor, counts: Sequence[int]
     ) -> list[Features]:
-        """Runs beside the target: what `observe` needs to know of newly verified tokens.
+        """Encode newly verified tokens for `observe`; runs beside the target.
 
         Args:
             activations_1N: of N tokens, those of several rows one after another: keys and values
@@ -134,17 +134,17 @@ class Drafter(Protocol):
         ...
 
     def observe(self, row: int, features: Features) -> None:
-        """Take in features of newly verified tokens, which follow those seen before."""
+        """Store features of newly verified tokens, which follow the earlier ones."""
         ...
 
     def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
-        """Draft for every row, below its last token."""
+        """Draft below the last token of every text."""
         ...
 
     def rollback(self, row: int, length: int) -> None:
-        """Forget all but a row's first `length` verified tokens: its text goes on otherwise."""
+        """Keep only the first `length` verified tokens of a row: the text continues differently."""
         ...
 
     def close(self, row: int) -> None:
-        """Forget a row."""
+        """Drop all data of a row."""
         ...

@@ -1,4 +1,4 @@
-"""Drafters that need nothing but text."""
+"""Base class of drafters without a network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moaspec.drafting.protocols import Features, Need, RowText
 
 
 class TextProposer(ABC):
-    """A `Drafter` without model: drafts are a function of the row's tokens."""
+    """A `Drafter` whose drafts depend only on the tokens of the text."""
 
     needs: frozenset[Need] = frozenset()
 
@@ -27,14 +27,14 @@ class TextProposer(ABC):
     def encode(
         self, _kv_1NLK: Tensor, _position_ids_1N: Tensor, counts: Sequence[int]
     ) -> list[Features]:
-        """No features."""
+        """One None per count: there are no features."""
         return [None] * len(counts)
 
     def observe(self, row: int, features: Features) -> None:  # noqa: B027 - nothing to take in
-        """Nothing to take in."""
+        """Does nothing: there are no features."""
 
     def rollback(self, row: int, length: int) -> None:  # noqa: B027 - nothing to forget
-        """Nothing to forget."""
+        """Does nothing: there is no state."""
 
     def close(self, row: int) -> None:  # noqa: B027 - nothing to forget
-        """Nothing to forget."""
+        """Does nothing: there is no state."""

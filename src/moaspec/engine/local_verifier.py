@@ -1,7 +1,7 @@
-"""The local verifier: target, its cache, and the drafter's encoder beside it.
+"""Verification with a target in this process, its KV cache, and the drafter's encoder.
 
-Legend: B rows of one pass, T tokens, L layers, H KV heads, D head dim, N verified tokens of all
-rows.
+Legend: B rows of one pass, T tokens, L layers, H KV heads, D head dim, E hidden size, N verified
+tokens or tree nodes of all requests, K keys and values of one layer.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from moaspec.drafting.draft_tree import causal
 from moaspec.drafting.kv_cache import KVCache, PassSizes, tree_mask
 from moaspec.drafting.protocols import Drafter, Need, VerifyRequest, VerifyResult
 from moaspec.engine.accept import Acceptance, accept, accept_greedy
+from moaspec.engine.position_rules import PositionRules
 from moaspec.target.target import Target
 from moaspec.torch_settings import plain_torch
 
 PREFILL_CHUNK_TOKENS = 1024
-"""Longest stretch of prompt in one pass; bounds the memory of its mask and activations."""
+"""Most prompt tokens in one pass; bounds the memory of its mask and activations."""
 
-TOLERATED_PADS = 1.5
-"""Tokens of a pass, pads included, over those that are wanted; beyond, long rows are split."""
+MAX_PAD_RATIO = 1.5
+"""Limit of the tokens of a pass, with pads, over its tokens without; beyond it long rows are
+split."""
 
-MIN_WIDTH = 16
-"""Rows that are split are at least so wide."""
+MIN_SPLIT_TOKENS = 16
+"""Fewest tokens of a row that is split."""
 
-HEAD_NODES = 256
-"""Logits of at most so many nodes (but at least one row's) exist at a time."""
+MAX_HEAD_NODES = 256
+"""Most nodes whose logits exist at a time (but at least one request's)."""
 
 
 class _Stopwatch:
-    """Adds up the seconds spent inside it."""
+    """Sums the seconds of the blocks that it is entered for."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -48,42 +50,50 @@ class _Stopwatch:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """One row's tokens in a pass: the end of `known`, then the tree."""
+class _PassRow:
+    """One row of a pass: the last of a request's new tokens, then its tree.
+
+    Attributes:
+        request: the request.
+        start: position of the first token.
+        tokens: new tokens, then drafts.
+        num_new: how many of them are new tokens.
+    """
 
     request: VerifyRequest
-    start: int  # position of the first of these tokens
+    start: int
     tokens: tuple[int, ...]
-    num_known: int
+    num_new: int
 
     @property
     def positions(self) -> list[int]:
-        last = self.start + self.num_known - 1
-        depths = self.request.tree.depths if len(self.tokens) > self.num_known else []
+        """The position of each token; a draft's is that of its depth below the root."""
+        last = self.start + self.num_new - 1
+        depths = self.request.tree.depths if self.drafted else []
         return [*range(self.start, last + 1), *(last + depth for depth in depths)]
 
     @property
-    def length(self) -> int:
-        """Tokens of the text, whatever part of it this pass holds."""
+    def text_length(self) -> int:
+        """Tokens of the whole text; the pass may hold only a part of them."""
         return self.request.text_length or self.request.num_verified + len(self.request.new_tokens)
 
     @property
     def drafted(self) -> bool:
-        """Whether a tree is among the tokens."""
-        return len(self.tokens) > self.num_known
+        """Whether the row has drafts."""
+        return len(self.tokens) > self.num_new
 
-    def pieces(self, width: int) -> list[_Plan]:
-        """A stretch of text as several plans of `width`, of which the last may be shorter.
+    def split(self, width: int) -> list[_PassRow]:
+        """This row split into rows of `width` tokens; the last one may be shorter.
 
-        Each sees what those before it write in the same pass, because a layer stores all keys
-        before any are read. None but the last has pads, which would be written over the next.
+        Each attends to the rows before it in the same pass, because a layer stores all keys before
+        it computes attention. Only the last has pads, since pads overwrite the slots behind a row.
         """
         if self.drafted:
             return [self]
         cuts = range(0, len(self.tokens), width)
         parts = [self.tokens[cut : cut + width] for cut in cuts]
         return [
-            _Plan(self.request, self.start + cut, part, len(part))
+            _PassRow(self.request, self.start + cut, part, len(part))
             for cut, part in zip(cuts, parts, strict=True)
         ]
 
@@ -101,18 +111,12 @@ class LocalVerifier:
         self._needs: frozenset[Need] = drafter.needs if drafter is not None else frozenset()
         self._encode = drafter.encode if drafter is not None and self._needs else None
         self._texts: dict[int, list[int]] = {}
-        self._encoded: dict[int, int] = {}  # tokens of each row whose features were given out
-        self._held: dict[int, Tensor] = {}  # final states of later ones, (n, E)
-        self._target_time = _Stopwatch()  # in its passes and head, of this call
-        self._grows = target.rope_growth is not None
-        self._device = target.device  # asking a model takes a walk through its parameters
-        self.cache = KVCache(
-            num_layers=target.num_layers,
-            num_heads=target.num_kv_heads,
-            head_dim=target.head_dim,
-            dtype=target.dtype,
-            device=self._device,
-        )
+        self._encoded: dict[int, int] = {}  # by row, tokens whose features were returned
+        self._held: dict[int, Tensor] = {}  # final states of later tokens, (n, E)
+        self._target_time = _Stopwatch()  # passes and head of the current call
+        self._rules = PositionRules.of(target)
+        self._device = target.device  # `device` of a module searches its parameters
+        self.cache = KVCache.of(target)
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """One target pass for all requests (long prompts take several before it)."""
@@ -125,10 +129,10 @@ class LocalVerifier:
         return self.cache.num_bytes
 
     def close(self, row: int) -> None:
-        """Nothing to do: a row's slots and text are written over by whoever uses it next."""
+        """Does nothing: the next request in this row overwrites its slots and text."""
 
     def release(self) -> None:
-        """Give the cache's memory back; no row may be in use."""
+        """Free the cache's memory; no row may be in use."""
         self.cache.release()
         self._texts.clear()
         self._encoded.clear()
@@ -136,15 +140,13 @@ class LocalVerifier:
 
     def _verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         self._target_time = _Stopwatch()
-        plans, early = self._prefill(requests)
-        states = self._states(plans)
-        decisions = self._decide(plans, states)
+        rows, early = self._prefill(requests)
+        states = self._states(rows)
+        decisions = self._decide(rows, states)
         if "hidden" in self._needs:
-            for done, plan, states_TE, decision in zip(
-                early, plans, states, decisions, strict=True
-            ):
-                nodes = [plan.num_known + node for node in decision.accepted]
-                done += [states_TE[: plan.num_known], states_TE[nodes]]
+            for done, row, states_TE, decision in zip(early, rows, states, decisions, strict=True):
+                nodes = [row.num_new + node for node in decision.accepted]
+                done += [states_TE[: row.num_new], states_TE[nodes]]
         for request, decision in zip(requests, decisions, strict=True):
             root = request.num_verified + len(request.new_tokens) - 1
             slots = [root + 1 + node for node in decision.accepted]
@@ -167,71 +169,76 @@ class LocalVerifier:
             for decision, feature in zip(decisions, features, strict=True)
         ]
 
-    def _prefill(self, requests: Sequence[VerifyRequest]) -> tuple[list[_Plan], list[list[Tensor]]]:
-        """Run all but the last stretch of long `known` tokens; plan the deciding pass.
+    def _prefill(
+        self, requests: Sequence[VerifyRequest]
+    ) -> tuple[list[_PassRow], list[list[Tensor]]]:
+        """Process all but the last chunk of long prompts.
 
         Returns:
-            A plan per request, and the final states of what was run, (n, E) each, where needed.
+            A row per request for the pass that decides, and the final states of the processed
+            tokens, (n, E) each, if the drafter needs them.
         """
-        plans: list[_Plan] = []
+        rows: list[_PassRow] = []
         early: list[list[Tensor]] = []
         for request in requests:
-            start, known = request.num_verified, request.new_tokens
+            start, tokens = request.num_verified, request.new_tokens
             early.append([])
-            while len(known) > PREFILL_CHUNK_TOKENS:
-                chunk, known = known[:PREFILL_CHUNK_TOKENS], known[PREFILL_CHUNK_TOKENS:]
-                states_1TE = self._pass([_Plan(request, start, chunk, len(chunk))])
+            while len(tokens) > PREFILL_CHUNK_TOKENS:
+                chunk, tokens = tokens[:PREFILL_CHUNK_TOKENS], tokens[PREFILL_CHUNK_TOKENS:]
+                states_1TE = self._pass([_PassRow(request, start, chunk, len(chunk))])
                 if "hidden" in self._needs:
                     early[-1].append(states_1TE[0])
                 start += len(chunk)
-            plans.append(_Plan(request, start, known + request.tree.tokens, len(known)))
-        return plans, early
+            rows.append(_PassRow(request, start, tokens + request.tree.tokens, len(tokens)))
+        return rows, early
 
-    def _states(self, plans: Sequence[_Plan]) -> list[Tensor]:
-        """One pass over all plans: final states of each one's tokens, (n, E)."""
-        pieces = [plan.pieces(_width(plans)) for plan in plans]
-        hidden_BTE = self._pass([piece for parts in pieces for piece in parts])
+    def _states(self, rows: Sequence[_PassRow]) -> list[Tensor]:
+        """One pass over all rows: the final states of each one's tokens, (n, E)."""
+        split = [row.split(_width(rows)) for row in rows]
+        hidden_BTE = self._pass([part for parts in split for part in parts])
         states: list[Tensor] = []
         first = 0
-        for parts in pieces:
-            own = [hidden_BTE[first + i, : len(one.tokens)] for i, one in enumerate(parts)]
+        for parts in split:
+            own = [hidden_BTE[first + i, : len(part.tokens)] for i, part in enumerate(parts)]
             states.append(_joined(own, 0))
             first += len(parts)
         return states
 
-    def _pass(self, plans: Sequence[_Plan]) -> Tensor:
-        """Run the target over every plan's tokens, right-padded: (B, T, E) final states."""
-        rows, starts = [p.request.row for p in plans], [p.start for p in plans]
-        wanted = max(len(plan.tokens) for plan in plans)
-        sizes = PassSizes.of(rows, starts, wanted, recorded=self.target.layers.records)
+    def _pass(self, rows: Sequence[_PassRow]) -> Tensor:
+        """Run the target over the tokens of all rows, right-padded: (B, T, E) final states."""
+        cache_rows, starts = [row.request.row for row in rows], [row.start for row in rows]
+        wanted = max(len(row.tokens) for row in rows)
+        sizes = PassSizes.of(cache_rows, starts, wanted, recorded=self.target.layers.records)
         longest, visible = sizes.tokens, sizes.visible
-        self.cache.reserve(max(rows) + 1, visible)
-        tree_BTT = np.stack([_visible_matrix(plan, longest) for plan in plans])
-        numbers = [[_padded(p.tokens, longest), _padded(p.positions, longest)] for p in plans]
+        self.cache.reserve(max(cache_rows) + 1, visible)
+        tree_BTT = np.stack([_visible_matrix(row, longest) for row in rows])
+        numbers = [[_padded(row.tokens, longest), _padded(row.positions, longest)] for row in rows]
         tokens_BT, positions_BT = (
             torch.from_numpy(np.array(numbers, np.int64)).to(self._device).unbind(1)
         )
         mask_B1TS = tree_mask(starts, torch.from_numpy(tree_BTT).to(self._device), visible)
-        lengths = [p.request.prompt_length if self._grows else p.length for p in plans]
+        lengths = [
+            self._rules.rope_length(row.request.prompt_length, row.text_length) for row in rows
+        ]
         lengths_B = torch.tensor(lengths, device=self._device)
         with self._target_time:
             return self.target.run(
                 tokens_BT,
                 positions_BT,
                 mask_B1TS=mask_B1TS,
-                write=self.cache.writer(rows, starts, longest, visible, steady=sizes.steady),
+                write=self.cache.writer(cache_rows, starts, longest, visible, steady=sizes.steady),
                 lengths_B=lengths_B,
             )
 
-    def _decide(self, plans: Sequence[_Plan], states: Sequence[Tensor]) -> list[Acceptance]:
-        """The target's choices along each tree, up to the first that was not drafted."""
+    def _decide(self, rows: Sequence[_PassRow], states: Sequence[Tensor]) -> list[Acceptance]:
+        """Accept the drafts of each tree that the target chooses itself."""
         decisions: list[Acceptance] = []
-        for group in _groups(plans):
+        for group in _groups(rows):
             own = states[len(decisions) : len(decisions) + len(group)]
             needed = [
-                states_TE[plan.num_known - 1 :] for plan, states_TE in zip(group, own, strict=True)
+                states_TE[row.num_new - 1 :] for row, states_TE in zip(group, own, strict=True)
             ]
-            requests = [plan.request for plan in group]
+            requests = [row.request for row in group]
             states_NE, texts = _joined(needed, 0), [self._text(one) for one in requests]
             if any(one.sampling.needs_logits for one in requests):
                 with self._target_time:
@@ -244,12 +251,12 @@ class LocalVerifier:
         return decisions
 
     def _text(self, request: VerifyRequest) -> list[int]:
-        """All tokens of a row up to the root; whatever follows `base` is replaced by `known`.
+        """All tokens of a request up to the root: the verified ones, then `new_tokens`.
 
-        The walk along the tree appends to it, so that the next round finds what was accepted.
+        Acceptance appends to it, so that the next round finds the accepted tokens.
         """
         text = self._texts.setdefault(request.row, [])
-        assert len(text) >= request.num_verified, "a row's base is at most what was verified"
+        assert len(text) >= request.num_verified, "num_verified exceeds the text"
         text[request.num_verified :] = request.new_tokens
         return text
 
@@ -259,7 +266,7 @@ class LocalVerifier:
         num_accepted: Sequence[int],
         hidden: Sequence[Sequence[Tensor]],
     ) -> list[object]:
-        """The drafter's encoding of all committed tokens of a row that it has not encoded yet."""
+        """The drafter's encoding of all verified tokens that it has not encoded yet."""
         features: list[object] = [None] * len(requests)
         activations: list[Tensor] = []
         positions: list[int] = []
@@ -284,53 +291,53 @@ class LocalVerifier:
         return features
 
     def _hold(self, request: VerifyRequest, start: int, fresh: Sequence[Tensor]) -> None:
-        """Keep final states from `start` on until they are encoded; no cache has them."""
+        """Keep final states from `start` on until they are encoded; no cache holds them."""
         if "hidden" in self._needs:
             held = self._held.get(request.row)
             earlier = [] if held is None else [held[: request.num_verified - start]]
             self._held[request.row] = torch.cat([*earlier, *fresh])
 
     def _activations(self, row: int, start: int, stop: int) -> Tensor:
-        """What the drafter encodes of a row's tokens: (1, n, L, K), or final states (1, n, E)."""
+        """The encoder's input: keys and values (1, n, L, K), or final states (1, n, E)."""
         if "hidden" in self._needs:
             return self._held.pop(row)[None]
         return self.cache.features(row, start, stop)
 
 
-def _width(plans: Sequence[_Plan]) -> int:
-    """Tokens of a pass's rows: as many as the longest plan has, unless pads would cost too much."""
-    sizes = [len(plan.tokens) for plan in plans]
-    if len(sizes) * max(sizes) <= TOLERATED_PADS * sum(sizes):
+def _width(rows: Sequence[_PassRow]) -> int:
+    """Tokens of each row of a pass: those of the longest, unless pads would cost too much."""
+    sizes = [len(row.tokens) for row in rows]
+    if len(sizes) * max(sizes) <= MAX_PAD_RATIO * sum(sizes):
         return max(sizes)
-    return max([MIN_WIDTH, *(len(plan.tokens) for plan in plans if plan.drafted)])
+    return max([MIN_SPLIT_TOKENS, *(len(row.tokens) for row in rows if row.drafted)])
 
 
-def _groups(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:
-    """Consecutive rows whose nodes fit into one call of the head."""
-    group: list[_Plan] = []
+def _groups(rows: Sequence[_PassRow]) -> Iterator[list[_PassRow]]:
+    """Split rows into groups whose nodes fit into one call of the head."""
+    group: list[_PassRow] = []
     nodes = 0
-    for plan in plans:
-        own = 1 + len(plan.request.tree.tokens)
-        if group and nodes + own > HEAD_NODES:
+    for row in rows:
+        own = 1 + len(row.request.tree.tokens)
+        if group and nodes + own > MAX_HEAD_NODES:
             yield group
             group, nodes = [], 0
-        group.append(plan)
+        group.append(row)
         nodes += own
     yield group
 
 
-def _visible_matrix(plan: _Plan, longest: int) -> np.ndarray:
-    """Who sees whom among the tokens of a pass; pads see whatever comes before them."""
-    if not plan.drafted or plan.request.tree.is_chain:
+def _visible_matrix(row: _PassRow, longest: int) -> np.ndarray:
+    """Which tokens of a pass each token attends to; pads attend to all tokens before them."""
+    if not row.drafted or row.request.tree.is_chain:
         return causal(longest)
     matrix = causal(longest).copy()
-    drafts = slice(plan.num_known, len(plan.tokens))
-    matrix[drafts, drafts] = plan.request.tree.ancestors
+    drafts = slice(row.num_new, len(row.tokens))
+    matrix[drafts, drafts] = row.request.tree.ancestors
     return matrix
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """One piece is not copied."""
+    """The concatenation; a single part is not copied."""
     return torch.cat(list(parts), dim=dim) if len(parts) > 1 else parts[0]
 
 

@@ -1,4 +1,4 @@
-"""What the engine keeps of one request, and the checks that a request must pass."""
+"""The state of one request, and the checks that a request must pass."""
 
 from __future__ import annotations
 
@@ -9,49 +9,63 @@ from dataclasses import dataclass, field
 from moaspec.drafting.draft_tree import DraftTree, Tree, merged, without
 from moaspec.drafting.ngram_proposer import NgramIndex
 from moaspec.drafting.policy.policies import DraftPolicy
-from moaspec.drafting.protocols import VerifyRequest
-from moaspec.engine.result import GenerationResult, Source, StopReason
+from moaspec.drafting.protocols import VerifyRequest, VerifyResult
+from moaspec.engine.result import Event, GenerationResult, Source, StopReason
 from moaspec.errors import ContextError, InputError, PromptError
 from moaspec.sampling.params import SamplingParams
 from moaspec.sampling.stop_strings import StopStrings
 
-COPY_NGRAMS = (4, 3, 2)
-"""Lengths of what free branches look for, longest first: a single token says too little."""
+BRANCH_NGRAMS = (4, 3, 2)
+"""Lengths of the n-grams that n-gram branches look for, longest first. A single token predicts too
+little."""
 
 
 @dataclass
 class RequestState:
-    """Host-side state of one request."""
+    """Host-side state of one request.
+
+    Attributes:
+        handle: number of the request, which events carry.
+        cache_row: row of the caches that holds its keys and values.
+        token_ids: prompt and output.
+        prompt_length: how many of them are the prompt.
+        policy: decides what the drafter drafts.
+        branch_policy: decides which n-gram branches are verified beside the drafts.
+        keep: whether the cache row is kept when the request ends.
+        prefilled: whether the target has processed the prompt.
+        num_verified: verified tokens whose keys and values the verifier holds.
+    """
 
     handle: int
     cache_row: int
     token_ids: list[int]
+    prompt_length: int
     max_new_tokens: int
     stop_token_ids: frozenset[int]
     stop: StopStrings | None
     policy: DraftPolicy
-    branches: DraftPolicy | None
+    branch_policy: DraftPolicy | None
     sampling: SamplingParams
-    prompt_length: int
     keep: bool
-    index: NgramIndex = field(default_factory=lambda: NgramIndex(COPY_NGRAMS))
     prefilled: bool = False
-    num_verified: int = 0  # verified tokens whose activations the verifier holds
+    num_verified: int = 0
+    ngrams: NgramIndex = field(default_factory=lambda: NgramIndex(BRANCH_NGRAMS))
     result: GenerationResult = field(default_factory=GenerationResult)
-    started: float = field(default_factory=time.perf_counter)
+    started_s: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.result.seed = self.sampling.seed
 
     @property
-    def remaining(self) -> int:
-        """Tokens that the row may still write."""
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated."""
         return self.max_new_tokens - len(self.result.token_ids)
 
-    def request(
-        self, num_verified: int, new_tokens: Sequence[int], tree: DraftTree
-    ) -> VerifyRequest:
-        """What the verifier is asked for this row."""
+    def verify_request(self, new_tokens: Sequence[int], tree: DraftTree) -> VerifyRequest:
+        """The request to the verifier for the next pass."""
         return VerifyRequest(
             self.cache_row,
-            num_verified,
+            self.num_verified,
             tuple(new_tokens),
             tree,
             self.sampling,
@@ -59,46 +73,75 @@ class RequestState:
             self.policy.wants_features,
         )
 
-    def branched(self, tree: DraftTree, shape: Tree | None) -> DraftTree:
-        """The drafts, and beside them what followed when the text had its last tokens before."""
+    def with_branches(self, tree: DraftTree, shape: Tree | None) -> DraftTree:
+        """The drafts and n-gram branches of this shape."""
         if shape is None:
             return tree
-        self.index.extend(self.token_ids)
-        return merged(self.index.paths(shape), len(tree.tokens) + shape.total_tokens, tree)
+        self.ngrams.extend(self.token_ids)
+        return merged(self.ngrams.paths(shape), len(tree.tokens) + shape.total_tokens, tree)
 
-    def unended(self, tree: DraftTree) -> DraftTree:
-        """The drafts without those that would end the row, and what hangs below these.
+    def without_endings(self, tree: DraftTree) -> DraftTree:
+        """The drafts without nodes that would end the request, and without their descendants.
 
-        Plain decoding chooses nothing behind its end, and a custom processor may have no answer
-        there. It costs no round: the target's own choice brings the last token just as soon.
+        Plain decoding chooses no token after the end, and a custom logits processor may fail there.
+        This costs no round: the target itself chooses the last token in the same round.
         """
         ends = {node for node, token in enumerate(tree.tokens) if token in self.stop_token_ids}
         if self.stop:
             ends |= self.stop.completing(tree.tokens, tree.parents)
         return without(tree, ends) if ends else tree
 
-    def count(self, tree: DraftTree, accepted: Sequence[int], sources: Sequence[Source]) -> None:
-        """Take in a round's outcome: for the result, and for what will be drafted next."""
-        own = len(tree.tokens) - tree.num_copied
+    def append_verified(
+        self, request: VerifyRequest, verified: VerifyResult, max_positions: int
+    ) -> Event:
+        """Append the tokens of a verification, up to the end of the request.
+
+        Returns:
+            The event of these tokens, with a stop reason when the request ends.
+        """
+        tree = request.tree if verified.tree is None else verified.tree
+        accepted = [tree.tokens[node] for node in verified.accepted]
+        tokens, reason = self._until_end([*accepted, verified.next_token], max_positions)
+        sources = _sources(tree, verified.accepted)[: len(tokens)]
+        if self.prefilled:
+            self._count_round(tree, verified.accepted, sources)
+        self.prefilled = True
+        self.num_verified = request.num_verified + len(request.new_tokens) + len(accepted)
+        self.token_ids += tokens
+        logprobs = verified.logprobs[: len(tokens)]
+        top_logprobs = verified.top_logprobs[: len(tokens)]
+        self.result.token_ids += tokens
+        self.result.sources += sources
+        self.result.logprobs += logprobs
+        self.result.top_logprobs += top_logprobs
+        return Event(
+            self.handle,
+            tuple(tokens),
+            tuple(sources),
+            reason,
+            tree=tree,
+            accepted=verified.accepted,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+        )
+
+    def _count_round(
+        self, tree: DraftTree, accepted: Sequence[int], sources: Sequence[Source]
+    ) -> None:
+        """Record a round in the result and report it to the draft policies."""
+        num_drafted = len(tree.tokens) - tree.num_copied
         self.result.accept_lengths.append(len(sources))
         self.result.copied_lengths.append(sources.count("copy"))
-        self.result.drafted_depths.append(max(tree.depths[:own], default=0))
-        self.result.num_drafted += own
-        for policy in (self.policy, self.branches):
+        self.result.drafted_depths.append(max(tree.depths[:num_drafted], default=0))
+        self.result.num_drafted += num_drafted
+        for policy in (self.policy, self.branch_policy):
             if policy is not None:
                 policy.observe(tree, accepted)
 
-    @staticmethod
-    def sources(tree: DraftTree, accepted: Sequence[int]) -> list[Source]:
-        """Who proposed each token of a verdict."""
-        own = len(tree.tokens) - tree.num_copied
-        sources: list[Source] = ["draft" if node < own else "copy" for node in accepted]
-        return [*sources, "target"]
-
-    def kept(
+    def _until_end(
         self, tokens: Sequence[int], max_positions: int
     ) -> tuple[list[int], StopReason | None]:
-        """Tokens up to and including the first that ends the row, and why it ends."""
+        """Tokens up to and including the first that ends the request, and why it ends."""
         room = max_positions - len(self.token_ids)
         for i, token in enumerate(tokens, start=1):
             if token in self.stop_token_ids:
@@ -106,11 +149,18 @@ class RequestState:
             if self.stop and (found := self.stop.push(token)):
                 self.result.stop_string = found
                 return list(tokens[:i]), "stop_string"
-            if i >= self.remaining:
+            if i >= self.num_remaining:
                 return list(tokens[:i]), "max_new_tokens"
             if i == room:
                 return list(tokens[:i]), "context"
         return list(tokens), None
+
+
+def _sources(tree: DraftTree, accepted: Sequence[int]) -> list[Source]:
+    """Who proposed each of the accepted tokens, and the target for the bonus token."""
+    num_drafted = len(tree.tokens) - tree.num_copied
+    sources: list[Source] = ["draft" if node < num_drafted else "copy" for node in accepted]
+    return [*sources, "target"]
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int) -> None:
@@ -131,7 +181,7 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_positions: int)
 
 
 def check_bias(sampling: SamplingParams, vocab_size: int) -> None:
-    """Raise InputError for a bias on tokens that the target does not have."""
+    """Raise InputError for a logit bias on a token that the target does not have."""
     outside = [token for token in sampling.logit_bias if token >= vocab_size]
     if outside:
         raise InputError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
 
 from moaspec.drafting.draft_tree import DraftTree
+from moaspec.drafting.protocols import VerifyResult
 from moaspec.sampling.params import Alternatives
 
 Source = Literal["draft", "target", "copy"]
@@ -18,7 +20,7 @@ StopReason = Literal["stop_token", "stop_string", "max_new_tokens", "context", "
 
 @dataclass
 class Timing:
-    """Wall-clock seconds of the passes that a row took part in.
+    """Wall-clock seconds of the passes of a request.
 
     Attributes:
         prefill_s: the prompt's pass, with the drafter's encoding of it.
@@ -34,6 +36,14 @@ class Timing:
     verify_s: float = 0.0
     encode_s: float = 0.0
     total_s: float = 0.0
+
+    def add_round(self, draft_s: float, verify_s: float, verified: Sequence[VerifyResult]) -> None:
+        """Add the seconds of one round: drafting, and verification with encoding."""
+        encode_s = max(result.encode_s for result in verified)
+        pass_s = verified[0].pass_s
+        self.draft_s += draft_s
+        self.verify_s += verify_s - encode_s if pass_s is None else pass_s
+        self.encode_s += encode_s
 
 
 @dataclass(frozen=True)
@@ -63,26 +73,25 @@ class Event:
 
 @dataclass
 class GenerationResult:
-    """Generated ids and how they came about.
+    """Generated ids, and the counts and times of their rounds.
 
     Attributes:
-        token_ids: generated tokens only; a stop token is included, and so is the token that
-            completes a stop string.
+        token_ids: generated tokens, including a stop token and the token that completes a stop
+            string.
         sources: who proposed each of them.
-        accept_lengths: tokens that each round emitted, bonus token included; the prefill's first
-            token belongs to no round, and the last round counts what was kept.
-        copied_lengths: how many of these each round took from free branches.
-        drafted_depths: levels that the drafter drafted in each round.
-        num_drafted: the drafter's tokens verified over all rounds.
+        accept_lengths: tokens emitted by each round, with the bonus token. The prefill's first
+            token belongs to no round, and the last round counts only tokens up to the end.
+        copied_lengths: how many of these each round took from n-gram branches.
+        drafted_depths: levels drafted by the drafter in each round.
+        num_drafted: the drafter's verified tokens over all rounds.
         stop_reason: why it ended.
-        stop_string: which stop string ended it; the text contains it, and what else its last token
-            holds.
-        logprobs: where asked for, the log-probability of each of `token_ids` under the target's
-            own distribution, before temperature and processors.
-        top_logprobs: where asked for, the most probable tokens in place of each of them.
-        seed: of sampling; the one that was drawn where none was given. None where no noise took
-            part and none was given.
-        num_reused_tokens: tokens of the prompt whose caches were held from an earlier turn.
+        stop_string: the stop string that ended it; the text contains it, and all characters of its
+            last token.
+        logprobs: if requested, the log-probability of each of `token_ids` under the target's own
+            distribution, before temperature and processors.
+        top_logprobs: if requested, the most probable tokens at the position of each of them.
+        seed: the seed of sampling, given or drawn; None for greedy decoding without a seed.
+        num_reused_tokens: tokens of the prompt with cached keys from an earlier turn.
         timing: seconds by part.
     """
 
@@ -112,18 +121,18 @@ class GenerationResult:
 
     @property
     def num_copied(self) -> int:
-        """Tokens that free branches brought; part of `tau`, but not the drafter's merit."""
+        """Tokens from n-gram branches; `tau` counts them."""
         return sum(self.copied_lengths)
 
     @property
     def tau_without_copies(self) -> float | None:
-        """`tau` with the tokens of free branches left out of the count."""
+        """`tau` without the tokens from n-gram branches."""
         emitted = sum(self.accept_lengths) - self.num_copied
         return emitted / self.num_rounds if self.num_rounds else None
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """Share of the rounds that drafted to depth d in which a draft of depth d was accepted."""
+        """Share of accepted drafts at depth 1, 2, ..., over the rounds that drafted as deep."""
         return acceptance_by_depth([self])
 
 

@@ -22,7 +22,7 @@ from moaspec.errors import InputError
 from moaspec.evaluate.correctness.equality import first_difference, up_to_stop
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.prompt_suites import Prompt
-from moaspec.generation.api import local_parts
+from moaspec.generation.local_engine import local_parts
 from moaspec.target.target import Target
 
 Grader = Callable[[Prompt, Sequence[int]], bool | None]

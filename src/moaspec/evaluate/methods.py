@@ -17,7 +17,8 @@ from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
 from moaspec.drafting.protocols import Drafter
 from moaspec.engine.result import GenerationResult, Timing
 from moaspec.evaluate.meter import Meter
-from moaspec.generation.api import generate, shaping_for
+from moaspec.generation.api import generate
+from moaspec.generation.options import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.families import forget_growth

@@ -10,7 +10,6 @@ Legend: B rows, T tokens, L target layers, K one layer's key and value.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -21,12 +20,12 @@ from torch import nn
 
 from moaspec.backends.linear_backends import compute_dtype
 from moaspec.backends.pack import FusedPart, PackedLinear
+from moaspec.calibration.round_parts import TimedPart
 from moaspec.drafting.draft_tree import Tree
 from moaspec.drafting.kv_cache import KVCache, PassSizes, tree_mask
 from moaspec.drafting.protocols import Drafter, RowText
-from moaspec.evaluate.meter import Meter
 from moaspec.evaluate.methods import Method
-from moaspec.generation.api import local_parts
+from moaspec.generation.local_engine import local_parts
 from moaspec.target.target import Target
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -187,13 +186,7 @@ def pass_s(target: Target, tokens: int, context: int, batch: int) -> float:
     device, rows, starts = target.device, range(batch), [context] * batch
     sizes = PassSizes.of(rows, starts, tokens, recorded=target.layers.records)
     tokens, visible = sizes.tokens, sizes.visible
-    cache = KVCache(
-        num_layers=target.num_layers,
-        num_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        dtype=target.dtype,
-        device=device,
-    )
+    cache = KVCache.of(target)
     cache.reserve(batch, visible)
     ids_BT = torch.zeros(batch, tokens, dtype=torch.long, device=device)
     positions_BT = ids_BT + torch.arange(context, context + tokens, device=device)
@@ -325,10 +318,8 @@ def _arithmetic_speed(target: Target) -> float:
 
 
 def _median_s(work: Callable[[], object], device: torch.device) -> float:
-    work()
-    seconds = []
+    part = TimedPart(work, device)
+    part.time(counts=False)
     for _ in range(REPEATS):
-        with Meter(device) as meter:
-            work()
-        seconds.append(meter.seconds)
-    return statistics.median(seconds)
+        part.time()
+    return part.median_s

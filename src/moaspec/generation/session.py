@@ -7,10 +7,10 @@ from typing import Unpack
 
 from moaspec.drafting.protocols import Drafter
 from moaspec.engine.result import Event, GenerationResult
-from moaspec.generation.api import (
+from moaspec.generation.local_engine import local_engine
+from moaspec.generation.options import (
     RowOptions,
     check_options,
-    local_engine,
     row_settings,
     row_shaping,
     shaping_for,
@@ -23,16 +23,16 @@ from moaspec.target.target import Target
 class Session:
     """Decodes turn after turn, computing only what a turn adds to the one before.
 
-    Every turn hands in the whole conversation so far, as a chat template renders it. What it has in
-    common with the text that the session holds is kept; from the first difference on, target and
-    drafter are rolled back. So turns may also be edited, dropped or replaced, and the text is
-    always that of `moaspec.generate` with the same prompt, settings and seed.
+    Every turn passes the whole conversation so far, as a chat template renders it. The tokens that
+    it shares with the session's text stay cached; from the first difference on, target and drafter
+    are rolled back. So turns may also be edited, dropped or replaced, and the text is always the
+    one of `moaspec.generate` with the same prompt, settings and seed.
 
     Args:
         target: the model whose text is produced.
         drafter: as for `generate`; None decodes plainly.
-        num_target_layers: N, target layers that the drafter reuses. None takes the one that
-            `generate` takes with `tree="auto"`, for all turns, whatever shapes they ask for.
+        num_target_layers: N, target layers that the drafter reuses. None takes the N of `generate`
+            with `tree="auto"`, for all turns and all shapes.
 
     Raises:
         InputError: something that is no drafter, or N for a drafter that reuses no layers.
@@ -108,7 +108,7 @@ class Session:
         return self._events
 
     def reset(self) -> None:
-        """Forget the conversation."""
+        """Drop the conversation and its caches."""
         self._stop()
         if self._handle is not None:
             self._engine.forget(self._handle)

@@ -42,7 +42,8 @@ from moaspec.drafting.protocols import Drafter
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import GenerationResult
 from moaspec.errors import InputError
-from moaspec.generation.api import local_engine, shaping_for
+from moaspec.generation.local_engine import local_engine
+from moaspec.generation.options import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import LogitsProcessor, SamplingParams
 from moaspec.target.target import Target
@@ -89,7 +90,7 @@ class CustomGenerate:
         seed: int | None = None,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
-        """Decode; see `custom_generate`."""
+        """Decode; transformers calls this, see `custom_generate`."""
         dropped = _arguments_of_generate(sys._getframe(1))
         streamer = dropped.get("streamer") if streamer is None else streamer
         _check_assistant(dropped.get("assistant_model"))
@@ -165,11 +166,11 @@ def custom_generate(
 
 
 def _arguments_of_generate(frame: FrameType | None) -> dict[str, Any]:
-    """The local variables of the `generate` that called, through whatever functions of the user.
+    """The local variables of the calling `generate`; the user's functions may lie between.
 
-    Transformers (5.23) gives `streamer` and `assistant_model` to its own loops, but drops them when
-    it calls one like this. It has put the prompt into the streamer by then, so that a reader would
-    wait for the rest for ever.
+    Transformers (5.23) passes `streamer` and `assistant_model` to its own loops, but not to a
+    custom one. It has already put the prompt into the streamer, so a reader would wait forever for
+    the rest.
     """
     generate = inspect.unwrap(GenerationMixin.generate).__code__
     while frame is not None and frame.f_code is not generate:
@@ -224,10 +225,10 @@ def _check_positions(input_ids: Tensor, kwargs: dict[str, Any]) -> None:
 def _settings(
     prepared: LogitsProcessorList, config: GenerationConfig, seed: int | None
 ) -> tuple[LogitsProcessorList, SamplingParams]:
-    """The settings that the end of the prepared list amounts to, and what comes before it.
+    """Split a prepared list into processors and the warpers at its end, as sampling settings.
 
-    What comes before stays transformers' own code. The rest is known to drafters as well, so that
-    drafts take temperature and top-p into account.
+    The processors remain transformers' own code. The settings are passed to drafters as well, so
+    that drafts take temperature and top-p into account.
     """
     if not config.do_sample:
         return prepared, SamplingParams(seed=seed)
@@ -242,13 +243,13 @@ def _settings(
 
 
 def _end_tokens(criteria: StoppingCriteriaList) -> list[int]:
-    """The EOS ids that criteria watch for; users write -1 for one that never comes."""
+    """The EOS ids of the criteria; users write -1 for none."""
     watched = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
     return [int(token) for ids in watched for token in ids.flatten() if token >= 0]
 
 
 def _is_ordinary(warper: Any) -> bool:
-    """Whether a warper does what its one number says, as those of the configuration do."""
+    """Whether a warper depends on its one number alone, as `generate` makes it."""
     least, filler = getattr(warper, "min_tokens_to_keep", 1), getattr(warper, "filter_value", None)
     return least == 1 and filler in (None, -math.inf)
 

@@ -1,7 +1,7 @@
-"""The half of the drafter that writes drafts: SA over the text, CA over the encoder's memory.
+"""The drafter's decoder, which writes drafts: SA over the text, CA over the encoder's memory.
 
-What surrounds it (token embeddings, the reused target layers, the LM head) is the target's and is
-handed in, on a server by the target itself and on a device by its bundle.
+Token embeddings, the reused target layers and the LM head belong to the target; the caller applies
+them.
 
 Legend: B batch, T tokens, E hidden size.
 """
@@ -16,12 +16,15 @@ from moaspec.model.rope import CosSin, Rope
 
 
 class DraftDecoder(nn.Module):
-    """SA and CA's query side. Source: arXiv 2410.03804, section 4.2.
+    """SA and the query side of CA.
+
+        x_i = SA(e_1 ... e_i),  y_i = CA(x_i; memory)
 
     Attributes:
-        self_rope: SA's rotary embeddings. They are looked up by callers, who may do so for several
-            passes at once.
-        cross_rope: CA's.
+        self_rope: SA's rotary embeddings; callers look up cosines and sines.
+        cross_rope: CA's rotary embeddings.
+
+    Source: arXiv 2410.03804, section 4.2.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -45,7 +48,7 @@ class DraftDecoder(nn.Module):
 
         Args:
             embeddings_BTE: of the tokens.
-            cos_sin: what `self_rope` gives for their positions.
+            cos_sin: output of `self_rope` for their positions.
             attend: see `SelfAttend`.
         """
         if self.without_text:
@@ -53,15 +56,15 @@ class DraftDecoder(nn.Module):
         return self.self_attention(embeddings_BTE, cos_sin, attend)
 
     def text_keys_values(self, embeddings_BTE: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
-        """SA's keys and values of tokens from which nothing is drafted, (B, heads, T, D) each."""
+        """SA's keys and values alone, of tokens without drafts, (B, heads, T, D) each."""
         return self.self_attention.keys_values(embeddings_BTE, cos_sin)
 
     def run_cross_attention(self, x_BTE: Tensor, cos_sin: CosSin, attend: CrossAttend) -> Tensor:
-        """CA: each token reads what the encoder wrote of the verified tokens.
+        """CA: each token attends to the encoder's keys and values of verified tokens.
 
         Args:
-            x_BTE: what `run_self_attention` gave.
-            cos_sin: what `cross_rope` gives for the tokens' positions.
+            x_BTE: output of `run_self_attention`.
+            cos_sin: output of `cross_rope` for the tokens' positions.
             attend: see `CrossAttend`.
         """
         return self.cross_attention(x_BTE, cos_sin, attend)

@@ -1,4 +1,20 @@
-"""The Mixture-of-Attentions drafter: both halves in one module.
+"""The Mixture-of-Attentions drafter: three attentions and N reused layers of the target.
+
+For drafts after the verified tokens 1 ... s, with the target's keys and values kv_t of each
+verified token in each of its L layers, and its token embedding e:
+
+    LSA  layer self-attention       a_t = W mean_l LSA(kv_t,1 ... kv_t,L)_l + b     t <= s
+    SA   self-attention             x_i = SA(e_1 ... e_i)                           all i
+    CA   cross-attention            y_i = CA(query x_i; keys and values of a_1 ... a_s)
+    N    target layer inference     z_i = the target's last N layers and final norm over y_i
+                                    (N = 0: z_i = y_i)
+         draft distribution         q_i = softmax(the target's LM head of z_i)
+
+LSA runs on the server beside the target (`target_encoder.py`), SA and CA run for every draft
+(`draft_decoder.py`). In training every token i is drafted for some s(i) <= i, which CA's mask and
+the mask of the reused layers enforce (T-step bound).
+
+Source: arXiv 2410.03804, section 4 and figure 2.
 
 Legend: B batch, T tokens, L target layers, E hidden size, V vocabulary, K one layer's key and
 value.
@@ -6,14 +22,13 @@ value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from moaspec.backends.cpu.fused_drafting import FusedExit
 from moaspec.errors import ShapeError
 from moaspec.model.draft_decoder import DraftDecoder
 from moaspec.model.drafter_config import DrafterConfig
@@ -24,7 +39,7 @@ from moaspec.model.target_encoder import TargetEncoder
 
 @dataclass(frozen=True)
 class TargetPass:
-    """What one uncached pass of the frozen target leaves behind.
+    """The result of one uncached pass of the frozen target.
 
     Attributes:
         kv_BTLK: keys and values of all layers, as `layer_features` lays them out.
@@ -38,7 +53,7 @@ class TargetPass:
 
 
 class TrainingTarget(Protocol):
-    """The parts of a target that the training pass uses (see `moaspec.target.target.Target`)."""
+    """The methods of a target that the training pass calls (see `moaspec.target.target.Target`)."""
 
     def embed(self, input_ids_BT: Tensor) -> Tensor: ...
 
@@ -58,16 +73,11 @@ class TrainingTarget(Protocol):
 
 
 class ExitAdapter(nn.Module):
-    """CA's output as an N wants it: norm, linear, and the size of that N's states.
+    """Maps CA's output to the input of the last N target layers: scale * linear(norm(y)).
 
-    States before the last N layers differ in direction and by tens in size, too much for one
-    output to stand for all of them, or for CA to learn from what it gave for another N.
-
-    Attributes:
-        fused: the same by kernels, where they can, in bf16.
+    One output of CA cannot serve several N: states before the last N layers differ in direction
+    with N, and by factors of tens in norm.
     """
-
-    fused: FusedExit | None = None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -76,47 +86,19 @@ class ExitAdapter(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, states_BTE: Tensor) -> Tensor:
-        if self.fused is not None:
-            return self.fused.run(states_BTE)
         return self.linear(self.norm(states_BTE)) * self.scale
 
 
-class DerivedModules:
-    """What someone made of a module's weights, for as long as they stay what they are.
-
-    Not a part of the module: it is neither saved nor moved nor copied with it.
-    """
-
-    def __init__(self) -> None:
-        self._key: object = None
-        self._made: Any = None
-
-    def get(self, key: object, make: Callable[[], Any]) -> Any:
-        """What was made for this key, or what `make` makes now; only the latest is kept."""
-        if self._key != key:
-            self._key, self._made = key, make()
-        return self._made
-
-    def __deepcopy__(self, _: Any) -> DerivedModules:
-        return DerivedModules()
-
-    def __reduce__(self) -> tuple[type[DerivedModules], tuple[()]]:
-        return DerivedModules, ()
-
-
 class MoADrafter(nn.Module):
-    """A drafter that reads the target's keys and values in every layer.
+    """The drafter; see the module's docstring.
 
     Args:
         config: sizes; the target it belongs to.
         draft_token_ids: (V',) int64 ids of a trimmed draft vocabulary, None for the full one.
 
     Attributes:
-        prepared: what decoding made of these weights and keeps from call to call.
-        head_moment: (E, E) float32 on the CPU, or None: the mean of products of what drafts give to
-            the head, measured after training. With it a rounded head drafts nearly as well.
-
-    Source: arXiv 2410.03804, section 4 and figure 2.
+        head_moment: (E, E) float32 on the CPU, or None: the mean outer product of the LM head's
+            inputs, measured after training. With it a quantised head drafts nearly as well.
     """
 
     def __init__(self, config: DrafterConfig, draft_token_ids: Tensor | None = None) -> None:
@@ -131,24 +113,16 @@ class MoADrafter(nn.Module):
         self.draft_token_ids: Tensor | None
         self.register_buffer("draft_token_ids", draft_token_ids, persistent=False)
         self.head_moment: Tensor | None = None
-        self.prepared = DerivedModules()
 
     @property
     def reads_drafts(self) -> bool:
-        """Whether CA is replaced by a self-attention, which reads drafted tokens too."""
+        """Whether CA is replaced by a self-attention that also attends to drafted tokens."""
         return "ca" in self.config.without
 
     @property
     def num_parameters(self) -> int:
         """Trainable parameters; embedding, head and reused layers are the target's."""
         return sum(p.numel() for p in self.parameters())
-
-    @property
-    def version(self) -> tuple[tuple[int, int], ...]:
-        """Changes whenever a weight does: where each is stored, and how often it was written."""
-        return tuple(
-            (p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters()
-        )
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:
         """LSA, mean over layers and projection.
@@ -171,7 +145,7 @@ class MoADrafter(nn.Module):
         return self.encoder.project_kv(states_BTE, position_ids_BT)
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """`project_kv` of what `aggregate` gives, in one call where kernels can."""
+        """CA's keys and values of verified tokens: `aggregate`, then `project_kv`."""
         self._check_width(kv_BTLK)
         return self.encoder.encode(kv_BTLK, position_ids_BT)
 
@@ -191,11 +165,11 @@ class MoADrafter(nn.Module):
         *,
         staircase_B: Tensor | None = None,
     ) -> Tensor:
-        """CA's output for every token when token i may read memory up to s(i): (B, T, E).
+        """SA, then CA, of every token, where token i attends to aggregates up to s(i): (B, T, E).
 
         Args:
             embeddings_BTE: the target's token embeddings.
-            aggregated_BTE: what `aggregate` made of the target's activations of the same tokens.
+            aggregated_BTE: output of `aggregate` for the same tokens.
             attention_mask_BT: 1 for real tokens.
             block_start_BT: s(i), an index into T; the last verified token as query i sees it.
             staircase_B: bool per sequence; True lets SA see only the query's own block.
@@ -233,7 +207,7 @@ class MoADrafter(nn.Module):
         return states_BTE if adapter is None else adapter(states_BTE)
 
     def adapter(self, num_target_layers: int) -> ExitAdapter | None:
-        """What CA's output goes through before the last N target layers, or the head.
+        """The adapter of CA's output for this N, or None.
 
         Raises:
             ShapeError: see `exit`.
@@ -260,8 +234,8 @@ class MoADrafter(nn.Module):
 
         Args:
             embeddings_BTE: the target's token embeddings.
-            read: keys and values of all layers, (B, T, L, K), or means over layers that a frozen
-                LSA gave before, (B, T, K).
+            read: keys and values of all layers, (B, T, L, K), or their means over layers from a
+                frozen LSA, (B, T, K).
             attention_mask_BT: see `block_states`.
             block_start_BT: see `block_states`.
             staircase_B: see `block_states`.
@@ -291,7 +265,7 @@ class MoADrafter(nn.Module):
         *,
         staircase_B: Tensor | None = None,
     ) -> Tensor:
-        """Draft logits of a whole batch in one pass, as training computes them.
+        """Draft logits of a whole batch in one pass, as in training.
 
         Args:
             target: the frozen target.

@@ -5,8 +5,6 @@ Legend: B batch, H heads, T tokens, D head dim.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,54 +14,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 CosSin = tuple[Tensor, Tensor]
 
-FIRST_TABULATED = 256
-"""Positions of a new table: 128 KiB for heads of 64."""
-_ONE_GROWS = threading.Lock()
-
-
-class AngleTable:
-    """Cosines and sines by position, looked up on a CPU; it grows as it must, never shrinks.
-
-    Args:
-        compute: gives those of positions (S,), each (S, D).
-    """
-
-    def __init__(self, compute: Callable[[Tensor], CosSin]) -> None:
-        self._compute = compute
-        self._table, self._size = compute(torch.arange(FIRST_TABULATED)), FIRST_TABULATED
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __call__(self, position_ids: Tensor) -> CosSin:
-        """Those of positions of any shape, (..., D) each."""
-        cos_SD, sin_SD = self._table
-        try:
-            return cos_SD[position_ids], sin_SD[position_ids]
-        except IndexError:  # asking for the largest position every time costs as much as looking
-            cos_SD, sin_SD = self._grown(int(position_ids.max()) + 1)
-            return cos_SD[position_ids], sin_SD[position_ids]
-
-    def between(self, start: int, stop: int) -> CosSin:
-        """Views of those of positions start..stop - 1, (stop - start, D) each."""
-        cos_SD, sin_SD = self._table if stop <= self._size else self._grown(stop)
-        return cos_SD[start:stop], sin_SD[start:stop]
-
-    def _grown(self, size: int) -> CosSin:
-        with _ONE_GROWS:  # a target may be shared by threads
-            if size > self._size:
-                size = 2 * max(size, self._size)
-                self._table = self._compute(torch.arange(size))
-                # Last, and beside it: asking a tensor takes longer than looking up.
-                self._size = size
-            return self._table
-
 
 class Rope(nn.Module):
     """Cosines and sines for given positions.
 
-    Frequencies stay in float32 whatever the dtype of the layer: in bf16 neighbouring positions
-    beyond 256 would coincide.
+    Frequencies stay in float32 in layers of any dtype: in bf16 neighbouring positions beyond 256
+    would coincide.
     """
 
     inv_freq: Tensor
@@ -82,7 +38,6 @@ class Rope(nn.Module):
         self.register_buffer("long_inv_freq", long_inv_freq, persistent=False)
         self.attention_scaling = attention_scaling
         self.switch = switch
-        self._table: AngleTable | None = None
 
     @classmethod
     def plain(cls, head_dim: int, theta: float) -> Rope:
@@ -133,22 +88,12 @@ class Rope(nn.Module):
                 self._buffers[name] = buffer.to(moved.device)
         return self
 
-    def tabulate(self) -> None:
-        """Look cosines and sines up from now on, in a table that grows as it must.
-
-        Where frequencies depend on a text's length, and where looking would wait for a GPU, nothing
-        is changed.
-        """
-        if self.long_inv_freq is None and self.inv_freq.device.type == "cpu":
-            self._table = AngleTable(self._computed)
-
     def forward(self, position_ids_BT: Tensor) -> CosSin:
         """Return cosines and sines, each (B, 1, T, D) in float32.
 
         Each row's largest position tells LongRoPE how long its text is.
         """
-        look_up = self._computed if self._table is None else self._table
-        cos, sin = look_up(position_ids_BT)
+        cos, sin = self.angles(position_ids_BT)
         return cos[:, None], sin[:, None]
 
     def between(self, start: int, stop: int) -> CosSin:
@@ -157,13 +102,11 @@ class Rope(nn.Module):
         return cos[None, None], sin[None, None]
 
     def along(self, start: int, stop: int) -> CosSin:
-        """The same as kernels want them, contiguous, (stop - start, D) each."""
-        if self._table is not None:
-            return self._table.between(start, stop)
+        """`between` without leading axes, contiguous, (stop - start, D) each."""
         cos, sin = self(torch.arange(start, stop, device=self.inv_freq.device)[None])
         return cos[0, 0], sin[0, 0]
 
-    def _computed(self, position_ids: Tensor) -> CosSin:
+    def angles(self, position_ids: Tensor) -> CosSin:
         """Cosines and sines, (..., T, D) each."""
         angles = position_ids[..., None].float() * self._frequencies(position_ids)
         angles = torch.cat((angles, angles), dim=-1)

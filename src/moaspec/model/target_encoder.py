@@ -1,4 +1,4 @@
-"""The half of the drafter that runs beside the target: its keys and values -> CA's memory.
+"""The drafter's encoder, which runs beside the target: its keys and values -> CA's memory.
 
 Legend: B batch, T tokens, L target layers, H target KV heads, D target head dim, E hidden size,
 K = 2 * H * D, C = CA's KV heads.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moaspec.backends.cpu.fused_drafting import FusedEncoder
-from moaspec.backends.cpu.fused_layers import FusedLayer
 from moaspec.model.drafter_config import DrafterConfig
-from moaspec.model.layers import DecoderLayer, KeyValueProjection, angles, masked_attention
+from moaspec.model.layers import DecoderLayer, KeyValueProjection, masked_attention
 from moaspec.model.rope import Rope
 
 AGGREGATE_CHUNK_TOKENS = 512
@@ -20,7 +18,7 @@ AGGREGATE_CHUNK_TOKENS = 512
 
 
 def layer_features(key_LBHTD: Tensor, value_LBHTD: Tensor) -> Tensor:
-    """Lay the target's keys and values out as LSA reads them.
+    """Lay out the target's keys and values as LSA's input.
 
     Per KV head, key and value are joined along D, then heads are flattened.
 
@@ -34,7 +32,7 @@ def layer_features(key_LBHTD: Tensor, value_LBHTD: Tensor) -> Tensor:
 
 
 class LayerFeatures:
-    """The same layout, filled layer by layer as a pass goes, without a copy of all layers.
+    """The layout of `layer_features`, filled layer by layer during a pass, without a second copy.
 
     Args:
         num_layers: L.
@@ -45,7 +43,7 @@ class LayerFeatures:
         self._kv_BTLHX: Tensor | None = None
 
     def write(self, layer: int, key_BHTD: Tensor, value_BHTD: Tensor) -> None:
-        """Put one layer's keys and values in their place."""
+        """Store one layer's keys and values."""
         if self._kv_BTLHX is None:
             rows, heads, tokens, size = key_BHTD.shape
             shape = (rows, tokens, self._num_layers, heads, 2 * size)
@@ -63,17 +61,15 @@ class LayerFeatures:
 class TargetEncoder(nn.Module):
     """LSA over the target's layers, the projection to E, and CA's keys and values.
 
-    Runs once for every verified token and never for a draft.
+    For a verified token t with the target's keys and values kv_1 ... kv_L:
 
-    Attributes:
-        fused: CA's norm, keys and values as kernels compute them, set on packed copies that decode.
-        in_one_call: all of it, likewise.
+        a_t = W mean_l LSA(kv_1, ..., kv_L)_l + b      (`aggregate`)
+        k_t = rope(W_k norm(a_t)),  v_t = W_v norm(a_t)  (`project_kv`)
+
+    It runs once for each verified token and never for a draft.
 
     Source: arXiv 2410.03804, section 4.1 (layer self-attention) and 4.2 (cross-attention).
     """
-
-    fused: FusedLayer | None = None
-    in_one_call: FusedEncoder | None = None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -88,17 +84,8 @@ class TargetEncoder(nn.Module):
         self.memory_rope = Rope.plain(ca.head_dim, config.rope_theta)
 
     def encode(self, kv_BTLK: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """`project_kv` of what `aggregate` gives."""
-        if self.in_one_call is None or kv_BTLK.dtype != torch.bfloat16 or not kv_BTLK.numel():
-            return self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
-        heads_NXD = self.in_one_call.run(
-            kv_BTLK.flatten(0, 1),
-            self.layer_rope.along(0, kv_BTLK.shape[2]),
-            angles(self.memory_rope(position_ids_BT)),
-        )
-        heads_BTXD = heads_NXD.view(*kv_BTLK.shape[:2], *heads_NXD.shape[1:])
-        key_BCTD, value_BCTD = heads_BTXD.transpose(1, 2).chunk(2, dim=1)
-        return key_BCTD, value_BCTD
+        """CA's keys and values of verified tokens: `aggregate`, then `project_kv`."""
+        return self.project_kv(self.aggregate(kv_BTLK), position_ids_BT)
 
     def aggregate(self, kv_BTLK: Tensor) -> Tensor:
         """Summarise all target layers of each token.
@@ -116,16 +103,17 @@ class TargetEncoder(nn.Module):
         if self.last_layer_only:
             kv_BTLK = kv_BTLK[:, :, -1:]
         flat_NLK = kv_BTLK.flatten(0, 1).to(self.memory_norm.weight.dtype)
-        means = [self._mean(chunk) for chunk in flat_NLK.split(AGGREGATE_CHUNK_TOKENS)]
+        means = [self.layer_mean(chunk) for chunk in flat_NLK.split(AGGREGATE_CHUNK_TOKENS)]
         joined = torch.cat(means) if len(means) > 1 else means[0]
         return joined.unflatten(0, kv_BTLK.shape[:2])
 
-    def _mean(self, x_NLK: Tensor) -> Tensor:
+    def layer_mean(self, x_NLK: Tensor) -> Tensor:
+        """`mean_over_layers` of N tokens, (N, K)."""
         cos_sin = self.layer_rope.between(0, x_NLK.shape[1])
         return self.layer_self_attention.mean(x_NLK, cos_sin, masked_attention)
 
     def project_kv(self, states_BTE: Tensor, position_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """CA's key (rotated) and value of each verified token: all that drafting needs of it.
+        """CA's key (rotated) and value of each verified token, all that drafting needs of it.
 
         Args:
             states_BTE: output of `aggregate`.
@@ -134,11 +122,7 @@ class TargetEncoder(nn.Module):
         Returns:
             Two tensors (B, C, T, D of CA).
         """
-        cos_sin = self.memory_rope(position_ids_BT)
-        if self.fused is not None:
-            heads_BTXD = self.fused.project(states_BTE, *angles(cos_sin))
-            key_BCTD, value_BCTD = heads_BTXD.transpose(1, 2).chunk(2, dim=1)
-            return key_BCTD, value_BCTD
-        # Under mixed precision the projection answers in less than its norm has.
+        # Under mixed precision the projection's output has fewer bits than the norm's weight.
         states_BTE = states_BTE.to(self.memory_norm.weight.dtype)
-        return self.memory_key_value(self.memory_norm(states_BTE), cos_sin)
+        normed_BTE = self.memory_norm(states_BTE)
+        return self.memory_key_value(normed_BTE, self.memory_rope(position_ids_BT))

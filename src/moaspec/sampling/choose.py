@@ -1,4 +1,4 @@
-"""The one law: which token follows a prefix.
+"""Seeded sampling: which token follows a prefix.
 
 The next token is a function of the target's logits, the settings, the seed and the prefix, and of
 nothing else. Plain decoding and verification both call it, hence their texts are the same.
@@ -55,12 +55,14 @@ def _best(scores_NV: Tensor, _: Sequence[Prefix]) -> list[int]:
 
 def _sampled(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> list[int]:
     if can_choose(scores_NV):  # the same, without two logarithms for each token
-        return choose(scores_NV, [_law_of(one) for one in prefixes])
+        return choose(scores_NV, [_params_of(one) for one in prefixes])
     return cast(list[int], perturbed(scores_NV, prefixes).argmax(-1).tolist())
 
 
-def law(sampling: SamplingParams, position: int, *, sharpness: float = 1.0) -> SamplerParams:
-    """What decides a token, as kernels take it.
+def sampler_params(
+    sampling: SamplingParams, position: int, *, sharpness: float = 1.0
+) -> SamplerParams:
+    """The settings and the position that determine a sampled token.
 
     Args:
         sampling: at a temperature above 0.
@@ -87,7 +89,7 @@ def perturbed(scores_NV: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
     """
     settings = [prefix.sampling for prefix in prefixes]
     scaled_NV = scores_NV.double() / temperatures(settings).to(scores_NV.device)
-    places = [(one.seed, one.choice, one.position) for one in map(_law_of, prefixes)]
+    places = [(one.seed, one.choice, one.position) for one in map(_params_of, prefixes)]
     facts_N3 = torch.tensor(places, device=scores_NV.device)
     if not any(one.filters for one in settings):
         token_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
@@ -107,6 +109,6 @@ def temperatures(settings: Sequence[SamplingParams]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _law_of(prefix: Prefix) -> SamplerParams:
-    """Of the token to be chosen next."""
-    return law(prefix.sampling, len(prefix.token_ids))
+def _params_of(prefix: Prefix) -> SamplerParams:
+    """`sampler_params` for the next token of a prefix."""
+    return sampler_params(prefix.sampling, len(prefix.token_ids))

@@ -86,10 +86,10 @@ class Grammars:
         return from_tokenizer(self._hf, n_vocab=self._vocab_size, eos_token=self._stops)
 
     def json_schema(self, schema: dict[str, Any]) -> str:
-        """A grammar of the JSON texts that a schema allows.
+        """A grammar for JSON texts that follow a schema.
 
         Raises:
-            InputError: something that is no JSON schema, or uses what llguidance does not know.
+            InputError: it is no JSON schema, or llguidance does not support a part of it.
         """
         if limits.too_deep(schema):
             raise InputError(f"The JSON schema nests over {limits.MAX_JSON_DEPTH} levels deep.")
@@ -104,7 +104,7 @@ class Grammars:
         """A grammar in llguidance's own form of Lark.
 
         Raises:
-            InputError: one that cannot be compiled.
+            InputError: it cannot be compiled.
         """
         return self._checked(LLMatcher.grammar_from_lark(text))
 
@@ -208,7 +208,7 @@ def _too_much() -> InputError:
 
 
 def _on_large_stack(compute: Callable[[], T]) -> T:
-    """Run in a thread whose stack holds eight times what a grammar may take."""
+    """Run in a thread with a stack of eight times the limit of a grammar."""
     with _STACKS:
         before = threading.stack_size(8 * limits.MAX_GRAMMAR_STACK)
         try:
@@ -228,13 +228,13 @@ def _forget_oldest(known: OrderedDict[Any, Any], most: int) -> None:
 class GrammarProcessor:
     """Forbids tokens that the grammar does not allow after a prefix.
 
-    Where the matcher gives up (a grammar beyond its limits), everything is allowed again: the text
-    then ends by its other limits, and whoever reads it finds that it does not follow the grammar.
+    If the matcher fails (a grammar beyond its limits), all tokens are allowed again. The text then
+    ends by its other limits and does not follow the grammar.
 
     Args:
-        grammar: that it keeps to; it can travel, which a processor cannot.
-        matcher: of it, fresh.
-        prompt_length: tokens of a prefix that the grammar does not read.
+        grammar: text of the grammar, which can be sent to a server in place of the processor.
+        matcher: a new matcher of this grammar.
+        prompt_length: tokens at the start of a prefix that the grammar ignores.
     """
 
     def __init__(self, grammar: str, matcher: LLMatcher, prompt_length: int) -> None:
@@ -243,7 +243,7 @@ class GrammarProcessor:
         self._read: list[int] = []
 
     def __call__(self, prefix_ids: Sequence[int], logits_V: Tensor) -> Tensor:
-        """See `LogitsProcessor`."""
+        """The logits with forbidden tokens at -inf; see `LogitsProcessor`."""
         self._go_to(list(prefix_ids[self._prompt_length :]))
         if self._matcher.is_error():
             return logits_V

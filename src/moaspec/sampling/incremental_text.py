@@ -17,19 +17,19 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """What each further token adds to a text.
+    """Decodes a text token by token.
 
     SentencePiece decoders drop the first space of a text. A continuation needs this space, so the
     stream decodes its tokens together with the last tokens of the prompt.
 
-    Tokenizers that fall back to bytes read neighbouring byte tokens together, so a byte that is no
-    character can undo one that was given out before; their `DecodeStream` raises then. Here the
-    text goes on with the token that showed it, without the bytes that were no character. A function
-    of the tokens alone, so speculation changes nothing of it.
+    Tokenizers with byte tokens decode neighbouring ones together. So an invalid byte can change a
+    character that was returned before, and their `DecodeStream` raises an error. Here the text
+    continues with the next token and without the invalid bytes. The text depends on the tokens
+    alone, so speculation does not change it.
 
     Args:
         tokenizer: the target's, of transformers, of the kind that it calls fast.
-        skip_special_tokens: whether those give no text.
+        skip_special_tokens: whether special tokens are left out of the text.
         after: the prompt, if the text is a continuation.
     """
 

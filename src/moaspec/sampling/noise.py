@@ -1,11 +1,11 @@
-"""Positional noise: what a sequence's seed, choice and position say about each token.
+"""Positional noise: a random number per token from a sequence's seed, choice and position.
 
-Nothing here has a state. The noise of a token is a function of (seed, choice, position, token id),
-so whoever computes it, in whatever order and for whichever tokens, gets the same bits. It runs on
-integer tensors only, hence the same on every device.
+The functions have no state. The noise of a token depends only on (seed, choice, position, token
+id), so its bits do not depend on the order of computation, nor on other tokens. All arithmetic is
+on integer tensors, so it is the same on every device.
 
-Words are 32 bits wide and kept in int64 tensors: torch has no arithmetic on unsigned words, and the
-low and high halves of a product are right in two's complement too.
+Words of 32 bits are stored in int64 tensors, because torch has no arithmetic on unsigned words. The
+low and high halves of a product are also correct in two's complement.
 """
 
 from __future__ import annotations

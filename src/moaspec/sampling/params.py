@@ -1,4 +1,4 @@
-"""How a row's next token is chosen from the target's logits: the settings."""
+"""Settings for choosing a request's next token from the target's logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moaspec.errors import InputError
 from moaspec.sampling.token_ids import as_integer
@@ -18,8 +18,8 @@ Alternatives = tuple[tuple[int, float], ...]
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_ALTERNATIVES = 1000
-"""Far more than anybody reads; whole vocabularies would be gigabytes of Python numbers."""
+MAX_ALTERNATIVES = 1000
+"""Limit of `top_logprobs`; whole vocabularies would take gigabytes of Python numbers."""
 
 LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
 """(token ids of the prefix, prompt included; float32 logits of shape (V,)) -> logits.
@@ -51,8 +51,8 @@ class SamplingParams:
         rules: which tokens may stand where; see `TokenRules`.
         processors: called in order; see `LogitsProcessor`.
         logprobs: whether to report log-probabilities of the chosen tokens.
-        top_logprobs: report so many of the most probable tokens in place of each as well; only
-            together with `logprobs`.
+        top_logprobs: number of most probable tokens to report for each position; needs
+            `logprobs`.
 
     Raises:
         InputError: a value outside its range; the message says which.
@@ -84,7 +84,7 @@ class SamplingParams:
             raise InputError("repetition_penalty must be above 0 (1.0 changes nothing), got 0.")
         self._need_integer("top_k", high=2**63 - 1, otherwise="0 keeps all tokens")
         self._need_integer("choice", high=2**32 - 1, otherwise="0 is the first")
-        self._need_integer("top_logprobs", high=MOST_ALTERNATIVES, otherwise="0 reports none")
+        self._need_integer("top_logprobs", high=MAX_ALTERNATIVES, otherwise="0 reports none")
         if self.top_logprobs and not self.logprobs:
             raise InputError("top_logprobs needs logprobs=True.")
         if self.seed is not None:
@@ -120,7 +120,7 @@ class SamplingParams:
 
     @property
     def needs_prefix(self) -> bool:
-        """Whether the choice depends on which tokens came before, given the logits."""
+        """Whether the choice depends on the tokens before it, given the logits."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0) or bool(self.rules or self.processors)
 
@@ -135,13 +135,13 @@ class SamplingParams:
         return bool(self.logprobs) or not self.takes_argmax
 
     def resolved(self) -> SamplingParams:
-        """The same with a seed, drawn now where noise takes part and none was given."""
+        """These settings with a seed, drawn now if they sample and have none."""
         if self.seed is not None or not self.samples:
             return self
         return replace(self, seed=secrets.randbits(63))
 
     def bound(self, stop_token_ids: Collection[int], max_new_tokens: int) -> SamplingParams:
-        """The same for a text that ends at one of these ids or after so many tokens.
+        """These settings for a text that ends at one of these ids or after `max_new_tokens` tokens.
 
         Some rules depend on either; what was bound before stays.
         """
@@ -186,3 +186,23 @@ def _is_finite(value: object) -> bool:
 
 GREEDY = SamplingParams()
 """The best token of the target's own logits."""
+
+PLAIN_SETTINGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "choice",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+)
+"""Settings that have the same name and the same plain value wherever they occur: in
+`SamplingParams`, in the options of `generate`, in wire messages and over HTTP."""
+
+
+def plain_settings(source: Any) -> dict[str, Any]:
+    """The `PLAIN_SETTINGS` and the logit bias of a `SamplingParams` or of a message."""
+    settings = {name: getattr(source, name) for name in PLAIN_SETTINGS}
+    return settings | {"logit_bias": dict(source.logit_bias)}

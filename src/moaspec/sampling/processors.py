@@ -1,4 +1,4 @@
-"""What settings make of the target's logits, before a token is chosen.
+"""Changes of the target's logits by the sampling settings, before a token is chosen.
 
 Every function here is a pure function of the logits and of one prefix's own tokens, so a drafted
 node is treated as the same prefix would be in plain decoding.
@@ -19,7 +19,7 @@ from moaspec.errors import InputError
 from moaspec.sampling.params import SamplingParams
 
 CANDIDATES = 512
-"""Top-p looks among so many best tokens first; sorting whole vocabularies is slow, and rarely
+"""Number of best tokens that top-p sorts first; sorting the whole vocabulary is slow and rarely
 needed."""
 
 

@@ -32,9 +32,9 @@ def stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
 class StopStrings:
     """Watches one row's generated text.
 
-    Only tokens that are part of the text may be pushed, one by one, so that a stop string which
-    several tokens of a round complete between them ends the text exactly where plain decoding ends
-    it. Special tokens count as text: a stop string may name one.
+    Push the tokens of the text one by one, and no others. Then a stop string that is completed by
+    several tokens of a round ends the text exactly where plain decoding ends it. Special tokens
+    count as text, so a stop string may contain one.
 
     Args:
         strings: non-empty stop strings.

@@ -1,4 +1,4 @@
-"""The frozen target. The only room that imports transformers' models."""
+"""The frozen target. The only package that imports transformers' models."""
 
 from moaspec.lazy import attach
 

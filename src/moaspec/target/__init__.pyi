@@ -1,6 +1,6 @@
-from moaspec.backends.fast_layers import WriteKV
+from moaspec.target.decoder_layers import WriteKV
 from moaspec.target.names import ALIASES, SUPPORTED_FAMILIES
-from moaspec.target.registry import chosen_dtype, load_target, target_facts
+from moaspec.target.registry import target_facts
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
 
@@ -10,7 +10,5 @@ __all__ = [
     "Target",
     "TargetSpec",
     "WriteKV",
-    "chosen_dtype",
-    "load_target",
     "target_facts",
 ]

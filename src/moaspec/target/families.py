@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.masks import text_mask, window_mask
-from moaspec.model.rope import AngleTable, CosSin
+from moaspec.model.rope import CosSin
 from moaspec.target.names import FAMILIES, SUPPORTED_FAMILIES
 from moaspec.target.rope_fields import require_rope
 
@@ -177,8 +177,8 @@ def layer_masks(
 
     Args:
         kinds: FULL or SLIDING, of all layers.
-        window: of those that are SLIDING.
-        mask_B1TS: of those that are FULL.
+        window: of SLIDING layers.
+        mask_B1TS: of FULL layers.
         position_ids_BT: of the tokens.
     """
     masks = {FULL: mask_B1TS}
@@ -199,56 +199,39 @@ class RotaryEmbeddings:
     """
 
     def __init__(self, module: Any, config: Any) -> None:
-        self._module, self._parameters = module, rope_by_type(config)
+        self._module, self.parameters = module, rope_by_type(config)
         self._config = config
-        self._tables: dict[str | None, AngleTable] = {}
-
-    def tabulate(self) -> None:
-        """Look them up from now on, in float32, where they depend on nothing but positions."""
-        for kind, parameters in self._parameters.items():
-            if parameters["rope_type"] in BY_POSITION:
-                self._tables[kind] = AngleTable(partial(self._of_positions, kind))
 
     def __call__(
         self,
         states_BTE: Tensor,
         position_ids_BT: Tensor,
         lengths_B: Tensor,
-        *,
-        exact: bool = False,
     ) -> dict[str, CosSin]:
         """(B, T, D) each, by layer type.
 
         Args:
-            states_BTE: gives dtype and device of the result where there is no table.
+            states_BTE: gives dtype and device of the result.
             position_ids_BT: (B, T) int64.
             lengths_B: (B,) tokens of the text that each row belongs to. LongRoPE goes by these, so
                 that neither batch mates nor the cut of a long prompt into pieces decide. For
                 dynamic NTK tokens of the prompt; see `rope_growth`.
-            exact: always in float32.
         """
         result: dict[str, CosSin] = {}
-        for kind in self._parameters:
-            if kind in self._tables:
-                pair = self._tables[kind](position_ids_BT)
-            else:
-                like = states_BTE[:, :1].float() if exact else states_BTE
-                pair = self._computed(kind, like, position_ids_BT, lengths_B)
+        for kind in self.parameters:
+            pair = self.angles(kind, states_BTE, position_ids_BT, lengths_B)
             result |= dict.fromkeys((FULL, SLIDING) if kind is None else (kind,), pair)
         return result
 
-    def table(self, kind: str) -> AngleTable | None:
-        """Where those of a layer type are looked up; None where they are not."""
-        return self._tables.get(None if None in self._parameters else kind)
-
-    def _computed(
+    def angles(
         self, kind: str | None, like: Tensor, position_ids_BT: Tensor, lengths_B: Tensor
     ) -> CosSin:
-        parameters = self._parameters[kind]
+        """Cosines and sines of one layer type, or of all where `kind` is None."""
+        parameters = self.parameters[kind]
         if parameters["rope_type"] == "dynamic":
             cos, sin = self._by_growth(kind, position_ids_BT, lengths_B)
             return cos.to(like.dtype), sin.to(like.dtype)
-        embed = partial(self._embed, kind, like)
+        embed = partial(self.embed, kind, like)
         return _by_length(embed, position_ids_BT, lengths_B, _switch(parameters))
 
     def _by_growth(self, kind: str | None, position_ids_BT: Tensor, lengths_B: Tensor) -> CosSin:
@@ -271,15 +254,12 @@ class RotaryEmbeddings:
         angles_BTD = torch.cat((angles_BTD, angles_BTD), dim=-1)
         return angles_BTD.cos() * scales[0], angles_BTD.sin() * scales[0]
 
-    def _embed(self, kind: str | None, like: Tensor, position_ids_BT: Tensor) -> CosSin:
+    def embed(self, kind: str | None, like: Tensor, position_ids_BT: Tensor) -> CosSin:
+        """The output of the model's module."""
         options = {} if kind is None else {"layer_type": kind}
         with _ONE_CALLER:
             cos, sin = self._module(like, position_ids_BT, **options)
         return cos, sin
-
-    def _of_positions(self, kind: str | None, position_ids_S: Tensor) -> CosSin:
-        cos_1SD, sin_1SD = self._embed(kind, torch.empty(0), position_ids_S[None])
-        return cos_1SD[0], sin_1SD[0]
 
 
 def _by_length(

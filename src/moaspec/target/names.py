@@ -33,7 +33,7 @@ class Alias:
 
     @property
     def command(self) -> str:
-        """Installs the package."""
+        """The command that installs the package."""
         return f"pip install --no-deps {self.package}=={self.version}"
 
 

@@ -17,12 +17,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from moaspec.backends.fast_heads import draft_rows, pack_like
-from moaspec.backends.int8_rows import Int8Embedding, Int8Linear, quantise
-from moaspec.backends.linear_backends import can_pack
-from moaspec.backends.pack import pack_linears, return_freed_memory
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
-from moaspec.paths import cache_dir
+from moaspec.target.int8_rows import Int8Embedding, Int8Linear, quantise
+from moaspec.target.lm_head import LMHead
 from moaspec.target.target import Target
 
 EMBEDDING, HEAD, NORM, LAYER = "embedding", "head", "norm", "layers"
@@ -58,7 +55,7 @@ def excerpt_tensors(
 
 
 def quantised_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same with every matrix in eight bits, and its scales beside it."""
+    """These tensors with every matrix in eight bits, and its scales beside it."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and tensor.is_floating_point():
@@ -110,7 +107,9 @@ class PartialTarget(Target):
             ) from error
         super().__init__(model, tokenizer, name=name)
         self.stop_token_ids, self._generation_config = stop_token_ids, generation_config
-        self._head_token_ids, self._compute_dtype = head_token_ids, dtype
+        self._compute_dtype = dtype
+        if head_token_ids is not None or isinstance(self.lm_head.linear, Int8Linear):
+            self.lm_head = PartialLMHead(self.lm_head, head_token_ids, name)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,38 +121,6 @@ class PartialTarget(Target):
         """Where the weights are."""
         return next(iter((*self.model.parameters(), *self.model.buffers()))).device
 
-    def pack(self) -> bool:
-        """See `Target.pack`; weights in eight bits stay as they are."""
-        self.packed = can_pack(self.dtype, self.device)
-        if self.packed:
-            pack_linears(self.model, keep=(self._lm_head,))
-            if isinstance(self._lm_head, nn.Linear):
-                self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
-        present = [layer for layer in self._base.layers if not isinstance(layer, _Absent)]
-        self.layers.fuse(present)
-        return_freed_memory()
-        return self.packed
-
-    def draft_head(self, token_ids: Tensor | None, moment_EE: Tensor | None = None) -> nn.Module:
-        """The head for the tokens that can be drafted; see `Target.draft_head`.
-
-        Raises:
-            MismatchError: it has other rows than these.
-        """
-        kept = self._head_token_ids
-        if token_ids is None or (kept is not None and torch.equal(kept, token_ids)):
-            return self._fast_head
-        if kept is not None:
-            raise MismatchError(
-                f"{self.name} holds {len(kept)} rows of the head, and they are not those of this "
-                "draft vocabulary. Export it with the drafter that is used."
-            )
-        head: Any = self._lm_head
-        if isinstance(head, Int8Linear):
-            return head.select(token_ids)
-        rows = self.head_rows(token_ids)
-        return draft_rows(rows, moment_EE)
-
     def run(self, *_: Any, **__: Any) -> NoReturn:
         """It has no whole pass.
 
@@ -164,6 +131,38 @@ class PartialTarget(Target):
             f"{self.name} holds a few of the target's layers and cannot verify; connect to a "
             "server, or load the target itself."
         )
+
+
+class PartialLMHead(LMHead):
+    """Some rows of an LM head, or all of them in eight bits.
+
+    Args:
+        head: these rows.
+        token_ids: their ids; None for all.
+        name: of the target, for messages.
+    """
+
+    def __init__(self, head: LMHead, token_ids: Tensor | None, name: str) -> None:
+        super().__init__(head.linear, head.cap)
+        self._token_ids, self._name = token_ids, name
+
+    def select(self, token_ids: Tensor | None) -> nn.Module:
+        """The head for the tokens that can be drafted; see `LMHead.select`.
+
+        Raises:
+            MismatchError: it has other rows than these.
+        """
+        kept = self._token_ids
+        if token_ids is None or (kept is not None and torch.equal(kept, token_ids)):
+            return self.linear
+        if kept is not None:
+            raise MismatchError(
+                f"{self._name} holds {len(kept)} rows of the head, and they are not those of this "
+                "draft vocabulary. Export it with the drafter that is used."
+            )
+        if isinstance(self.linear, Int8Linear):
+            return self.linear.select(token_ids)
+        return self.rows(token_ids)
 
 
 class _Absent(nn.Module):

@@ -19,8 +19,6 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from moaspec.backends.linear_backends import fastest_dtype
-from moaspec.backends.weight_only import quantise, require_quantize
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
 from moaspec.hub import cached_if_offline
 from moaspec.model.checkpoint.directory import is_directory
@@ -39,78 +37,54 @@ from moaspec.target.names import ALIASES, Alias, packaged_gguf
 from moaspec.target.rope_fields import require_rope
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
-from moaspec.torch_settings import plain_torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-AUTO = "auto"
 
 
-@plain_torch()
-def load_target(
+def read_target(
     name: str | Path,
     *,
-    dtype: str = AUTO,
+    dtype: str,
     device: str = "cpu",
-    packed: bool = True,
     quantize: str | None = None,
     generation_config: Literal["auto"] | None = "auto",
 ) -> Target:
-    """Load a target.
+    """Load a target as transformers loads it.
 
     Args:
-        name: an alias (`moaspec models` lists them), a directory, a GGUF file, or a hub id.
-        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where it is faster on this
-            device, else float32.
-        device: a torch device.
-        packed: lay linear weights out for this CPU, see `moaspec.backends.pack`. Without it the
-            model is as transformers loads it, which training and comparisons want.
-        quantize: "int8" or "int4" rounds weights by torchao, see `backends.weight_only`. This
-            changes the target: its texts, with drafts or without, are those of the rounded weights.
-        generation_config: "auto" keeps what the model's `generation_config.json` asks for where
-            nothing else is said of a text; None keeps the ids that end a text alone.
-
-    Returns:
-        The frozen target, with transformers' own `tokenizer` and `config`.
+        name: see `moaspec.load_target`.
+        dtype: "float32", "bfloat16" or "float16".
+        device: see `moaspec.load_target`.
+        quantize: what the caller will round its weights to.
+        generation_config: see `moaspec.load_target`.
 
     Raises:
-        InputError: unknown dtype, a device that cannot be used here, or `quantize` where it cannot
-            be done.
-        UnknownModelError: nothing of that name can be found or read, or its weights are not those
-            of its config, or not finite.
-        UnsupportedTargetError: a family whose keys and values cannot be captured.
+        UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
     """
-    dtype = chosen_dtype(dtype, device=device, packed=packed)
-    if quantize is not None:
-        require_quantize(quantize, dtype=dtype, device=device)
     name = str(name)
     source = _at_hand(name, find_weights(name))
     try:
         model = _load_model(source, name, DTYPES[dtype]).to(device)
         if generation_config is None:
             model.generation_config = without_defaults(model.generation_config)
-        target = Target(model, load_tokenizer(source), name=name, quantize=quantize)
+        return Target(model, load_tokenizer(source), name=name, quantize=quantize)
     except MoaSpecError:
         raise
     # The libraries below raise almost anything where files are damaged or configs are impossible.
     except Exception as error:
         raise _unusable(name, source, first_line(error)) from error
-    if quantize is not None:
-        quantise(model, quantize, name=name, packed=packed)
-    if packed:
-        target.pack()
-    return target
 
 
 def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetSpec:
-    """What a target's files say of it, for whoever runs its weights elsewhere (inside vLLM).
+    """Read a target's config and tokenizer, where another program (vLLM) runs its weights.
 
     Args:
-        name: see `load_target`.
+        name: see `moaspec.load_target`.
         dtype: that it will run in.
         device: that it will run on.
 
     Raises:
-        InputError, UnknownModelError, UnsupportedTargetError: see `load_target`.
+        InputError, UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
     """
     require_dtype(dtype)
     name = str(name)
@@ -138,40 +112,27 @@ def _generation_config(source: str, config: Any) -> GenerationConfig:
         return GenerationConfig.from_model_config(config)
 
 
-def chosen_dtype(dtype: str, *, device: str = "cpu", packed: bool = True) -> str:
-    """Resolve "auto" to the dtype that is faster here; other names stay.
-
-    Args:
-        dtype: see `load_target`.
-        device: see `load_target`.
-        packed: see `load_target`.
-
-    Raises:
-        InputError: an unknown dtype, or a device that cannot be used here.
-    """
-    _require_device(device)
-    if dtype == AUTO:
-        return str(fastest_dtype(torch.device(device), packed=packed)).removeprefix("torch.")
-    require_dtype(dtype, AUTO)
-    return dtype
-
-
 def require_dtype(dtype: str, *others: str) -> None:
-    """Refuse names that are no dtype of a target.
+    """Refuse a name that is no dtype of a target.
 
     Args:
         dtype: the name.
         others: further names that the caller takes, for the message.
 
     Raises:
-        InputError: names those that are.
+        InputError: lists the names.
     """
     if dtype not in DTYPES:
         names = ", ".join((*DTYPES, *others))
         raise InputError(f"Unknown dtype {dtype!r}; choose one of {names}.")
 
 
-def _require_device(device: str) -> None:
+def require_device(device: str) -> None:
+    """Refuse a device that cannot be used here.
+
+    Raises:
+        InputError: says why.
+    """
     try:
         if torch.empty(0, device=device).is_meta:
             raise InputError("Device 'meta' holds no numbers; try 'cpu'.")
@@ -226,8 +187,8 @@ def _load_model(source: str, name: str, dtype: torch.dtype) -> Any:
 def _in_this_thread() -> Iterator[None]:
     """Have transformers load without threads of its own.
 
-    The C library keeps some memory for each, for good; and there is little to do, as weights stay
-    in the mapped file unless they are cast.
+    The C library never frees some memory of each thread, and there is little to do: weights stay in
+    the mapped file unless they are cast.
     """
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)

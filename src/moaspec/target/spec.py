@@ -1,4 +1,4 @@
-"""What is known of a target from its config and tokenizer, whoever runs its weights."""
+"""Facts of a target from its config and tokenizer, without its weights."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TargetSpec:
         dtype: of weights, keys and values; None where a subclass has the weights.
         generation_config: transformers' own; None where there is none.
         device: where keys and values are.
-        quantize: what weights were rounded to ("int8", "int4"), so that nobody takes this for the
-            target that it was before; None where they were not.
+        quantize: what weights were rounded to ("int8", "int4"), which makes this another target;
+            None where they were not.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TargetSpec:
 
     @property
     def precision(self) -> str:
-        """Of its numbers, in words: what texts and costs go by."""
+        """Dtype and quantisation in words, by which texts and costs are compared."""
         dtype = str(self.dtype).removeprefix("torch.")
         return dtype if self.quantize is None else f"{dtype}, {self.quantize} weights"
 
@@ -62,12 +62,12 @@ class TargetSpec:
 
     @cached_property
     def num_layers(self) -> int:
-        """L."""
+        """L, the number of decoder layers."""
         return int(self.config.num_hidden_layers)
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the size of the vocabulary."""
         return int(self.config.vocab_size)
 
     @property
@@ -79,9 +79,9 @@ class TargetSpec:
     def rope_switches(self) -> tuple[int, ...]:
         """Lengths beyond which the keys of a whole text change (LongRoPE), ascending.
 
-        What was cached before must be computed again from the text's start, as Hugging Face's
-        `generate` does for Phi-3. (For other families it goes on with mixed keys, so that the text
-        depends on where the prompt ended; here it never does.)
+        Keys cached before must be computed again from the text's start, as Hugging Face's
+        `generate` does for Phi-3. (For other families it continues with mixed keys, so the
+        text depends on the prompt's length; here it never does.)
         """
         return families.rope_switches(self.config)
 
@@ -97,7 +97,7 @@ class TargetSpec:
 
     @property
     def head_dim(self) -> int:
-        """D."""
+        """D, the size of a head."""
         return _head_dim(self.config)
 
     @cached_property
@@ -112,17 +112,17 @@ class TargetSpec:
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
-        """What its `generation_config.json` asks for, where nothing else is said of a text."""
+        """The defaults of its `generation_config.json`."""
         return GenerationDefaults.of(self._generation_config, self.vocab_size)
 
     @cached_property
     def identity(self) -> TargetIdentity:
-        """What a drafter's checkpoint records of this target."""
+        """The record of this target in its drafters' checkpoints."""
         return identity_of(self.config, self.tokenizer)
 
 
 def identity_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> TargetIdentity:
-    """What a drafter's checkpoint records of a target, for whoever else runs that target.
+    """The record of a target in its drafters' checkpoints.
 
     Args:
         config: the target's transformers config.

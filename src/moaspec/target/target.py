@@ -1,8 +1,8 @@
 """The frozen target: the model whose output is reproduced.
 
-Transformers' own modules do the arithmetic. What a pass reads and stores is decided by the caller,
-who hands in an operation that receives each layer's new keys and values *as the model writes them*
-(after rotary embedding, before any sliding window drops them) and returns what to attend to.
+Transformers' own modules do the arithmetic. The caller of a pass hands in a `WriteKV`, which
+receives each layer's new keys and values *as the model writes them* (after rotary embedding, before
+any sliding window drops them) and returns the keys and values to attend to.
 
 Legend: B batch, T new tokens, S visible keys, L layers, H KV heads, D head dim, E hidden size,
 K = 2 * H * D, V vocabulary.
@@ -10,27 +10,22 @@ K = 2 * H * D, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from moaspec.backends.cuda_graphs import PassGraphs
-from moaspec.backends.fast_heads import draft_rows, pack_like
-from moaspec.backends.fast_layers import WriteKV
-from moaspec.backends.linear_backends import can_pack
-from moaspec.backends.pack import PackedLinear, pack_linears, return_freed_memory
-from moaspec.backends.thread_limiter import ThreadLimiter
 from moaspec.errors import UnsupportedTargetError
 from moaspec.model.masks import text_mask
 from moaspec.model.moa import TargetPass, positions
 from moaspec.model.target_encoder import LayerFeatures
-from moaspec.paths import cache_dir
 from moaspec.target import families
-from moaspec.target.decoder_layers import DecoderLayers, WatchLayer
+from moaspec.target.decoder_layers import DecoderLayers, WatchLayer, WriteKV
+from moaspec.target.lm_head import LMHead
 from moaspec.target.spec import TargetSpec
+from moaspec.thread_limiter import ThreadLimiter
 
 
 class Target(TargetSpec):
@@ -45,8 +40,9 @@ class Target(TargetSpec):
         quantize: see `TargetSpec`.
 
     Attributes:
-        packed: whether `pack` has laid the weights out for this CPU.
-        layers: what runs its passes.
+        layers: its decoder layers; `moaspec.backends` replaces them by faster ones.
+        lm_head: its LM head; `moaspec.backends` replaces it by a faster one.
+        packed: whether its linear layers are packed for this CPU, so that it cannot be moved.
         threads: lowers the number of CPU threads while other processes need the cores.
         token_pass_s: seconds of a pass over one token, once it was timed; see `first_use`.
 
@@ -81,10 +77,8 @@ class Target(TargetSpec):
         )
         self._base: Any = model.base_model
         self.layers = DecoderLayers(self._base, model.config)
-        self._lm_head = cast(nn.Linear, model.get_output_embeddings())
-        self._fast_head: nn.Module = self._lm_head
-        self._forget_rows: Callable[[], None] = lambda: None
-        self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        cap = getattr(model.config, "final_logit_softcapping", None)
+        self.lm_head = LMHead(cast(nn.Module, model.get_output_embeddings()), cap)
         self.packed = False
         self.threads = ThreadLimiter()
         self.token_pass_s: float | None = None
@@ -98,25 +92,6 @@ class Target(TargetSpec):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.device
-
-    def pack(self) -> bool:
-        """Lay the weights of linear layers out for this CPU, in place, see `packing`.
-
-        Afterwards the target decodes and can be saved, but no longer be moved or cast.
-
-        On a CUDA device passes are recorded instead, see `graphs`.
-
-        Returns:
-            Whether weights were laid out; False where there is nothing to gain, such as on a GPU.
-        """
-        self.packed = can_pack(self.dtype, self.device)
-        if self.packed:
-            pack_linears(self.model, keep=(self._lm_head,))
-            self._fast_head, self._forget_rows = pack_like(self._lm_head, directory=cache_dir())
-        self.layers.fuse(list(self._base.layers))
-        self.layers.graphs = PassGraphs.of(self.device)
-        return_freed_memory()
-        return self.packed
 
     def layer_state(self, index: int) -> dict[str, Tensor]:
         """Weights of one decoder layer, under transformers' names."""
@@ -139,51 +114,29 @@ class Target(TargetSpec):
 
     def head_rows(self, token_ids: Tensor) -> nn.Linear:
         """The LM head for these ids alone, a copy."""
-        weight, bias = self._lm_head.weight[token_ids], self._lm_head.bias
-        with torch.device("meta"):
-            rows = nn.Linear(weight.shape[1], len(token_ids), bias=bias is not None)
-        rows.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            rows.bias = nn.Parameter(bias[token_ids], requires_grad=False)
-        return rows
+        return self.lm_head.rows(token_ids)
 
-    def draft_head(self, token_ids: Tensor | None, moment_EE: Tensor | None = None) -> nn.Module:
-        """A head to keep: packed where that helps; for None the target's own, without a copy.
-
-        Args:
-            token_ids: the draft vocabulary.
-            moment_EE: how drafted states vary together; with it the head may be rounded.
-        """
-        if token_ids is None:
-            return self._fast_head
-        rows = self.head_rows(token_ids)
-        self._forget_rows()
-        return draft_rows(rows, moment_EE)
+    def draft_head(self, token_ids: Tensor | None) -> nn.Module:
+        """The LM head for a draft vocabulary, a copy; for None the whole one, without a copy."""
+        return self.lm_head.select(token_ids)
 
     def head(self, states: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Logits in float32, (..., V), or of `token_ids` only."""
-        head = self._fast_head if token_ids is None else self.head_rows(token_ids)
+        head = self.draft_head(None) if token_ids is None else self.head_rows(token_ids)
         return self.logits(states, head)
 
     def best(self, states_NE: Tensor) -> Tensor:
-        """The argmax of `head`, (N,) int64; where kernels have the head, no logits are written."""
-        matrix = self._fast_head.matrix if isinstance(self._fast_head, PackedLinear) else None
-        if matrix is None or self.caps_logits or states_NE.requires_grad:
-            return self.head(states_NE).argmax(-1)
-        return matrix.best(states_NE)
+        """The argmax of `head`, (N,) int64."""
+        return self.lm_head.best(states_NE)
 
     def logits(self, states: Tensor, head: nn.Module) -> Tensor:
         """Logits in float32 by a head of this target, soft-capped where the model's are."""
-        raw = head.single(states) if isinstance(head, PackedLinear) else head(states).float()
-        return self._capped(raw)
+        return self.lm_head.logits(states, head)
 
     @property
     def caps_logits(self) -> bool:
         """Whether logits are soft-capped."""
-        return self._cap is not None
-
-    def _capped(self, logits: Tensor) -> Tensor:
-        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+        return self.lm_head.cap is not None
 
     def run(
         self,
@@ -204,10 +157,10 @@ class Target(TargetSpec):
                 sees one key of every position up to its own, in ascending order of positions (pads
                 may see anything); sliding windows are cut out of this. None: `write` returns what
                 it was given, and a token sees all that comes before it.
-            write: receives each layer's keys and values; see the module's docstring.
-            lengths_B: (B,) tokens of each row's whole text, by which LongRoPE goes; None takes the
-                largest position of the row. To be given where a row is only the start of a text.
-            watch: is shown what enters each layer.
+            write: see the module's docstring.
+            lengths_B: (B,) tokens of each row's whole text, which select LongRoPE's factors; None
+                takes the largest position of the row. Needed where a row is the start of a text.
+            watch: receives the input of each layer.
 
         Returns:
             (B, T, E) after the final norm.
@@ -231,7 +184,7 @@ class Target(TargetSpec):
         Args:
             input_ids_BT: (B, T) int64.
             attention_mask_BT: (B, T), 1 for real tokens.
-            before: the N > 0 of which the states that enter the last N layers are wanted.
+            before: the N > 0 for which to return the input of the last N layers.
         """
         entering: dict[int, Tensor] = {}
         features = LayerFeatures(self.num_layers)

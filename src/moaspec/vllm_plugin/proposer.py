@@ -21,8 +21,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from moaspec.backends.pack import packed_copy
-from moaspec.generation.api import find_drafter
+from moaspec.backends.fast_drafter import packed_copy
+from moaspec.generation.drafters import find_drafter
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.moa import MoADrafter

@@ -18,12 +18,14 @@ import pytest
 import torch
 
 import moaspec
+import tiny
 from bits import needs_kernels
 from moaspec.backends import linear_backends
 from moaspec.backends.cpu import build, structures
 from moaspec.backends.cpu.build import must_compile, why_not
 from moaspec.backends.cpu.cpu_attention import can_attend
 from moaspec.backends.cpu.matrix import Matrix
+from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import CpuKernelLinear, Fp16Linear, OneDnnLinear, can_pack
 from moaspec.backends.pack import PackedLinear
 from tiny import PROMPTS, fresh_target, random_drafter
@@ -228,11 +230,11 @@ def test_without_kernels_text_comes_by_other_libraries(
     for one in (target, stock):
         one.model.bfloat16()
     drafter = random_drafter(target).bfloat16()
-    assert target.pack()
-    assert target.layers.fused is None
+    assert accelerate(target)
+    assert tiny.fast_layers(target).fused is None
     down = target.model.model.layers[0].mlp.down_proj
     assert isinstance(down, PackedLinear)
-    assert type(down._form) is (
+    assert type(down._backend) is (
         OneDnnLinear if linear_backends._bf16_instructions() else Fp16Linear
     )
     assert down.matrix is None
@@ -413,7 +415,7 @@ def test_every_call_of_the_library_is_there() -> None:
 @needs_kernels
 def test_packed_layers_have_kernels() -> None:
     packed = PackedLinear(torch.nn.Linear(64, 33).bfloat16())
-    assert type(packed._form) is CpuKernelLinear
+    assert type(packed._backend) is CpuKernelLinear
     assert packed.matrix is not None
 
 

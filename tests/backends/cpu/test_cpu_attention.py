@@ -13,8 +13,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bits import BF16_STEP, assert_one_rounding, needs_kernels, normal, same_bits, threads
-from moaspec.backends.cpu.cpu_attention import MOST_DIM, MOST_QUERIES, attend, can_attend
-from moaspec.model.layers import masked_attention
+from moaspec.backends.cpu.cpu_attention import (
+    MOST_DIM,
+    MOST_QUERIES,
+    attend,
+    can_attend,
+    fast_attention,
+)
 
 pytestmark = [needs_kernels, pytest.mark.kernels]
 
@@ -179,7 +184,7 @@ def test_what_attention_refuses() -> None:
 
 def test_what_kernels_refuse_is_read_all_the_same() -> None:
     heads = some_heads(4, 2, 3, 20, 48)
-    got = masked_attention(*heads, random_mask(1, 1, 3, 20))
+    got = fast_attention(*heads, random_mask(1, 1, 3, 20))
     exact = attention_in_float64(*heads, random_mask(1, 1, 3, 20), 48**-0.5)
     # PyTorch rounds weights to bf16 as well; values are below 4.
     assert_close(got.double(), exact, atol=4 * BF16_STEP, rtol=0)

@@ -1,4 +1,4 @@
-"""Kernels choose the token that the law in PyTorch chooses."""
+"""Kernels choose the token that PyTorch chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from bits import needs_kernels, threads
 from moaspec import SamplingParams
 from moaspec.backends.cpu.fused_choice import can_choose, choose
-from moaspec.sampling.choose import COLDEST, law, next_tokens, perturbed
+from moaspec.sampling.choose import COLDEST, next_tokens, perturbed, sampler_params
 from moaspec.sampling.processors import Prefix
 
 pytestmark = [needs_kernels, pytest.mark.kernels]
@@ -41,7 +41,7 @@ def some_logits(nodes: int, vocabulary: int, *, scale: float, seed: int = 0) -> 
 def chosen(logits_NV: Tensor, settings: list[SamplingParams]) -> tuple[list[int], list[int]]:
     """By kernels, and by PyTorch."""
     prefixes = [Prefix(one, [1] * (3 + i), 1) for i, one in enumerate(settings)]
-    laws = [law(one.sampling, len(one.token_ids)) for one in prefixes]
+    laws = [sampler_params(one.sampling, len(one.token_ids)) for one in prefixes]
     return choose(logits_NV, laws), perturbed(logits_NV, prefixes).argmax(-1).tolist()
 
 
@@ -118,7 +118,7 @@ def test_logits_that_are_no_numbers_give_some_token(filters: dict[str, Any]) -> 
     logits_NV = some_logits(3, 20_000, scale=1.0)
     logits_NV[0], logits_NV[1, ::40] = math.nan, math.nan
     logits_NV[2, 7] = math.inf
-    laws = [law(one, 3) for one in settings]
+    laws = [sampler_params(one, 3) for one in settings]
     assert all(0 <= token < 20_000 for token in choose(logits_NV, laws))
 
 
@@ -127,7 +127,10 @@ def test_nodes_by_themselves_and_strided_logits() -> None:
     wide_VN = some_logits(99, 6, scale=2.0)
     got, expected = chosen(wide_VN.t(), settings)
     assert got == expected
-    alone = [choose(wide_VN.t()[i, None], [law(one, 3 + i)])[0] for i, one in enumerate(settings)]
+    alone = [
+        choose(wide_VN.t()[i, None], [sampler_params(one, 3 + i)])[0]
+        for i, one in enumerate(settings)
+    ]
     assert alone == got
     assert choose(wide_VN.t()[:0], []) == []
 

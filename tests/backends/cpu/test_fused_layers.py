@@ -22,7 +22,7 @@ from moaspec.backends.cpu.aligned_memory import large_pages
 from moaspec.backends.cpu.cpu_attention import MOST_QUERIES, attend
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack
 from moaspec.backends.cpu.matrix import Matrix
-from moaspec.backends.pack import pack_layer
+from moaspec.backends.fast_drafter import FastAttentionBlock, fast_layer
 from moaspec.drafting.kv_cache import KVCache, StoredMemory, prefix_mask, tree_mask
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.layers import CrossAttentionLayer, DecoderLayer, masked_attention
@@ -50,12 +50,13 @@ def random_layer(kind: Any, config: LayerConfig) -> Any:
     plain = kind(config, eps=EPS, hidden_act="silu").requires_grad_(requires_grad=False)
     for name, parameter in plain.named_parameters():
         parameter.add_(0.3 * torch.randn_like(parameter) * (0.5 if "weight" in name else 1.0))
-    packed = plain.bfloat16()
+    plain.bfloat16()
     copies = [kind(config, eps=EPS, hidden_act="silu") for _ in range(2)]
     for copied in copies:
-        copied.load_state_dict(packed.state_dict())
-    pack_layer(packed, drafts=False)
-    assert packed.fused is not None
+        copied.load_state_dict(plain.state_dict())
+    packed = fast_layer(plain, drafts=False)
+    assert isinstance(packed, FastAttentionBlock)
+    assert isinstance(packed, kind)
     return packed, copies[0].requires_grad_(requires_grad=False), copies[1].bfloat16()
 
 
@@ -350,17 +351,15 @@ def test_layers_of_a_stack_still_work_alone() -> None:
 def test_layers_of_drafts_are_rounded_to_four_bits() -> None:
     torch.manual_seed(0)
     layer = DecoderLayer(CONFIG, eps=EPS, hidden_act="silu").requires_grad_(requires_grad=False)
-    layer.bfloat16()
-    pack_layer(layer, drafts=True)
-    assert layer.fused is not None
-    assert [matrix._bits for matrix in layer.fused.matrices] == [4] * 4
+    fast = fast_layer(layer.bfloat16(), drafts=True)
+    assert isinstance(fast, FastAttentionBlock)
+    assert [matrix.bits for matrix in fast.fused.matrices] == [4] * 4
 
 
 @pytest.mark.parametrize("act", ["gelu", "relu"])
 def test_other_activations_are_left_to_modules(act: str) -> None:
     layer = DecoderLayer(CONFIG, eps=EPS, hidden_act=act).requires_grad_(requires_grad=False)
-    pack_layer(layer.bfloat16(), drafts=False)
-    assert layer.fused is None
+    assert fast_layer(layer.bfloat16(), drafts=False) is layer
 
 
 def test_biases_that_only_some_projections_have_are_left_to_modules() -> None:
@@ -376,8 +375,7 @@ def test_biases_that_only_some_projections_have_are_left_to_modules() -> None:
             return layer(x_BTE, cos_sin, lambda *heads: masked_attention(*heads, causal=True))
 
     expected = run()
-    pack_layer(layer, drafts=False)
-    assert layer.fused is None
+    assert fast_layer(layer, drafts=False) is layer
     # Products are rounded to bf16 in both; states are below 8.
     assert_close(run(), expected, atol=8 * BF16_STEP, rtol=2 * BF16_STEP)
 
@@ -395,8 +393,9 @@ def test_a_decoder_layer_over_a_cache_is_one_call(rows: list[int], tokens: int) 
     for layer, calls_kernels in ((packed, True), (packed, False), (plain, False)):
         cache = filled_cache(2)
         attend_to = cache.attentions(rows, starts, tokens, mask)[1]
-        in_one_call = layer.in_one_call(x_BTE, cos_sin, attend_to)
-        assert (in_one_call is not None) is (layer is packed and tokens <= MOST_QUERIES)
+        if layer is packed:
+            whole = packed.in_one_call(x_BTE, cos_sin, attend_to)
+            assert (whole is not None) is (tokens <= MOST_QUERIES)
         call = attend_to if calls_kernels else lambda *heads, to=attend_to: to(*heads)
         results.append(layer(x_BTE, cos_sin, call))
         stored.append(cache.data)

@@ -12,7 +12,7 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.policy.cost_model import (
     GAIN,
     MAX_DEPTH,
-    Acceptance,
+    AcceptanceRates,
     CostTable,
     KnownCosts,
     RoundCosts,
@@ -44,7 +44,7 @@ def test_tables_that_do_not_fit(changes: dict[str, Any]) -> None:
 
 
 def test_acceptance_starts_from_the_prior_and_follows_the_counts() -> None:
-    acceptance = Acceptance([[0.4, 0.2]])
+    acceptance = AcceptanceRates([[0.4, 0.2]])
     assert acceptance.rates == pytest.approx([0.4] * MAX_DEPTH)
     # The drafter's second choice was right, and the favourite of those below it.
     tree = DraftTree((1, 2, 3, 4), (-1, -1, 1, 1))
@@ -58,7 +58,7 @@ def test_acceptance_starts_from_the_prior_and_follows_the_counts() -> None:
 
 
 def test_copied_nodes_are_not_the_drafters() -> None:
-    plain, copied = Acceptance(), Acceptance()
+    plain, copied = AcceptanceRates(), AcceptanceRates()
     plain.count(DraftTree((1, 2), (-1, 0)), [0])
     copied.count(DraftTree((1, 2, 3), (-1, 0, 0), num_copied=1), [0, 2])
     assert np.array_equal(plain.rates, copied.rates)

@@ -23,7 +23,7 @@ from moaspec.drafting.policy.policies import (
     NgramBranchPolicy,
 )
 from moaspec.errors import InputError, ShapeError
-from moaspec.generation.api import local_engine
+from moaspec.generation.local_engine import local_engine
 from moaspec.sampling.params import SamplingParams
 
 ENCODING = (0.0001, 0.0008, 0.0016, 0.0064)

@@ -82,12 +82,12 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    plan = moaspec.engine.local_verifier._Plan
+    plan = moaspec.engine.local_verifier._PassRow
     right: Any = plan.positions
 
     def wrong(self: Any) -> list[int]:
-        known = right.fget(self)[: self.num_known]
-        return [*known, *(position + 1 for position in right.fget(self)[self.num_known :])]
+        known = right.fget(self)[: self.num_new]
+        return [*known, *(position + 1 for position in right.fget(self)[self.num_new :])]
 
     patch.setattr(plan, "positions", property(wrong))
 
@@ -127,7 +127,7 @@ def siblings_see_each_other(patch: pytest.MonkeyPatch) -> None:
 
 def noise_by_step(patch: pytest.MonkeyPatch) -> None:
     """Right for plain decoding, where a step is a token."""
-    verify, law_of = LocalVerifier.verify, moaspec.sampling.choose._law_of
+    verify, law_of = LocalVerifier.verify, moaspec.sampling.choose._params_of
     step = 0
 
     async def counted(self: LocalVerifier, requests: Sequence[VerifyRequest]) -> Any:
@@ -139,7 +139,7 @@ def noise_by_step(patch: pytest.MonkeyPatch) -> None:
         return law_of(prefix)._replace(position=prefix.prompt_length + step)
 
     patch.setattr(LocalVerifier, "verify", counted)
-    patch.setattr(moaspec.sampling.choose, "_law_of", by_step)
+    patch.setattr(moaspec.sampling.choose, "_params_of", by_step)
 
 
 def token_lost(patch: pytest.MonkeyPatch) -> None:

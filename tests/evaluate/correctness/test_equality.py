@@ -19,7 +19,7 @@ from moaspec.evaluate.correctness.equality import (
     first_difference,
     judge,
 )
-from moaspec.generation.api import local_engine
+from moaspec.generation.local_engine import local_engine
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.target import Target
 

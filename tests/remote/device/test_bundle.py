@@ -14,14 +14,15 @@ import torch
 
 import tiny
 from bundles import save_bundle, save_target
-from moaspec.backends.int8_rows import ALIGNMENT, Int8Linear, quantise
+from moaspec.backends.load import load_target
 from moaspec.drafting.draft_tree import DraftTree, Tree
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import Drafter, Features, RowText, VerifyRequest
 from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError, MoaSpecError
-from moaspec.generation.api import load_drafter
+from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.baseline_checkpoint import KINDS, Baseline, save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.checkpoint.weight_files import read_tensors
@@ -29,8 +30,8 @@ from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.bundle import export_bundle, is_bundle, load_device
 from moaspec.remote.protocol.identity import fingerprint
 from moaspec.sampling.params import GREEDY, SamplingParams
+from moaspec.target.int8_rows import ALIGNMENT, Int8Linear, quantise
 from moaspec.target.names import ALIASES, packaged_gguf
-from moaspec.target.registry import load_target
 from moaspec.target.target import Target
 from moaspec.train.run_config import DrafterSizes, TrainConfig, drafter_config, stack_config
 
@@ -44,7 +45,7 @@ def beside_target(
     """Text, features and drafts where target and whole drafter are in one process."""
     target = load_target(directory / "target", dtype="bfloat16")
     drafter = load_drafter(directory / "drafter", target=target)
-    drafting = MoAProposer(drafter, target, num_target_layers=num_layers)
+    drafting = FastMoAProposer(drafter, target, num_target_layers=num_layers)
     verifier = LocalVerifier(target, drafting)
     drafting.share_target_cache(verifier.cache)
     (verdict,) = run_now(verifier.verify([VerifyRequest(0, 0, PROMPT)]))

@@ -18,7 +18,6 @@ from moaspec.backends.cpu.fused_drafting import (
 from moaspec.backends.cpu.fused_layers import FusedLayer, FusedNorm, FusedStack, Slots
 from moaspec.backends.cpu.fused_noise import can_draw, draw_bits
 from moaspec.backends.cpu.matrix import Matrix
-from moaspec.backends.cpu.quantized_weight import can_be_moment
 
 __all__ = [
     "MOST_QUERIES",
@@ -35,7 +34,6 @@ __all__ = [
     "TreePart",
     "attend",
     "can_attend",
-    "can_be_moment",
     "can_choose",
     "can_draw",
     "choose",

@@ -1,4 +1,4 @@
-"""Memory for weights."""
+"""Memory for weights, in large pages where the system has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a drafter does in one call: encoding verified tokens, and drafting for one row.
+"""A drafter's work in one call each: encoding verified tokens, and drafting for one request.
 
 Legend: N tokens, T tokens read, L layers, K one layer's key and value, J KV heads, D head dim, R
 the rotated dims, O outputs of the head, V vocabulary, E hidden size.
@@ -30,7 +30,7 @@ from moaspec.backends.cpu.structures import (
 
 
 class FusedEncoder:
-    """Layer self-attention, its mean, the projection and what cross-attention keeps, in one call.
+    """LSA, its mean over layers, the projection, and CA's keys and values, in one call.
 
     Args:
         layer: over the layers of one token.
@@ -87,7 +87,7 @@ class FusedEncoder:
 
 
 class FusedExit:
-    """A norm, a linear layer and the size of what it gives, in one call.
+    """A norm, a linear layer and a scale, in one call.
 
     Args:
         norm: before it.
@@ -124,7 +124,7 @@ class TreePart:
     Attributes:
         stack: that has them as its last ones.
         cos_TR: cosines of those tokens and of each level of drafts, float32, contiguous.
-        sin_TR: sines, likewise.
+        sin_TR: sines of them, float32, contiguous.
         slots: of the first of those tokens.
         num: how many layers.
         norm: behind the last of them.
@@ -166,7 +166,7 @@ class Coupling:
 
 @dataclass(frozen=True)
 class Grown:
-    """Drafted nodes of one row, parents first.
+    """Drafted nodes of one request, parents first.
 
     Attributes:
         tokens: ids in the target's vocabulary.
@@ -199,7 +199,7 @@ def draft_tree(
     embeddings_VE: Tensor,
     coupling: Coupling | None = None,
 ) -> Grown:
-    """The best tokens after a text, the best ones after the best of these, and so on.
+    """Draft a tree level by level: the best tokens after a text, then after the best of these.
 
     Args:
         unread: the end of the text, at least one token.

@@ -68,7 +68,7 @@ class FusedLayer:
 
     @property
     def num_bytes(self) -> int:
-        """Of the matrices."""
+        """Bytes of all its matrices."""
         return sum(matrix.num_bytes for matrix in self.matrices)
 
     def move(self, room: Tensor) -> None:
@@ -98,7 +98,7 @@ class FusedLayer:
             x_BTE: what enters the layer.
             cos_BTR: cosines, float32, contiguous, of any axes before R; of T tokens alone where all
                 rows share them.
-            sin_BTR: sines, likewise.
+            sin_BTR: sines, of the same shape.
         """
         assert x_BTE.dtype == torch.bfloat16, x_BTE.dtype
         x_BTE = x_BTE.contiguous()
@@ -195,8 +195,8 @@ class FusedStack:
     """Neighbouring layers in one call, their weights in one piece of memory.
 
     Args:
-        layers: in order; their weights are moved. One without keys and values of its own reads
-            those that are stored, and stores none.
+        layers: in order; their weights are moved. A layer without keys and values of its own
+            attends to the stored ones and stores none.
         scale: of their scores.
 
     Attributes:
@@ -228,7 +228,7 @@ class FusedStack:
         Args:
             x_BTE: what enters them.
             cos_BTR: cosines of every row, float32, contiguous.
-            sin_BTR: sines, likewise.
+            sin_BTR: sines of every row, float32, contiguous.
             mask_B1TS: bool, True: may attend; contiguous; B and T may be 1 for all alike.
             slots: where keys and values are.
             num: how many layers.
@@ -252,7 +252,7 @@ class FusedStack:
 
     def address(self, num: int) -> int:
         """Where the last `num` layers are described."""
-        first = len(self.layers) - num  # of ours, of which a device has only the last
+        first = len(self.layers) - num  # a device has the last layers only
         return ctypes.addressof(self._described[first])
 
 

@@ -31,15 +31,13 @@ class Matrix:
 
     A weight that was made of four or eight bits, with a scale and perhaps a zero for each 32
     inputs, as GGUF's Q4_1 and Q8_0 are, is found out and kept so. Products have the same bits as
-    those of 16, and a third or half of the bytes is read, where kernels can do that (see
-    `unpacks`).
+    those of 16 bits, and a third or half of the bytes is read, where kernels can (see `unpacks`).
 
     Args:
         weight_OI: bf16, see `can_hold`.
         bias: (O,), or None.
-        bits: None: the fewest that keep every weight as it is. 16: as given. 4: the weights are
-            rounded, to 16 equidistant numbers for each 32 inputs, and so is what they are
-            multiplied with, to 255 for each 32.
+        bits: None: the fewest that represent every weight exactly. 16: as given. 4: weights are
+            rounded to 16 equidistant numbers for each 32 inputs, and inputs to 255 for each 32.
         moment_II: of the inputs, for rounding; see `codes.rounded`.
     """
 
@@ -78,18 +76,18 @@ class Matrix:
 
     @property
     def num_bytes(self) -> int:
-        """Of the panels."""
+        """Bytes of all panels."""
         return self._panels.nbytes
 
     def move(self, room: Tensor) -> None:
-        """Let the panels live in these bytes, of which there are `num_bytes`."""
+        """Move the panels to these `num_bytes` bytes."""
         place = room.view(self._panels.dtype).view(self._panels.shape)
         place.copy_(self._panels)
         self._panels = place
         self._describe()
 
-    def settle(self) -> None:
-        """Let the panels live in large pages: what is read whole on every call gains by it."""
+    def use_large_pages(self) -> None:
+        """Move the panels to large pages, which weights that every call reads whole gain by."""
         self.move(large_pages(self.num_bytes))
 
     @property

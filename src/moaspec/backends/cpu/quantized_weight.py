@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.cpu.build import library
+from moaspec.model.head_moment import damped
 
 LANES = 16
 """Outputs of a panel; widths of layers are multiples of it."""
@@ -24,8 +25,6 @@ NIBBLES = 8
 """Of a word."""
 SIGN = -128
 """The bit of an int8 that tells it from a uint8 of 128 more."""
-DAMPING = 0.01
-"""Of a moment, relative to its mean diagonal: what it was not measured on varies otherwise."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class QuantizedWeight:
 
     Attributes:
         scale_ON: of each block, float16.
-        zero_ON: likewise; zeros where there are eight bits.
+        zero_ON: of each block, float16; zeros where there are eight bits.
         codes_ONI: (O, N, 32) int8.
         bits: 4 or 8.
     """
@@ -159,24 +158,9 @@ def _nearest(weight_O: Tensor, scale_O: Tensor, zero_O: Tensor) -> Tensor:
     return ((weight_O - zero_O.float()) / scale_O.float()).round().clamp(0, 15)
 
 
-def can_be_moment(moment_II: Tensor) -> bool:
-    """Whether `rounded` can go by this square matrix: it is a mean of products, or nearly one."""
-    try:
-        factor = np.linalg.cholesky(_damped(moment_II))
-    except np.linalg.LinAlgError:
-        return False
-    return bool(np.isfinite(factor).all())
-
-
-def _damped(moment_II: Tensor) -> np.ndarray:
-    """For numpy, because MKL, which PyTorch would call, keeps some ten megabytes for itself."""
-    moment = moment_II.double().numpy()
-    return moment + DAMPING * moment.diagonal().mean() * np.eye(len(moment))
-
-
 def _shares(moment_II: Tensor) -> Tensor:
     """How much of an error in an input (a row) each later one (a column) takes."""
-    lower = np.linalg.inv(np.linalg.cholesky(_damped(moment_II)))
+    lower = np.linalg.inv(np.linalg.cholesky(damped(moment_II)))
     upper = np.linalg.cholesky(lower.T @ lower).T  # of the moment's inverse
     return torch.from_numpy(upper / upper.diagonal()[:, None]).float()
 

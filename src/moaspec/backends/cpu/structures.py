@@ -120,7 +120,7 @@ class DrafterFacts(ctypes.Structure):
 
 
 class GrowthFacts(ctypes.Structure):
-    """What is drafted below a root."""
+    """Shape and nodes of a draft tree."""
 
     _fields_ = (
         ("depth", c_int64),

@@ -17,7 +17,7 @@ from moaspec.errors import InputError
 
 if TYPE_CHECKING:
     from moaspec.engine.result import GenerationResult
-    from moaspec.generation.api import RowOptions
+    from moaspec.generation.options import RowOptions
     from moaspec.generation.session import Session
 
 

@@ -15,7 +15,7 @@ from moaspec.errors import InputError
 from moaspec.extras import require
 
 if TYPE_CHECKING:
-    from moaspec.generation.api import RowOptions
+    from moaspec.generation.options import RowOptions
 
 PROVISIONAL, CORRECTED, KEPT = "dim italic", "bold red", "magenta"
 TAKEN_BACK = " ⟲ "

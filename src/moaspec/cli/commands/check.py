@@ -60,8 +60,8 @@ def check(
 
     prompts = read_prompts(suite, limit=limit)
     with console.loading(model, threads):
+        from moaspec.backends.load import chosen_dtype, load_target
         from moaspec.evaluate.correctness.check_target import Check
-        from moaspec.target.registry import chosen_dtype, load_target
 
         chosen = chosen_dtype(dtype)
     checked: dict[str, list[CheckedText]] = {}

@@ -43,10 +43,10 @@ def convert(
         raise InputError(f"{out} is the source itself; name another directory.")
     require_writable("OUT", out)
     with console.loading(model):
-        from moaspec.generation.api import find_drafter
+        from moaspec.backends.load import load_target
+        from moaspec.generation.drafters import find_drafter
         from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
         from moaspec.model.checkpoint.published import recorded, save_published
-        from moaspec.target.registry import load_target
 
         target = load_target(model, dtype="float32", packed=False)
         drafter = load_checkpoint(find_drafter(source), target.identity, target.config)

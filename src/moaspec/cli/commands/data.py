@@ -95,7 +95,7 @@ def synth_command(
     systems = _lines(system_prompts)
     target = _load(model, dtype, device, threads, generation_config)
 
-    from moaspec.generation.api import load_any_drafter
+    from moaspec.generation.drafters import load_any_drafter
     from moaspec.train.dataset.response_writer import ResponseWriter
     from moaspec.train.dataset.synth import PromptGenerator, synth
 
@@ -157,7 +157,7 @@ def regenerate_command(
     found = list(islice(read_conversations(sources, on_malformed, report), limit))
     target = _load(model, dtype, device, threads, generation_config)
 
-    from moaspec.generation.api import load_any_drafter
+    from moaspec.generation.drafters import load_any_drafter
     from moaspec.train.dataset.regenerate import (
         check_prompts,
         fingerprint,
@@ -336,7 +336,7 @@ def _load(
     generation_config: GenerationConfigOption = AUTO,
 ) -> Target:
     with console.loading(model, threads):
-        from moaspec.target.registry import load_target
+        from moaspec.backends.load import load_target
 
         return load_target(
             model, dtype=dtype, device=device, generation_config=generation_config.setting

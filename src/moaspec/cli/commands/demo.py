@@ -79,8 +79,6 @@ def demo(
     steps = Steps(console.err)
     with steps("Loading PyTorch and transformers") as hide, leaving(hide):
         console.quiet_libraries()
-        import moaspec.evaluate.race
-        import moaspec.target.registry  # noqa: F401 - importing is all that is wanted
     console.set_threads(threads)
     setting = _prepared(dtype, DETAILED_METHODS if details else METHODS, steps)
     with steps("Timing the first tokens of both"):
@@ -148,18 +146,13 @@ class Setting:
 def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
     """Compile, dequantise, load and measure, each only where it was not done before."""
     from moaspec.backends.cpu.build import must_compile, why_not
+    from moaspec.backends.load import AUTO, chosen_dtype
     from moaspec.calibration.choose_exit import known_exits
     from moaspec.calibration.first_use import expected_s, measure_once
     from moaspec.cli.source_options import Sources, load_methods, load_trusted
     from moaspec.evaluate.prompt_suites import read_prompts
     from moaspec.model.moa import MoADrafter
-    from moaspec.target.registry import (
-        AUTO,
-        chosen_dtype,
-        find_weights,
-        must_dequantise,
-        require_dtype,
-    )
+    from moaspec.target.registry import find_weights, must_dequantise, require_dtype
 
     if dtype != AUTO:
         require_dtype(dtype, AUTO)

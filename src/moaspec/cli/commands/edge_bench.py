@@ -96,8 +96,8 @@ def edge_bench(
         add_tools()
         from edge_bench.bench import EdgeSettings, run_edge_bench
         from edge_bench.cut_bench import run_cut_bench
+        from moaspec.backends.load import chosen_dtype
         from moaspec.remote.device.bundle import export_bundle
-        from moaspec.target.registry import chosen_dtype
     # Leave through the context managers, which end processes and remove namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with tempfile.TemporaryDirectory() as scratch:

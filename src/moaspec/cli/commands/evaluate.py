@@ -119,6 +119,7 @@ def evaluate(
     asked = {"suite": suite, "limit": limit, "turns": turns}
     apart = cost or cut is not None
     with console.loading(model, threads):
+        from moaspec.backends.load import chosen_dtype
         from moaspec.cli.source_options import Sources, load_methods, load_trusted, read_checkpoints
         from moaspec.evaluate.correctness.equality import RULE
         from moaspec.evaluate.cut_quality import check_cut
@@ -126,7 +127,6 @@ def evaluate(
         from moaspec.evaluate.report.report import surroundings
         from moaspec.evaluate.results_store import ResultsStore, make_results_directory
         from moaspec.evaluate.runner import EvalSettings
-        from moaspec.target.registry import chosen_dtype
 
         if cut is not None:
             check_cut(cut, max_new_tokens)

@@ -15,7 +15,7 @@ from moaspec.cli.terminal import console
 from moaspec.extras import require
 
 if TYPE_CHECKING:
-    from moaspec.generation.api import RowOptions
+    from moaspec.generation.options import RowOptions
     from moaspec.privacy.vault import Vault
     from moaspec.remote.device.events import RemoteEvent
     from moaspec.remote.device.remote_session import RemoteSession

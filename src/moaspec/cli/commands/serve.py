@@ -79,7 +79,7 @@ def serve(
             settings = serve_settings(
                 api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
             )
-            from moaspec.generation.api import shaping_for
+            from moaspec.generation.options import shaping_for
             from moaspec.serve.sources.engine_worker import WorkerLimits
             from moaspec.serve.sources.local_source import LocalSource
             from moaspec.serve.uvicorn_server import serve as run

@@ -126,9 +126,9 @@ def _here(
     model: str, drafter: str | None, dtype: str, limits: ServiceOptions, *, quantize: str | None
 ) -> TargetService:
     """The target in this process."""
-    from moaspec.generation.api import load_drafter
+    from moaspec.backends.load import load_target
+    from moaspec.generation.drafters import load_drafter
     from moaspec.remote.server.service import TargetService
-    from moaspec.target.registry import load_target
 
     target = load_target(model, dtype=dtype, quantize=quantize)
     module = None if drafter is None else load_drafter(drafter, target=target)
@@ -144,9 +144,10 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     import torch
 
-    from moaspec.generation.api import load_drafter
+    from moaspec.backends.load import chosen_dtype
+    from moaspec.generation.drafters import load_drafter
     from moaspec.remote.server.service import TargetService, wire_encoder
-    from moaspec.target.registry import chosen_dtype, find_weights, target_facts
+    from moaspec.target.registry import find_weights, target_facts
     from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
     from moaspec.vllm_plugin.vllm_verifier import vllm_engine
 

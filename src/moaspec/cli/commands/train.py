@@ -47,8 +47,8 @@ def train(
         raise InputError("Name a YAML file of settings, or list ready ones with --init.")
     seconds = None if for_ is None else parse_duration(for_)
     with console.loading(str(config)):
+        from moaspec.backends.load import load_target
         from moaspec.data.row_sources import require_sources
-        from moaspec.target.registry import load_target
         from moaspec.train.dataset.read_examples import read_examples
         from moaspec.train.parallelism.processes import new_accelerator
         from moaspec.train.run_config import read_train_config

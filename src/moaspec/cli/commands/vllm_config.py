@@ -49,7 +49,7 @@ def vllm_config(
 
 def _recorded_target(drafter: str) -> str:
     """The target that a drafter's training run recorded."""
-    from moaspec.generation.api import find_drafter
+    from moaspec.generation.drafters import find_drafter
     from moaspec.model.checkpoint.directory import read_config
 
     config = read_config(find_drafter(drafter))

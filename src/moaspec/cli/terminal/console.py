@@ -77,8 +77,6 @@ def loading(what: str, threads: int | None = None) -> Iterator[None]:
         shown.update(spinner="dots")  # drawn now; by itself it waits for its thread's first turn
         with leaving(shown.stop):
             quiet_libraries()
-            import moaspec.generation.api
-            import moaspec.target.registry  # noqa: F401 - importing is all that is wanted
         set_threads(threads)
         yield
 

@@ -11,7 +11,7 @@ from moaspec.cli.terminal import console
 from moaspec.errors import InputError, ServerError
 
 if TYPE_CHECKING:
-    from moaspec.generation.api import RowOptions
+    from moaspec.generation.options import RowOptions
 
 HELP = """\
 /stats        speed and acceptance of the last answer and of the conversation

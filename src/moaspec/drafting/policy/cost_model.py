@@ -1,7 +1,7 @@
-"""What a round costs on this machine, and what it should bring.
+"""Costs of a round on this machine, and the tokens that it is expected to emit.
 
-Everything here is arithmetic on stored measurements and on counts. No clock is read, so the same
-request makes the same decisions every time.
+All functions compute from stored measurements and counts. They read no clock, so the same request
+gets the same decisions every time.
 
 Legend: D depths.
 """
@@ -20,7 +20,7 @@ from moaspec.errors import InputError
 Floats = npt.NDArray[np.float64]
 
 MAX_DEPTH, MAX_BREADTH = 8, 8
-MOST_DRAFTS = 62
+MAX_DRAFTS = 62
 """Drafts of a round at most, as many as the paper's tree has."""
 
 GAIN = 1.15
@@ -96,7 +96,7 @@ class CostTable:
         return replace(self, head_s=self.logits_s or self.head_s)
 
     def verify_s(self, num_tokens: Floats | float, context: int) -> Floats:
-        """A target pass over so many tokens, its head included."""
+        """Seconds of a target pass over `num_tokens` tokens, with its head."""
         by_context = [_between(num_tokens, self.tokens, line) for line in self.pass_s]
         share = np.interp(context, self.contexts, np.arange(len(self.contexts)))
         low = min(int(share), len(by_context) - 1)
@@ -105,26 +105,26 @@ class CostTable:
         return part + _between(num_tokens, self.tokens, self.head_s)
 
     def draft_s(self, depth: int, breadth: int, num_rows: int) -> float:
-        """TreeProposer trees for so many rows together, and what else a round with drafts takes."""
+        """Seconds of drafting for `num_rows` rows, with the overhead of a drafted round."""
         wider = self.step_s_of(num_rows) - self.step_s_of(1)
         first = self.root_s + wider + self.draft_rest_s
         return first + (depth - 1) * self.step_s_of(breadth * num_rows)
 
     def accept_s(self, num_tokens: Floats | float) -> Floats:
-        """Encoding of so many newly verified tokens."""
+        """Seconds of encoding `num_tokens` newly verified tokens."""
         return _between(num_tokens, self.tokens, self.encode_s)
 
     def step_s_of(self, width: float) -> float:
-        """Drafting a further level of so many nodes."""
+        """Seconds of drafting a further level of `width` nodes."""
         return float(_between(width, self.widths, self.step_s)) if self.widths else 0.0
 
     def plain_s(self, context: int, num_rows: int = 1) -> float:
-        """One row's share of a round without drafts."""
+        """Seconds of a round without drafts, divided by its rows."""
         return (float(self.verify_s(num_rows, context)) + self.plain_rest_s) / num_rows
 
 
 def _between(x: Floats | float, xs: Sequence[int], ys: Sequence[float]) -> Floats:
-    """Linear interpolation; beyond the last point its slope goes on, before the first nothing."""
+    """Linear interpolation; the last slope continues beyond the last point."""
     inside: Floats = np.asarray(np.interp(x, xs, ys))
     if len(xs) < 2:
         return inside
@@ -132,11 +132,11 @@ def _between(x: Floats | float, xs: Sequence[int], ys: Sequence[float]) -> Float
     return inside + slope * np.maximum(0.0, np.asarray(x) - xs[-1])
 
 
-class Acceptance:
-    """How often the target chose the drafter's favourite: a prior, then a row's own counts.
+class AcceptanceRates:
+    """How often the target chooses the drafter's most probable token (its favourite), by depth.
 
-    What one depth shows moves the expectation of all of them, because drafters are about as good
-    at every step; a depth's own counts then say how it differs.
+    A prior is updated by a request's own counts. Counts of one depth shift the expectation of all
+    depths, because drafters are about equally good at every depth. Its own counts then correct it.
 
     Args:
         prior: see `PRIOR`; depths beyond the last line repeat it.
@@ -149,7 +149,7 @@ class Acceptance:
         self._hits_D, self._trials_D = np.zeros(MAX_DEPTH), np.zeros(MAX_DEPTH)
 
     def count(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Take in one round: whether the favourite was chosen wherever the walk came to."""
+        """Count one round: at each node of the accepted path, whether the favourite was chosen."""
         self._hits_D *= MEMORY
         self._trials_D *= MEMORY
         own = tree.parents[: len(tree.parents) - tree.num_copied]
@@ -183,7 +183,7 @@ def chain_speedups(costs: CostTable, rates_D: Floats, context: int, num_rows: in
 
     Args:
         costs: of this machine.
-        rates_D: see `Acceptance`.
+        rates_D: see `AcceptanceRates`.
         context: tokens of the text.
         num_rows: rows that are decoded together, all with such chains.
     """
@@ -203,13 +203,13 @@ def best_chain(costs: CostTable, prior: Sequence[Sequence[float]]) -> tuple[int,
         costs: of this machine.
         prior: see `PRIOR`.
     """
-    speedups = chain_speedups(costs, Acceptance(prior).rates, costs.contexts[0])
+    speedups = chain_speedups(costs, AcceptanceRates(prior).rates, costs.contexts[0])
     length = int(speedups.argmax())
     return length + 1, float(speedups[length])
 
 
 class RoundCosts:
-    """What one row's share of a round costs here, looked up instead of interpolated.
+    """One row's share of the costs of a round, in tables instead of interpolated.
 
     Args:
         costs: of this machine.
@@ -225,12 +225,12 @@ class RoundCosts:
     def __init__(self, costs: CostTable, rate: float, context: int, num_rows: int) -> None:
         self.plain_s = costs.plain_s(context, num_rows)
         self._costs, self._context, self._num_rows = costs, context, num_rows
-        self._accept_s = costs.accept_s(np.arange(MOST_DRAFTS + 2.0)).tolist()
+        self._accept_s = costs.accept_s(np.arange(MAX_DRAFTS + 2.0)).tolist()
         self._first_s = costs.draft_s(1, 1, num_rows) / num_rows
         self._level_s = [
             costs.step_s_of(w * num_rows) / num_rows for w in range(1, MAX_BREADTH + 1)
         ]
-        tokens = num_rows * np.arange(1.0, MOST_DRAFTS + 2)
+        tokens = num_rows * np.arange(1.0, MAX_DRAFTS + 2)
         verify_s = np.maximum.accumulate(costs.verify_s(tokens, context)) / num_rows
         self._verify_s = verify_s.tolist()
         tokens_per_s = GAIN / self.plain_s
@@ -249,7 +249,7 @@ class RoundCosts:
         self._widest = int(1.0 / least)
 
     def drafted_s(self, levels: int, num_read: int, num_drafts: int) -> float:
-        """Drafting and verifying, without encoding.
+        """Seconds of drafting and verifying, without encoding.
 
         Args:
             levels: that were drafted.
@@ -261,20 +261,20 @@ class RoundCosts:
         return self._first_s + further * self._level_s[width - 1] + self.pass_s(num_drafts)
 
     def risk_s(self, tree: PricedTree) -> float:
-        """What a round loses at most if its drafts are all rejected."""
+        """The most that a round loses if all its drafts are rejected, in seconds."""
         # Paths of a level exclude one another, so that few can be as probable as `least`.
         num_read = (tree.depth - 1) * self._widest
         drafted_s = self.drafted_s(tree.depth, num_read, tree.total_tokens)
         return drafted_s - self.plain_s + self.accept_s(1)
 
     def accept_s(self, num_tokens: int) -> float:
-        """Encoding of so many newly verified tokens."""
+        """Seconds of encoding `num_tokens` newly verified tokens."""
         if num_tokens < len(self._accept_s):
             return float(self._accept_s[num_tokens])
         return float(self._costs.accept_s(num_tokens))
 
     def pass_s(self, num_drafts: int) -> float:
-        """Verifying so many drafts."""
+        """Seconds of verifying `num_drafts` drafts."""
         if num_drafts < len(self._verify_s):
             return float(self._verify_s[num_drafts])
         tokens = self._num_rows * (1.0 + num_drafts)
@@ -282,7 +282,7 @@ class RoundCosts:
 
 
 class KnownCosts:
-    """What rounds cost here, worked out once for each length of text and number of rows.
+    """`RoundCosts` for each length of text and number of rows, computed once.
 
     Args:
         table: of this machine.
@@ -290,15 +290,15 @@ class KnownCosts:
 
     Attributes:
         table: the argument.
-        rates_D: see `Acceptance`.
+        rates_D: see `AcceptanceRates`.
     """
 
     def __init__(self, table: CostTable, prior: Sequence[Sequence[float]] = PRIOR) -> None:
-        self.table, self.rates_D = table, Acceptance(prior).rates
+        self.table, self.rates_D = table, AcceptanceRates(prior).rates
         self._found: dict[tuple[int, int], RoundCosts] = {}
 
     def at(self, length: int, num_rows: int) -> RoundCosts:
-        """Of a row of so many tokens, among so many rows."""
+        """Costs of a row with `length` tokens, among `num_rows` rows."""
         context = (length + CONTEXT_STEP // 2) // CONTEXT_STEP * CONTEXT_STEP
         found = self._found.get((context, num_rows))
         if found is None:

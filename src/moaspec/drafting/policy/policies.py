@@ -56,7 +56,7 @@ FreeBranches = Literal["auto"] | bool
 
 
 class DraftPolicy(Protocol):
-    """What one row drafts. Asked once before every round, told the outcome after it."""
+    """Decides the drafts of one request: asked before each round, told the outcome after it."""
 
     def begin(self, unread: int, room: int, num_rows: int) -> None:
         """A prompt is about to be read.
@@ -83,7 +83,7 @@ class DraftPolicy(Protocol):
         ...
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """What was drafted after `shape`, and which nodes the target chose."""
+        """Report the drafts of the round after `shape`, and the nodes that were accepted."""
         ...
 
 
@@ -164,41 +164,41 @@ class FixedPolicy:
     tree: Tree | None = AUTO
 
     def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
-        """Nothing to decide."""
+        """Does nothing: there is no decision."""
 
     @property
     def wants_features(self) -> bool:
-        """See `DraftPolicy`."""
+        """Whether features are wanted, see `DraftPolicy`."""
         return self.tree is not None
 
     def shape(self, _length: int, _num_rows: int) -> Tree | None:
-        """The shape."""
+        """The fixed shape for every round."""
         return self.tree
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Nothing to learn."""
+        """Does nothing: the shape is fixed."""
 
 
 class AdaptivePolicy:
-    """Grows drafts as far as the drafter's confidence pays for them, or drafts nothing.
+    """Drafts as many tokens as pay for their cost on this machine, or none.
 
-    What a draft costs is known, and how likely it is to be accepted the drafter says best itself,
-    so rounds differ by how sure it is (`PricedTree`). Whether drafting pays at all is what each row
-    finds out: where its rounds with drafts brought less than plain ones would have, single rounds
-    probe at growing intervals, so that a text which becomes easier is noticed.
+    The cost table has the cost of a draft, and the drafter's probabilities estimate its acceptance.
+    So the size of the tree differs from round to round (`PricedTree`). If drafted rounds emit fewer
+    tokens per second than plain rounds would, the row pauses drafting. Single rounds then probe, at
+    growing intervals, whether drafting pays again.
 
-    A row never owes more than `MAX_LOSS` of what plain decoding would have taken for its
-    tokens, or, as long as that is more, than what its prompt took to encode and that share of
-    `CREDIT_TOKENS`, all in the cost table's seconds: trees are cut, and rounds put off, where they
-    could break this. A prompt that takes more to encode than the row may lose in the end is
-    encoded only where drafts promise to gain it back, and else its row never drafts.
+    The loss of a row is limited, in seconds of the cost table: to `MAX_LOSS` of the time that plain
+    decoding would have taken for its tokens, or, if that is more, to the encoding of its prompt and
+    `MAX_LOSS` of `CREDIT_TOKENS` tokens. A round that could exceed the limit gets a smaller tree or
+    no drafts. If a prompt takes longer to encode than the row may lose, it is encoded only when
+    drafts promise to gain that back. Otherwise the row never drafts.
 
-    Encoding all tokens of a text may by itself take more than is tolerated. So a row that has
-    given up is not encoded any further; it probes with the features that it has, where its drafter
-    can do so, and is brought up to date when a probe shows that drafting pays again.
+    Encoding all tokens of a text can exceed the limit by itself. So a row that pauses is not
+    encoded further. It probes with the features that it has, if its drafter can, and its missing
+    tokens are encoded when a probe shows that drafting pays again.
 
-    Its drafter must grow trees by probabilities, as ours do: one that always drafts a whole
-    `PricedTree` has far too large ones verified.
+    The drafter must cut trees by their probabilities, as `TreeProposer` does. A drafter that always
+    drafts a whole `PricedTree` makes rounds far too large.
 
     Args:
         costs: of this machine, target and drafter, shared with other rows.
@@ -224,7 +224,7 @@ class AdaptivePolicy:
         self.lost_s = self.plain_s = self._prompt_s = 0.0
 
     def begin(self, unread: int, room: int, num_rows: int) -> None:
-        """See `DraftPolicy`."""
+        """See `DraftPolicy.__init__` for the arguments."""
         table = self._costs.table
         plain_s, encoding_s = table.plain_s(unread, num_rows), float(table.accept_s(unread))
         self._waiting, self._behind, self._unencoded = 0, False, 0
@@ -238,7 +238,7 @@ class AdaptivePolicy:
             self.lost_s += encoding_s
 
     def shape(self, length: int, num_rows: int) -> Tree | None:
-        """See `DraftPolicy`."""
+        """See `DraftPolicy.shape` for the arguments."""
         self._drafting = None
         if self._waiting:
             self._waiting -= 1
@@ -251,7 +251,7 @@ class AdaptivePolicy:
         return self._drafting
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """See `DraftPolicy`."""
+        """See `DraftPolicy.observe` for the arguments."""
         costs = self._round
         if costs is None:
             return
@@ -312,16 +312,16 @@ class AdaptivePolicy:
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def _rest(self, costs: RoundCosts, rounds: int) -> None:
-        """Draft nothing for so many rounds, for good where encoding them costs too much."""
+        """Pause drafting for `rounds` rounds, or forever if encoding those costs too much."""
         self._waiting = rounds if self._earned_s(costs) > 0 else NEVER
         self._behind = self._lags
 
 
 class NgramBranchPolicy:
-    """Free branches as long as what they have brought pays for the wider pass.
+    """N-gram branches, as long as their accepted tokens pay for the wider pass.
 
-    Only rounds in which the text repeats itself cost anything: where no stretch of it recurs, there
-    is no branch to verify. Counts fade with every round, so what was once given up is tried again.
+    They cost nothing in rounds in which the text does not repeat itself: then there is no branch to
+    verify. Counts fade with every round, so a shape that was dropped is tried again later.
 
     Args:
         costs: of this machine, shared with other rows.
@@ -336,15 +336,15 @@ class NgramBranchPolicy:
         self._drafted = 0
 
     def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
-        """Nothing to decide."""
+        """Does nothing: there is no decision."""
 
     def shape(self, length: int, num_rows: int) -> Tree | None:
-        """See `DraftPolicy`."""
+        """See `DraftPolicy.shape` for the arguments."""
         gains = {None: 0.0} | {s: self._gain(s, length, num_rows) for s in COPY_SHAPES}
         return max(gains, key=lambda shape: gains[shape])
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """See `DraftPolicy`."""
+        """See `DraftPolicy.observe` for the arguments."""
         self._drafted = len(tree.tokens) - tree.num_copied
         copied = sum(node >= self._drafted for node in accepted)
         self._first.count(min(copied, 1), min(tree.num_copied, 1))

@@ -21,7 +21,8 @@ from moaspec.drafting.protocols import Drafter
 from moaspec.drafting.text_proposer import TextProposer
 from moaspec.evaluate.correctness.equality import AuditedText, Equality, audit, compare, up_to_stop
 from moaspec.evaluate.methods import TransformersMethod
-from moaspec.generation.api import RowOptions, local_engine, sampling_params, shaping_for
+from moaspec.generation.local_engine import local_engine
+from moaspec.generation.options import RowOptions, sampling_params, shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.target import Target

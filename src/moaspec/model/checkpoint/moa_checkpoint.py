@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moaspec.backends.cpu.quantized_weight import can_be_moment
 from moaspec.errors import CheckpointError, CorruptCheckpointError, MismatchError
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.weight_files import read_tensors, write_config, write_weights
@@ -32,6 +31,7 @@ from moaspec.model.drafter_config import (
     activation_name,
     text_rope,
 )
+from moaspec.model.head_moment import is_moment
 from moaspec.model.moa import MoADrafter
 
 DRAFT_TOKENS = "draft_token_ids"
@@ -239,7 +239,7 @@ def _check_moment(moment_EE: Tensor | None, size: int) -> None:
     if moment_EE is None:
         return
     fits = moment_EE.shape == (size, size) and moment_EE.is_floating_point()
-    if not fits or not bool(moment_EE.isfinite().all()) or not can_be_moment(moment_EE):
+    if not fits or not bool(moment_EE.isfinite().all()) or not is_moment(moment_EE):
         raise CorruptCheckpointError(
             f"{HEAD_MOMENT} must be the mean of products of {size} numbers with one another "
             f"(positive definite), which this {tuple(moment_EE.shape)} tensor of {moment_EE.dtype} "
@@ -395,8 +395,7 @@ def _check_shapes(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
 def _fill(drafter: MoADrafter, tensors: Mapping[str, Tensor]) -> None:
     """Let the tensors, which `_check_shapes` found to fit, be the modules' weights.
 
-    They stay where they are, in the mapped file, whose pages the system may drop: kernels have
-    packed copies.
+    They stay in the mapped file, so the system may drop pages that are not in use.
     """
     dtype = next(iter(tensors.values())).dtype
     state = {to_module_name(name): tensor.to(dtype) for name, tensor in tensors.items()}

@@ -1,7 +1,7 @@
 """Writing checkpoints in the two published forms.
 
-The forms say little of sizes: whoever reads them takes the target's number of heads for every
-attention. A drafter that they cannot describe is refused rather than written wrongly.
+The forms record few sizes: readers assume the target's number of heads for every attention. Saving
+a drafter that they cannot describe raises an error.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _converted_config(target: TargetIdentity, context: Any) -> dict[str, Any]:
 
 
 def _require_same(read: DrafterConfig, meant: DrafterConfig, form: Form) -> None:
-    """Compare what a reader will take the drafter for with what it is."""
+    """Compare the config that a reader will infer with the drafter's own."""
     wrong = []
     for field in dataclasses.fields(DrafterConfig):
         got, expected = getattr(read, field.name), getattr(meant, field.name)

@@ -24,7 +24,7 @@ _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write `config.json`."""
+    """Write `config.json`, replacing an existing one atomically."""
     replace_file(directory / CONFIG_FILE, lambda path: path.write_text(_json(config)))
 
 
@@ -69,7 +69,7 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files of a checkpoint's weights: one, or those that its index names.
+    """The files of a checkpoint's weights: `model.safetensors`, or the shards of its index.
 
     Raises:
         CheckpointError: one is missing.

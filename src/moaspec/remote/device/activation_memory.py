@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moaspec.engine.engine import regime
+from moaspec.engine.position_rules import PositionRules
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.prefix_cache import BLOCK_TOKENS, PrefixStore
 from moaspec.remote.protocol.activation_layout import ActivationLayout, ActivationParts
@@ -21,7 +21,7 @@ class DeviceActivations:
     Args:
         layout: of records.
         target: gives the dtype and device of tensors.
-        switches: see `Target.rope_switches`.
+        rules: of the target's positions.
         store: keeps activations of prompts; None keeps none.
     """
 
@@ -29,10 +29,10 @@ class DeviceActivations:
         self,
         layout: ActivationLayout,
         target: Any,
-        switches: Sequence[int],
+        rules: PositionRules,
         store: PrefixStore | None,
     ) -> None:
-        self._layout, self._switches, self._store = layout, switches, store
+        self._layout, self._rules, self._store = layout, rules, store
         self._like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._records: Bytes = np.zeros((0, layout.token_bytes), np.uint8)
 
@@ -61,13 +61,12 @@ class DeviceActivations:
             return
         held = next(iter(ahead.held.gaps(len(prompt))), (len(prompt), 0))[0]
         # The activations of the newest token come with its verdict, so it is never on disk.
-        for start, data in self._store.load(prompt[:-1], regime(len(prompt), self._switches)):
+        for start, data in self._store.load(prompt[:-1], self._rules.key_version(len(prompt))):
             if start >= held:
                 ahead.place(start, self.take(start, data, BLOCK_TOKENS))
 
     def save(self, text: Sequence[int], length: int, ahead: AheadDrafter) -> None:
         """Save activations of the first `length` tokens, up to the first gap."""
-        of_prompt, of_text = (regime(one, self._switches) for one in (length, len(text)))
-        if self._store is not None and of_prompt == of_text:
+        if self._store is not None and self._rules.keeps_keys(length, len(text)):
             whole = next(iter(ahead.held.gaps(length)), (length, 0))[0]
-            self._store.save(text[:whole], self._records, of_prompt)
+            self._store.save(text[:whole], self._records, self._rules.key_version(length))

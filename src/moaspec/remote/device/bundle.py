@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from moaspec.backends.fast_target import accelerate
+from moaspec.backends.load import load_target
 from moaspec.drafting.baseline_proposers import IndependentProposer
 from moaspec.drafting.protocols import Drafter
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError
-from moaspec.generation.api import find_drafter, load_any_drafter
+from moaspec.generation.drafters import find_drafter, load_any_drafter
 from moaspec.model.checkpoint.directory import CONFIG_FILE, read_config
 from moaspec.model.checkpoint.moa_checkpoint import (
     DRAFT_TOKENS,
@@ -45,7 +47,7 @@ from moaspec.target.partial import (
     grouped,
     quantised_tensors,
 )
-from moaspec.target.registry import DTYPES, load_target, require_dtype
+from moaspec.target.registry import DTYPES, require_dtype
 from moaspec.target.target import Target
 
 SECTION = "moaspec_device"
@@ -344,7 +346,7 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
             f"The bundle at {directory} records {info.target}, and its config and tokenizer make "
             f"{target.identity}. Export it again."
         )
-    target.pack()
+    accelerate(target)
     return DeviceBundle(info, target, module)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from moaspec.drafting.draft_tree import MAX_SIZES, Chain, DraftTree, Tree
 from moaspec.drafting.protocols import Drafter, Features, Need, RowText
+from moaspec.engine.position_rules import PositionRules
 from moaspec.remote.protocol.activation_layout import ActivationParts
 from moaspec.remote.protocol.position_ranges import PositionSet
 from moaspec.remote.protocol.wire import chain
@@ -40,22 +41,22 @@ class AheadDrafter:
         self._verified = 0
         self.sampling = GREEDY
         self._end, self.stops = 0, frozenset[int]()
-        self._switches: tuple[int, ...] = ()
+        self._rules = PositionRules(max_positions=0)
 
     @property
     def can_draft(self) -> bool:
         """Whether the drafter has the features that it needs."""
         return not self.needs_memory or len(self.held) > 0
 
-    def begin(self, *, end: int, stops: frozenset[int], switches: Sequence[int] = ()) -> None:
+    def begin(self, *, end: int, stops: frozenset[int], rules: PositionRules) -> None:
         """Start a turn.
 
         Args:
             end: length of the text at which it ends.
             stops: tokens that end it.
-            switches: see `Target.rope_switches`; drafts end before a switch.
+            rules: of the target; drafts end before a switch of its rotary embeddings.
         """
-        self._end, self.stops, self._switches = end, stops, tuple(switches)
+        self._end, self.stops, self._rules = end, stops, rules
 
     def place(self, start: int, parts: ActivationParts) -> None:
         """Store activations of verified tokens."""
@@ -79,7 +80,7 @@ class AheadDrafter:
     def extend(self, count: int = 1) -> bool:
         """Draft more expected tokens; returns False if the text ends or nothing can be drafted."""
         text = self.expected
-        end = min([self._end, *(one for one in self._switches if one >= self._verified)])
+        end = min(self._end, self._rules.end_of_drafts(self._verified))
         count = min(count, end - len(text), MAX_SIZES["depth"])
         if count < 1 or not self.can_draft or self._ended():
             return False

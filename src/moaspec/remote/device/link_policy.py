@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moaspec.drafting.draft_tree import Chain, DraftTree, Tree
-from moaspec.drafting.policy.cost_model import MAX_DEPTH, PRIOR, Acceptance
+from moaspec.drafting.policy.cost_model import MAX_DEPTH, PRIOR, AcceptanceRates
 
 MAX_DRAFTS = 24
 """Largest number of drafts; beyond `MAX_DEPTH` the acceptance of the last depth is assumed."""
@@ -43,7 +43,7 @@ class LinkPolicy:
         prior: Sequence[Sequence[float]] = PRIOR,
     ) -> None:
         self._wait_s, self._step_s, self._ahead = wait_s, step_s, ahead
-        self._acceptance = Acceptance(prior)
+        self._acceptance = AcceptanceRates(prior)
 
     def begin(self, _unread: int, _room: int, _num_rows: int) -> None:
         """Do nothing: the server encodes."""

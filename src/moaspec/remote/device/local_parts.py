@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.kv_cache import KVCache
-from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import Drafter
 from moaspec.model.drafter_config import TargetIdentity
 from moaspec.model.moa import MoADrafter
@@ -80,19 +80,11 @@ class Device(ABC):
 
 def make_moa_proposer(
     module: MoADrafter, target: Any, num_target_layers: int | None
-) -> MoAProposer:
+) -> FastMoAProposer:
     """Make a proposer, with a cache for the target's last layers where it reuses some."""
-    proposer = MoAProposer(module, target, num_target_layers=num_target_layers)
+    proposer = FastMoAProposer(module, target, num_target_layers=num_target_layers)
     if proposer.num_target_layers:
-        proposer.share_target_cache(
-            KVCache(
-                num_layers=target.num_layers,
-                num_heads=target.num_kv_heads,
-                head_dim=target.head_dim,
-                dtype=target.dtype,
-                device=target.device,
-            )
-        )
+        proposer.share_target_cache(KVCache.of(target))
     return proposer
 
 

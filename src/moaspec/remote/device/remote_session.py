@@ -16,9 +16,10 @@ from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.policies import DraftPolicy, DraftSettings, FixedPolicy
 from moaspec.drafting.protocols import VerifyRequest
 from moaspec.engine.engine import Engine
+from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.result import Event, GenerationResult, Source
 from moaspec.errors import InputError, LinkError
-from moaspec.generation.api import RowOptions, check_options, row_settings, token_ids
+from moaspec.generation.options import RowOptions, check_options, row_settings, token_ids
 from moaspec.remote.device.activation_memory import DeviceActivations
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import LinkStats, RemoteEvent, now
@@ -109,6 +110,7 @@ class RemoteSession:
     ) -> None:
         self.device, self.options = device, options or RemoteOptions()
         self.stats = LinkStats()
+        self._rules = PositionRules.of(device)
         drafting = device.drafting(self.options.num_target_layers)
         self._drafting = drafting if isinstance(drafting, MoAProposer) else None
         self._memory = None if self._drafting is None else self._make_memory(self._drafting)
@@ -135,15 +137,7 @@ class RemoteSession:
             on_change=self._verifier.wake,
         )
         self._verifier.link = self._link
-        self._engine = Engine(
-            self._verifier,
-            self._ahead,
-            vocab_size=device.vocab_size,
-            max_positions=device.max_positions,
-            tokenizer=device.tokenizer,
-            rope_switches=device.rope_switches,
-            rope_growth=device.rope_growth,
-        )
+        self._engine = Engine(self._verifier, self._ahead, target=device)
         self._events: asyncio.Queue[RemoteEvent | None] = asyncio.Queue()
         self._handle: int | None = None
         self._result = GenerationResult()
@@ -166,7 +160,7 @@ class RemoteSession:
                 models=repr(models),
                 token_bytes=layout.token_bytes,
             )
-        return DeviceActivations(layout, drafting.target, self.device.rope_switches, store)
+        return DeviceActivations(layout, drafting.target, self._rules, store)
 
     @property
     def result(self) -> GenerationResult:
@@ -242,9 +236,9 @@ class RemoteSession:
         self.stats.first_token_s = None
         most = len(prompt) + settings["max_new_tokens"]
         self._ahead.begin(
-            end=min(most, self.device.max_positions),
+            end=most,
             stops=frozenset(settings["stop_token_ids"]),
-            switches=self.device.rope_switches,
+            rules=self._rules,
         )
         if self._memory is not None:
             self._memory.restore(prompt, self._ahead)

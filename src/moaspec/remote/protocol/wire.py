@@ -28,7 +28,7 @@ from moaspec.limits import (
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.codec import CodecName
 from moaspec.remote.protocol.position_ranges import PositionRange
-from moaspec.sampling.params import SamplingParams
+from moaspec.sampling.params import SamplingParams, plain_settings
 from moaspec.target.token_rules import NO_RULES, TokenRules
 
 M = TypeVar("M", bound=Message)
@@ -206,17 +206,8 @@ def sampling_message(sampling: SamplingParams) -> pb.Sampling:
         )
     return pb.Sampling(
         grammar=grammars[0] if grammars else "",
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
+        **plain_settings(sampling),
         seed=sampling.seed,
-        choice=sampling.choice,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        logprobs=sampling.logprobs,
         rules=_rules_message(sampling.rules) if sampling.rules else None,
     )
 
@@ -300,17 +291,8 @@ def sampling_of(message: pb.Sampling, limits: WireLimits) -> SamplingParams:
         raise WireError(f"logit_bias names a token outside 0..{limits.vocab_size - 1}.")
     try:
         sampling = SamplingParams(
-            temperature=message.temperature,
-            top_k=message.top_k,
-            top_p=message.top_p,
-            min_p=message.min_p,
+            **plain_settings(message),
             seed=message.seed if message.HasField("seed") else None,
-            choice=message.choice,
-            repetition_penalty=message.repetition_penalty,
-            presence_penalty=message.presence_penalty,
-            frequency_penalty=message.frequency_penalty,
-            logit_bias=dict(message.logit_bias),
-            logprobs=message.logprobs,
             rules=_rules_of(message.rules, limits) if message.HasField("rules") else NO_RULES,
         )
     except InputError as error:

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from moaspec.drafting.draft_tree import AUTO
-from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.protocols import Drafter, VerifyRequest, VerifyResult
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event, Source
-from moaspec.generation.api import RowOptions, check_options, sampling_params, token_ids
+from moaspec.generation.options import RowOptions, check_options, sampling_params, token_ids
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
@@ -73,7 +73,7 @@ class LeasedSlot:
         self._shared.close(self._row)
 
 
-class _ServerProposer(MoAProposer):
+class _ServerProposer(FastMoAProposer):
     """A proposer on the server that reads the features which the encoder makes for devices."""
 
     def observe(self, row: int, features: ActivationParts) -> None:
@@ -103,15 +103,7 @@ async def decode_alone(
         drafting = _ServerProposer(drafter, target, num_target_layers=0)
     row = LeasedSlot(shared, owner, encode=drafting is not None)
     try:
-        engine = Engine(
-            row,
-            drafting,
-            vocab_size=target.vocab_size,
-            max_positions=max_tokens,
-            tokenizer=target.tokenizer,
-            rope_switches=target.rope_switches,
-            rope_growth=target.rope_growth,
-        )
+        engine = Engine(row, drafting, target=target, max_positions=max_tokens)
         engine.add(
             request.token_ids,
             max_new_tokens=request.max_new_tokens,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
-from moaspec.engine.engine import outgrown, regime
+from moaspec.engine.position_rules import PositionRules
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.activation_records import ActivationRecords, RecordRequest
 from moaspec.remote.server.shared_verifier import SharedVerifier
@@ -57,9 +57,7 @@ class ServerSession:
     owner: str
     row: int
     shared: SharedVerifier
-    switches: Sequence[int] = ()
-    growth: int | None = None
-    max_tokens: int = 0
+    rules: PositionRules
     turn: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -89,8 +87,9 @@ class ServerSession:
             sampling: its parameters, with the grammar as a logits processor.
         """
         ids = list(opening.token_ids)
-        same_keys = regime(self.num_verified, self.switches) == regime(len(ids), self.switches)
-        same_keys &= not outgrown((self.prompt_length, opening.prompt_length), self.growth)
+        same_keys = self.rules.shares_keys(
+            self.num_verified, len(ids), self.prompt_length, opening.prompt_length
+        )
         common = common_length(self.token_ids, ids[:-1])
         self.num_verified = min(common, self.num_verified) if same_keys else 0
         self.turn, self.token_ids, self._opened = opening.turn, ids, len(ids)
@@ -135,7 +134,7 @@ class ServerSession:
     async def verify(self, tree: DraftTree) -> pb.Activations | None:
         """Verify drafts after the newest token; returns activations if they are small."""
         start = self.num_verified
-        if regime(start, self.switches) != regime(len(self.token_ids), self.switches):
+        if not self.rules.keeps_keys(start, len(self.token_ids)):
             # All keys change at this length, so the text is encoded again, without drafts.
             self.num_verified = 0
             if self.records is not None:
@@ -149,8 +148,8 @@ class ServerSession:
     def _allowed(self, tree: DraftTree) -> DraftTree:
         """Drop drafts that exceed the longest text or the next change of all keys."""
         length = len(self.token_ids)
-        end = min([self.max_tokens, *(s for s in self.switches if s >= length)])
-        return tree if max(tree.depths, default=0) <= end - length else DraftTree()
+        room = self.rules.end_of_drafts(length) - length
+        return tree if max(tree.depths, default=0) <= room else DraftTree()
 
     async def _decide(
         self, known: Sequence[int], tree: DraftTree | None = None, *, total: int = 0

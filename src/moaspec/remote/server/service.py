@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from moaspec.drafting.protocols import Verifier
 from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.engine.position_rules import PositionRules
 from moaspec.errors import LinkError, RefusedError, WireError
 from moaspec.model.checkpoint.moa_checkpoint import check_target
 from moaspec.model.moa import MoADrafter
@@ -198,9 +199,7 @@ class TargetService:
             owner=owner,
             row=self.shared.lease(owner),
             shared=self.shared,
-            switches=self.target.rope_switches,
-            growth=self.target.rope_growth,
-            max_tokens=self.capabilities.max_tokens,
+            rules=PositionRules.of(self.target, self.capabilities.max_tokens),
         )
 
     def drop(self, session: ServerSession) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from moaspec.generation.api import RowOptions
+from moaspec.generation.options import RowOptions
 from moaspec.remote.device.events import RemoteEvent
 from moaspec.remote.device.remote_session import RemoteSession
 from moaspec.sampling.grammar import GrammarProcessor

@@ -13,7 +13,7 @@ from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.drafting.protocols import Drafter
 from moaspec.engine.engine import Engine
 from moaspec.engine.request_state import check_bias, check_prompt
-from moaspec.generation.api import local_parts
+from moaspec.generation.local_engine import local_parts
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.grammar import Grammars
 from moaspec.serve.sources.engine_worker import EngineWorker, QueuedJob, WorkerLimits
@@ -52,15 +52,7 @@ class LocalSource:
         verifier, drafting = local_parts(
             target, drafter, num_target_layers=shaping.num_target_layers
         )
-        self.engine = Engine(
-            verifier,
-            drafting,
-            vocab_size=target.vocab_size,
-            max_positions=target.max_positions,
-            tokenizer=target.tokenizer,
-            rope_switches=target.rope_switches,
-            rope_growth=target.rope_growth,
-        )
+        self.engine = Engine(verifier, drafting, target=target)
         self.cache = verifier.cache
 
         def release() -> None:

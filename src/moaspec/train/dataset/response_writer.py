@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moaspec.drafting.protocols import Drafter
     from moaspec.engine.engine import Engine
     from moaspec.engine.result import GenerationResult
-    from moaspec.generation.api import RowOptions
+    from moaspec.generation.options import RowOptions
     from moaspec.model.moa import MoADrafter
     from moaspec.target.generation_defaults import GenerationDefaults
     from moaspec.target.target import Target
@@ -72,7 +72,7 @@ class WriterOptions:
             number: of the conversation.
             defaults: of the target, for parameters that are not set here.
         """
-        from moaspec.generation.api import sampling_params
+        from moaspec.generation.options import sampling_params
         from moaspec.target.generation_defaults import NO_DEFAULTS
 
         options: RowOptions = {
@@ -118,7 +118,7 @@ class ResponseWriter:
         Prompts of similar length are decoded together, because a pass reads as many keys of every
         request as the longest has.
         """
-        from moaspec.generation.api import local_engine
+        from moaspec.generation.local_engine import local_engine
 
         engine = local_engine(self.target, self._drafter)
         rows: list[list[OutputRow]] = [[] for _ in tasks]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moaspec.backends.linear_backends import compute_dtype
 from moaspec.errors import InputError
-from moaspec.generation.api import load_drafter
+from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.moa import MoADrafter, TargetPass, positions

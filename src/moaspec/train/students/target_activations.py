@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moaspec.backends.pack import packed_copy
+from moaspec.backends.fast_drafter import packed_copy
 from moaspec.model.moa import TargetPass
 from moaspec.model.target_encoder import TargetEncoder
 from moaspec.target.target import Target

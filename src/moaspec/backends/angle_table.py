@@ -1,0 +1,56 @@
+"""Cosines and sines of rotary embeddings, looked up instead of computed.
+
+Legend: S positions, D rotated dims.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moaspec.model.rope import CosSin
+
+INITIAL_POSITIONS = 256
+"""Positions of a new table: 128 KiB for heads of 64."""
+_GROWTH = threading.Lock()
+
+
+class AngleTable:
+    """Cosines and sines by position, looked up on a CPU; it grows as it must, never shrinks.
+
+    Args:
+        compute: gives those of positions (S,), each (S, D).
+    """
+
+    def __init__(self, compute: Callable[[Tensor], CosSin]) -> None:
+        self._compute = compute
+        self._table, self._size = compute(torch.arange(INITIAL_POSITIONS)), INITIAL_POSITIONS
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __call__(self, position_ids: Tensor) -> CosSin:
+        """Those of positions of any shape, (..., D) each."""
+        cos_SD, sin_SD = self._table
+        try:
+            return cos_SD[position_ids], sin_SD[position_ids]
+        except IndexError:  # asking for the largest position every time costs as much as looking
+            cos_SD, sin_SD = self._grown(int(position_ids.max()) + 1)
+            return cos_SD[position_ids], sin_SD[position_ids]
+
+    def between(self, start: int, stop: int) -> CosSin:
+        """Views of those of positions start..stop - 1, (stop - start, D) each."""
+        cos_SD, sin_SD = self._table if stop <= self._size else self._grown(stop)
+        return cos_SD[start:stop], sin_SD[start:stop]
+
+    def _grown(self, size: int) -> CosSin:
+        with _GROWTH:  # a target may be shared by threads
+            if size > self._size:
+                size = 2 * max(size, self._size)
+                self._table = self._compute(torch.arange(size))
+                # Last, and beside it: asking a tensor takes longer than looking up.
+                self._size = size
+            return self._table

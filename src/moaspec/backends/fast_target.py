@@ -1,0 +1,232 @@
+"""A loaded target, accelerated in place: packed weights, fewer calls, CUDA graphs.
+
+Legend: B batch, T new tokens, S visible keys or positions of a table, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from moaspec.backends.angle_table import AngleTable
+from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
+from moaspec.backends.cpu.fused_layers import FusedNorm, FusedStack, Slots
+from moaspec.backends.cuda_graphs import GraphSafeWrite, PassGraphs
+from moaspec.backends.fast_heads import FastLMHead
+from moaspec.backends.fast_layers import AttentionInputs, kernel_norm, make_fast
+from moaspec.backends.linear_backends import can_pack
+from moaspec.backends.pack import pack_linears, return_freed_memory
+from moaspec.model.rope import CosSin
+from moaspec.target.decoder_layers import DecoderLayers, WatchLayer, WriteKV
+from moaspec.target.families import BY_POSITION, FULL, RotaryEmbeddings
+from moaspec.target.target import Target
+
+
+def accelerate(target: Target) -> bool:
+    """Replace a target's layers and LM head by faster ones with the same methods, in place.
+
+    On a CPU weights are packed: the target decodes and can be saved, but no longer be moved or
+    cast. On a CUDA device passes are recorded as graphs.
+
+    Returns:
+        Whether weights were packed; False where there is nothing to gain.
+    """
+    target.packed = can_pack(target.dtype, target.device)
+    if target.packed:
+        pack_linears(target.model, keep=(target.lm_head.linear,))
+        if isinstance(target.lm_head.linear, nn.Linear):  # a device's may have eight bits
+            target.lm_head = FastLMHead(target.lm_head)
+    target.layers = FastDecoderLayers(target.layers, target.device)
+    return_freed_memory()
+    return target.packed
+
+
+class TabulatedRotary(RotaryEmbeddings):
+    """Cosines and sines in float32, looked up where they depend on positions alone.
+
+    Args:
+        rotary: which this replaces.
+    """
+
+    def __init__(self, rotary: RotaryEmbeddings) -> None:
+        vars(self).update(vars(rotary))
+        self._tables = {
+            kind: AngleTable(partial(self._of_positions, kind))
+            for kind, parameters in self.parameters.items()
+            if parameters["rope_type"] in BY_POSITION
+        }
+
+    def angles(
+        self, kind: str | None, like: Tensor, position_ids_BT: Tensor, lengths_B: Tensor
+    ) -> CosSin:
+        if kind in self._tables:
+            return self._tables[kind](position_ids_BT)
+        return super().angles(kind, like[:, :1].float(), position_ids_BT, lengths_B)
+
+    def table(self, kind: str) -> AngleTable | None:
+        """The table of a layer type, or None."""
+        return self._tables.get(None if None in self.parameters else kind)
+
+    def _of_positions(self, kind: str | None, position_ids_S: Tensor) -> CosSin:
+        cos_1SD, sin_1SD = self.embed(kind, torch.empty(0), position_ids_S[None])
+        return cos_1SD[0], sin_1SD[0]
+
+
+@dataclass(frozen=True)
+class LastLayers:
+    """A target's last layers, for kernels that run them inside a larger call.
+
+    Attributes:
+        stack: ends with them.
+        norm: behind the last one.
+        angles: float32, of any position.
+    """
+
+    stack: FusedStack
+    norm: FusedNorm
+    angles: AngleTable
+
+
+class FastDecoderLayers(DecoderLayers):
+    """`DecoderLayers` in fewer calls.
+
+    CPU kernels run all layers in one call where they can. Else layers run one by one, each in few
+    calls, on a GPU replayed from a CUDA graph.
+
+    Args:
+        layers: which this replaces.
+        device: of the weights.
+
+    Attributes:
+        fused: the layers by kernels, or None.
+        graphs: recordings of passes on a CUDA device, or None.
+    """
+
+    def __init__(self, layers: DecoderLayers, device: torch.device) -> None:
+        vars(self).update(vars(layers))
+        present = [layer for layer in self._base.layers if hasattr(layer, "self_attn")]
+        self.fused: FusedStack | None = make_fast(present)
+        self.graphs: PassGraphs | None = PassGraphs.of(device)
+        self._fast_norm: FusedNorm | None = None
+        self._hooks: list[Mapping[int, Any]] = [
+            hooks for layer in present for hooks in (layer._forward_hooks, layer._forward_pre_hooks)
+        ]
+        if self.fused is not None:
+            self._fast_norm = kernel_norm(self._base.norm)
+            self._rotary = TabulatedRotary(self._rotary)
+
+    @property
+    def records(self) -> bool:  # type: ignore[override]
+        return self.graphs is not None and self.graphs.failure is None
+
+    def run(
+        self,
+        states_BTE: Tensor,
+        position_ids_BT: Tensor,
+        *,
+        num: int,
+        mask_B1TS: Tensor | None,
+        write: WriteKV,
+        lengths_B: Tensor | None = None,
+        watch: WatchLayer | None = None,
+    ) -> Tensor:
+        inputs = self._inputs(states_BTE, position_ids_BT, mask_B1TS, lengths_B)
+        kinds = self._last_types(num)
+        if watch is None and len(kinds) == 1:
+            (kind,) = kinds
+            done_BTE = self._in_one_call(states_BTE, *inputs[kind], write, num)
+            if done_BTE is not None:
+                return done_BTE
+        dtype, fused = states_BTE.dtype, self.fused is not None
+        attention_inputs = {
+            kind: AttentionInputs.of(cos_sin, mask, self._groups, dtype, fused=fused)
+            for kind, (cos_sin, mask) in inputs.items()
+        }
+        graphs = self.graphs if watch is None else None
+        if (
+            graphs is not None
+            and isinstance(write, GraphSafeWrite)
+            and self._can_record(states_BTE)
+        ):
+            return graphs.run(
+                partial(self._few_calls, num), states_BTE, attention_inputs, write, key=num
+            )
+        return self._few_calls(num, states_BTE, attention_inputs, write, watch)
+
+    def last(self, num: int) -> LastLayers | None:
+        """The last `num` layers, if kernels can run them where a token sees all text before it."""
+        if self.fused is None or any(self._hooks) or self._last_types(num) != {FULL}:
+            return None
+        assert isinstance(self._rotary, TabulatedRotary)
+        norm, angles = self._unwatched_norm(), self._rotary.table(FULL)
+        if norm is None or angles is None:
+            return None
+        return LastLayers(self.fused, norm, angles)
+
+    def _last_types(self, num: int) -> set[str]:
+        return set(self.types[len(self.types) - num :])
+
+    def _few_calls(
+        self,
+        num: int,
+        states_BTE: Tensor,
+        attention_inputs: Mapping[str, AttentionInputs],
+        write: WriteKV,
+        watch: WatchLayer | None = None,
+    ) -> Tensor:
+        shared = {kind: {"inputs": inputs} for kind, inputs in attention_inputs.items()}
+        return self._one_by_one(states_BTE, shared, write, num, watch)
+
+    def _can_record(self, states_BTE: Tensor) -> bool:
+        """Whether a pass does nothing that a recording would leave out."""
+        return not (any(self._hooks) or self._watches_norm() or states_BTE.requires_grad)
+
+    def _norm(self, states_BTE: Tensor) -> Tensor:
+        """The final norm; the same bits however many tokens a pass has."""
+        norm = self._unwatched_norm()
+        if norm is None or states_BTE.requires_grad:
+            return super()._norm(states_BTE)
+        return norm(states_BTE)
+
+    def _unwatched_norm(self) -> FusedNorm | None:
+        """The final norm by kernels, unless it has hooks."""
+        return None if self._watches_norm() else self._fast_norm
+
+    def _watches_norm(self) -> bool:
+        norm = self._base.norm
+        return bool(norm._forward_hooks or norm._forward_pre_hooks)
+
+    def _in_one_call(
+        self,
+        states_BTE: Tensor,
+        cos_sin: CosSin,
+        mask_B1TS: Tensor | None,
+        write: WriteKV,
+        num: int,
+    ) -> Tensor | None:
+        """The last `num` layers and the final norm over a few tokens by kernels.
+
+        None where layers are run one by one: those with hooks, and those whose keys and values go
+        elsewhere than into a cache that kernels know.
+        """
+        slots = getattr(write, "slots", None)
+        if (
+            self.fused is None
+            or mask_B1TS is None
+            or mask_B1TS.shape[2] > MOST_QUERIES
+            or not isinstance(slots, Slots)
+            or any(self._hooks)
+            or states_BTE.requires_grad
+        ):
+            return None
+        cos_BTR, sin_BTR = (part.contiguous() for part in cos_sin)
+        norm = self._unwatched_norm()
+        done_BTE = self.fused.run(
+            states_BTE, cos_BTR, sin_BTR, mask_B1TS.contiguous(), slots=slots, num=num, norm=norm
+        )
+        return done_BTE if norm is not None else cast(Tensor, self._base.norm(done_BTE))

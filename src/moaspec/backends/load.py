@@ -1,0 +1,82 @@
+"""Loading a target that is as fast as this machine allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from moaspec.backends.fast_target import accelerate
+from moaspec.backends.linear_backends import fastest_dtype
+from moaspec.backends.weight_only import quantise, require_quantize
+from moaspec.target.registry import read_target, require_device, require_dtype
+from moaspec.target.target import Target
+from moaspec.torch_settings import plain_torch
+
+AUTO = "auto"
+
+
+@plain_torch()
+def load_target(
+    name: str | Path,
+    *,
+    dtype: str = AUTO,
+    device: str = "cpu",
+    packed: bool = True,
+    quantize: str | None = None,
+    generation_config: Literal["auto"] | None = "auto",
+) -> Target:
+    """Load a target.
+
+    Args:
+        name: an alias (`moaspec models` lists them), a directory, a GGUF file, or a hub id.
+        dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 where it is faster on this
+            device, else float32.
+        device: a torch device.
+        packed: accelerate it, see `moaspec.backends.fast_target.accelerate`. Without it the model
+            is as transformers loads it, for training and comparisons.
+        quantize: "int8" or "int4" rounds weights by torchao, see `backends.weight_only`. This
+            changes the target: its texts, with drafts or without, are those of the rounded weights.
+        generation_config: "auto" keeps the defaults of the model's `generation_config.json`; None
+            keeps only the ids that end a text.
+
+    Returns:
+        The frozen target, with transformers' own `tokenizer` and `config`.
+
+    Raises:
+        InputError: unknown dtype, a device that cannot be used here, or `quantize` where it cannot
+            be done.
+        UnknownModelError: nothing of that name can be found or read, or its weights are not those
+            of its config, or not finite.
+        UnsupportedTargetError: a family whose keys and values cannot be captured.
+    """
+    dtype = chosen_dtype(dtype, device=device, packed=packed)
+    if quantize is not None:
+        require_quantize(quantize, dtype=dtype, device=device)
+    target = read_target(
+        name, dtype=dtype, device=device, quantize=quantize, generation_config=generation_config
+    )
+    if quantize is not None:
+        quantise(target.model, quantize, name=target.name, packed=packed)
+    if packed:
+        accelerate(target)
+    return target
+
+
+def chosen_dtype(dtype: str, *, device: str = "cpu", packed: bool = True) -> str:
+    """Resolve "auto" to the dtype that is faster here; other names stay.
+
+    Args:
+        dtype: see `load_target`.
+        device: see `load_target`.
+        packed: see `load_target`.
+
+    Raises:
+        InputError: an unknown dtype, or a device that cannot be used here.
+    """
+    require_device(device)
+    if dtype == AUTO:
+        return str(fastest_dtype(torch.device(device), packed=packed)).removeprefix("torch.")
+    require_dtype(dtype, AUTO)
+    return dtype

@@ -1,0 +1,146 @@
+"""`MoAProposer` with packed weights, whose trees CPU kernels grow where they can.
+
+Legend: E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
+from moaspec.backends.cpu.fused_drafting import Coupling, FusedExit, TreePart, draft_tree
+from moaspec.backends.cpu.fused_layers import FusedStack, Slots
+from moaspec.backends.cpu.matrix import Matrix
+from moaspec.backends.fast_drafter import FastAttentionBlock, FastExitAdapter, prepared
+from moaspec.backends.fast_target import FastDecoderLayers, LastLayers
+from moaspec.backends.pack import PackedLinear
+from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.path_scores import AGREEMENT, SHARPNESS
+from moaspec.drafting.protocols import RowText
+from moaspec.drafting.tree_proposer import CandidateNodes
+from moaspec.model.moa import MoADrafter
+from moaspec.sampling.choose import sampler_params
+from moaspec.target.target import Target
+
+MAX_KERNEL_ROWS = 8
+"""Most requests that kernels draft for, one after another; PyTorch drafts for more together."""
+
+
+class FastMoAProposer(MoAProposer):
+    """A `MoAProposer` that uses kernels in every round that they support."""
+
+    def modules(self, drafter: MoADrafter, target: Target) -> tuple[MoADrafter, nn.Module]:
+        """Packed copies of the drafter and its head."""
+        return prepared(drafter, target)
+
+    def grow(self, rows: Sequence[RowText], shape: Tree) -> list[CandidateNodes]:
+        """By kernels, one request after another, if they have all layers and all features."""
+        parts = self.kernel_parts()
+        roots = [len(row.token_ids) - 1 for row in rows]
+        starts = [
+            min(self.num_read.get(row.row, 0), root) for row, root in zip(rows, roots, strict=True)
+        ]
+        unread = max(root + 1 - start for root, start in zip(roots, starts, strict=True))
+        if (
+            parts is None
+            or any(self.missing.get(row.row) for row in rows)
+            or len(rows) > MAX_KERNEL_ROWS
+            or max(unread, shape.breadth) > MOST_QUERIES
+        ):
+            return super().grow(rows, shape)
+        num_rows = max(row.row for row in rows) + 1
+        num_slots = max(roots) + 1 + (shape.depth - 1) * shape.breadth
+        self.text.reserve(num_rows, num_slots)
+        if parts.last is not None:
+            assert self.target_cache is not None, "share_target_cache() comes before N > 0"
+            self.target_cache.reserve(num_rows, num_slots)
+        return [
+            self._grow_one(row, start, shape, parts)
+            for row, start in zip(rows, starts, strict=True)
+        ]
+
+    def kernel_parts(self) -> KernelParts | None:
+        """The layers for the kernels; None where they lack one."""
+        module, target, num = self.module, self.target, self.num_target_layers
+        sa, ca = module.decoder.self_attention, module.decoder.cross_attention
+        if not isinstance(sa, FastAttentionBlock) or not isinstance(ca, FastAttentionBlock):
+            return None
+        head = self.draft_head.matrix if isinstance(self.draft_head, PackedLinear) else None
+        if head is None or target.embeddings is None:
+            return None
+        # Kernels compute probabilities from logits without a soft cap.
+        if module.config.without or target.caps_logits:
+            return None
+        adapter, layers = module.adapter(num), target.layers
+        last = layers.last(num) if num and isinstance(layers, FastDecoderLayers) else None
+        exit_ = adapter.fused if isinstance(adapter, FastExitAdapter) else None
+        if (num and last is None) or (adapter is not None and exit_ is None):
+            return None
+        return KernelParts(sa.stack, ca.stack, head, target.embeddings, exit_, last)
+
+    def _grow_one(
+        self, row: RowText, start: int, shape: Tree, parts: KernelParts
+    ) -> CandidateNodes:
+        """The drafts of one request; SA has processed the tokens before `start`."""
+        decoder, root = self.module.decoder, len(row.token_ids) - 1
+        num_encoded = self.num_encoded.get(row.row, 0)
+        # Reused layers also need the tokens without features.
+        first = root if parts.last is None else max(start, min(num_encoded, root))
+        stop = root + shape.depth
+        text = Slots(self.text.data, [row.row], [start], root + 1)
+        memory = Slots(self.memory.data, [row.row], [0], num_encoded)
+        drafts = draft_tree(
+            row.token_ids[start:],
+            shape.depth,
+            shape.breadth,
+            shape.least_log_p,
+            text=TreePart(parts.text, *decoder.self_rope.along(start, stop), text),
+            memory=TreePart(parts.memory, *decoder.cross_rope.along(first, stop), memory),
+            exit_=parts.exit_,
+            last=None if parts.last is None else self._last(parts.last, row, first, stop),
+            finished=root + 1 - first,
+            head=parts.head,
+            names_O=self.vocabulary_ids,
+            embeddings_VE=parts.embeddings,
+            coupling=coupling(row),
+        )
+        self.num_read[row.row] = root + 1
+        return CandidateNodes(
+            drafts.tokens, drafts.parents, drafts.scores, drafts.levels, drafts.num_read
+        )
+
+    def _last(self, reused: LastLayers, row: RowText, first: int, stop: int) -> TreePart:
+        """The target's last layers over tokens from `first` to the root, then over drafts."""
+        assert self.target_cache is not None
+        return TreePart(
+            reused.stack,
+            *reused.angles.between(first, stop),
+            Slots(self.target_cache.data, [row.row], [first], len(row.token_ids)),
+            num=self.num_target_layers,
+            norm=reused.norm,
+        )
+
+
+@dataclass(frozen=True)
+class KernelParts:
+    """SA, CA, head and embeddings, and where there are any, exit and last target layers."""
+
+    text: FusedStack
+    memory: FusedStack
+    head: Matrix
+    embeddings: Tensor
+    exit_: FusedExit | None
+    last: LastLayers | None
+
+
+def coupling(row: RowText) -> Coupling | None:
+    """The order of `Ranking` in the kernels' form; None for a request that does not sample."""
+    if not row.sampling.samples:
+        return None
+    return Coupling(
+        sampler_params(row.sampling, len(row.token_ids), sharpness=SHARPNESS), AGREEMENT
+    )

@@ -1,0 +1,75 @@
+"""Loading drafters by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moaspec.drafting.baseline_proposers import baseline_drafting
+from moaspec.drafting.protocols import Drafter
+from moaspec.errors import UnknownModelError
+from moaspec.generation.bundled import bundled_drafters
+from moaspec.hub import cached_if_offline
+from moaspec.model.checkpoint.baseline_checkpoint import is_baseline, load_baseline
+from moaspec.model.checkpoint.directory import is_directory
+from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
+from moaspec.model.moa import MoADrafter
+from moaspec.target.spec import TargetSpec
+from moaspec.target.target import Target
+from moaspec.torch_settings import plain_torch
+
+
+@plain_torch()
+def load_drafter(name: str | Path, *, target: TargetSpec) -> MoADrafter:
+    """Load a drafter in the target's dtype, on its device.
+
+    Args:
+        name: a bundled alias (`moaspec models` lists them), a directory, or a hub id.
+        target: the target it will draft for.
+
+    Raises:
+        UnknownModelError: nothing of that name.
+        CheckpointError: unreadable, damaged, or made for another target.
+    """
+    drafter = load_checkpoint(find_drafter(name), target.identity, target.config)
+    return drafter.to(device=target.device, dtype=target.dtype)
+
+
+@plain_torch()
+def load_any_drafter(name: str | Path, *, target: Target) -> MoADrafter | Drafter:
+    """`load_drafter` for Mixture-of-Attentions drafters and for trained baselines alike.
+
+    Returns:
+        What `generate` takes as `drafter`. A baseline holds rows of one engine only.
+    """
+    directory = find_drafter(name)
+    if not is_baseline(directory):
+        return load_drafter(directory, target=target)
+    module = load_baseline(directory, target.identity)
+    return baseline_drafting(module.to(device=target.device, dtype=target.dtype), target)
+
+
+def find_drafter(name: str | Path) -> Path:
+    """Directory of a checkpoint: a bundled alias, a directory, or a hub id, which is fetched.
+
+    Raises:
+        UnknownModelError: nothing of that name.
+    """
+    directory = bundled_drafters().get(str(name), Path(name))
+    return directory if is_directory(directory) else _from_hub(str(name))
+
+
+def _from_hub(name: str) -> Path:
+    # Imported here: only hub users pay for it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        if (cached := cached_if_offline(name)) is not None:
+            return cached
+        return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
+    # The hub's client raises exceptions of its HTTP library, which differ between versions.
+    except Exception as error:
+        bundled = ", ".join(bundled_drafters()) or "none"
+        raise UnknownModelError(
+            f"No drafter {name!r}: not bundled ({bundled}), no directory, and the hub cannot be "
+            "asked or does not have it."
+        ) from error

@@ -1,0 +1,67 @@
+"""An engine with target and drafter in this process."""
+
+from __future__ import annotations
+
+from moaspec.drafting.fast_moa_proposer import FastMoAProposer
+from moaspec.drafting.moa_proposer import MoAProposer
+from moaspec.drafting.protocols import DRAFTER_METHODS, Drafter
+from moaspec.engine.engine import Engine
+from moaspec.engine.local_verifier import LocalVerifier
+from moaspec.errors import InputError
+from moaspec.model.moa import MoADrafter
+from moaspec.target.target import Target
+from moaspec.torch_settings import plain_torch
+
+
+def local_engine(
+    target: Target,
+    drafter: MoADrafter | Drafter | None = None,
+    *,
+    num_target_layers: int | None = None,
+) -> Engine:
+    """An engine with target and drafter in this process.
+
+    Args:
+        target: the model whose text is produced.
+        drafter: a trained module, any object with the methods of `Drafter`, or None.
+        num_target_layers: N of a trained module; None takes its default.
+
+    Raises:
+        InputError: something that is no drafter, or N for a drafter that reuses no layers.
+    """
+    verifier, drafting = local_parts(target, drafter, num_target_layers=num_target_layers)
+    return Engine(verifier, drafting, target=target)
+
+
+@plain_torch()
+def local_parts(
+    target: Target,
+    drafter: MoADrafter | Drafter | None = None,
+    *,
+    num_target_layers: int | None = None,
+) -> tuple[LocalVerifier, Drafter | None]:
+    """Verifier and drafter of `local_engine`, for callers with an engine of their own."""
+    drafting = _drafting(target, drafter, num_target_layers)
+    verifier = LocalVerifier(target, drafting)
+    if isinstance(drafting, MoAProposer):
+        drafting.share_target_cache(verifier.cache)
+    return verifier, drafting
+
+
+def _drafting(
+    target: Target, drafter: MoADrafter | Drafter | None, num_target_layers: int | None
+) -> Drafter | None:
+    if isinstance(drafter, MoADrafter):
+        return FastMoAProposer(drafter, target, num_target_layers=num_target_layers)
+    if num_target_layers is not None and drafter is not None:
+        raise InputError(
+            f"num_target_layers={num_target_layers} is for Mixture-of-Attentions drafters; "
+            f"{type(drafter).__name__} reuses no layers. Leave it out."
+        )
+    missing = [name for name in DRAFTER_METHODS if not hasattr(drafter, name)]
+    if drafter is not None and missing:
+        raise InputError(
+            f"A drafter must be a MoADrafter or have the methods of moaspec's Drafter protocol; "
+            f"{type(drafter).__name__} lacks {', '.join(missing)}."
+        )
+    return drafter

@@ -1,0 +1,221 @@
+"""Options of everything that decodes a text, and what they mean for the engine."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Literal, TypedDict
+
+from moaspec.calibration.choose_exit import chosen_exit
+from moaspec.calibration.first_use import measure_once
+from moaspec.drafting.draft_tree import Tree
+from moaspec.drafting.moa_proposer import drafts_behind
+from moaspec.drafting.policy.assumed_costs import sure_costs
+from moaspec.drafting.policy.policies import DraftSettings, FreeBranches
+from moaspec.drafting.protocols import Drafter
+from moaspec.errors import InputError, PromptError
+from moaspec.model.moa import MoADrafter
+from moaspec.sampling.params import LogitsProcessor, SamplingParams
+from moaspec.sampling.stop_strings import stop_strings
+from moaspec.sampling.token_ids import as_token_ids
+from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from moaspec.target.target import Target
+from moaspec.target.token_rules import TokenRules
+from moaspec.torch_settings import plain_torch
+
+
+class RowOptions(TypedDict, total=False):
+    """Keyword arguments of everything that decodes one text.
+
+    Attributes:
+        max_new_tokens: limit of generated tokens per prompt; 64. 0 returns an empty result.
+        temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty,
+        frequency_penalty, logit_bias, rules, logprobs, top_logprobs, choice: see `SamplingParams`.
+            None, or nothing, is the model's own default, and without one that of `SamplingParams`;
+            for the temperature always 0.
+        generation_config: "auto" (the default) takes those defaults from the model's
+            `generation_config.json`; None takes none from there.
+        logits_processors: functions of (prefix token ids, logits); see `SamplingParams`. For these,
+            `logit_bias` and `stop`, None is none.
+        stop: a string or several; the text ends with the token that completes one.
+        stop_token_ids: ids that end a row; None takes the target's own.
+        tree: "chain:4", "tree:6x8x62", a `Tree` or `Chain`; or "auto": the shape that pays most on
+            this machine, plain rounds included, as `moaspec calibrate` has measured it for this
+            target, drafter, dtype and number of threads. Where it has not, the first call measures
+            it in some seconds and stores the result. Where that is impossible or takes longer, see
+            `measure_once`, costs are estimated from the models' sizes, and only what is sure to pay
+            is drafted. A drafter of another kind than `MoADrafter` drafts a small fixed tree.
+        free_branches: whether candidates out of the text itself are verified beside the drafts:
+            True, False, or "auto" (the default): together with `tree="auto"`, as long as they pay.
+            Their tokens are reported as "copy".
+    """
+
+    max_new_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    rules: TokenRules | None
+    generation_config: Literal["auto"] | None
+    logits_processors: Iterable[LogitsProcessor] | None
+    logprobs: bool
+    top_logprobs: int
+    choice: int
+    stop: str | Iterable[str] | None
+    stop_token_ids: Iterable[int] | None
+    tree: Tree | str
+    free_branches: FreeBranches
+
+
+class Options(RowOptions, total=False):
+    """Keyword arguments of `generate` and `stream`, in addition to `RowOptions`.
+
+    Attributes:
+        drafter: proposes tokens: a `MoADrafter`, or any object with the methods of the `Drafter`
+            protocol; None (the default) decodes plainly.
+        num_choices: continuations per prompt, each with noise of its own; with more than one,
+            every prompt gives a list of results.
+        num_target_layers: N, target layers that the drafter reuses. None takes its default: the
+            first, or, of several, with `tree="auto"` the one that pays most on this machine, where
+            `moaspec calibrate` has measured it.
+    """
+
+    drafter: MoADrafter | Drafter | None
+    num_choices: int
+    num_target_layers: int | None
+
+
+def check_options(options: Mapping[str, Any], known: type) -> None:
+    """Raise TypeError for an option that no one knows."""
+    unknown = set(options) - set(known.__annotations__)
+    if unknown:
+        raise TypeError(
+            f"Unknown option(s) {sorted(unknown)}; known: {', '.join(known.__annotations__)}."
+        )
+
+
+def row_settings(target: Target, options: RowOptions) -> dict[str, Any]:
+    """What `options` mean for `Engine.add`, all but what to draft."""
+    stops = options.get("stop_token_ids")
+    return {
+        "max_new_tokens": options.get("max_new_tokens", 64),
+        # Sets and tuples: every row reads them, and an iterator could be read once only.
+        "stop_token_ids": (
+            target.stop_token_ids if stops is None else as_token_ids("stop_token_ids", stops)
+        ),
+        "stop": stop_strings(options.get("stop")),
+        "sampling": sampling_params(options, defaults_of(target, options)),
+    }
+
+
+def row_shaping(
+    target: Target,
+    drafter: MoADrafter | Drafter | None,
+    options: RowOptions,
+    *,
+    num_target_layers: int | None = None,
+) -> DraftSettings:
+    """What `options` mean for what rows draft."""
+    return shaping_for(
+        target,
+        drafter,
+        tree=options.get("tree", "auto"),
+        free_branches=options.get("free_branches", "auto"),
+        num_target_layers=num_target_layers,
+    )
+
+
+def defaults_of(target: Any, options: RowOptions) -> GenerationDefaults:
+    """The model's defaults, where `options` want them.
+
+    Raises:
+        InputError: `generation_config` is neither "auto" nor None.
+    """
+    wanted = options.get("generation_config", "auto")
+    if wanted not in ("auto", None):
+        raise InputError(f'generation_config must be "auto" or None, got {wanted!r}.')
+    return NO_DEFAULTS if wanted is None else target.generation_defaults
+
+
+def sampling_params(
+    options: RowOptions, defaults: GenerationDefaults = NO_DEFAULTS
+) -> SamplingParams:
+    """What `options` say about sampling, with a seed drawn where one is needed and missing.
+
+    Args:
+        options: what is None, or not there, is not said.
+        defaults: hold where nothing is said, but for the temperature.
+
+    Raises:
+        InputError: a value outside its range, or defaults that cannot be honoured.
+    """
+    names = {field.name for field in fields(SamplingParams)}
+    said = {name: value for name, value in options.items() if name in names and value is not None}
+    samples = bool(said.get("temperature"))
+    given: dict[str, Any] = {**defaults.settings(sampled=samples), **said}
+    if isinstance(given["logit_bias"], Mapping):  # else it is refused
+        given["logit_bias"] = {**defaults.logit_bias, **given["logit_bias"]}
+    processors: Any = options.get("logits_processors") or ()
+    if isinstance(processors, Iterable):
+        processors = tuple(processors)
+    return SamplingParams(processors=processors, **given).resolved()
+
+
+@plain_torch()
+def shaping_for(
+    target: Target,
+    drafter: MoADrafter | Drafter | None,
+    *,
+    tree: Tree | str = "auto",
+    free_branches: FreeBranches = "auto",
+    num_target_layers: int | None = None,
+) -> DraftSettings:
+    """The draft settings for this target and drafter.
+
+    They come from the costs that `calibrate` has stored, else from `sure_costs`.
+
+    The engine that they join must have the N of the answer.
+
+    Args:
+        target: of the rows.
+        drafter: of the rows; what it costs is known for `MoADrafter` only.
+        tree: see `Options`.
+        free_branches: see `Options`.
+        num_target_layers: see `Options`.
+
+    Raises:
+        InputError: a shape or setting that does not exist.
+    """
+    if tree != "auto" or not isinstance(drafter, MoADrafter):
+        return DraftSettings(tree, free_branches, num_target_layers=num_target_layers)
+    exits, _ = measure_once(target, drafter, num_target_layers=num_target_layers)
+    chosen = chosen_exit(exits)
+    layers = chosen.num_target_layers
+    costs = chosen.costs or sure_costs(target, drafter, layers, chosen.prior)
+    if costs is None:
+        return DraftSettings(None, free_branches, None, chosen.prior, num_target_layers=layers)
+    lags = drafts_behind(drafter, layers)
+    return DraftSettings(tree, free_branches, costs, chosen.prior, lags, layers)
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """One prompt as plain integers.
+
+    Raises:
+        PromptError: something else than a list, array or tensor of integers.
+    """
+    if isinstance(prompt, Mapping):
+        raise PromptError(
+            "A prompt must be a list of integer token ids, got a mapping; of what a tokenizer "
+            "returns, pass tokenizer(...)['input_ids']."
+        )
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise PromptError(f"A prompt must be a list of integer token ids: {error}.") from error
