@@ -41,7 +41,7 @@ from moaspec.model.checkpoint.moa_checkpoint import SECTION, save_drafter
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.stack import StackConfig
-from moaspec.paths import cache_dir
+from moaspec.support.paths import cache_dir
 from moaspec.target.target import Target
 
 PROMPT = "w5 w9 w2"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moaspec.backends.linear_backends import SMALLEST_MEASURED, can_pack, fastest_s
 from moaspec.backends.pack import PackedLinear
-from moaspec.paths import make_private
+from moaspec.support.paths import make_private
 
 
 class StreamedLinear(nn.Module):

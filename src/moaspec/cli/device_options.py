@@ -14,7 +14,7 @@ import typer
 from moaspec.cli.terminal import console
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
-from moaspec.paths import close_to_others, make_private, require_writable, trusted
+from moaspec.support.paths import close_to_others, make_private, require_writable, trusted
 
 if TYPE_CHECKING:
     from moaspec.privacy.vault import Vault

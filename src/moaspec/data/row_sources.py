@@ -20,7 +20,7 @@ from moaspec.data.files import (
     read_text,
 )
 from moaspec.errors import DataError
-from moaspec.hub import HUB, hub_rows, require_datasets
+from moaspec.support.hub import HUB, hub_rows, require_datasets
 
 OnMalformed = Callable[[DataError], None]
 """What to do about a malformed row: raise the error, or count it and go on."""

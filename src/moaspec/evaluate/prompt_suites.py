@@ -15,7 +15,7 @@ from moaspec.data.files import data_files, stem
 from moaspec.data.messages import Message
 from moaspec.data.row_sources import Record, read_records
 from moaspec.errors import DataError
-from moaspec.hub import HUB, hub_rows
+from moaspec.support.hub import HUB, hub_rows
 
 BUNDLED = "bundled"
 SUITES_VARIABLE = "MOASPEC_SUITES"
@@ -84,7 +84,7 @@ def read_prompts(
     Args:
         suite: "bundled", "paper" or "spec-bench" (looked for below `$MOASPEC_SUITES`), a file of
             any form that `moaspec.data` reads, a directory whose files are suites, or
-            `hub:owner/name`, see `moaspec.hub.HUB`, by default its split "test". Each row has
+            `hub:owner/name` (`moaspec.support.hub.HUB`), by default its split "test". Each row has
             `turns`, a list of texts, or another shape of docs/data.md, of which the user's
             messages are the turns; `question_id`, `category` and `reference` (or `answer`) may
             stand beside them.

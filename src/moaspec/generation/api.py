@@ -21,7 +21,6 @@ from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.engine.result import Event, GenerationResult
 from moaspec.errors import InputError, PromptError, UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
-from moaspec.hub import cached_if_offline
 from moaspec.model.checkpoint.baseline_checkpoint import is_baseline, load_baseline
 from moaspec.model.checkpoint.directory import is_directory
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
@@ -29,11 +28,12 @@ from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import LogitsProcessor, SamplingParams
 from moaspec.sampling.stop_strings import stop_strings
 from moaspec.sampling.token_ids import as_token_ids
+from moaspec.support.hub import cached_if_offline
+from moaspec.support.torch_settings import plain_torch
 from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
 from moaspec.target.token_rules import TokenRules
-from moaspec.torch_settings import plain_torch
 
 
 @plain_torch()

@@ -13,9 +13,9 @@ from itertools import product
 from typing import Any
 
 from moaspec.errors import InputError
-from moaspec.extras import require
 from moaspec.privacy.folding import copies, same
 from moaspec.privacy.spans import Span
+from moaspec.support.extras import require
 
 Recogniser = Callable[[str], Iterable[Span]]
 """Finds spans in a text; any function will do."""

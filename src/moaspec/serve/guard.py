@@ -16,9 +16,9 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moaspec import limits
 from moaspec.serve import http_errors
-from moaspec.slow_imports import SlowDown
+from moaspec.support import limits
+from moaspec.support.refusal_delay import RefusalDelay
 
 CLOSED = ("/v1", "/metrics")
 """What a key protects: these paths and all below them."""
@@ -60,7 +60,7 @@ class HttpGuard:
 
     def __init__(self, app: ASGIApp, allowed: Guarded) -> None:
         self._app, self._allowed = app, allowed
-        self._slow = SlowDown()
+        self._slow = RefusalDelay()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse, or pass on."""

@@ -22,7 +22,7 @@ from moaspec.backends.int8_rows import Int8Embedding, Int8Linear, quantise
 from moaspec.backends.linear_backends import can_pack
 from moaspec.backends.pack import pack_linears, return_freed_memory
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
-from moaspec.paths import cache_dir
+from moaspec.support.paths import cache_dir
 from moaspec.target.target import Target
 
 EMBEDDING, HEAD, NORM, LAYER = "embedding", "head", "norm", "layers"

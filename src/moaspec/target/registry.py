@@ -22,8 +22,9 @@ from transformers import (
 from moaspec.backends.linear_backends import fastest_dtype
 from moaspec.backends.weight_only import quantise, require_quantize
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
-from moaspec.hub import cached_if_offline
 from moaspec.model.checkpoint.directory import is_directory
+from moaspec.support.hub import cached_if_offline
+from moaspec.support.torch_settings import plain_torch
 from moaspec.target.families import require_supported
 from moaspec.target.generation_defaults import without_defaults
 from moaspec.target.gguf import (
@@ -39,7 +40,6 @@ from moaspec.target.names import ALIASES, Alias, packaged_gguf
 from moaspec.target.rope_fields import require_rope
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
-from moaspec.torch_settings import plain_torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTO = "auto"

@@ -27,7 +27,7 @@ from moaspec.errors import UnsupportedTargetError
 from moaspec.model.masks import text_mask
 from moaspec.model.moa import TargetPass, positions
 from moaspec.model.target_encoder import LayerFeatures
-from moaspec.paths import cache_dir
+from moaspec.support.paths import cache_dir
 from moaspec.target import families
 from moaspec.target.decoder_layers import DecoderLayers, WatchLayer
 from moaspec.target.spec import TargetSpec

@@ -1,5 +1,5 @@
 """Training of drafters."""
 
-from moaspec.lazy import attach
+from moaspec.support.lazy import attach
 
 __getattr__, __all__ = attach(__name__)

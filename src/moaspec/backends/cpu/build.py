@@ -16,7 +16,7 @@ from tempfile import NamedTemporaryFile
 import torch
 
 from moaspec.errors import InputError
-from moaspec.paths import make_private, trusted
+from moaspec.support.paths import make_private, trusted
 
 SOURCES = Path(__file__).parent / "cpp"
 MAIN = SOURCES / "cpu.cpp"

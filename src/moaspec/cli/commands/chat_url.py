@@ -12,7 +12,7 @@ from rich.text import Text
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.conversation import Talk
 from moaspec.errors import InputError
-from moaspec.extras import require
+from moaspec.support.extras import require
 
 if TYPE_CHECKING:
     from moaspec.generation.api import RowOptions

@@ -10,8 +10,8 @@ import typer
 from moaspec.cli.options import MODEL
 from moaspec.cli.terminal import console
 from moaspec.errors import HubError, InputError
-from moaspec.extras import require
-from moaspec.paths import require_writable
+from moaspec.support.extras import require
+from moaspec.support.paths import require_writable
 
 app = typer.Typer(
     name="checkpoint",

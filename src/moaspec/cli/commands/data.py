@@ -21,7 +21,7 @@ from moaspec.data.conversations import read_conversations
 from moaspec.data.row_sources import read_records, refuse
 from moaspec.data.unused_rows import ReadReport
 from moaspec.errors import DataError, InputError
-from moaspec.paths import require_writable_file
+from moaspec.support.paths import require_writable_file
 from moaspec.train.dataset.journal import Journal
 from moaspec.train.stopping import Stop, parse_duration
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from moaspec import limits
 from moaspec.cli import device_options as device
 from moaspec.cli import options
 from moaspec.cli.commands.serve import (
@@ -26,8 +25,9 @@ from moaspec.cli.commands.serve import (
     warn_if_open,
 )
 from moaspec.cli.terminal import console
-from moaspec.extras import require
-from moaspec.ports import bind
+from moaspec.support import limits
+from moaspec.support.extras import require
+from moaspec.support.ports import bind
 
 
 def edge(

@@ -20,9 +20,9 @@ from moaspec.cli.terminal.progress import named_units
 from moaspec.cli.terminal.terminal_table import Table
 from moaspec.errors import InputError
 from moaspec.evaluate.prompt_suites import read_prompts
-from moaspec.extras import require
 from moaspec.generation.bundled import bundled_drafters
-from moaspec.paths import require_writable_file
+from moaspec.support.extras import require
+from moaspec.support.paths import require_writable_file
 
 COLUMNS = (
     "mode",

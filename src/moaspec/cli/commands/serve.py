@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moaspec import limits
 from moaspec.cli import options
 from moaspec.cli.loading import load, measure_once
 from moaspec.cli.terminal import console
 from moaspec.errors import InputError
-from moaspec.extras import require
-from moaspec.ports import bind
+from moaspec.support import limits
+from moaspec.support.extras import require
+from moaspec.support.ports import bind
 
 if TYPE_CHECKING:
     from moaspec.serve.server_context import ServeSettings

@@ -17,9 +17,9 @@ import typer
 from moaspec.cli import options
 from moaspec.cli.terminal import console
 from moaspec.errors import InputError
-from moaspec.extras import require
 from moaspec.generation.bundled import bundled_drafters
-from moaspec.ports import held
+from moaspec.support.extras import require
+from moaspec.support.ports import held
 
 if TYPE_CHECKING:
     from moaspec.remote.server.service import ServiceOptions, TargetService

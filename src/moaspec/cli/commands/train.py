@@ -12,7 +12,7 @@ from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress import bar_of
 from moaspec.data.unused_rows import ReadReport
 from moaspec.errors import InputError
-from moaspec.paths import require_writable
+from moaspec.support.paths import require_writable
 from moaspec.train.stopping import MORE_TO_DO, Ending, parse_duration
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from moaspec import limits
 from moaspec.remote.server.auth import ANONYMOUS
 from moaspec.remote.server.quotas import Quota
 from moaspec.remote.server.session_store import NoRoomError
+from moaspec.support import limits
 
 Context = Any
 Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]

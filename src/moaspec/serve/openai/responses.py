@@ -9,7 +9,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from moaspec import limits
 from moaspec.data.templates.call_reader import Call
 from moaspec.serve import http_errors
 from moaspec.serve.http_errors import RequestError
@@ -35,6 +34,7 @@ from moaspec.serve.openai.schema import ObjectFormat
 from moaspec.serve.openai.unsupported_fields import refuse_unsupported
 from moaspec.serve.server_context import GenerationSpec, ServerContext, created_now, fresh_id
 from moaspec.serve.sources.source import Job, first_to_go
+from moaspec.support import limits
 
 Messages = list[dict[str, Any]]
 

@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from moaspec import limits
 from moaspec.errors import BusyError
 from moaspec.serve.http_errors import RequestError
 from moaspec.serve.openai.request_texts import CLIENT_LEFT, end_tasks, left
+from moaspec.support import limits
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moaspec.errors import DataError, HubError
-from moaspec.extras import require
+from moaspec.support.extras import require
 
 HUB = "hub:"
 """`hub:owner/name`, `hub:owner/name@split`, `hub:owner/name:configuration@split`."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from moaspec.errors import InputError
-from moaspec.ports import bind, held
+from moaspec.support.ports import bind, held
 
 
 @pytest.fixture
