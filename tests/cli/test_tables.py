@@ -7,7 +7,7 @@ import io
 import pytest
 
 import tiny
-from moaspec.cli.commands.edge_bench import _cuts_table
+from edge_bench.command import _cuts_table
 from moaspec.cli.terminal.result_tables import methods_costs_table, methods_table, parts_table
 from moaspec.cli.terminal.safe_console import Screen
 from moaspec.cli.terminal.terminal_table import rendered
