@@ -39,7 +39,12 @@ def text_target(**changes: Any) -> Target:
 
 def load_targets_by(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
     """Let every command load its target by this function."""
-    for place in ("moaspec.cli.source_options", "moaspec.remote.device.bundle", "moaspec.target"):
+    for place in (
+        "moaspec.cli.method_loading",
+        "moaspec.remote.device.bundle",
+        "moaspec.target",
+        "moaspec.target.registry",
+    ):
         monkeypatch.setattr(f"{place}.load_target", load)
 
 

@@ -13,7 +13,7 @@ import moaspec
 from bits import needs_packed_kernels, needs_unpacking
 from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
 from moaspec.backends.cpu.fused_drafting import Grown
-from moaspec.cli.terminal.console import chat_ids
+from moaspec.cli.prompts import chat_ids
 from moaspec.drafting import tree_proposer
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.moa_proposer import MoADraftRound, MoAProposer

@@ -175,7 +175,7 @@ def test_all_that_packages_export_can_be_had() -> None:
 def test_what_libraries_say_is_not_shown() -> None:
     code = """
 from moaspec.cli import console
-console.quiet_libraries()
+quiet_libraries()
 import logging, sys, warnings
 from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging

@@ -8,9 +8,9 @@ import pytest
 
 import tiny
 from edge_bench.command import _cuts_table
-from moaspec.cli.terminal.result_tables import methods_costs_table, methods_table, parts_table
-from moaspec.cli.terminal.safe_console import Screen
-from moaspec.cli.terminal.terminal_table import rendered
+from moaspec.cli.terminal.console import Screen
+from moaspec.cli.terminal.report_tables import methods_costs_table, methods_table, parts_table
+from moaspec.cli.terminal.table import rendered
 from moaspec.evaluate.method_names import MethodParts, parse_methods
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.report import Report

@@ -15,9 +15,9 @@ import typer
 
 from moaspec.cli.options import MODEL, DrafterName, Dtype
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.progress import named_units
-from moaspec.cli.terminal.terminal_table import Table
+from moaspec.cli.terminal.progress_bar import ProgressBar
+from moaspec.cli.terminal.status import loading
+from moaspec.cli.terminal.table import Table, show_table
 from moaspec.errors import InputError
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.generation.bundled import bundled_drafters
@@ -96,7 +96,7 @@ def edge_bench(
     if num_target_layers is not None:
         layers = _numbers("--num-target-layers", num_target_layers, int)
     speeds = _numbers("--server-speed", server_speed, float)
-    with console.loading(model):
+    with loading(model):
         from edge_bench.bench import EdgeSettings, run_edge_bench
         from edge_bench.cut_bench import run_cut_bench
         from moaspec.remote.device.bundle import export_bundle
@@ -129,17 +129,17 @@ def edge_bench(
             most = max(layers, default=None)
             export_bundle(model, name, bundles["moa"], int8=int8, num_target_layers=most)
             settings = replace(settings, num_target_layers=_known(bundles["moa"], layers))
-        with named_units() as advance:
+        with ProgressBar("") as bar:
             if cut is None:
-                report = run_edge_bench(settings, advance)
+                report = run_edge_bench(settings, bar.begin)
             else:
-                report = run_cut_bench(settings, after=cut, alone=alone, advance=advance)
+                report = run_cut_bench(settings, after=cut, alone=alone, advance=bar.begin)
     if as_json:
         console.out.print(json.dumps(report))
     elif cut is None:
         _show(report)
     else:
-        table.show(_cuts_table(report))
+        show_table(_cuts_table(report))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -183,7 +183,7 @@ def _numbers(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
 
 def _show(report: dict[str, Any]) -> None:
     for name, found in report["links"].items():
-        table.show(_link_table(name, found))
+        show_table(_link_table(name, found))
         console.out.print()
 
 

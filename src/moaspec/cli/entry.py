@@ -14,13 +14,13 @@ INTERRUPTED = 130
 
 def run() -> None:
     """Load the commands, then run one; see `moaspec.cli.main.run`."""
-    with leaving():
+    with exit_on_interrupt():
         from moaspec.cli import main
     main.run()
 
 
 @contextmanager
-def leaving(first: Callable[[], object] = lambda: None) -> Iterator[None]:
+def exit_on_interrupt(first: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Around imports that take seconds: Ctrl-C ends the process at once and in silence.
 
     Raised as an exception, it would be caught, or not, anywhere inside the libraries.

@@ -6,11 +6,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import loading, measuring
 from moaspec.generation.bundled import bundled_drafters
 
 if TYPE_CHECKING:
     from moaspec.drafting.protocols import Drafter
     from moaspec.model.moa import MoADrafter
+    from moaspec.target.generation_defaults import GenerationDefaults
+    from moaspec.target.spec import TargetSpec
     from moaspec.target.target import Target
 
 
@@ -26,7 +29,7 @@ def load(
     speculation: bool = True,
 ) -> tuple[Target, MoADrafter | Drafter | None]:
     """Load both, with a line that says in which dtype and with how many threads they run."""
-    with console.loading(model, threads):
+    with loading(model, threads):
         from moaspec.target.registry import load_target
 
         target = load_target(
@@ -37,7 +40,7 @@ def load(
             generation_config=generation_config,
         )
         module = choose_drafter(drafter, model, target) if speculation else None
-    console.err.print(described(target), style="dim")
+    console.err.print(target_summary(target), style="dim")
     return target, module
 
 
@@ -53,7 +56,7 @@ def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter |
     return None
 
 
-def described(target: Target) -> str:
+def target_summary(target: Target) -> str:
     """The target, its dtype, and what computes it."""
     import torch
 
@@ -77,14 +80,14 @@ def measure_once(target: Target, module: MoADrafter | Drafter | None) -> None:
 
     if not isinstance(module, MoADrafter):
         return
-    with console.measuring() as advance:
+    with measuring() as advance:
         exits, why_not = first_use.measure_once(target, module, advance=advance)
     if why_not is not None:
-        tell_unmeasured(why_not, busy=exits[0].costs is not None)
+        warn_unmeasured(why_not, busy=exits[0].costs is not None)
 
 
 @cache
-def tell_unmeasured(why_not: str, *, busy: bool) -> None:
+def warn_unmeasured(why_not: str, *, busy: bool) -> None:
     """One line, once per process.
 
     Args:
@@ -98,3 +101,13 @@ def tell_unmeasured(why_not: str, *, busy: bool) -> None:
             f"again, because {why_not}. What is drafted may pay less than it could"
         )
     console.err.print(f"{said}; `moaspec calibrate` measures the machine.", style="dim")
+
+
+def print_defaults(target: TargetSpec, defaults: GenerationDefaults) -> None:
+    """Print which of the model's own generation defaults apply, if any."""
+    if defaults.words:
+        console.err.print(
+            f"Defaults of {target.name}: {defaults.words}. --generation-config none leaves them "
+            "out.",
+            style="dim",
+        )

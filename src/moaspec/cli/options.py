@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from moaspec.cli.terminal import console
+from moaspec.cli.loading import print_defaults
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
@@ -112,7 +112,7 @@ Quantize = Annotated[
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 
 
-def settled(settings: RowOptions, target: Target) -> RowOptions:
+def with_model_defaults(settings: RowOptions, target: Target) -> RowOptions:
     """A command's settings for a target: without a temperature, sampled where the model samples.
 
     Says which of the model's defaults hold.
@@ -120,13 +120,13 @@ def settled(settings: RowOptions, target: Target) -> RowOptions:
     from moaspec.generation.api import defaults_of
 
     defaults = defaults_of(target, settings)
-    console.tell_defaults(target, defaults)
+    print_defaults(target, defaults)
     if settings.get("temperature") is not None:
         return settings
     return {**settings, "temperature": defaults.temperature or 0.0}
 
 
-def row_options(given: Mapping[str, Any]) -> RowOptions:
+def decoding_options(given: Mapping[str, Any]) -> RowOptions:
     """What a command's options mean for decoding.
 
     Args:

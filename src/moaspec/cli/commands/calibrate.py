@@ -12,8 +12,9 @@ import typer
 from moaspec.cli.loading import load
 from moaspec.cli.options import MODEL, Dtype, Quantize
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.terminal_table import Table
+from moaspec.cli.terminal.interrupts import deferred_interrupts
+from moaspec.cli.terminal.status import measuring
+from moaspec.cli.terminal.table import Table, show_table
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def calibrate(
     if target.threads.crowded:
         said = "Other processes use the CPU: the costs will be too high. Better stop them first."
         console.err.print(said, style="yellow")
-    with console.measuring() as advance, console.noted_interrupts() as stopped:
+    with measuring() as advance, deferred_interrupts() as stopped:
         measured = measure(
             target,
             module,
@@ -110,11 +111,11 @@ def _facts(costs: CostTable, exits: Sequence[Exit]) -> dict[str, Any]:
 
 
 def _show(costs: CostTable, exits: Sequence[Exit]) -> None:
-    table.show(_passes_table(costs, exits))
+    show_table(_passes_table(costs, exits))
     drafted = [one for one in exits if one.costs is not None]
     if drafted:
         console.out.print()
-        table.show(_drafting_table(drafted))
+        show_table(_drafting_table(drafted))
     if exits:
         _show_promises(exits)
 
@@ -152,10 +153,10 @@ def _show_promises(exits: Sequence[Exit]) -> None:
     from moaspec.calibration.choose_exit import chosen_exit
 
     for one in exits:
-        console.note(f"{_named(one, exits)}{_promise(one)}", "dim")
+        console.print_wrapped(f"{_named(one, exits)}{_promise(one)}", "dim")
     chosen = chosen_exit(exits)
     with_n = f" with N = {chosen.num_target_layers}" if len(exits) > 1 else ""
-    console.note(_decision(chosen, with_n), "dim")
+    console.print_wrapped(_decision(chosen, with_n), "dim")
 
 
 def _decision(chosen: Exit, with_n: str) -> str:

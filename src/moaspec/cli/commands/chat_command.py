@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.cli import options
-from moaspec.cli.commands.chat_url import ServedTalk
+from moaspec.cli.commands.chat_url import ServerChat
 from moaspec.cli.commands.generate import describe
 from moaspec.cli.loading import load, measure_once
+from moaspec.cli.prompts import conversation_ids
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.conversation import Talk
+from moaspec.cli.terminal.chat_loop import ChatLoop
+from moaspec.cli.terminal.interrupts import deferred_interrupts
+from moaspec.cli.terminal.token_printer import TokenPrinter, show_events
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ def chat(
     drafter: options.DrafterName = None,
     url: Annotated[
         str | None,
-        typer.Option(help="Talk to this server (`moaspec serve`, `moaspec edge`) instead."),
+        typer.Option(help="ChatLoop to this server (`moaspec serve`, `moaspec edge`) instead."),
     ] = None,
     system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 512,
@@ -51,13 +54,13 @@ def chat(
 
     Example: moaspec chat --system "Answer briefly." --temperature 0.7
     """
-    settings = options.row_options(locals())
+    settings = options.decoding_options(locals())
     if url is not None and quantize is not None:
         raise InputError("--quantize is for a target here; with --url the server has the target.")
     if url is not None and generation_config is not options.AUTO:
         raise InputError("--generation-config is for a target here; with --url it is the server's.")
     if url is not None:
-        _hold(ServedTalk(url, settings, system))
+        _hold(ServerChat(url, settings, system))
         return
     target, module = load(
         model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
@@ -66,12 +69,12 @@ def chat(
         measure_once(target, module)
     from moaspec.generation.session import Session
 
-    talk = LocalTalk(Session(target, module), options.settled(settings, target), system)
+    talk = LocalChat(Session(target, module), options.with_model_defaults(settings, target), system)
     talk.prompt_ids("?")  # a target that cannot hold conversations should say so at once
     _hold(talk)
 
 
-def _hold(talk: Talk) -> None:
+def _hold(talk: ChatLoop) -> None:
     """Until the user leaves."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - its import gives `input` line editing and history
@@ -83,7 +86,7 @@ def _hold(talk: Talk) -> None:
         talk.close()
 
 
-class LocalTalk(Talk):
+class LocalChat(ChatLoop):
     """A conversation that a session in this process answers.
 
     Args:
@@ -99,14 +102,14 @@ class LocalTalk(Talk):
 
     def prompt_ids(self, question: str) -> list[int]:
         """The whole conversation with this question."""
-        return console.conversation_ids(self.session.target, self.conversation(question))
+        return conversation_ids(self.session.target, self.conversation(question))
 
     def answer(self, question: str) -> None:
-        """See `Talk`."""
-        printer = console.TokenPrinter(self.session.target)
+        """See `ChatLoop`."""
+        printer = TokenPrinter(self.session.target)
         events = self.session.stream(self.prompt_ids(question), **self.settings)
-        with console.noted_interrupts() as interrupts:
-            console.show_events(events, printer, interrupts)
+        with deferred_interrupts() as interrupts:
+            show_events(events, printer, interrupts)
             printer.close()
         result, tokenizer = self.session.result, self.session.target.tokenizer
         if result.token_ids:
@@ -115,7 +118,7 @@ class LocalTalk(Talk):
             self.results.append(result)
 
     def stats(self) -> str:
-        """See `Talk`."""
+        """See `ChatLoop`."""
         if not self.results:
             raise InputError("Nothing has been answered yet.")
         last = self.results[-1]
@@ -129,6 +132,6 @@ class LocalTalk(Talk):
         )
 
     def forget(self) -> None:
-        """See `Talk`."""
+        """See `ChatLoop`."""
         self.session.reset()
         self.results = []

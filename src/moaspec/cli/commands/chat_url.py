@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.conversation import Talk
+from moaspec.cli.terminal.chat_loop import ChatLoop
 from moaspec.errors import InputError
 from moaspec.support.extras import require
 
@@ -22,7 +22,7 @@ TAKEN_BACK = " ⟲ "
 """Stands before what replaces text that was taken back; a terminal cannot unsay it."""
 
 
-class ServedTalk(Talk):
+class ServerChat(ChatLoop):
     """A conversation that a server answers.
 
     Args:
@@ -44,7 +44,7 @@ class ServedTalk(Talk):
         self._answers: list[dict[str, Any]] = []
 
     def answer(self, question: str) -> None:
-        """See `Talk`."""
+        """See `ChatLoop`."""
         printer = _Printer()
         chunks = self._server.stream(
             self.conversation(question), provisional=sys.stdout.isatty(), **_fields(self.settings)
@@ -62,11 +62,11 @@ class ServedTalk(Talk):
             self._answers.append(printer.stats)
 
     def close(self) -> None:
-        """See `Talk`."""
+        """See `ChatLoop`."""
         self._server.close()
 
     def stats(self) -> str:
-        """See `Talk`."""
+        """See `ChatLoop`."""
         if not self._answers:
             raise InputError("Nothing has been answered yet.")
         last = self._answers[-1]
@@ -77,7 +77,7 @@ class ServedTalk(Talk):
         return f"{', '.join(parts)}\nconversation: {len(self._answers)} answers"
 
     def forget(self) -> None:
-        """See `Talk`."""
+        """See `ChatLoop`."""
         self._answers = []
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.cli import options
-from moaspec.cli.loading import choose_drafter
+from moaspec.cli.loading import choose_drafter, print_defaults
+from moaspec.cli.prompts import chat_ids
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.progress import bar
-from moaspec.cli.terminal.terminal_table import Table
+from moaspec.cli.terminal.progress_bar import ProgressBar
+from moaspec.cli.terminal.status import loading, status
+from moaspec.cli.terminal.table import Table, show_table
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def check(
     from moaspec.evaluate.prompt_suites import read_prompts
 
     prompts = read_prompts(suite, limit=limit)
-    with console.loading(model, threads):
+    with loading(model, threads):
         from moaspec.evaluate.correctness.check_target import Check
         from moaspec.target.registry import chosen_dtype, load_target
 
@@ -67,7 +68,7 @@ def check(
     checked: dict[str, list[Finding]] = {}
     whole = True
     for one in dict.fromkeys((chosen, "float32") if dtype == "auto" else (chosen,)):
-        with console.status(f"Loading {model} in {one}"):
+        with status(f"Loading {model} in {one}"):
             load = partial(
                 load_target,
                 model,
@@ -78,14 +79,14 @@ def check(
             target = load()
             plan = Check(
                 target,
-                [console.chat_ids(target, prompt.turns[0]) for prompt in prompts],
+                [chat_ids(target, prompt.turns[0]) for prompt in prompts],
                 drafter=choose_drafter(drafter, model, target),
                 stock=load(packed=False),
                 max_new_tokens=max_new_tokens,
                 seeds=range(seeds),
                 alone=alone,
             )
-        console.tell_defaults(target, target.generation_defaults)
+        print_defaults(target, target.generation_defaults)
         findings = checked[target.precision] = _run(plan)
         if findings and not as_json:
             _show(f"{model}, {target.precision}", findings)
@@ -111,11 +112,11 @@ def _run(plan: Check) -> list[Finding]:
     findings: list[Finding] = []
     with (
         contextlib.suppress(KeyboardInterrupt),
-        bar("checking", plan.num_texts) as advance,
+        ProgressBar("checking", plan.num_texts) as bar,
     ):
         for finding in plan.run():
             findings.append(finding)
-            advance()
+            bar.advance()
     return findings
 
 
@@ -154,14 +155,16 @@ def _table(title: str, findings: Sequence[Finding]) -> Table:
 
 def _show(title: str, findings: Sequence[Finding]) -> None:
     """The table, then every fault and every parting."""
-    table.show(_table(title, findings))
+    show_table(_table(title, findings))
     for finding in findings:
         if finding.kind != "identical":
-            console.note(_line(finding))
+            console.print_wrapped(_line(finding))
     if all(finding.lossless for finding in findings):
-        console.note("Right: every token is the target's choice, up to its rounding.", "green")
+        console.print_wrapped(
+            "Right: every token is the target's choice, up to its rounding.", "green"
+        )
     else:
-        console.note("Wrong: rounding does not explain the faults above.", "bold red")
+        console.print_wrapped("Wrong: rounding does not explain the faults above.", "bold red")
 
 
 def _setting_order(findings: Sequence[Finding]) -> Callable[[Finding], int]:

@@ -9,6 +9,7 @@ import typer
 
 from moaspec.cli.options import MODEL
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import loading, status
 from moaspec.errors import HubError, InputError
 from moaspec.support.extras import require
 from moaspec.support.paths import require_writable
@@ -42,7 +43,7 @@ def convert(
     if Path(source).resolve() == out.resolve():
         raise InputError(f"{out} is the source itself; name another directory.")
     require_writable("OUT", out)
-    with console.loading(model):
+    with loading(model):
         from moaspec.generation.api import find_drafter
         from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
         from moaspec.model.checkpoint.published import recorded, save_published
@@ -75,7 +76,7 @@ def export_device(
     """
     require("`moaspec checkpoint export-device`", "remote")
     require_writable("OUT", out)
-    with console.loading(target):
+    with loading(target):
         from moaspec.remote.device.bundle import export_bundle
 
         export_bundle(target, drafter, out, int8=int8, num_target_layers=num_target_layers)
@@ -94,7 +95,7 @@ def push(
 
     Example: moaspec checkpoint push runs/smollm2-135m/drafter me/my-drafter
     """
-    with console.loading(str(checkpoint)):
+    with loading(str(checkpoint)):
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HFValidationError
 
@@ -104,7 +105,7 @@ def push(
     hub = HfApi()
     try:
         hub.create_repo(repository, private=private, exist_ok=True)
-        with console.status(f"Uploading to {repository}"):
+        with status(f"Uploading to {repository}"):
             commit = hub.upload_folder(
                 repo_id=repository,
                 folder_path=checkpoint,

@@ -14,9 +14,10 @@ import typer
 
 from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, GenerationConfigOption
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.terminal_table import Table
-from moaspec.cli.writing_progress import progress, stoppable
+from moaspec.cli.terminal.interrupts import deferred_interrupts
+from moaspec.cli.terminal.status import loading
+from moaspec.cli.terminal.table import Table, show_table
+from moaspec.cli.terminal.writing_progress import WritingProgress, stoppable
 from moaspec.data.conversations import read_conversations
 from moaspec.data.row_sources import read_records, refuse
 from moaspec.data.unused_rows import ReadReport
@@ -102,18 +103,18 @@ def synth_command(
     imagination = PromptGenerator(target, systems)
     module = load_any_drafter(drafter, target=target) if drafter else None
     stop = Stop(seconds)
-    with progress("prompts", num, stop) as bar:
+    with WritingProgress("prompts", num, stop) as bar:
         scribe = ResponseWriter(
             target,
             module,
             writing,
             stop_token_ids=imagination.stop_token_ids,
-            advance=lambda tokens, _: bar.advance(tokens, 0),
+            advance=lambda tokens, _: bar.add(tokens, 0),
         )
         settings = scribe.settings(num=num, system_prompts=systems, drafter=drafter)
         with Journal(out, settings) as journal, stoppable(journal):
-            bar.start(journal.rows)
-            synth(scribe, imagination, journal, num, bar.completed)
+            bar.resume(journal.rows)
+            synth(scribe, imagination, journal, num, bar.update)
     _report(journal, None)
 
 
@@ -175,11 +176,11 @@ def regenerate_command(
         )
     module = load_any_drafter(drafter, target=target) if drafter else None
     stop = Stop(seconds)
-    with progress("conversations", len(conversations), stop) as bar:
-        scribe = ResponseWriter(target, module, writing, advance=bar.advance)
+    with WritingProgress("conversations", len(conversations), stop) as bar:
+        scribe = ResponseWriter(target, module, writing, advance=bar.add)
         settings = scribe.settings(prompts=fingerprint(conversations), drafter=drafter)
         with Journal(out, settings) as journal, stoppable(journal):
-            bar.start(min(journal.groups * group_size, len(conversations)))
+            bar.resume(min(journal.groups * group_size, len(conversations)))
             regenerate(scribe, conversations, journal)
     _report(journal, skipped)
     _tell_unused(report)
@@ -209,7 +210,7 @@ def stats_command(
     from moaspec.train.dataset.read_examples import read_examples
     from moaspec.train.dataset.statistics import statistics
 
-    with console.noted_interrupts() as stopped:
+    with deferred_interrupts() as stopped:
         examples = read_examples(
             sources,
             vocab_size=target.vocab_size,
@@ -333,7 +334,7 @@ def _load(
     threads: int | None,
     generation_config: GenerationConfigOption = AUTO,
 ) -> Target:
-    with console.loading(model, threads):
+    with loading(model, threads):
         from moaspec.target.registry import load_target
 
         return load_target(
@@ -375,17 +376,17 @@ def _tell_unused(report: ReadReport) -> None:
 
 
 def _show(facts: Statistics) -> None:
-    console.note(
+    console.print_wrapped(
         f"{facts.examples} examples with {facts.responses} responses: {facts.tokens} tokens, "
         f"{facts.response_tokens} of them responses', {facts.distinct_tokens} different ones."
     )
     lengths = ", ".join(f"{p}% up to {length}" for p, length in facts.lengths.items())
-    console.note(f"Tokens of an example: {lengths}.")
+    console.print_wrapped(f"Tokens of an example: {lengths}.")
     padding = ", ".join(f"{share:.1%} with {name}" for name, share in facts.padding.items())
-    console.note(f"Pads: {padding}.")
-    console.note(
+    console.print_wrapped(f"Pads: {padding}.")
+    console.print_wrapped(
         f"The activation cache takes {facts.cache_bytes / 1e9:.2f} GB "
         f"({facts.bytes_per_token} bytes a token)."
     )
     headings = ("sizes.draft_vocab", "share of response tokens in it")
-    table.show(Table(headings, [(str(size), f"{one:.2%}") for size, one in facts.coverage.items()]))
+    show_table(Table(headings, [(str(size), f"{one:.2%}") for size, one in facts.coverage.items()]))

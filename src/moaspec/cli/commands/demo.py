@@ -16,12 +16,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from moaspec.cli.entry import leaving
+from moaspec.cli.entry import exit_on_interrupt
 from moaspec.cli.options import MODEL, Dtype
+from moaspec.cli.prompts import chat_ids
 from moaspec.cli.terminal import console, panes
-from moaspec.cli.terminal.progress import bar
-from moaspec.cli.terminal.safe_console import Screen
-from moaspec.cli.terminal.steps import Steps
+from moaspec.cli.terminal.console import Screen
+from moaspec.cli.terminal.interrupts import deferred_interrupts
+from moaspec.cli.terminal.progress_bar import ProgressBar
+from moaspec.cli.terminal.status import quiet_libraries, require_threads, set_threads
+from moaspec.cli.terminal.timed_steps import TimedSteps
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -73,21 +76,21 @@ def demo(
     """
     if max_new_tokens is not None and max_new_tokens < 1:
         raise InputError(f"--max-new-tokens must be at least 1, got {max_new_tokens}.")
-    console.require_threads(threads)
-    screen = console.nowhere() if as_json else new_screen()
+    require_threads(threads)
+    screen = console.quiet_console() if as_json else new_screen()
     screen.print(INTRODUCTION)
-    steps = Steps(console.err)
-    with steps("Loading PyTorch and transformers") as hide, leaving(hide):
-        console.quiet_libraries()
+    steps = TimedSteps(console.err)
+    with steps("Loading PyTorch and transformers") as hide, exit_on_interrupt(hide):
+        quiet_libraries()
         import moaspec.evaluate.race
         import moaspec.target.registry  # noqa: F401 - importing is all that is wanted
-    console.set_threads(threads)
+    set_threads(threads)
     setting = _prepared(dtype, DETAILED_METHODS if details else METHODS, steps)
     with steps("Timing the first tokens of both"):
         number, tokens = plan(_pair_s(setting), max_new_tokens)
     prompts = setting.prompts[:number]
     screen.print(f"{setting}.")
-    with console.noted_interrupts() as interrupts:
+    with deferred_interrupts() as interrupts:
         with steps("Decoding the prompts, in turns") if as_json else nullcontext():
             races = _races(setting, prompts, tokens, screen, lambda: bool(interrupts))
         if races.each:
@@ -100,7 +103,7 @@ def demo(
         facts["report"] = report and report.as_json()
         console.out.print(json.dumps(facts))
     elif report is not None:
-        from moaspec.cli.terminal.result_tables import show
+        from moaspec.cli.terminal.report_tables import show
 
         show(report)
     if interrupts:
@@ -145,12 +148,12 @@ class Setting:
         )
 
 
-def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
+def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
     """Compile, dequantise, load and measure, each only where it was not done before."""
     from moaspec.backends.cpu.build import must_compile, why_not
     from moaspec.calibration.choose_exit import known_exits
     from moaspec.calibration.first_use import expected_s, measure_once
-    from moaspec.cli.source_options import Sources, load_methods, load_trusted
+    from moaspec.cli.method_loading import Sources, load_methods, load_reference_target
     from moaspec.evaluate.prompt_suites import read_prompts
     from moaspec.model.moa import MoADrafter
     from moaspec.target.registry import (
@@ -181,14 +184,16 @@ def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
         if why_not_measured is not None:
             console.err.print(f"Not measured, because {why_not_measured}.")
     prompts = read_prompts("bundled")
-    return Setting(target, drafter, methods, prompts, cache(lambda: load_trusted(methods, sources)))
+    return Setting(
+        target, drafter, methods, prompts, cache(lambda: load_reference_target(methods, sources))
+    )
 
 
 def _pair_s(setting: Setting) -> float:
     """Seconds that both decodings take for a token each, after a warm-up."""
     from moaspec.evaluate.race import Runner, run_race
 
-    ids = console.chat_ids(setting.target, setting.prompts[-1].turns[0])
+    ids = chat_ids(setting.target, setting.prompts[-1].turns[0])
     for _ in range(2):  # the first one warms up
         plain = Runner(setting.target, None, ids, WARM_UP_TOKENS)
         speculative = Runner(setting.target, setting.drafter, ids, WARM_UP_TOKENS)
@@ -259,7 +264,7 @@ def _race(
 
     text, screen = prompt.turns[0], stage.screen
     heading = f"Prompt {stage.number} of {stage.last}: {text}"
-    ids = console.chat_ids(setting.target, text)
+    ids = chat_ids(setting.target, text)
     plain = Runner(setting.target, None, ids, tokens)
     speculative = Runner(setting.target, setting.drafter, ids, tokens)
     if stage.live:
@@ -371,21 +376,21 @@ def command() -> str:
 
 def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report:
     """Measure the same prompts by `measure`, transformers' own generate included."""
-    from moaspec.cli.source_options import chat_encoder
+    from moaspec.cli.method_loading import chat_encoder
     from moaspec.evaluate.runner import Settings, measure
 
-    with bar("measuring", len(setting.methods) * len(prompts)) as advance:
+    with ProgressBar("measuring", len(setting.methods) * len(prompts)) as bar:
         return measure(
             setting.methods,
             prompts,
             chat_encoder(setting.target, "default"),
             Settings(max_new_tokens=tokens),
             trusted=setting.trusted(),
-            advance=advance,
+            advance=bar.advance,
         )
 
 
-def _facts(setting: Setting, races: Races, steps: Steps) -> dict[str, Any]:
+def _facts(setting: Setting, races: Races, steps: TimedSteps) -> dict[str, Any]:
     """The settings, the seconds of each step and all measurements, for `--json`."""
     from moaspec.evaluate.report.report import surroundings
 

@@ -24,7 +24,7 @@ from moaspec.cli.commands.serve import (
     serve_settings,
     warn_if_open,
 )
-from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import loading
 from moaspec.support import limits
 from moaspec.support.extras import require
 from moaspec.support.ports import bind
@@ -73,7 +73,7 @@ def edge(
     """
     require("`moaspec edge`", "serve", "remote", *(["private"] if recognise else []))
     device.check_address(server)
-    with console.loading(model, threads):
+    with loading(model, threads):
         settings = serve_settings(
             api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
         )

@@ -1,4 +1,4 @@
-"""`moaspec edge-bench`, which is part of the repository (tools/edge_bench) and not of the package."""
+"""Adds `moaspec edge-bench` in a checkout: its code is in tools/, not in the package."""
 
 from __future__ import annotations
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from moaspec.cli.loading import print_defaults
 from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, Quantize
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.progress import bar
+from moaspec.cli.terminal.progress_bar import ProgressBar
+from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.evaluate.file_names import BEGIN, COSTS, CUT, END, PAGE, REPORT
 from moaspec.evaluate.prompt_suites import read_prompts
@@ -118,8 +120,13 @@ def evaluate(
         require_graders(prompts, unsafe=unsafe)
     asked = {"suite": suite, "limit": limit, "turns": turns}
     apart = cost or cut is not None
-    with console.loading(model, threads):
-        from moaspec.cli.source_options import Sources, load_methods, load_trusted, read_checkpoints
+    with loading(model, threads):
+        from moaspec.cli.method_loading import (
+            Sources,
+            load_methods,
+            load_reference_target,
+            read_checkpoints,
+        )
         from moaspec.evaluate.correctness.equality import RULE
         from moaspec.evaluate.cut_quality import check_cut
         from moaspec.evaluate.method_names import require_known_noise
@@ -154,8 +161,8 @@ def evaluate(
         # It refuses other settings before anything is loaded.
         store = None if apart else Store(out, facts)
         loaded = load_methods([*timed, *untimed], sources)
-        trusted = None if apart else load_trusted(loaded, sources)
-    console.tell_defaults(loaded[0].target, loaded[0].target.generation_defaults)
+        trusted = None if apart else load_reference_target(loaded, sources)
+    print_defaults(loaded[0].target, loaded[0].target.generation_defaults)
     if cost:
         _report_costs(loaded, around, out, as_json=as_json)
         return
@@ -186,7 +193,7 @@ def evaluate(
         console.err.print(f"Stopped: these are the prompts before.{kept}", style="yellow")
         raise typer.Exit(130)
     result = {"settings": {**facts, **asked}, **report.as_json()}
-    from moaspec.cli.terminal.result_tables import show
+    from moaspec.cli.terminal.report_tables import show
 
     _put_out(result, lambda: show(report), out and out / REPORT, as_json=as_json)
     if not report.lossless:
@@ -224,7 +231,7 @@ def compare(
 
     Example: moaspec eval compare results/before results/after
     """
-    from moaspec.cli.terminal.result_tables import show_comparison
+    from moaspec.cli.terminal.report_tables import show_comparison
     from moaspec.evaluate.report.comparison import compare_reports, read_report
 
     found = compare_reports(read_report(before), read_report(after))
@@ -305,11 +312,11 @@ def _write_page(directory: Path) -> Path | None:
 def _report_costs(
     methods: Sequence[Method], settings: dict[str, Any], out: Path | None, *, as_json: bool
 ) -> None:
-    from moaspec.cli.terminal.result_tables import show_costs
+    from moaspec.cli.terminal.report_tables import show_costs
     from moaspec.evaluate.pass_costs import measure_costs, num_measurements
 
-    with bar("measuring costs", num_measurements(methods[0].target, methods)) as advance:
-        costs = measure_costs(methods, advance=advance)
+    with ProgressBar("measuring costs", num_measurements(methods[0].target, methods)) as bar:
+        costs = measure_costs(methods, advance=bar.advance)
     facts = {**costs.as_json(), "settings": settings}
     _put_out_apart(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
 
@@ -324,7 +331,7 @@ def _measured_cut(
     unsafe: bool,
 ) -> Cut:
     """`lengths`: tokens before the cut, and of the whole text."""
-    from moaspec.cli.source_options import chat_encoder
+    from moaspec.cli.method_loading import chat_encoder
     from moaspec.evaluate.correctness.accuracy import is_right
     from moaspec.evaluate.cut_quality import measure_cut
 
@@ -335,7 +342,7 @@ def _measured_cut(
         text = tokenizer.decode(answer, skip_special_tokens=True)
         return is_right(prompt, text, unsafe=unsafe)
 
-    with bar("measuring", len(prompts)) as advance:
+    with ProgressBar("measuring", len(prompts)) as bar:
         return measure_cut(
             methods,
             prompts,
@@ -343,12 +350,12 @@ def _measured_cut(
             after=lengths[0],
             max_new_tokens=lengths[1],
             is_right=right if accuracy else lambda *_: None,
-            advance=advance,
+            advance=bar.advance,
         )
 
 
 def _report_cut(found: Cut, settings: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
-    from moaspec.cli.terminal.result_tables import show_cut
+    from moaspec.cli.terminal.report_tables import show_cut
 
     facts = {**found.as_json(), "settings": settings}
     _put_out_apart(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
@@ -368,11 +375,11 @@ def _measured(
     store: Store | None = None,
     system: str = "default",
 ) -> Report:
-    from moaspec.cli.source_options import chat_encoder
+    from moaspec.cli.method_loading import chat_encoder
     from moaspec.evaluate.runner import measure
 
     total = (len(methods) + len(tau_only)) * sum(len(prompt.turns) for prompt in prompts)
-    with bar("measuring", total) as advance:
+    with ProgressBar("measuring", total) as bar:
         return measure(
             methods,
             prompts,
@@ -381,5 +388,5 @@ def _measured(
             tau_only=tau_only,
             trusted=trusted,
             store=store,
-            advance=advance,
+            advance=bar.advance,
         )

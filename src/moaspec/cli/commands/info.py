@@ -13,8 +13,8 @@ import typer
 from rich.text import Text
 
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.terminal_table import Table
+from moaspec.cli.terminal.status import loading
+from moaspec.cli.terminal.table import GAP, Table, show_table
 from moaspec.errors import UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.checkpoint.directory import is_directory, read_config
@@ -40,16 +40,16 @@ def info(
             f"No checkpoint {checkpoint!r}: not a directory, and not bundled "
             f"({', '.join(bundled_drafters()) or 'none'})."
         )
-    with console.loading(checkpoint):
+    with loading(checkpoint):
         facts = describe_bundle(directory) if _is_bundle(directory) else describe(directory)
     if as_json:
         console.out.print(json.dumps(facts))
         return
     lines = list(_lines(facts))
     shown = shortened(lines, console.out.width)
-    table.show(Table(("", ""), shown, str(directory)))
+    show_table(Table(("", ""), shown, str(directory)))
     if shown != lines:
-        console.note("--json prints what was cut off here (…).", "dim")
+        console.print_wrapped("--json prints what was cut off here (…).", "dim")
 
 
 def shortened(lines: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
@@ -59,7 +59,7 @@ def shortened(lines: Sequence[tuple[str, str]], width: int) -> list[tuple[str, s
         lines: names and values.
         width: columns of the terminal.
     """
-    room = max(LEAST_VALUE, width - table.GAP - max(len(name) for name, _ in lines))
+    room = max(LEAST_VALUE, width - GAP - max(len(name) for name, _ in lines))
     return [
         (name, _cut(value, DIGEST if _HASH.fullmatch(value) else room)) for name, value in lines
     ]

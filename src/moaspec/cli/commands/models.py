@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.terminal_table import Table
+from moaspec.cli.terminal.table import Table, show_table
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.target.names import ALIASES, SUPPORTED_FAMILIES, packaged_gguf
 
@@ -33,9 +32,9 @@ def models(
     if as_json:
         console.out.print(json.dumps({"models": rows, "families": SUPPORTED_FAMILIES}))
         return
-    table.show(_table(rows))
+    show_table(_table(rows))
     console.out.print()
-    console.note(
+    console.print_wrapped(
         f"Also: any directory or hub id of these families: {', '.join(SUPPORTED_FAMILIES)}."
     )
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moaspec.cli import options
-from moaspec.cli.loading import load, measure_once
+from moaspec.cli.loading import load, measure_once, print_defaults
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.support import limits
 from moaspec.support.extras import require
@@ -75,7 +76,7 @@ def serve(
         raise InputError(f"--cache-gib must be above 0, got {cache_gib}.")
     cache_bytes = int(cache_gib * 2**30)
     with bind(host, port) as listener:
-        with console.loading(model, threads):
+        with loading(model, threads):
             settings = serve_settings(
                 api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
             )
@@ -116,7 +117,7 @@ def check_defaults(target: TargetSpec, defaults: GenerationDefaults) -> None:
         InputError: some cannot be honoured.
     """
     defaults.settings(sampled=True)
-    console.tell_defaults(target, defaults)
+    print_defaults(target, defaults)
 
 
 def serve_settings(

@@ -16,6 +16,7 @@ import typer
 
 from moaspec.cli import options
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.support.extras import require
@@ -95,7 +96,7 @@ def target_server(
         _print_traces()
     name = drafter or (model if model in bundled_drafters() else None)
     ports = {"--port": port, "--metrics-port": metrics_port}
-    with held(host, ports), console.loading(model, threads):
+    with held(host, ports), loading(model, threads):
         from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
         from moaspec.remote.server.service import ServiceOptions
         from moaspec.remote.server.session_store import StoreOptions

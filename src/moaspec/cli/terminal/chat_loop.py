@@ -22,7 +22,7 @@ HELP = """\
 /exit         leave (so does Ctrl-D); Ctrl-C stops an answer and keeps what it said"""
 
 
-class Talk(ABC):
+class ChatLoop(ABC):
     """Messages so far, and what the user may type.
 
     Args:

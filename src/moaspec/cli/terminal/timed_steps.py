@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from moaspec.cli.terminal.panes import is_live
+from moaspec.cli.terminal.console import is_live
 
 
-class Steps:
+class TimedSteps:
     """Slow steps, each with a line that says what is done and how long it took.
 
     Args:

@@ -58,7 +58,7 @@ class Table:
         return Table(first, others, self.title)
 
 
-def show(table: Table) -> None:
+def show_table(table: Table) -> None:
     """Print it, as wide as the terminal is."""
     console.out.print(rendered(table, console.out.width))
 

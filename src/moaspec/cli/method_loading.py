@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from moaspec.cli.loading import choose_drafter
-from moaspec.cli.terminal import console
+from moaspec.cli.prompts import message_ids
 from moaspec.errors import InputError
 from moaspec.evaluate.method_names import KINDS, MethodParts, needed_checkpoints, parse_methods
 from moaspec.evaluate.methods import Method
@@ -62,7 +62,7 @@ def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
     return methods
 
 
-def load_trusted(methods: Sequence[Method], sources: Sources) -> Target:
+def load_reference_target(methods: Sequence[Method], sources: Sources) -> Target:
     """Whose texts are right: the target as transformers alone loads it, where rounding matters.
 
     That of a method where one has it; in float32 transformers' own forward over packed weights.
@@ -150,6 +150,6 @@ def chat_encoder(target: Target, system: str) -> Encode:
             if answer is not None:
                 text = tokenizer.decode(answer, skip_special_tokens=True)
                 messages.append({"role": "assistant", "content": text})
-        return console.message_ids(target, messages)
+        return message_ids(target, messages)
 
     return encode
