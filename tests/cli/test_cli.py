@@ -233,10 +233,11 @@ def test_info(checkpoint: Path, cli: Cli) -> None:
     assert "bfloat16" in output.out
 
 
+@pytest.mark.parametrize("columns", [50, 80])
 def test_info_takes_a_line_per_fact(
-    checkpoint: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    columns: int, checkpoint: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(columns))
     path = checkpoint / "config.json"
     config = json.loads(path.read_text())
     config["training"] = {"config": {"data": [f"answers-{i}.jsonl" for i in range(9)]}}

@@ -138,6 +138,10 @@ def test_bad_input_is_told_before_libraries_are_imported() -> None:
         ["data", "regenerate", nowhere, "--out", nowhere],
         ["data", "overlap", nowhere, "--against", nowhere],
         ["train", nowhere, "--for", "soon"],
+        ["train", nowhere],
+        ["generate", "x", "--quantize", "int3"],
+        ["chat", "--quantize", "int3"],
+        ["eval", "--quantize", "int3"],
     ]
     done = list(_runs(cases))
     assert len(done) == len(cases)

@@ -108,7 +108,7 @@ def test_plain_decoding_beside(browser: Browser, local: Served, pictures: Path) 
         visited.shows("document.querySelector('.verdict') !== null")
         texts = visited.page.locator(".answer .text").all_text_contents()
         assert [text.split() for text in texts] == [ANSWER.split(), ANSWER.split()]
-        assert "the same text" in visited.text(".verdict")
+        assert "Same text" in visited.text(".verdict")
         assert "passes of the model instead of" in visited.text(".verdict")
         assert "1.00 a pass" in visited.page.locator(".speed").all_text_contents()[1]
         assert speculated == [True, False]
@@ -450,11 +450,11 @@ def test_verdicts_and_sentences(browser: Browser, local: Served) -> None:
         found = visited.module("compare.js", said, [{"ids": [1, 2], "stats": stats}, plain])
         assert found == {
             "same": True,
-            "text": "✓ 1.50 times as fast with speculation (30.0 against 20.0 tokens a second): "
-            "the same text, token for token, in 4 passes of the model instead of 9.",
+            "text": "✓ Same text, token for token, in 4 passes of the model instead of 9. "
+            "Speed: 1.50 times as fast with speculation (30.0 against 20.0 tokens a second).",
         }
         found = visited.module("compare.js", said, [{"ids": [1, 3], "stats": None}, plain])
-        assert found["text"].startswith("✗ the texts differ from token 2 on; ")
+        assert found["text"].startswith("✗ The texts differ from token 2 on; ")
         found = visited.module("spoken.js", "m.sentences(a)", "One. Two 1.5 is (two.) Thr")
         assert found == {"whole": "One. Two 1.5 is (two.)", "rest": "Thr"}
         assert visited.module("panel.js", "a.map(m.bytes)", [0, 999, 1500, 2e6]) == [

@@ -29,7 +29,7 @@ def load(
     speculation: bool = True,
 ) -> tuple[Target, MoADrafter | Drafter | None]:
     """Load both, with a line that says in which dtype and with how many threads they run."""
-    with loading(model, threads):
+    with loading(model, threads, quantize):
         from moaspec.target.registry import load_target
 
         target = load_target(
@@ -64,13 +64,17 @@ def target_summary(target: Target) -> str:
 
     parts = [f"{target.name} in {target.precision}"]
     if target.device.type == "cpu":
-        threads = torch.get_num_threads()
-        parts.append(f"{threads} CPU {'thread' if threads == 1 else 'threads'}")
+        parts.append(num_threads(torch.get_num_threads(), "CPU "))
         kernels = instructions() if target.packed and target.dtype == torch.bfloat16 else None
         parts.append(f"{kernels.upper()} kernels" if kernels else "PyTorch's kernels")
     else:
         parts.append(str(target.device))
     return ", ".join(parts)
+
+
+def num_threads(threads: int, kind: str = "") -> str:
+    """A number of threads in words."""
+    return f"{threads} {kind}{'thread' if threads == 1 else 'threads'}"
 
 
 def measure_once(target: Target, module: MoADrafter | Drafter | None) -> None:

@@ -12,7 +12,13 @@ import torch
 from moaspec.cli.loading import choose_drafter
 from moaspec.cli.prompts import message_ids
 from moaspec.errors import InputError
-from moaspec.evaluate.method_names import KINDS, MethodParts, needed_checkpoints, parse_methods
+from moaspec.evaluate.method_names import (
+    KINDS,
+    MethodParts,
+    needed_checkpoints,
+    parse_methods,
+    require_methods,
+)
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.runner import Encode
 from moaspec.generation.api import load_any_drafter
@@ -48,6 +54,8 @@ def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
         InputError: an unknown method, one without its checkpoint, a checkpoint without its method,
             or an N that the drafter was not trained for.
     """
+    require_methods(names, {"moa", *sources.checkpoints})
+    _require_used(sources.checkpoints, needed_checkpoints(names))
     target = _target(sources)
     methods = parse_methods(
         names,
@@ -113,17 +121,16 @@ def read_checkpoints(options: Sequence[str]) -> dict[str, str]:
     return {kind: path for kind, _, path in pairs}
 
 
-def _load_checkpoints(kinds: set[str], sources: Sources, target: Target) -> dict[str, Any]:
-    """Drafters by kind of method; another target where transformers drafts with one.
-
-    Raises:
-        InputError: a checkpoint that no method asks for.
-    """
-    loaded: dict[str, Any] = {}
-    if unused := sorted(sources.checkpoints.keys() - kinds):
+def _require_used(checkpoints: Mapping[str, str], kinds: set[str]) -> None:
+    if unused := sorted(checkpoints.keys() - kinds):
         raise InputError(
             f"--checkpoint {unused[0]}=... is not used: --methods names no {unused[0]}."
         )
+
+
+def _load_checkpoints(kinds: set[str], sources: Sources, target: Target) -> dict[str, Any]:
+    """Drafters by kind of method; another target where transformers drafts with one."""
+    loaded: dict[str, Any] = {}
     if "moa" in kinds:
         loaded["moa"] = choose_drafter(sources.drafter, sources.model, target)
     for kind, path in sources.checkpoints.items():

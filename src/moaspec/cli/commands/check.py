@@ -60,7 +60,7 @@ def check(
     from moaspec.evaluate.prompt_suites import read_prompts
 
     prompts = read_prompts(suite, limit=limit)
-    with loading(model, threads):
+    with loading(model, threads, quantize):
         from moaspec.evaluate.correctness.check_target import Check
         from moaspec.target.registry import chosen_dtype, load_target
 

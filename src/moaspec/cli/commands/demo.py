@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moaspec.cli.entry import exit_on_interrupt
+from moaspec.cli.loading import num_threads
 from moaspec.cli.options import MODEL, Dtype
 from moaspec.cli.prompts import chat_ids
 from moaspec.cli.terminal import console, panes
@@ -141,10 +142,10 @@ class Setting:
 
         from moaspec.evaluate.report.report import machine
 
-        threads = torch.get_num_threads()
+        threads = num_threads(torch.get_num_threads())
         return (
-            f"{self.target.name} in {self.target.precision} on {threads} "
-            f"{'thread' if threads == 1 else 'threads'} of {machine()['processor']}"
+            f"{self.target.name} in {self.target.precision} on {threads} of "
+            f"{machine()['processor']}"
         )
 
 

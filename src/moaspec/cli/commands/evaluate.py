@@ -120,7 +120,7 @@ def evaluate(
         require_graders(prompts, unsafe=unsafe)
     asked = {"suite": suite, "limit": limit, "turns": turns}
     apart = cost or cut is not None
-    with loading(model, threads):
+    with loading(model, threads, quantize):
         from moaspec.cli.method_loading import (
             Sources,
             load_methods,

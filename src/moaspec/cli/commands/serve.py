@@ -76,7 +76,7 @@ def serve(
         raise InputError(f"--cache-gib must be above 0, got {cache_gib}.")
     cache_bytes = int(cache_gib * 2**30)
     with bind(host, port) as listener:
-        with loading(model, threads):
+        with loading(model, threads, quantize):
             settings = serve_settings(
                 api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
             )

@@ -96,7 +96,7 @@ def target_server(
         _print_traces()
     name = drafter or (model if model in bundled_drafters() else None)
     ports = {"--port": port, "--metrics-port": metrics_port}
-    with held(host, ports), loading(model, threads):
+    with held(host, ports), loading(model, threads, quantize):
         from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
         from moaspec.remote.server.service import ServiceOptions
         from moaspec.remote.server.session_store import StoreOptions

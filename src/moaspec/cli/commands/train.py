@@ -45,6 +45,11 @@ def train(
         return
     if config is None:
         raise InputError("Name a YAML file of settings, or list ready ones with --init.")
+    if not config.is_file():
+        raise InputError(
+            f"Cannot read the training config {config}: there is no such file. "
+            "moaspec train --init writes one."
+        )
     seconds = None if for_ is None else parse_duration(for_)
     with loading(str(config)):
         from moaspec.data.row_sources import require_sources

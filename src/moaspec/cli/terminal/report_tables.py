@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from moaspec.cli.loading import num_threads
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.table import Table, show_table
 
@@ -50,7 +51,7 @@ def methods_table(report: Report) -> Table:
     facts = report.as_json()
     how = f"{report.batch} prompts at once" if report.batch > 1 else "one prompt at a time"
     title = (
-        f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads, {report.choice}, "
+        f"{facts['target']}, {facts['dtype']}, {num_threads(facts['threads'])}, {report.choice}, "
         f"{len(report.outcomes[0].samples)} prompts, {how}"
     )
     over = f"speed-up over {report.baseline}"

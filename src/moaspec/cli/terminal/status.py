@@ -16,10 +16,12 @@ from moaspec.cli.entry import exit_on_interrupt
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.console import escape_unsafe
 from moaspec.errors import InputError
+from moaspec.support.extras import require
 
 MAX_THREADS = 1024
 """PyTorch aborts without a message when it is asked for far more threads than it can start."""
 NO_BARS = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+QUANTIZE = ("int8", "int4")
 log = logging.getLogger("moaspec")
 
 
@@ -31,17 +33,22 @@ def status(message: str) -> Iterator[Status]:
 
 
 @contextmanager
-def loading(what: str, threads: int | None = None) -> Iterator[None]:
+def loading(what: str, threads: int | None = None, quantize: str | None = None) -> Iterator[None]:
     """Show a status line while PyTorch, transformers and then the model are loaded.
 
     Args:
         what: the name of the model.
         threads: see `set_threads`.
+        quantize: the option, refused before anything is loaded.
 
     Raises:
-        InputError: see `set_threads`.
+        InputError: see `set_threads`; or an unknown `quantize`, or its extra is not installed.
     """
     require_threads(threads)
+    if quantize is not None:
+        if quantize not in QUANTIZE:
+            raise InputError(f"Unknown quantize={quantize!r}; choose one of {', '.join(QUANTIZE)}.")
+        require("--quantize", "quantize")
     with status(f"Loading {what}") as shown:
         shown.update(spinner="dots")  # drawn now; by itself it waits for its thread's first turn
         with exit_on_interrupt(shown.stop):
