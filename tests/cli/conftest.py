@@ -46,7 +46,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing wraps, whatever terminal the tests run in; a test may set another width."""
+    """Set a width at which nothing wraps; a test may set another one."""
     monkeypatch.setenv("COLUMNS", "300")
     for shown in (console.out, console.err):
         monkeypatch.setattr(shown, "_width", None)  # what it had at import

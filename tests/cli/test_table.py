@@ -1,4 +1,4 @@
-"""How tables look, whatever is in them and however wide the terminal is."""
+"""Tables in terminals of different widths."""
 
 from __future__ import annotations
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import browsing
+import memorised_target
 import serving
-import storyteller
 from browsing import PHONE
 from chatpage import CHAT, DONE, answering, ask, asked, local_source, painted, raw_text, violations
+from memorised_target import ANSWER, QUESTION
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions
@@ -24,7 +25,6 @@ from moaspec.serve.guard import Guarded
 from moaspec.serve.server_context import ServeSettings
 from moaspec.serve.sources.edge_source import EdgeSource
 from serving import Served
-from storyteller import ANSWER, QUESTION
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Request
@@ -37,7 +37,7 @@ LINK = LinkProfile(name="slow", delay_s=0.04)
 
 @pytest.fixture(scope="module")
 def edge(browser: Browser) -> Iterator[Served]:  # noqa: ARG001 - skips without one
-    target, drafter, faults = storyteller.target(), storyteller.drafter(), Faults()
+    target, drafter, faults = memorised_target.target(), memorised_target.drafter(), Faults()
     quick = LinkOptions(heartbeat_s=0.1, dead_after_s=1.0, backoff_s=0.05, max_backoff_s=0.1)
     source = EdgeSource(
         LocalDevice(target, drafter),

@@ -28,7 +28,7 @@ def load(
     threads: int | None = None,
     speculation: bool = True,
 ) -> tuple[Target, MoADrafter | Drafter | None]:
-    """Load both, with a line that says in which dtype and with how many threads they run."""
+    """Load target and drafter, and print their dtype, number of threads and kernels."""
     with loading(model, threads, quantize):
         from moaspec.target.registry import load_target
 
@@ -57,7 +57,7 @@ def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter |
 
 
 def target_summary(target: Target) -> str:
-    """The target, its dtype, and what computes it."""
+    """The target's name, dtype and number of threads, and the kernels that compute it."""
     import torch
 
     from moaspec.backends.cpu.build import instructions

@@ -29,7 +29,7 @@ from moaspec.cli.terminal import console
 from moaspec.errors import HubError, MoaSpecError, RemoteError, ServerError, TrainingError
 
 FAILURES = (HubError, RemoteError, ServerError, TrainingError)
-"""Errors that are nobody's bad input."""
+"""Errors with exit code 1: they are not caused by bad input."""
 
 app = typer.Typer(
     name="moaspec",
@@ -40,7 +40,7 @@ app = typer.Typer(
 
 
 def show_version(wanted: bool) -> None:
-    """Print it and end."""
+    """Print the version and exit."""
     if wanted:
         console.out.print(f"moaspec {__version__}")
         raise typer.Exit

@@ -43,7 +43,7 @@ def chat_ids(
     """Token ids of a user's prompt, in the target's chat template where it has one.
 
     Raises:
-        InputError: a target without tokenizer, or a template that refuses a system prompt.
+        InputError: the target has no tokenizer, or a template that refuses a system prompt.
     """
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
@@ -57,7 +57,7 @@ def message_ids(
     """Token ids of a conversation, up to where the answer begins.
 
     Raises:
-        InputError: a target without tokenizer, or a conversation that its template refuses.
+        InputError: the target has no tokenizer, or a conversation that its template refuses.
     """
     tokenizer: Any = target.tokenizer
     if tokenizer is None:
@@ -72,7 +72,7 @@ def conversation_ids(target: Target, messages: Sequence[Mapping[str, str]]) -> l
     """Token ids of a whole conversation, up to where the next answer begins.
 
     Raises:
-        InputError: no chat template, or one that refuses these messages.
+        InputError: no chat template, or the template refuses these messages.
     """
     from moaspec.data.templates.chat_template import ChatTemplate
 

@@ -1,4 +1,4 @@
-"""`moaspec calibrate`."""
+"""`moaspec calibrate`: measures the costs of passes and drafts."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def calibrate(
     """Measure what each part of a round costs here, so that --tree auto knows what pays.
 
     The result is kept for this machine, target, drafter, dtype, --quantize, device and number of
-    threads, and replaces an earlier one. Let nothing else run meanwhile: costs that were measured
-    while other processes used the CPU do not replace others, and are measured again by the first
-    command that drafts by them while the CPU is free. A drafter with several exits is measured with
+    threads, and replaces an earlier one. Let nothing else run meanwhile: costs measured while
+    other processes used the CPU replace no others, and the first command that needs them while the
+    CPU is free measures again. A drafter with several exits is measured with
     each, and --tree auto takes the one that promises most.
 
     Example: moaspec calibrate --threads 2

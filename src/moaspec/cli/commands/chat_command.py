@@ -1,4 +1,4 @@
-"""`moaspec chat`."""
+"""`moaspec chat`: a conversation at the terminal."""
 
 from __future__ import annotations
 
@@ -69,21 +69,23 @@ def chat(
         measure_once(target, module)
     from moaspec.generation.session import Session
 
-    talk = LocalChat(Session(target, module), options.with_model_defaults(settings, target), system)
-    talk.prompt_ids("?")  # a target that cannot hold conversations should say so at once
-    _hold(talk)
+    chat_loop = LocalChat(
+        Session(target, module), options.with_model_defaults(settings, target), system
+    )
+    chat_loop.prompt_ids("?")  # a target that cannot hold conversations should say so at once
+    _hold(chat_loop)
 
 
-def _hold(talk: ChatLoop) -> None:
-    """Until the user leaves."""
+def _hold(chat_loop: ChatLoop) -> None:
+    """Run the conversation until the user leaves."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - its import gives `input` line editing and history
     console.err.print("Ask something, or type /help.", style="dim")
     try:
-        while talk.turn():
+        while chat_loop.turn():
             pass
     finally:
-        talk.close()
+        chat_loop.close()
 
 
 class LocalChat(ChatLoop):
@@ -105,7 +107,7 @@ class LocalChat(ChatLoop):
         return conversation_ids(self.session.target, self.conversation(question))
 
     def answer(self, question: str) -> None:
-        """See `ChatLoop`."""
+        """Print the answer as it is decoded, and add the turn."""
         printer = TokenPrinter(self.session.target)
         events = self.session.stream(self.prompt_ids(question), **self.settings)
         with deferred_interrupts() as interrupts:
@@ -114,11 +116,11 @@ class LocalChat(ChatLoop):
         result, tokenizer = self.session.result, self.session.target.tokenizer
         if result.token_ids:
             decode: Any = getattr(tokenizer, "decode", None)
-            self.remember(question, decode(result.token_ids, skip_special_tokens=True))
+            self.add_turn(question, decode(result.token_ids, skip_special_tokens=True))
             self.results.append(result)
 
     def stats(self) -> str:
-        """See `ChatLoop`."""
+        """Describe the last answer and the conversation."""
         if not self.results:
             raise InputError("Nothing has been answered yet.")
         last = self.results[-1]
@@ -132,6 +134,6 @@ class LocalChat(ChatLoop):
         )
 
     def forget(self) -> None:
-        """See `ChatLoop`."""
+        """Forget the answers and the session's caches."""
         self.session.reset()
         self.results = []

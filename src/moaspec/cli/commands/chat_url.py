@@ -44,7 +44,7 @@ class ServerChat(ChatLoop):
         self._answers: list[dict[str, Any]] = []
 
     def answer(self, question: str) -> None:
-        """See `ChatLoop`."""
+        """Print the answer as it is decoded, and add the turn."""
         printer = _Printer()
         chunks = self._server.stream(
             self.conversation(question), provisional=sys.stdout.isatty(), **_fields(self.settings)
@@ -58,15 +58,15 @@ class ServerChat(ChatLoop):
             chunks.close()  # type: ignore[attr-defined]  # a generator: the server hears of it
             console.out.print()
         if printer.text:
-            self.remember(question, printer.text)
+            self.add_turn(question, printer.text)
             self._answers.append(printer.stats)
 
     def close(self) -> None:
-        """See `ChatLoop`."""
+        """Close the connection to the server."""
         self._server.close()
 
     def stats(self) -> str:
-        """See `ChatLoop`."""
+        """Describe the last answer and the conversation."""
         if not self._answers:
             raise InputError("Nothing has been answered yet.")
         last = self._answers[-1]
@@ -77,7 +77,7 @@ class ServerChat(ChatLoop):
         return f"{', '.join(parts)}\nconversation: {len(self._answers)} answers"
 
     def forget(self) -> None:
-        """See `ChatLoop`."""
+        """Forget the answers and the session's caches."""
         self._answers = []
 
 

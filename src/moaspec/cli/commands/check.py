@@ -1,4 +1,4 @@
-"""`moaspec check`."""
+"""`moaspec check`: compares decoded texts with transformers."""
 
 from __future__ import annotations
 
@@ -43,12 +43,14 @@ def check(
 ) -> None:
     """Check that a target, with a drafter and dtype, is decoded exactly right on this machine.
 
-    Greedy, sampled and with a repetition penalty, each with the model's own generation defaults,
-    as transformers has them; plain, and drafted as chains and trees by the
-    drafter, an untrained one, prompt lookup, replay and one that proposes pads and stop tokens; all
-    prompts and settings in one batch, and some prompts alone. Each token of each text is held
-    against one pass of the model as transformers loads it. Exit code 1 when one is further off than
-    rounding explains. --dtype auto checks float32, and bfloat16 where that is faster here.
+    Settings: greedy, sampled and with a repetition penalty, with the model's own generation
+    defaults. Methods: plain decoding, and chains and trees of the drafter, of an untrained drafter,
+    of prompt lookup, of replayed texts, and of a drafter that proposes pads and stop tokens. All
+    prompts and settings are decoded in one batch, and some prompts alone.
+
+    Each token of each text is compared with one pass of the model as transformers loads it. Exit
+    code 1 if a token is further off than rounding explains. --dtype auto checks float32, and
+    bfloat16 where that is faster here.
 
     Example: moaspec check --limit 12 --max-new-tokens 64 --seeds 3
     """
@@ -154,7 +156,7 @@ def _table(title: str, findings: Sequence[Finding]) -> Table:
 
 
 def _show(title: str, findings: Sequence[Finding]) -> None:
-    """The table, then every fault and every parting."""
+    """Print the table, then every fault and every near tie."""
     show_table(_table(title, findings))
     for finding in findings:
         if finding.kind != "identical":
@@ -168,7 +170,7 @@ def _show(title: str, findings: Sequence[Finding]) -> None:
 
 
 def _setting_order(findings: Sequence[Finding]) -> Callable[[Finding], int]:
-    """Settings in the order in which they first occur; sorting by it keeps that of methods."""
+    """A sort key: settings in the order of their first occurrence."""
     names = list(dict.fromkeys(finding.setting for finding in findings))
     return lambda finding: names.index(finding.setting)
 

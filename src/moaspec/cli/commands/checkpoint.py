@@ -35,7 +35,7 @@ def convert(
         int, typer.Option(help="N of a published checkpoint, which records none.")
     ] = 0,
 ) -> None:
-    """Rewrite a drafter checkpoint in another form; whatever form it has is recognised.
+    """Rewrite a drafter checkpoint in another form; the form of the source is recognised.
 
     Example: moaspec checkpoint convert huawei-noah/MOASpec-Llama-3-8B-Instruct out --to moaspec
     --model meta-llama/Meta-Llama-3-8B-Instruct
@@ -115,7 +115,7 @@ def push(
             )
     except HFValidationError as error:
         raise InputError(f"{repository!r} is no hub id; expected owner/name.") from error
-    # The hub's client passes on whatever its HTTP library raises, which changes with versions.
+    # The hub's client passes on errors of its HTTP library, which change with versions.
     except Exception as error:
         raise HubError(
             f"Cannot push to {repository}: {type(error).__name__}: {error}. Is the hub in reach, "

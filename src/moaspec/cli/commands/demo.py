@@ -154,7 +154,7 @@ def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
     from moaspec.backends.cpu.build import must_compile, why_not
     from moaspec.calibration.choose_exit import known_exits
     from moaspec.calibration.first_use import expected_s, measure_once
-    from moaspec.cli.method_loading import Sources, load_methods, load_reference_target
+    from moaspec.cli.method_loading import MethodSources, load_methods, load_reference_target
     from moaspec.evaluate.prompt_suites import read_prompts
     from moaspec.model.moa import MoADrafter
     from moaspec.target.registry import (
@@ -174,7 +174,7 @@ def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
         with steps("Dequantising the model's weights", "once; timed elsewhere: 20 to 60 s"):
             find_weights(MODEL)
     with steps(f"Loading {MODEL} and its drafter"):
-        sources = Sources(MODEL, dtype=chosen_dtype(dtype))
+        sources = MethodSources(MODEL, dtype=chosen_dtype(dtype))
         methods = load_methods(names, sources)
     target, drafter = methods[-1].target, methods[-1].drafter
     assert isinstance(drafter, MoADrafter), "one is bundled"

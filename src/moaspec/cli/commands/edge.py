@@ -1,4 +1,4 @@
-"""`moaspec edge`."""
+"""`moaspec edge`: the device as an OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def edge(
     threads: options.Threads = None,
     browse: Open = False,
 ) -> None:
-    """Serve OpenAI's API on the device while the target is on a server, link or no link.
+    """Serve OpenAI's API on the device while the target is on a server, with a link or without.
 
     A client that does not ask for provisional text gets verified text only (with --on-cut keep:
-    also what was written without a link). What stands between `<private>` and `</private>`, and
-    what recognisers find, never leaves this machine: the server sees placeholders.
+    also what was written without a link). Text between `<private>` and `</private>`, and
+    text that recognisers find, never leaves this machine: the server sees placeholders.
 
     Example: moaspec edge --server 127.0.0.1:50051 --emulate 4g --open
     """

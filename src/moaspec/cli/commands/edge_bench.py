@@ -14,7 +14,7 @@ TOOLS = Path(__file__).parents[4] / "tools"
 
 
 def add_edge_bench(app: typer.Typer, tools: Path = TOOLS) -> None:
-    """Add the command; outside a checkout, one that only says where the real one is."""
+    """Add the command; in an installed package, a command that says where it runs."""
     if not (tools / "edge_bench" / "command.py").is_file():
         ignore = {"ignore_unknown_options": True}
         app.command("edge-bench", hidden=True, context_settings=ignore)(_unavailable)

@@ -1,4 +1,4 @@
-"""`moaspec eval`."""
+"""`moaspec eval`: measures decoding methods side by side."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def evaluate(
     apart = cost or cut is not None
     with loading(model, threads, quantize):
         from moaspec.cli.method_loading import (
-            Sources,
+            MethodSources,
             load_methods,
             load_reference_target,
             read_checkpoints,
@@ -147,7 +147,7 @@ def evaluate(
         )
         if out is not None:
             prepare(out)
-        sources = Sources(
+        sources = MethodSources(
             model,
             chosen_dtype(dtype, device=device),
             drafter,

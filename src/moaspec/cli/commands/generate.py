@@ -1,4 +1,4 @@
-"""`moaspec generate PROMPT`."""
+"""`moaspec generate PROMPT`: answers one prompt."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _show(
     printer: TokenPrinter | None,
     before: Sequence[int],
 ) -> None:
-    """What is left to print after decoding: whole choices, and statistics."""
+    """Print statistics, and whole choices if they were not streamed."""
     from moaspec.sampling.incremental_text import continuation
 
     for number, result in enumerate(results):
@@ -125,7 +125,7 @@ def describe(result: GenerationResult) -> str:
 def summary(
     target: Target, prompt_ids: list[int], result: GenerationResult, *, raw: bool
 ) -> dict[str, Any]:
-    """What `--json` prints; a raw text continues its prompt."""
+    """The JSON object of one choice; a raw text continues its prompt."""
     from moaspec.sampling.incremental_text import continuation
 
     before = prompt_ids if raw else []

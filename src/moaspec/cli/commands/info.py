@@ -1,4 +1,4 @@
-"""`moaspec info CHECKPOINT`."""
+"""`moaspec info CHECKPOINT`: shows what a checkpoint holds."""
 
 from __future__ import annotations
 

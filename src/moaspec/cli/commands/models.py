@@ -1,4 +1,4 @@
-"""`moaspec models`."""
+"""`moaspec models`: lists targets and drafters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moaspec remote PROMPT`."""
+"""`moaspec remote PROMPT`: answers one prompt with a target on a server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def remote(
 ) -> None:
     """Draft here, verify on a server: verified drafts are green, text without a link is yellow.
 
-    What stands between `<private>` and `</private>`, and what recognisers find, never leaves this
+    Text between `<private>` and `</private>`, and text that recognisers find, never leaves this
     process: the server sees placeholders.
 
     Example: moaspec remote "Why is the sky blue?" --cut-after 12

@@ -1,4 +1,4 @@
-"""`moaspec serve`."""
+"""`moaspec serve`: serves OpenAI's API from this machine."""
 
 from __future__ import annotations
 

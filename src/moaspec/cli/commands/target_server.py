@@ -1,4 +1,4 @@
-"""`moaspec target-server`."""
+"""`moaspec target-server`: serves a target to devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moaspec vllm-config`."""
+"""`moaspec vllm-config`: prints a `vllm serve` command."""
 
 from __future__ import annotations
 

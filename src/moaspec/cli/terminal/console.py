@@ -31,7 +31,7 @@ class Screen(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """See `Console`."""
+        """Render, with text escaped; see `Console`."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control else Segment(escape_unsafe(text), style)

@@ -119,7 +119,7 @@ class ProgressBar:
         self._print_long_rest()
 
     def advance(self, units: int = 1) -> None:
-        """Count finished units."""
+        """Add to the number of finished units."""
         self.update(int(self.task.completed) + units)
 
     def update(self, done: int, text: str | None = None) -> None:

@@ -40,7 +40,7 @@ class TokenPrinter:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """End the line."""
+        """End the line of text."""
         console.out.print()
 
 

@@ -33,7 +33,7 @@ class WritingProgress(ProgressBar):
         self._tokens, self._started = 0, time.perf_counter()
 
     def resume(self, done: int) -> None:
-        """See `ProgressBar`."""
+        """Begin after the rows of an earlier run."""
         super().resume(done)
         self._started = time.perf_counter()
 
