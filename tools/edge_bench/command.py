@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from moaspec.cli.options import MODEL, DrafterName, Dtype
+from moaspec.cli.options import MODEL, DrafterName, Dtype, Json, Model
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def edge_bench(
-    model: Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")] = MODEL,
+    model: Model = MODEL,
     drafter: DrafterName = None,
     independent: Annotated[
         Path | None, typer.Option(help="Device bundle of an independent drafter, to compare with.")
@@ -75,7 +75,7 @@ def edge_bench(
     dtype: Dtype = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads of each process.")] = 1,
     out: Annotated[Path | None, typer.Option(help="File for the JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Client-server against its alternatives, over emulated links (Linux, as root).
 
@@ -144,7 +144,7 @@ def edge_bench(
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if report["interrupted"]:
-        console.err.print("Stopped: these are the cases before.", style="yellow")
+        console.warn("Stopped: these are the cases before.")
         raise typer.Exit(130)
 
 

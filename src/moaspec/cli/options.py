@@ -112,6 +112,8 @@ Quantize = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+Device = Annotated[str, typer.Option(help="A torch device.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def with_model_defaults(settings: RowOptions, target: Target) -> RowOptions:

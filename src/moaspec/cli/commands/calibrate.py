@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.cli.loading import load
-from moaspec.cli.options import MODEL, Dtype, Quantize
+from moaspec.cli.options import MODEL, Device, Dtype, Json, Model, Quantize, Threads
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import measuring
@@ -32,7 +32,7 @@ KEPT = (
 
 
 def calibrate(
-    model: Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")] = MODEL,
+    model: Model = MODEL,
     drafter: Annotated[str | None, typer.Option(help="Alias, directory or hub id.")] = None,
     num_target_layers: Annotated[
         int | None,
@@ -42,9 +42,9 @@ def calibrate(
     ] = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
-    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: Device = "cpu",
+    threads: Threads = None,
+    as_json: Json = False,
 ) -> None:
     """Measure what each part of a round costs here, so that --tree auto knows what pays.
 
@@ -71,7 +71,7 @@ def calibrate(
         )
     if target.threads.crowded:
         said = "Other processes use the CPU: the costs will be too high. Better stop them first."
-        console.err.print(said, style="yellow")
+        console.warn(said)
     with measuring() as advance, deferred_interrupts() as stopped:
         measured = measure(
             target,
@@ -89,10 +89,10 @@ def calibrate(
     else:
         _show(costs, exits)
     if measured.busy:
-        console.err.print(BUSY if costs.busy else KEPT, style="yellow")
+        console.warn(BUSY if costs.busy else KEPT)
     if stopped:
         said = "Stopped: the turns before are kept; they are fewer, so the costs are rougher."
-        console.err.print(said, style="yellow")
+        console.warn(said)
         raise typer.Exit(130)
 
 

@@ -39,7 +39,7 @@ def check(
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Check that a target, with a drafter and dtype, is decoded exactly right on this machine.
 
@@ -95,7 +95,7 @@ def check(
         whole = len(findings) == plan.num_texts
         if not whole:
             said = f"Stopped: {len(findings)} of {plan.num_texts} texts were checked in {one}."
-            console.err.print(said, style="yellow")
+            console.warn(said)
             break
     if as_json:
         console.out.print(json.dumps({**_as_json(model, checked), "complete": whole}))

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, GenerationConfigOption
+from moaspec.cli.options import (
+    AUTO,
+    MODEL,
+    Device,
+    Dtype,
+    GenerationConfig,
+    GenerationConfigOption,
+    Json,
+    Model,
+    Threads,
+)
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import loading
@@ -46,9 +56,6 @@ Sources = Annotated[
         "hub:OWNER/NAME, also with :CONFIGURATION and @SPLIT."
     ),
 ]
-Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
-Device = Annotated[str, typer.Option(help="A torch device.")]
 BatchSize = Annotated[int, typer.Option(help="Conversations that are decoded together.")]
 GroupSize = Annotated[int, typer.Option(help="Conversations that are saved together.")]
 SystemPrompts = Annotated[Path | None, typer.Option(help="Text file, one system prompt a line.")]
@@ -62,7 +69,6 @@ Skip = Annotated[bool, typer.Option("--skip-malformed", help="Count bad rows and
 For = Annotated[
     str | None, typer.Option("--for", help="Stop after this time, ready to go on: 8m, 1.5h.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("synth")
@@ -296,7 +302,7 @@ def overlap_command(
 def _leave_if(stopped: bool) -> None:
     if stopped:
         said = "Stopped: this is what the rows before hold. Nothing is written."
-        console.err.print(said, style="yellow")
+        console.warn(said)
         raise typer.Exit(130)
 
 
@@ -324,7 +330,7 @@ class _Skipped:
     def __call__(self, error: DataError) -> None:
         self.count += 1
         if self.count <= 3:
-            console.err.print(f"Skipped: {error}", style="yellow")
+            console.warn(f"Skipped: {error}")
 
 
 def _load(
@@ -367,12 +373,12 @@ def _report(journal: Journal, skipped: _Skipped | None) -> None:
 
 def _tell(skipped: _Skipped | None) -> None:
     if skipped is not None and skipped.count:
-        console.err.print(f"{skipped.count} malformed rows skipped.", style="yellow")
+        console.warn(f"{skipped.count} malformed rows skipped.")
 
 
 def _tell_unused(report: ReadReport) -> None:
     for line in report.lines():
-        console.err.print(line, style="yellow")
+        console.warn(line)
 
 
 def _show(facts: Statistics) -> None:

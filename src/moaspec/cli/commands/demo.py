@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from moaspec.cli.entry import exit_on_interrupt
 from moaspec.cli.loading import num_threads
-from moaspec.cli.options import MODEL, Dtype
+from moaspec.cli.options import MODEL, Dtype, Threads
 from moaspec.cli.prompts import chat_ids
 from moaspec.cli.terminal import console, panes
 from moaspec.cli.terminal.console import Screen
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.progress_bar import ProgressBar
+from moaspec.cli.terminal.race_verdict import show_verdict
 from moaspec.cli.terminal.status import quiet_libraries, require_threads, set_threads
 from moaspec.cli.terminal.timed_steps import TimedSteps
 from moaspec.errors import InputError
@@ -47,8 +45,6 @@ DECODING_S = 15.0
 MIN_PROMPTS, MAX_PROMPTS = 3, 6
 MIN_TOKENS, MAX_TOKENS = 32, 96
 WARM_UP_TOKENS = 8
-GAIN = 1.03
-"""Speed-ups below this are within what two decodings of one kind differ by."""
 METHODS, DETAILED_METHODS = ("plain", "moa"), ("hf", "plain", "moa")
 
 
@@ -58,7 +54,7 @@ def demo(
         typer.Option(help="Tokens per prompt; by default as many as a short demo has time for."),
     ] = None,
     dtype: Dtype = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: Threads = None,
     details: Annotated[
         bool,
         typer.Option(
@@ -287,92 +283,6 @@ def _race(
         speculative=speculative.effort,
         equality=equality,
     )
-
-
-def show_verdict(races: Races, screen: Console, *, details: bool) -> None:
-    """The verdict, its reason where there was no gain, and what to try next."""
-    screen.print()
-    screen.print(Text(verdict(races), style="bold"))
-    if why := reason(races):
-        screen.print(why)
-    for line in try_next(command(), gained=_gained(races), details=details):
-        screen.print(line)
-
-
-def verdict(races: Races) -> str:
-    """One line: what was gained, on how much text."""
-    number = len(races.each)
-    basis = f"{number} {'prompt' if number == 1 else 'prompts'}, {races.speculative.tokens} tokens"
-    if races.speedup is None:
-        wrong = sum(not one.equality.lossless for one in races.each)
-        are = "is" if wrong == 1 else "are"
-        return f"Verdict: FAULT, {wrong} of {number} texts {are} not the model's own."
-    times = f"{races.speedup:.2f}x"
-    gain = f"{times} as fast" if _gained(races) else f"no gain ({times})"
-    return f"Verdict: {gain}, {_sameness(races)}, {_saved_passes(races)} ({basis})."
-
-
-def _gained(races: Races) -> bool:
-    """With as many passes, any difference is one of the machine."""
-    fewer = races.speculative.passes < races.plain.passes
-    return fewer and races.speedup is not None and round(races.speedup, 2) >= GAIN
-
-
-def _sameness(races: Races) -> str:
-    same = all(one.equality.kind == "identical" for one in races.each)
-    return "same text" if same else "same text up to ties in rounding"
-
-
-def _saved_passes(races: Races) -> str:
-    saved = 1 - races.speculative.passes / races.plain.passes
-    return f"{saved:.0%} fewer passes" if saved >= 0.005 else "as many passes"
-
-
-def reason(races: Races) -> str | None:
-    """Why there was no gain, or what to do about a fault; None where all is well."""
-    if not races.lossless:
-        return (
-            "No speed-up is shown. `moaspec check` finds the first wrong token; please report it."
-        )
-    if _gained(races):
-        return None
-    plain, speculative = races.plain, races.speculative
-    if speculative.passes == plain.passes:
-        return "Reason: no draft was accepted. Few or none are made where they do not surely pay."
-    longer = (speculative.seconds / speculative.passes) / (plain.seconds / plain.passes)
-    return (
-        f"Reason: a speculative pass gave {speculative.tokens_per_pass:.2f} tokens but took "
-        f"{longer:.2f} times as long as a plain one, drafting included."
-    )
-
-
-def try_next(name: str, *, gained: bool, details: bool) -> tuple[str, str]:
-    """Two commands to go on with.
-
-    Args:
-        name: of this program.
-        gained: whether speculation was faster; where it was not, a busy machine may be why.
-        details: whether this demo shows its tables already.
-    """
-    first = (f"{name} chat", "talk with this model")
-    if not gained:
-        first = (f"{name} calibrate", "measure this machine when idle")
-    second = (f"{name} demo --details", "tables of all methods")
-    if details:
-        second = (f"{name} serve --open", "a page to chat on, and an API")
-    width = max(len(first[0]), len(second[0]))
-    return (
-        f"Try next: {first[0]:<{width}}  {first[1]}",
-        f"          {second[0]:<{width}}  {second[1]}",
-    )
-
-
-def command() -> str:
-    """How the user calls this program."""
-    called = Path(sys.argv[0])
-    if shutil.which("moaspec") == str(called):
-        return "moaspec"
-    return str(called) if called.name == "moaspec" else "python -m moaspec"
 
 
 def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report:

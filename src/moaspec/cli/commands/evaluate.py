@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from moaspec.cli.loading import print_defaults
-from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, Quantize
+from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, Json, Model, Quantize, Threads
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading
@@ -65,7 +65,7 @@ def evaluate(
     system: Annotated[
         str, typer.Option(help="System prompt: default (the template's own), none, or a text.")
     ] = "default",
-    model: Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")] = MODEL,
+    model: Model = MODEL,
     drafter: Annotated[str | None, typer.Option(help="Of moa: alias, directory or hub id.")] = None,
     checkpoint: Annotated[
         list[str] | None,
@@ -75,7 +75,7 @@ def evaluate(
     quantize: Quantize = None,
     generation_config: GenerationConfig = AUTO,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: Threads = None,
     cost: Annotated[
         bool,
         typer.Option("--cost", help="Measure passes and rounds by context and batch, no prompts."),
@@ -103,7 +103,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Directory for results; the same command resumes what is there."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure decoding methods side by side, and whether their texts are equal.
 
@@ -190,7 +190,7 @@ def evaluate(
     if report.interrupted:
         _put_out(report.as_json(), lambda: show(report), None, as_json=as_json)
         kept = "" if out is None else f" They are kept in {out}; the same command goes on."
-        console.err.print(f"Stopped: these are the prompts before.{kept}", style="yellow")
+        console.warn(f"Stopped: these are the prompts before.{kept}")
         raise typer.Exit(130)
     result = {"settings": {**facts, **asked}, **report.as_json()}
     from moaspec.cli.terminal.report_tables import show
@@ -225,7 +225,7 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
 def compare(
     before: Annotated[Path, typer.Argument(help="report.json, or its directory.")],
     after: Annotated[Path, typer.Argument(help="The other one.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """What changed between two reports, with 95% confidence intervals over prompts.
 
@@ -292,7 +292,7 @@ def _put_out_apart(
     _put_out(facts, show_it, None if held else path, as_json=as_json)
     if interrupted:
         kept = f" {path} stays as it was." if held else ""
-        console.err.print(f"Stopped: this was measured before.{kept}", style="yellow")
+        console.warn(f"Stopped: this was measured before.{kept}")
         raise typer.Exit(130)
 
 
@@ -305,7 +305,7 @@ def _write_page(directory: Path) -> Path | None:
     try:
         return write_page(directory)
     except InputError as error:
-        console.err.print(f"No {PAGE}: {error}", style="yellow")
+        console.warn(f"No {PAGE}: {error}")
         return None
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from moaspec.cli.options import Json
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.cli.terminal.table import GAP
@@ -28,7 +29,7 @@ _HASH = re.compile(r"[0-9a-f]{32,}")
 
 def info(
     checkpoint: Annotated[str, typer.Argument(help="Bundled alias or directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what a drafter checkpoint or device bundle holds, and check that its weights are whole.
 

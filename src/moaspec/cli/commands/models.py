@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from moaspec.cli.options import Json
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.table import Table, show_table
 from moaspec.generation.bundled import bundled_drafters
@@ -14,7 +13,7 @@ from moaspec.target.names import ALIASES, SUPPORTED_FAMILIES, packaged_gguf
 
 
 def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List target aliases and bundled drafters.
 

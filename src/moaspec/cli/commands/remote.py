@@ -55,7 +55,7 @@ def remote(
     seed: options.Seed = None,
     generation_config: options.GenerationConfig = options.AUTO,
     threads: options.Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Draft here, verify on a server: verified drafts are green, text without a link is yellow.
 

@@ -158,9 +158,7 @@ def warn_if_open(host: str, settings: ServeSettings) -> None:
     from moaspec.serve.uvicorn_server import LOOPBACK
 
     if host not in LOOPBACK and not settings.guarded.api_keys:
-        console.err.print(
-            f"Whoever can reach {host} may use this server: give --api-key-file.", style="yellow"
-        )
+        console.warn(f"Whoever can reach {host} may use this server: give --api-key-file.")
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:
