@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,8 @@ for _name in list(os.environ):
         and _name.removeprefix("MOASPEC_") not in KEPT
     ):
         del os.environ[_name]
+# Ignored where tests run in the background of a shell; Ctrl-C is tested all the same.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # More threads than free cores stall one another; no result depends on their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Threads that spin while they wait take the cores from the threads that work.

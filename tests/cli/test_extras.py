@@ -49,7 +49,7 @@ NEEDING = {
     "checkpoint export-device smollm2-135m smollm2-135m out": "remote",
     "data overlap hub:a/b --against rows.jsonl": "hub",
     "data regenerate hub:a/b --out out.jsonl": "hub",
-    "edge": "serve,remote",
+    "edge": "serve,remote,private",
     "edge-bench": "remote",
     "eval --suite hub:a/b": "hub",
     "eval --suite humaneval.jsonl --cut 2 --accuracy": "accuracy",

@@ -16,7 +16,6 @@ from moaspec.data import files
 from moaspec.data.files import numbered_lines, read_text
 from moaspec.data.row_sources import read_records
 from moaspec.errors import DataError, InputError
-from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.train.run_config import read_train_config
 
 LINE = 1 << 20
@@ -96,14 +95,6 @@ def test_parquet_whose_column_repeats_a_long_text(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 2 * files.PARQUET_ROWS * LINE
     finally:
         tracemalloc.stop()
-
-
-def test_a_suite_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moaspec.evaluate.prompt_suites.MAX_SUITE", 10)
-    path = tmp_path / "suite.jsonl"
-    path.write_text('{"prompt": "Hello."}\n')
-    with pytest.raises(DataError, match="more than 10 characters"):
-        read_prompts(str(path))
 
 
 @pytest.mark.slow

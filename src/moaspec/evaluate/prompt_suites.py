@@ -111,7 +111,8 @@ def _files(suite: str) -> list[tuple[Path, str]]:
     path = _named(suite) if suite in NAMED else Path(suite)
     if not path.is_dir():
         return [(path, suite if suite in NAMED else stem(path))]
-    files = data_files(path)
+    # Not those in folders below: an output directory may be one.
+    files = [file for file in data_files(path) if file.parent == path]
     wanted = NAMED[suite].files if suite in NAMED else ()
     missing = sorted(set(wanted) - set(map(stem, files)))
     if missing:

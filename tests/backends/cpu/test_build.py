@@ -20,7 +20,7 @@ import torch
 import moaspec
 from bits import needs_kernels
 from moaspec.backends import linear_backends
-from moaspec.backends.cpu import build
+from moaspec.backends.cpu import build, structures
 from moaspec.backends.cpu.build import must_compile, why_not
 from moaspec.backends.cpu.cpu_attention import can_attend
 from moaspec.backends.cpu.matrix import Matrix
@@ -306,7 +306,7 @@ def test_another_source_is_compiled(
     shutil.copytree(build.SOURCES, changed)
     monkeypatch.setattr(build, "SOURCES", changed)
     monkeypatch.setattr(build, "MAIN", changed / build.MAIN.name)
-    for source in ("cpu.cpp", "attention.h"):
+    for source in ("kernels.cpp", "attention.h"):
         with (changed / source).open("a") as file:
             file.write("\n")
         build._loaded.cache_clear()
@@ -415,3 +415,14 @@ def test_packed_layers_have_kernels() -> None:
     packed = PackedLinear(torch.nn.Linear(64, 33).bfloat16())
     assert type(packed._form) is CpuKernelLinear
     assert packed.matrix is not None
+
+
+@needs_kernels
+def test_structures_are_those_of_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that is missing here, or of another size, is noticed before a call reads it."""
+    structures.check_layouts(build.library())
+    short = type("Short", (ctypes.Structure,), {"_fields_": structures.LawFacts._fields_[:-1]})
+    shared = [short if one is structures.LawFacts else one for one in structures.SHARED]
+    monkeypatch.setattr(structures, "SHARED", shared)
+    with pytest.raises(OSError, match="differ"):
+        structures.check_layouts(build.library())

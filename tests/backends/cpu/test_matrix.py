@@ -152,7 +152,7 @@ def test_pytorchs_own_products_between_ours_stay_as_they_are() -> None:
 
 
 def unrounded(matrix: Matrix) -> tuple[Tensor, Tensor]:
-    """What four bits stand for, by the description of panels in `blocks.h`; and their scales."""
+    """Weights and scales of 4-bit panels, decoded as `quantized_blocks.h` describes them."""
     panels_PNX = matrix._panels
     assert panels_PNX.shape[2] == 320
     scale_PNO, zero_PNO = (

@@ -1,4 +1,4 @@
-"""A decoder layer's arithmetic in C++, and noise, for CPUs with AVX512-BF16 or AVX2; see `cpu.cpp`.
+"""Decoder layers, drafting and noise in C++, for CPUs with AVX512-BF16 or AVX2; see `cpp/`.
 
 It is compiled at its first use and kept. Where that cannot be, `why_not` says why, and callers go
 on with PyTorch's own operations.

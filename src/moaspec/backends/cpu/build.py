@@ -1,4 +1,4 @@
-"""Compiling `cpu.cpp`, once for each version of the sources and each compiler."""
+"""Compiling `kernels.cpp`, once for each version of the sources and each compiler."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from tempfile import NamedTemporaryFile
 
 import torch
 
+from moaspec.backends.cpu.structures import check_layouts
 from moaspec.errors import InputError
 from moaspec.support.paths import make_private, trusted
 
 SOURCES = Path(__file__).parent / "cpp"
-MAIN = SOURCES / "cpu.cpp"
+MAIN = SOURCES / "kernels.cpp"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-mfma")
 """`-fopenmp` finds the library that PyTorch has loaded: both then share one team of threads."""
 _AVX512 = (*(f"-mavx512{name}" for name in ("f", "bw", "vl", "dq", "vnni", "bf16")), "-mf16c")
@@ -78,7 +79,9 @@ def instructions() -> str | None:
 @cache
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     try:
-        return _opened(_compiled()), None
+        found = _opened(_compiled())
+        check_layouts(found)
+        return found, None
     except _UnavailableError as error:
         return None, str(error)
     except (OSError, InputError) as error:

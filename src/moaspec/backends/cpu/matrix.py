@@ -27,7 +27,7 @@ from moaspec.backends.cpu.structures import MatrixFacts
 class Matrix:
     """A linear layer's weight in panels of 16 outputs.
 
-    They are described in `panels.h`, `blocks.h`, `outputs.h` and `nibbles.h`.
+    They are described in `weight_layout.h`, `quantized_blocks.h`, `amx_gemm.h` and `w4a8.h`.
 
     A weight that was made of four or eight bits, with a scale and perhaps a zero for each 32
     inputs, as GGUF's Q4_1 and Q8_0 are, is found out and kept so. Products have the same bits as

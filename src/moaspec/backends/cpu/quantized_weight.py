@@ -54,7 +54,7 @@ class QuantizedWeight:
         """(P, N, bytes of a block) uint8.
 
         Args:
-            by_output: codes of four bits as `outputs.h` reads them, not as `blocks.h` does.
+            by_output: 4-bit codes in the order of `amx_gemm.h` instead of `quantized_blocks.h`.
         """
         facts = (self.scale_ON, self.zero_ON) if self.bits == 4 else (self.scale_ON,)
         facts_PNX = torch.cat([x.unflatten(0, (-1, LANES)).mT for x in facts], dim=2)

@@ -1,9 +1,10 @@
-"""The structures of `cpu.cpp`, field by field."""
+"""Mirrors of the C++ structures in `cpp/`, field by field; `check_layouts` compares them."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_float, c_int64, c_void_p
+from collections.abc import Iterator
+from ctypes import POINTER, byref, c_double, c_float, c_int64, c_void_p
 
 
 class MatrixFacts(ctypes.Structure):
@@ -151,3 +152,30 @@ class CouplingFacts(ctypes.Structure):
     """How drafts for a sampled row are ranked."""
 
     _fields_ = (("law", LawFacts), ("agreement", c_void_p), ("ranks", c_int64))
+
+
+SHARED = (
+    *(MatrixFacts, LayerFacts, AttentionFacts, LawFacts, CouplingFacts, GrowthFacts),
+    *(PassFacts, EncoderFacts, ExitFacts, DrafterFacts),
+)
+"""All of them, in the order of `moaspec_layouts`."""
+
+
+def check_layouts(library: ctypes.CDLL) -> None:
+    """Compare sizes and offsets with those that the C++ compiler chose.
+
+    Raises:
+        OSError: they differ, so that calls would read the wrong memory.
+    """
+    count = c_int64()
+    library.moaspec_layouts.restype = POINTER(c_int64)
+    theirs = library.moaspec_layouts(byref(count))[: count.value]
+    if theirs != list(_layouts()):
+        raise OSError("the structures of Python and C++ differ in size or offset")
+
+
+def _layouts() -> Iterator[int]:
+    for structure in SHARED:
+        yield ctypes.sizeof(structure)
+        for name, *_ in structure._fields_:
+            yield getattr(structure, name).offset

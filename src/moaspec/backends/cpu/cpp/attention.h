@@ -1,7 +1,7 @@
 // Attention of few queries, at most kQueries of a KV head at a time, over all slots.
 #pragma once
 
-#include "products.h"
+#include "gemm.h"
 
 extern "C" {
 

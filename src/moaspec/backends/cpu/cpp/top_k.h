@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "products.h"
+#include "gemm.h"
 
 namespace {
 

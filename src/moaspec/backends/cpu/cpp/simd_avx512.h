@@ -1,4 +1,4 @@
-// `registers.h` for CPUs with AVX512-BF16, one of whose instructions multiplies and adds 16 pairs.
+// `simd.h` for CPUs with AVX512-BF16, one of whose instructions multiplies and adds 16 pairs.
 #pragma once
 
 namespace {

@@ -1,4 +1,4 @@
-// `registers.h` for CPUs with AVX2 and FMA. A pair is widened and multiplied as two numbers, the first
+// `simd.h` for CPUs with AVX2 and FMA. A pair is widened and multiplied as two numbers, the first
 // before the second.
 #pragma once
 

@@ -2,11 +2,11 @@
 //
 // A panel's block of 32 inputs lies in memory as a tile of weights does, so it is loaded as it is; one of
 // eight bits is unpacked a few blocks ahead, beside the tiles' own work, and so is one of four
-// (`outputs.h`). An output is summed block by block in one order, whatever rows and panels are multiplied
+// (`amx_gemm.h`). An output is summed block by block in one order, whatever rows and panels are multiplied
 // together. So up to 16 rows take the time of one, where reading or unpacking weights takes longer.
 #pragma once
 
-#include "blocks.h"
+#include "quantized_blocks.h"
 
 namespace {
 

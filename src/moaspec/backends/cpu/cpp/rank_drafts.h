@@ -2,7 +2,7 @@
 // noise that the target's choice will have.
 #pragma once
 
-#include "laws.h"
+#include "choose.h"
 
 extern "C" {
 

@@ -1,11 +1,11 @@
 // Weights in four bits times inputs in eight, for what may be rounded: drafts.
 //
-// Panels are laid out as `blocks.h` says. Inputs are rounded to 127 steps of the largest of each 32, so
+// Panels are laid out as `quantized_blocks.h` says. Inputs are rounded to 127 steps of the largest of each 32, so
 // that a register of products takes one or two instructions; a block's sum is its scale times these
 // products, plus its zero times the sum of the inputs. A draft step reads a third of the bytes of 16 bits.
 #pragma once
 
-#include "panels.h"
+#include "weight_layout.h"
 
 namespace {
 

@@ -33,9 +33,9 @@ inline float widened(bf16 half) {
 }  // namespace
 
 #ifdef __AVX512BF16__
-#include "avx512.h"
+#include "simd_avx512.h"
 #else
-#include "avx2.h"
+#include "simd_avx2.h"
 #endif
 
 namespace {

@@ -1,5 +1,5 @@
 // Weights in blocks of fewer bits, for CPUs with AVX512-BF16. With AVX2 unpacking them to the very same
-// numbers takes longer than reading 16 bits does; `nibbles.h` multiplies what is rounded anyway.
+// numbers takes longer than reading 16 bits does; `w4a8.h` multiplies what is rounded anyway.
 //
 // A panel of fewer bits is a row of blocks of 32 inputs. A block of four bits has 16 scales and 16 zeros
 // in float16, one of each for an output, then four times 16 words: for pairs 0 to 7 and 8 to 15, of outputs
@@ -8,7 +8,7 @@
 // 16 scales, then the codes plus 128 in the order of a panel of bf16; a weight is scale * code, rounded.
 #pragma once
 
-#include "panels.h"
+#include "weight_layout.h"
 
 namespace {
 

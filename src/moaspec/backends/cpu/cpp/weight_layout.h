@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "registers.h"
+#include "simd.h"
 
 namespace {
 

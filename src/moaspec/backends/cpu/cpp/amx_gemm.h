@@ -3,10 +3,10 @@
 // An output has 16 possible weights in a block, which are looked up: one instruction for 32 of them, where
 // computing them pair by pair takes nine. A block of 32 inputs has 16 scales and 16 zeros in float16, one of
 // each for an output, then four times 32 words: word i of the j-th has the codes of input i for outputs 4 j
-// to 4 j + 3, the lowest bits first. Sums have the very bits of `tiles.h`.
+// to 4 j + 3, the lowest bits first. Sums have the very bits of `amx_tiles.h`.
 #pragma once
 
-#include "tiles.h"
+#include "amx_tiles.h"
 
 namespace {
 

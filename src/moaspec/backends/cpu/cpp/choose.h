@@ -12,7 +12,7 @@
 #include <limits>
 #include <vector>
 
-#include "choices.h"
+#include "top_k.h"
 #include "noise.h"
 
 extern "C" {

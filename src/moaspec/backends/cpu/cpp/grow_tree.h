@@ -1,7 +1,7 @@
 // A tree of drafts while it grows, level by level.
 #pragma once
 
-#include "coupling.h"
+#include "rank_drafts.h"
 
 extern "C" {
 

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <cmath>
 
-#include "blocks.h"
+#include "quantized_blocks.h"
 
 namespace {
 

@@ -13,12 +13,12 @@
 #include <type_traits>
 #include <vector>
 
-#include "nibbles.h"
+#include "w4a8.h"
 #ifdef __AVX512BF16__
-#include "blocks.h"
+#include "quantized_blocks.h"
 #endif
 #ifdef __AMX_BF16__
-#include "outputs.h"
+#include "amx_gemm.h"
 #endif
 
 namespace {

@@ -9,16 +9,17 @@
 // slot that a key is stored in. So a token's numbers are the same bits in a pass over one token, a
 // chain or a tree.
 //
-// Legend: see products.h.
+// Legend: see gemm.h.
 
 #include <vector>
 
 #include "attention.h"
-#include "growing.h"
-#include "layers.h"
+#include "decoder_layer.h"
+#include "grow_tree.h"
+#include "layouts.h"
 #include "noise.h"
 #ifdef __AVX512BF16__
-#include "codes.h"
+#include "quantized_weight.h"
 #endif
 
 extern "C" {
@@ -233,6 +234,37 @@ const char* moaspec_instructions() {
 #else
   return "avx2";
 #endif
+}
+
+// Sizes and offsets of all structures that cross the border, in the order of `structures.py`.
+const int64_t* moaspec_layouts(int64_t* count) {
+  static const std::vector<int64_t> all = [] {
+    std::vector<int64_t> found;
+    add_parts(found);
+    {
+      using S = Pass;
+      add_layout<S>(found, {AT(cos), AT(sin), AT(turned), AT(period), AT(cache), AT(layer), AT(half), AT(place),
+                            AT(head), AT(starts), AT(attention), AT(norm), AT(eps)});
+    }
+    {
+      using S = Encoder;
+      add_layout<S>(found, {AT(layer), AT(cos), AT(sin), AT(turned), AT(layers), AT(scale), AT(projection),
+                            AT(memory)});
+    }
+    {
+      using S = Exit;
+      add_layout<S>(found, {AT(norm), AT(linear), AT(eps), AT(scale)});
+    }
+    {
+      using S = Drafter;
+      add_layout<S>(found, {AT(text), AT(memory), AT(last), AT(reused), AT(exit), AT(text_pass),
+                            AT(memory_pass), AT(last_pass), AT(finished), AT(head), AT(names), AT(embeddings),
+                            AT(width)});
+    }
+    return found;
+  }();
+  *count = all.size();
+  return all.data();
 }
 
 // out = x times the transposed weight, plus the bias; (rows, outputs), contiguous.

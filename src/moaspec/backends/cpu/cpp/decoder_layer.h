@@ -6,7 +6,7 @@
 // few and far less than their products where they are many, every thread computes for itself.
 #pragma once
 
-#include "products.h"
+#include "gemm.h"
 
 extern "C" {
 
