@@ -237,8 +237,6 @@ def test_as_many_passes_are_no_gain() -> None:
     races = Races([replace(one, speculative=undrafted)])
     expected = "Verdict: no gain (2.00x), same text, as many passes"
     assert race_verdict.verdict(races).startswith(expected)
-        "Verdict: no gain (2.00x), same text, as many passes"
-    )
     assert "no draft was accepted" in str(race_verdict.reason(races))
 
 
