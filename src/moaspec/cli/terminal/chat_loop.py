@@ -55,7 +55,7 @@ class ChatLoop(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Forget all answers."""
+        """Forget all answers and caches."""
 
     def close(self) -> None:  # noqa: B027 - not every conversation holds something
         """Free resources after the user has left."""
