@@ -15,7 +15,7 @@ import transformers
 import moaspec
 from moaspec import Target
 from moaspec.calibration.measure_costs import machine
-from moaspec.cli.terminal.console import chat_ids
+from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.model.moa import MoADrafter
 

@@ -24,7 +24,7 @@ from common import load, parser, setting, spread, trusted
 from llamacpp import LlamaCpp, gguf_of
 
 from moaspec import GenerationResult, OracleProposer, Target, Tree
-from moaspec.cli.terminal.console import chat_ids
+from moaspec.cli.prompts import chat_ids
 from moaspec.drafting.draft_tree import DraftTree, parse_shape
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.protocols import RowText

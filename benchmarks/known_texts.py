@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 from moaspec import GenerationResult, SamplingParams, Target, generate, load_drafter
-from moaspec.cli.terminal.console import chat_ids
+from moaspec.cli.prompts import chat_ids
 from moaspec.drafting.draft_tree import DraftTree, parse_shape
 from moaspec.drafting.protocols import Verifier, VerifyRequest, VerifyResult
 from moaspec.engine.engine import Engine

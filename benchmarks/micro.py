@@ -33,7 +33,7 @@ from moaspec.drafting.moa_proposer import MoAProposer  # noqa: E402
 from moaspec.drafting.ngram_proposer import NgramIndex  # noqa: E402
 from moaspec.drafting.policy.cost_model import CostTable, KnownCosts  # noqa: E402
 from moaspec.drafting.policy.policies import AdaptivePolicy  # noqa: E402
-from moaspec.paths import cache_dir  # noqa: E402
+from moaspec.support.paths import cache_dir  # noqa: E402
 
 SHAPE = Tree(3, 2, 6)
 LEAST_NOISE = 0.05

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from common import load, parser, setting, spread
 
-from moaspec.cli.terminal.console import chat_ids
+from moaspec.cli.prompts import chat_ids
 from moaspec.drafting.draft_tree import parse_shape
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer

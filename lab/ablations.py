@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import moaspec
-from moaspec.cli.terminal.console import chat_ids
+from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.generation.drafters import load_any_drafter
 from moaspec.target.target import Target

@@ -16,7 +16,7 @@ from itertools import cycle
 from pathlib import Path
 
 from moaspec import load_target
-from moaspec.cli.terminal.console import chat_ids
+from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.target.target import Target
 

@@ -20,7 +20,7 @@ RECORD = VENDOR / "vendor.json"
 
 
 def main() -> None:
-    """Check, or fetch."""
+    """Check the recorded files, or fetch a version."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("name", nargs="?", help="package of npm, one that is recorded")
     options.add_argument("version", nargs="?")

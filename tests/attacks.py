@@ -46,12 +46,12 @@ class Attack:
 
     @property
     def http(self) -> str:
-        """Base URL."""
+        """The base URL of the server."""
         return f"http://{self.host}:{self.port}"
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
+        """The server address, HOST:PORT."""
         return f"{self.host}:{self.port}"
 
     async def hold(self, first: bytes, again: bytes = b"", number: int = 1) -> str:
@@ -96,7 +96,7 @@ def formed(schema: dict[str, Any]) -> Repeated:
 
 
 def flood(number: int, one: Repeated) -> Repeated:
-    """The same many times at once."""
+    """Repeat an attack many times at once."""
 
     async def made(attack: Attack) -> str:
         told = await asyncio.gather(*(one(attack) for _ in range(number)), return_exceptions=True)

@@ -79,7 +79,7 @@ def chromium() -> Iterator[Browser]:
 def visit(
     browser: Browser, url: str, *, size: ViewportSize | None = None, scheme: str = "light"
 ) -> Iterator[Visit]:
-    """A fresh visitor of a page; whatever the page logs as an error is a complaint."""
+    """A new visitor of a page; every error that the page logs is a complaint."""
     asked: Any = {"viewport": size or DESKTOP, "color_scheme": scheme, "reduced_motion": "reduce"}
     context = browser.new_context(**asked, has_touch=size == PHONE)
     context.set_default_timeout(TIMEOUT_MS)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import memorised_target
 import serving
-import storyteller
 from browsing import Visit
+from memorised_target import QUESTION
 from moaspec.drafting.draft_tree import parse_shape
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.serve.sources.local_source import LocalSource
-from storyteller import QUESTION
 
 if TYPE_CHECKING:
     from playwright.sync_api import Route
@@ -31,18 +31,18 @@ def local_source() -> LocalSource:
     """A model that knows one answer, and its drafter."""
     shaping = DraftSettings(parse_shape("tree:3x3x6"), free_branches=True)
     return LocalSource(
-        storyteller.target(), storyteller.drafter(), name=serving.MODEL, shaping=shaping
+        memorised_target.target(), memorised_target.drafter(), name=serving.MODEL, shaping=shaping
     )
 
 
 def ask(visited: Visit, question: str = QUESTION) -> None:
-    """Send a question."""
+    """Type a question and send it."""
     visited.page.fill("#message", question)
     visited.page.press("#message", "Enter")
 
 
 def asked(visited: Visit, question: str = QUESTION, *, answers: int = 1) -> None:
-    """Send a question, and wait until there are so many whole answers."""
+    """Send a question, and wait until this number of answers is complete."""
     ask(visited, question)
     visited.shows(
         f"document.querySelectorAll('.reply').length === {answers} && {DONE}"

@@ -40,9 +40,10 @@ def text_target(**changes: Any) -> Target:
 def load_targets_by(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
     """Let every command load its target by this function."""
     for place in (
-        "moaspec.cli.source_options",
+        "moaspec.cli.method_loading",
         "moaspec.remote.device.bundle",
-        "moaspec.backends.load",
+        "moaspec.target",
+        "moaspec.target.registry",
     ):
         monkeypatch.setattr(f"{place}.load_target", load)
 

@@ -39,7 +39,7 @@ for _name in list(os.environ):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # More threads than free cores stall one another; no result depends on their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Threads that spin while they wait take the cores from those that they wait for.
+# Threads that spin while they wait take the cores from the threads that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _cache = tempfile.TemporaryDirectory(prefix="moaspec-tests-")
 os.environ["MOASPEC_CACHE"] = str(new_cache(Path(_cache.name)))

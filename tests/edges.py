@@ -1,4 +1,4 @@
-"""Served edges whose link can be cut after so many frames, and mended."""
+"""Served edges with a link that can be cut after a number of frames, and restored."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Edge:
 
     @contextmanager
     def cut_for_a_while(self, *, after: int = 12) -> Iterator[None]:
-        """Cut the link after so many frames from the server, until the device has written on."""
+        """Cut the link after this many frames from the server, until the device has written on."""
         over, before = threading.Event(), self._written_alone
 
         def mend() -> None:

@@ -1,4 +1,4 @@
-"""Tiny GGUF files."""
+"""Writes tiny GGUF files for tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model() -> Any:
 
 
 def write_parts(path: Path) -> list[Path]:
-    """The same in two parts, as llama.cpp splits files."""
+    """Write the file in two parts, as llama.cpp splits files."""
     write(path, split_max_tensors=20)
     return sorted(path.parent.glob(f"{path.stem}-*-of-00002.gguf"))
 

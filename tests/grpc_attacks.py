@@ -85,7 +85,7 @@ async def watches(channel: grpc.aio.Channel) -> str:
 
 
 async def wrong_token(channel: grpc.aio.Channel) -> str:
-    """Guess."""
+    """Guess tokens until refused."""
     await channel.unary_unary(f"/{SERVICE}/Describe")(b"", metadata=token("wrong"), timeout=CALL_S)
     return "described"
 

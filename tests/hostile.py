@@ -26,7 +26,7 @@ class Hostile:
         self._sent: list[bytes] = []
 
     def frame(self) -> bytes:
-        """The next frame."""
+        """Return the next hostile frame."""
         makers = (self.noise, self.message, self.message, self.mutated, self.cut_off, self.replay)
         frame = self.random.choice(makers)()
         if len(self._sent) < 64:

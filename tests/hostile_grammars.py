@@ -16,7 +16,7 @@ def grammars(stops: frozenset[int] = frozenset({serving.END})) -> Grammars:
 
 
 def chained(number: int, *, inside: bool = True) -> dict[str, Any]:
-    """A schema of definitions of which each refers to the next."""
+    """A schema with a chain of definitions."""
     names = [{"$ref": f"#/$defs/a{i + 1}"} for i in range(number)]
     made = [{"type": "object", "properties": {"x": one}} if inside else one for one in names]
     last = {f"a{number}": {"type": "string"}}
@@ -24,7 +24,7 @@ def chained(number: int, *, inside: bool = True) -> dict[str, Any]:
 
 
 def rules(number: int, head: str = "", name: str = "r") -> str:
-    """A grammar of rules (or terminals) of which each needs the next."""
+    """A grammar with a chain of rules (or terminals)."""
     lines = [f"start: {head} {name}0"]
     lines += [f'{name}{i}: "a" {name}{i + 1}' for i in range(number)]
     return "\n".join([*lines, f'{name}{number}: "b"', ""])

@@ -115,14 +115,14 @@ class _Faulty:
 
 
 class Restartable:
-    """A service that may be replaced by one that knows nothing of the old one's sessions."""
+    """A service that can be replaced by a new one without the sessions."""
 
     def __init__(self, make: Callable[[], TargetService]) -> None:
         self._make = make
         self.service = make()
 
     def transport(self) -> Transport:
-        """To whichever service there is now."""
+        """Connect to the current service."""
         return InProcessTransport(self.service)
 
     async def restart(self) -> None:

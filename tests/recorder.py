@@ -24,7 +24,7 @@ class _NothingOfTheHost(TorchDispatchMode):
 
 
 class Recorder:
-    """A `moaspec.backends.cuda_graphs.Graph`."""
+    """Implements `moaspec.backends.cuda_graphs.Graph` on a CPU."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log

@@ -99,7 +99,7 @@ class Served:
         return client
 
     def http(self, **options: Any) -> httpx.Client:
-        """A plain client."""
+        """An HTTP client without retries."""
         return httpx.Client(base_url=self.url, timeout=300, **options)
 
 

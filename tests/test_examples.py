@@ -1,4 +1,4 @@
-"""The examples run, and do what they say."""
+"""The examples run, and pass their own checks."""
 
 from __future__ import annotations
 

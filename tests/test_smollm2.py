@@ -13,7 +13,7 @@ import moaspec
 import tiny
 from bits import needs_packed_kernels, needs_unpacking
 from moaspec.backends.cpu.cpu_attention import MOST_QUERIES
-from moaspec.cli.terminal.console import chat_ids
+from moaspec.cli.prompts import chat_ids
 from moaspec.drafting import tree_proposer
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.fast_moa_proposer import FastMoAProposer
@@ -145,7 +145,7 @@ def test_drafts_through_the_last_layers_are_accepted_more_often() -> None:
 @pytest.mark.kernels
 @needs_packed_kernels
 def test_a_tree_over_the_real_vocabulary_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same drafts with the same log-probabilities as PyTorch's way gives."""
+    """Drafts and log-probabilities equal those of the PyTorch path."""
     target = moaspec.load_target(ALIAS, dtype="bfloat16")
     drafter = moaspec.load_drafter(ALIAS, target=target).to(target.dtype)
     drafting, shape = FastMoAProposer(drafter, target), moaspec.Tree(3, 4, 36)

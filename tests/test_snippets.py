@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-import chats
+import chat_tokenizers
 import moaspec
 import tiny
 from commands import load_targets_by, text_target
@@ -45,7 +45,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the snippets take as given; those of a page go on from the README's."""
     target = text_target()
     tokenizer: Any = target.tokenizer
-    tokenizer.chat_template, tokenizer.padding_side = chats.CHATML, "left"
+    tokenizer.chat_template, tokenizer.padding_side = chat_tokenizers.CHATML, "left"
     tokenizer.pad_token = "w0"
     tiny.model().save_pretrained(tmp_path / "model")
     save_drafter(tiny.agreeing_drafter("llama"), tmp_path / "drafter")

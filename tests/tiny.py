@@ -155,7 +155,7 @@ def kernel_target(family: str = "llama", *, dtype: torch.dtype = torch.bfloat16)
     }
     if family == "phi3":
         rope = copy.deepcopy(_MODELS[family][2]["rope_parameters"])
-        # A factor for each of the frequencies, of which there are more in larger heads.
+        # A factor for each frequency; larger heads have more.
         rope |= {"short_factor": [1.0, 1.2] * 4, "long_factor": [3.0, 6.0] * 4}
         # Its heads are always as wide together as its states.
         sizes |= {"rope_parameters": rope, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -221,7 +221,7 @@ def taught_drafter(
 def trained_drafter(
     of: Target, examples: Sequence[Example], *, steps: int, num_target_layers: int = 0
 ) -> MoADrafter:
-    """A drafter that has seen these examples so many times."""
+    """A drafter trained on these examples for this many passes."""
     drafter = random_drafter(of).train().requires_grad_(requires_grad=True)
     batch = collate(examples, range(len(examples)))
     labels_BT = batch.input_ids_BT.roll(-1, dims=1)

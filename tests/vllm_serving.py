@@ -46,7 +46,7 @@ class Models:
 
 
 def write_models(root: Path) -> Models:
-    """A Llama-like target, a drafter of random weights, and one that learned its texts."""
+    """A Llama-like target, a random drafter, and a drafter that learned its texts."""
     of = tiny.fresh_target(tokenizer=tiny.tokenizer(), **SIZES)
     models = Models(of, root / "target", root / "random", root / "taught")
     of.model.save_pretrained(models.path)

@@ -1,5 +1,4 @@
 from moaspec import errors as errors
-from moaspec import hub as hub
 from moaspec import model as model
 from moaspec import target as target
 from moaspec.backends.load import load_target

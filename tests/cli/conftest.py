@@ -13,7 +13,7 @@ from transformers.utils import logging
 import tiny
 from caches import new_cache
 from commands import Cli, Output, load_targets_by, text_target
-from moaspec.cli.loading import tell_unmeasured
+from moaspec.cli.loading import warn_unmeasured
 from moaspec.cli.main import run
 from moaspec.cli.terminal import console
 from moaspec.model.moa import MoADrafter
@@ -24,7 +24,7 @@ from moaspec.target.target import Target
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """Runs the installed command's entry point."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    tell_unmeasured.cache_clear()
+    warn_unmeasured.cache_clear()
 
     def call(*arguments: str) -> Output:
         monkeypatch.setattr("sys.argv", ["moaspec", *arguments])
@@ -46,7 +46,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing wraps, whatever terminal the tests run in; a test may set another width."""
+    """Set a width at which nothing wraps; a test may set another one."""
     monkeypatch.setenv("COLUMNS", "300")
     for shown in (console.out, console.err):
         monkeypatch.setattr(shown, "_width", None)  # what it had at import

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import chats
+import chat_tokenizers
 import moaspec
 import tiny
 from commands import text_target
@@ -20,7 +20,7 @@ STEPS = 150
 
 
 def run(arguments: list[str], directory: Path) -> int:
-    """One block."""
+    """Return the one block of the page."""
     environment = os.environ | {
         "MOASPEC": f"{sys.executable} -m moaspec",
         "REGENERATE": f"--model {directory / 'model'} --max-new-tokens 8 --group-size 3",
@@ -39,7 +39,7 @@ def run(arguments: list[str], directory: Path) -> int:
 def test_blocks_until_it_is_done(tmp_path: Path) -> None:
     target = text_target()
     assert target.tokenizer is not None
-    target.tokenizer.chat_template = chats.CHATML
+    target.tokenizer.chat_template = chat_tokenizers.CHATML
     target.tokenizer.save_pretrained(tmp_path / "model")
     tiny.model().save_pretrained(tmp_path / "model")
     prompts, responses = tmp_path / "p.jsonl", tmp_path / "r.jsonl"

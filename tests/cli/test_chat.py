@@ -13,9 +13,9 @@ from transformers.utils import logging
 import moaspec
 import tiny
 from commands import load_targets_by
-from moaspec.cli.commands.chat_command import LocalTalk
+from moaspec.cli.commands.chat_command import LocalChat
 from moaspec.cli.main import run
-from moaspec.cli.terminal import console
+from moaspec.cli.prompts import conversation_ids
 from moaspec.engine.engine import Engine
 from moaspec.errors import InputError
 from moaspec.generation.options import RowOptions
@@ -34,13 +34,13 @@ def chat_target(template: str | None = TEMPLATE) -> Target:
 
 
 @pytest.fixture
-def talk() -> LocalTalk:
+def talk() -> LocalChat:
     target = chat_target()
     settings: RowOptions = {"max_new_tokens": NEW, "tree": "chain:2"}
-    return LocalTalk(Session(target, tiny.random_drafter(target)), settings)
+    return LocalChat(Session(target, tiny.random_drafter(target)), settings)
 
 
-def say(talk: LocalTalk, patch: pytest.MonkeyPatch, *lines: str) -> int:
+def say(talk: LocalChat, patch: pytest.MonkeyPatch, *lines: str) -> int:
     """Types lines; how many turns there were before it left or input ended."""
     patch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     turns = 0
@@ -59,7 +59,7 @@ def ids(text: str) -> list[int]:
 
 
 def test_answers_see_the_whole_conversation(
-    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalChat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = talk.session.target
     assert say(talk, monkeypatch, "w5 w9", "", "w7") == 3
@@ -71,7 +71,7 @@ def test_answers_see_the_whole_conversation(
 
 
 def test_system_seed_and_reset(
-    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalChat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = talk.session.target
     talk.settings["temperature"] = 1.5
@@ -88,7 +88,7 @@ def test_system_seed_and_reset(
 
 
 def test_stats_and_help(
-    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalChat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(talk, monkeypatch, "/stats", "/help")
     captured = capsys.readouterr()
@@ -107,7 +107,7 @@ def test_stats_and_help(
 def test_bad_commands_are_said_and_survived(
     line: str,
     message: str,
-    talk: LocalTalk,
+    talk: LocalChat,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -115,12 +115,12 @@ def test_bad_commands_are_said_and_survived(
     assert message in capsys.readouterr().err
 
 
-def test_exit_with_words_behind_it(talk: LocalTalk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_with_words_behind_it(talk: LocalChat, monkeypatch: pytest.MonkeyPatch) -> None:
     assert say(talk, monkeypatch, "/exit now", "w5") == 0
 
 
 def test_a_line_that_is_no_text(
-    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalChat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(talk, monkeypatch, "w5 \udcff", "w7")
     assert "UTF-8" in capsys.readouterr().err
@@ -132,7 +132,7 @@ def test_a_line_that_is_no_text(
 
 
 def test_a_conversation_that_is_too_long(
-    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalChat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(talk, monkeypatch, "w5", "w6 " * 300, "w7")
     assert "context" in capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_a_conversation_that_is_too_long(
 
 
 def test_ctrl_c_keeps_what_was_said(
-    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalChat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step, steps = Engine.step, 0
 
@@ -160,7 +160,7 @@ def test_ctrl_c_keeps_what_was_said(
 
 
 def test_ctrl_c_while_typing_stays(
-    talk: LocalTalk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: LocalChat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(_: str) -> str:
         raise KeyboardInterrupt
@@ -172,10 +172,10 @@ def test_ctrl_c_while_typing_stays(
 
 def test_templates_that_cannot_do_it() -> None:
     with pytest.raises(InputError, match="no chat template"):
-        console.conversation_ids(chat_target(None), [])
+        conversation_ids(chat_target(None), [])
     refusing = chat_target("{{ raise_exception('no system prompts') }}")
     with pytest.raises(InputError, match="no system prompts"):
-        console.conversation_ids(refusing, [{"role": "system", "content": "w1"}])
+        conversation_ids(refusing, [{"role": "system", "content": "w1"}])
 
 
 @pytest.fixture

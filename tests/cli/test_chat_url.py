@@ -10,9 +10,9 @@ import pytest
 
 import serving
 from edges import Edge
-from moaspec.cli.commands.chat_url import TAKEN_BACK, ServedTalk, _Printer
+from moaspec.cli.commands.chat_url import TAKEN_BACK, ServerChat, _Printer
 from moaspec.cli.main import run
-from moaspec.cli.terminal.safe_console import harmless
+from moaspec.cli.terminal.console import escape_unsafe
 from moaspec.errors import ServerError
 from moaspec.generation.options import RowOptions
 from serving import Served
@@ -27,7 +27,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
         yield running
 
 
-def say(talk: ServedTalk, patch: pytest.MonkeyPatch, *lines: str) -> None:
+def say(talk: ServerChat, patch: pytest.MonkeyPatch, *lines: str) -> None:
     patch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     while talk.turn():
         pass
@@ -37,10 +37,10 @@ def say(talk: ServedTalk, patch: pytest.MonkeyPatch, *lines: str) -> None:
 def test_answers_are_the_servers(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = ServedTalk(served.api, {**SETTINGS})
+    talk = ServerChat(served.api, {**SETTINGS})
     say(talk, monkeypatch, "hello", "/stats", "/reset", "/stats")
     captured = capsys.readouterr()
-    assert harmless(serving.own_text("hello", 12).split()[0]) in captured.out
+    assert escape_unsafe(serving.own_text("hello", 12).split()[0]) in captured.out
     assert "last answer: 12 tokens" in captured.out
     assert "tau" in captured.out
     assert "Nothing has been answered" in captured.err
@@ -50,7 +50,7 @@ def test_answers_are_the_servers(
 def test_refusals_are_said(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = ServedTalk(served.url, {**SETTINGS})
+    talk = ServerChat(served.url, {**SETTINGS})
     say(talk, monkeypatch, "x" * serving.CONTEXT)
     assert "The server answered 400" in capsys.readouterr().err
 
@@ -58,7 +58,7 @@ def test_refusals_are_said(
 @pytest.mark.slow
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ServerError, match="No moaspec server answers"):
-        ServedTalk("http://127.0.0.1:1", {**SETTINGS})
+        ServerChat("http://127.0.0.1:1", {**SETTINGS})
     monkeypatch.setattr(sys, "argv", ["moaspec", "chat", "--url", "http://127.0.0.1:1"])
     with pytest.raises(SystemExit) as left:
         run()

@@ -28,9 +28,10 @@ from commands import Cli, load_targets_by, text_target
 from costs import know, table
 from moaspec.calibration.choose_exit import chosen_exit, known_exits
 from moaspec.calibration.measure_costs import calibrate, stored_costs
-from moaspec.cli.loading import measure_once, tell_unmeasured
+from moaspec.cli.loading import measure_once, warn_unmeasured
 from moaspec.cli.main import app, run
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event
@@ -41,7 +42,7 @@ from moaspec.model.checkpoint.moa_checkpoint import SECTION, save_drafter
 from moaspec.model.drafter_config import LayerConfig
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.stack import StackConfig
-from moaspec.paths import cache_dir
+from moaspec.support.paths import cache_dir
 from moaspec.target.target import Target
 
 PROMPT = "w5 w9 w2"
@@ -161,7 +162,7 @@ def test_calibrate_on_a_busy_machine_says_what_becomes_of_it(
 def test_why_a_machine_is_not_measured_is_told_once(
     loaded: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tell_unmeasured.cache_clear()
+    warn_unmeasured.cache_clear()
     for _ in range(2):
         measure_once(loaded, tiny.agreeing_drafter("llama"))
     assert capsys.readouterr().err.count("not measured") == 1
@@ -232,10 +233,11 @@ def test_info(checkpoint: Path, cli: Cli) -> None:
     assert "bfloat16" in output.out
 
 
+@pytest.mark.parametrize("columns", [50, 80])
 def test_info_takes_a_line_per_fact(
-    checkpoint: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    columns: int, checkpoint: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(columns))
     path = checkpoint / "config.json"
     config = json.loads(path.read_text())
     config["training"] = {"config": {"data": [f"answers-{i}.jsonl" for i in range(9)]}}
@@ -461,8 +463,8 @@ def test_hasty_ctrl_c_tears_no_output(cli: Cli, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_second_ctrl_c_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "PATIENCE_S", 0.0)
-    with console.noted_interrupts() as interrupts:
+    monkeypatch.setattr("moaspec.cli.terminal.interrupts.PATIENCE_S", 0.0)
+    with deferred_interrupts() as interrupts:
         assert not interrupts
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupts

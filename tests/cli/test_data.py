@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import chats
+import chat_tokenizers
 from commands import interrupt_after
 from moaspec.cli.main import run
 from moaspec.engine.engine import Engine
@@ -41,8 +41,8 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
-def saved(directory: Path, template: str | None = chats.CHATML, **changes: Any) -> str:
-    target = chats.target(template, **changes)
+def saved(directory: Path, template: str | None = chat_tokenizers.CHATML, **changes: Any) -> str:
+    target = chat_tokenizers.target(template, **changes)
     target.model.save_pretrained(directory)
     tokenizer: Any = target.tokenizer
     tokenizer.save_pretrained(directory)
@@ -340,11 +340,11 @@ def test_overlap(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_9_at_ten_random_moments(model: str, tmp_path: Path) -> None:
-    """The same bytes as an uninterrupted run, whenever the process was killed."""
+    """A run that is killed and resumed writes the bytes of an uninterrupted run."""
     rows = [{"prompt": f"w{10 + i % 50} w{11 + i % 7}"} for i in range(12)]
     prompts, out = jsonl(tmp_path / "p.jsonl", rows), tmp_path / "r.jsonl"
     options = ("--max-new-tokens", "30", "--batch-size", "2", "--group-size", "3")
-    program = Path(__file__).parents[1] / "killing.py"
+    program = Path(__file__).parents[1] / "kill_commands.py"
     command = ("data", "regenerate", prompts, "--out", str(out), "--model", model, *options)
     done = subprocess.run(
         [sys.executable, str(program), "10", str(out), *command],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import chats
+import chat_tokenizers
 from moaspec.cli.main import run
 from moaspec.data.conversations import read_conversations
 
@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("target")
-    target = chats.target(chats.TOOLS)
+    target = chat_tokenizers.target(chat_tokenizers.TOOLS)
     tokenizer: Any = target.tokenizer
     for one in (target.model, tokenizer):
         one.save_pretrained(directory)

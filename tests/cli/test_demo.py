@@ -19,7 +19,7 @@ from rich.console import Console
 import tiny
 from commands import Cli, load_targets_by, text_target
 from moaspec.cli.commands import demo
-from moaspec.cli.terminal import panes
+from moaspec.cli.terminal import panes, race_verdict
 from moaspec.cli.terminal.panes import Pane
 from moaspec.engine.engine import Engine
 from moaspec.evaluate import race
@@ -202,18 +202,18 @@ def test_ctrl_c_as_json_gives_what_is_whole(cli: Cli, monkeypatch: pytest.Monkey
 
 def test_a_gain() -> None:
     races = Races([a_race(2.0, 1.5), a_race(2.0, 1.0)])
-    assert demo.verdict(races) == (
+    assert race_verdict.verdict(races) == (
         "Verdict: 1.60x as fast, same text, 50% fewer passes (2 prompts, 120 tokens)."
     )
-    assert demo.reason(races) is None
+    assert race_verdict.reason(races) is None
 
 
 def test_no_gain_and_why() -> None:
     races = Races([a_race(2.0, 2.0)])
-    assert demo.verdict(races) == (
+    assert race_verdict.verdict(races) == (
         "Verdict: no gain (1.00x), same text, 50% fewer passes (1 prompt, 60 tokens)."
     )
-    assert demo.reason(races) == (
+    assert race_verdict.reason(races) == (
         "Reason: a speculative pass gave 2.00 tokens but took 2.00 times as long as a plain one, "
         "drafting included."
     )
@@ -222,12 +222,12 @@ def test_no_gain_and_why() -> None:
 def test_no_gain_where_no_draft_was_accepted() -> None:
     race = a_race(2.0, 2.0)
     races = Races([replace(race, speculative=race.plain)])
-    assert "no draft was accepted" in str(demo.reason(races))
+    assert "no draft was accepted" in str(race_verdict.reason(races))
 
 
 def test_ties_are_told() -> None:
     races = Races([a_race(2.0, 1.0), a_race(2.0, 1.0, Equality("near_tie", 3, 0.01, 0.1))])
-    assert "2.00x as fast, same text up to ties in rounding, 50%" in demo.verdict(races)
+    assert "2.00x as fast, same text up to ties in rounding, 50%" in race_verdict.verdict(races)
 
 
 def test_as_many_passes_are_no_gain() -> None:
@@ -235,22 +235,23 @@ def test_as_many_passes_are_no_gain() -> None:
     one = a_race(2.0, 1.0)
     undrafted = replace(one.speculative, passes=60, accepted=0)
     races = Races([replace(one, speculative=undrafted)])
-    assert demo.verdict(races).startswith("Verdict: no gain (2.00x), same text, as many passes")
-    assert "no draft was accepted" in str(demo.reason(races))
+    expected = "Verdict: no gain (2.00x), same text, as many passes"
+    assert race_verdict.verdict(races).startswith(expected)
+    assert "no draft was accepted" in str(race_verdict.reason(races))
 
 
 def test_no_speed_of_wrong_texts() -> None:
     races = Races([a_race(2.0, 1.0), a_race(2.0, 1.0, Equality("different"))])
-    assert demo.verdict(races) == "Verdict: FAULT, 1 of 2 texts is not the model's own."
-    assert "moaspec check" in str(demo.reason(races))
+    assert race_verdict.verdict(races) == "Verdict: FAULT, 1 of 2 texts is not the model's own."
+    assert "moaspec check" in str(race_verdict.reason(races))
 
 
 def test_what_to_try_next() -> None:
-    assert demo.try_next("moaspec", gained=True, details=False) == (
+    assert race_verdict.try_next("moaspec", gained=True, details=False) == (
         "Try next: moaspec chat            talk with this model",
         "          moaspec demo --details  tables of all methods",
     )
-    first, second = demo.try_next("moaspec", gained=False, details=True)
+    first, second = race_verdict.try_next("moaspec", gained=False, details=True)
     assert "moaspec calibrate " in first
     assert "moaspec serve " in second
 
@@ -281,10 +282,10 @@ def test_the_program_is_named_as_it_was_called(
     monkeypatch.setenv("PATH", "")
     for called, name in [(".venv/bin/moaspec", ".venv/bin/moaspec"), ("x/__main__.py", None)]:
         monkeypatch.setattr("sys.argv", [called])
-        assert demo.command() == (name or "python -m moaspec")
+        assert race_verdict.command() == (name or "python -m moaspec")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.argv", [str(installed)])
-    assert demo.command() == "moaspec"
+    assert race_verdict.command() == "moaspec"
 
 
 # Panes

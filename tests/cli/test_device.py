@@ -1,4 +1,4 @@
-"""`moaspec checkpoint export-device`, and `moaspec info` of what it writes."""
+"""`moaspec checkpoint export-device`, and `moaspec info` of a bundle."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tiny
-from commands import Cli, interrupt_after
+from commands import Cli, interrupt_after, load_targets_by
 from moaspec.drafting.draft_tree import DraftTree, walk
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.target.target import Target
@@ -35,6 +35,24 @@ def test_eval(cli: Cli, tmp_path: Path) -> None:
         assert words in output.words
     report = json.loads((out / "report.json").read_text())
     assert report["methods"]["moa@chain:3"]["lossless"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--methods", "plain,nosuch"), "Unknown method 'nosuch'"),
+        (("--methods", "plain,plain"), "named twice"),
+        (("--methods", "plain,eagle"), "--checkpoint eagle=DIR"),
+        (("--methods", "plain", "--checkpoint", "eagle=there"), "is not used"),
+    ],
+)
+def test_wrong_methods_are_refused_before_a_target_is_loaded(
+    cli: Cli, options: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_targets_by(monkeypatch, lambda *_, **__: pytest.fail("a target is loaded"))
+    output = cli("eval", *options)
+    assert output.code == 2
+    assert why in output.err
 
 
 @pytest.mark.usefixtures("loaded")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moaspec.extras import EXTRAS
+from moaspec.support.extras import EXTRAS
 
 BASE_ONLY = """
 import contextlib, io, json, sys

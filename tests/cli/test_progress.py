@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.progress import Progress, TextColumn
+from rich.progress import Progress
 
-from moaspec.cli.terminal.progress import LongProgress, TimeLeft, bar, bar_of, duration, named_units
-from moaspec.cli.terminal.safe_console import Screen
+from moaspec.cli.terminal.console import Screen
+from moaspec.cli.terminal.progress_bar import ProgressBar, TimeLeft, duration
 
 
 class Clock:
@@ -45,30 +45,28 @@ def test_the_first_unit_tells_how_long_the_rest_takes(clock: Clock) -> None:
 def test_without_a_terminal_a_line_tells_it(unit_s: float, lines: list[str], clock: Clock) -> None:
     file = io.StringIO()
     screen = Screen(file=file, force_terminal=False, soft_wrap=True)
-    shown = LongProgress(TimeLeft(), console=screen, get_time=clock)
-    task = shown.add_task("", total=5)
+    shown = ProgressBar("", 5, screen=screen, clock=clock)
     for unit in range(1, 6):
         clock.now_s = unit * unit_s
-        shown.advance(task)
-        shown.tell(task)
+        shown.advance()
     assert file.getvalue().splitlines() == lines
 
 
-def test_units_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[float, float | None, str]] = []
+def test_units_are_counted() -> None:
+    def state(bar: ProgressBar) -> tuple[float, float | None, str]:
+        return bar.task.completed, bar.task.total, bar.task.description
 
-    def tell(shown: LongProgress, _: int) -> None:
-        (task,) = shown.tasks
-        told.append((task.completed, task.total, task.description))
-
-    monkeypatch.setattr(LongProgress, "tell", tell)
-    with bar("checking", 2) as advance:
-        advance()
-        advance()
-    with named_units() as begin:
-        begin("lan: plain", 3)
-        begin("lan: ahead", 3)
-    assert told == [(1, 2, ""), (2, 2, ""), (0, 3, "lan: plain"), (1, 3, "lan: ahead")]
+    with ProgressBar("checking", 3) as bar:
+        bar.advance()
+        assert state(bar) == (1, 3, "checking")
+        bar.resume(1)
+        bar.advance(2)
+        assert state(bar) == (3, 3, "checking")
+    with ProgressBar("") as bar:
+        bar.begin("lan: plain", 3)
+        assert state(bar) == (0, 3, "lan: plain")
+        bar.begin("lan: ahead", 3)
+        assert state(bar) == (1, 3, "lan: ahead")
 
 
 def test_durations_are_rough() -> None:
@@ -78,11 +76,11 @@ def test_durations_are_rough() -> None:
 def test_a_bar_with_long_words_fits_80_columns() -> None:
     file = io.StringIO()
     screen = Screen(file=file, width=80)
-    state = TextColumn("{task.fields[state]}")
-    shown = bar_of("step", state, screen=screen)
+    shown = ProgressBar("step", 500, screen=screen)
     words = "loss 1.23 kl 0.12 accuracy 55% 1234 tokens/s"
-    shown.add_task("", total=500, completed=100, before=100, state=words)
-    screen.print(shown.get_renderable())
+    shown.resume(100)
+    shown.update(100, words)
+    screen.print(shown.renderable)
     (line,) = file.getvalue().splitlines()
     assert words in line
     assert "100/500" in line

@@ -26,8 +26,6 @@ from moaspec.engine.result import Source
 from moaspec.generation.drafters import load_drafter
 from moaspec.model.checkpoint.moa_checkpoint import config_from_json, save_drafter
 from moaspec.model.moa import MoADrafter
-from moaspec.paths import cache_dir
-from moaspec.ports import bind
 from moaspec.privacy.vault import Vault
 from moaspec.remote.device.bundle import DeviceBundle
 from moaspec.remote.device.events import RemoteEvent
@@ -35,6 +33,8 @@ from moaspec.remote.emulation.shaped_transport import ShapedTransport
 from moaspec.remote.protocol.identity import fingerprint
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
+from moaspec.support.paths import cache_dir
+from moaspec.support.ports import bind
 
 PROMPT = "w1 w2 <private>w3</private> w4"
 

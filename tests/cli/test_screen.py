@@ -18,8 +18,10 @@ from rich.text import Text
 
 import moaspec.cli
 from commands import Cli
-from moaspec.cli.terminal import console, progress
-from moaspec.cli.terminal.safe_console import Screen, harmless
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal.console import Screen, escape_unsafe
+from moaspec.cli.terminal.progress_bar import ProgressBar
+from moaspec.cli.terminal.status import quiet_libraries
 
 HOSTILE = {
     "escape": "\x1b[2J\x1b]0;title\x07",
@@ -78,12 +80,12 @@ def test_live_text_is_harmless_and_its_movements_are_not_lost() -> None:
 
 @given(st.text(st.characters(codec=None)))
 def test_everything_else_stays(text: str) -> None:
-    shown = harmless(text)
+    shown = escape_unsafe(text)
     assert is_harmless(shown)
     assert (shown == text) == is_harmless(text)
 
 
-@pytest.mark.parametrize("say", [console.error, console.note])
+@pytest.mark.parametrize("say", [console.error, console.print_wrapped])
 def test_messages(say: Callable[[str], None], capfd: pytest.CaptureFixture[str]) -> None:
     say(HOSTILE["escape"])
     told = capfd.readouterr()
@@ -93,13 +95,13 @@ def test_messages(say: Callable[[str], None], capfd: pytest.CaptureFixture[str])
 
 def test_no_bar_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     """Not even the empty line that it would leave."""
-    with progress.bar("measuring", 2) as advance:
-        advance()
+    with ProgressBar("measuring", 2) as bar:
+        bar.advance()
     assert capfd.readouterr() == ("", "")
 
 
 def test_log_records_that_no_handler_takes() -> None:
-    console.quiet_libraries()
+    quiet_libraries()
     record = logging.LogRecord("moaspec.x", logging.WARNING, "", 1, HOSTILE["escape"], None, None)
     assert logging.lastResort is not None
     assert is_harmless(logging.lastResort.format(record))

@@ -138,6 +138,10 @@ def test_bad_input_is_told_before_libraries_are_imported() -> None:
         ["data", "regenerate", nowhere, "--out", nowhere],
         ["data", "overlap", nowhere, "--against", nowhere],
         ["train", nowhere, "--for", "soon"],
+        ["train", nowhere],
+        ["generate", "x", "--quantize", "int3"],
+        ["chat", "--quantize", "int3"],
+        ["eval", "--quantize", "int3"],
     ]
     done = list(_runs(cases))
     assert len(done) == len(cases)
@@ -175,7 +179,7 @@ def test_all_that_packages_export_can_be_had() -> None:
 def test_what_libraries_say_is_not_shown() -> None:
     code = """
 from moaspec.cli import console
-console.quiet_libraries()
+quiet_libraries()
 import logging, sys, warnings
 from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging

@@ -7,10 +7,11 @@ import io
 import pytest
 
 import tiny
-from moaspec.cli.commands.edge_bench import _cuts_table
-from moaspec.cli.terminal.result_tables import methods_costs_table, methods_table, parts_table
-from moaspec.cli.terminal.safe_console import Screen
-from moaspec.cli.terminal.terminal_table import rendered
+from edge_bench.command import _cuts_table
+from moaspec.cli.loading import num_threads
+from moaspec.cli.terminal.console import Screen
+from moaspec.cli.terminal.report_tables import methods_costs_table, methods_table, parts_table
+from moaspec.cli.terminal.table import rendered
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.report.report import Report
@@ -65,3 +66,7 @@ def test_tau_is_told_by_suite(report: Report) -> None:
     assert table.headings == ("tau by suite", "plain", "moa@tree:2x2x4")
     assert [row[0] for row in table.rows] == ["suite 0", "suite 1"]
     assert not parts_table(Report(report.outcomes[:0], "plain")).rows
+
+
+def test_one_thread_is_singular() -> None:
+    assert [num_threads(1), num_threads(2, "CPU ")] == ["1 thread", "2 CPU threads"]

@@ -1,4 +1,4 @@
-"""`moaspec vllm-config`."""
+"""The command `moaspec vllm-config`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ NAMES = {"chatml": serving.CHATML, **templates.TOOL_TEMPLATES}
 
 @functools.cache
 def template(name: str) -> ChatTemplate:
-    """A tokenizer in which the marks of all templates are control tokens, some with a space."""
+    """A tokenizer with the marks of all templates as control tokens, some with a space."""
     tokenizer = serving.tokenizer(NAMES[name])
     backend: Any = tokenizer.backend_tokenizer
     backend.add_special_tokens(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import chats
-from chats import ASSISTANT, BREAK, CALL, END, START, SYSTEM, THINK, TOOL, UNTHINK, USER
+import chat_tokenizers
+from chat_tokenizers import ASSISTANT, BREAK, CALL, END, START, SYSTEM, THINK, TOOL, UNTHINK, USER
 from moaspec.data.conversations import Conversation
 from moaspec.data.loss_mask import masked_tokens, prompt_ids
 from moaspec.data.messages import normal_messages, normal_tool
@@ -18,15 +18,17 @@ from moaspec.train.dataset.examples import Example
 
 STOPS = {END}
 ASKED = (START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK)
-TWO_TURNS = chats.talk("w20", "w30 w31", "w21 w22", "w32")
+TWO_TURNS = chat_tokenizers.talk("w20", "w30 w31", "w21 w22", "w32")
 
 
 def encoded(template: str, conversation: Conversation) -> Example:
-    masked = masked_tokens(ChatTemplate(chats.tokenizer(template)), conversation, STOPS)
+    masked = masked_tokens(ChatTemplate(chat_tokenizers.tokenizer(template)), conversation, STOPS)
     return Example.from_mask(masked.token_ids, masked.written)
 
 
-@pytest.mark.parametrize("template", [chats.CHATML, chats.MARKED], ids=["derived", "marked"])
+@pytest.mark.parametrize(
+    "template", [chat_tokenizers.CHATML, chat_tokenizers.MARKED], ids=["derived", "marked"]
+)
 def test_chatml(template: str) -> None:
     """The line break after <|end|> is the template's, so it is given and not written."""
     assert encoded(template, TWO_TURNS) == Example(
@@ -38,19 +40,19 @@ def test_chatml(template: str) -> None:
 
 
 def test_the_mask_written_out() -> None:
-    example = encoded(chats.CHATML, chats.talk("w20", "w30 w31", "w21"))
+    example = encoded(chat_tokenizers.CHATML, chat_tokenizers.talk("w20", "w30 w31", "w21"))
     assert example.token_ids == (0, 3, 8, 20, 1, 8, 0, 4, 8, 30, 31, 1)
     assert [int(mark) for mark in example.response_mask] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
 
 
 def test_llama_3() -> None:
-    assert encoded(chats.LLAMA3, chats.talk("w20", " w30 ")) == Example(
+    assert encoded(chat_tokenizers.LLAMA3, chat_tokenizers.talk("w20", " w30 ")) == Example(
         (START, USER, BREAK, BREAK, 20, END, START, ASSISTANT, BREAK, BREAK), (30, END)
     )
 
 
 def test_a_default_system_prompt() -> None:
-    assert encoded(chats.DEFAULT_SYSTEM, chats.talk("w20", "w30")) == Example(
+    assert encoded(chat_tokenizers.DEFAULT_SYSTEM, chat_tokenizers.talk("w20", "w30")) == Example(
         (START, SYSTEM, BREAK, 10, 11, END, BREAK, *ASKED),
         (30, END),
     )
@@ -59,9 +61,12 @@ def test_a_default_system_prompt() -> None:
 def test_thinking_that_is_stripped_from_earlier_turns() -> None:
     """The first turn is no longer what the target wrote, so it carries no loss."""
     thought = "<think>w50</think>w30"
-    one = encoded(chats.THINKING, chats.talk("w20", thought))
+    one = encoded(chat_tokenizers.THINKING, chat_tokenizers.talk("w20", thought))
     assert one.pieces[1] == (THINK, 50, UNTHINK, 30, END)
-    two = encoded(chats.THINKING, chats.talk("w20", thought, "w21", "<think>w51</think>w31"))
+    two = encoded(
+        chat_tokenizers.THINKING,
+        chat_tokenizers.talk("w20", thought, "w21", "<think>w51</think>w31"),
+    )
     assert two == Example(
         (*ASKED, 30, END, BREAK, START, USER, BREAK, 21, END, BREAK, START, ASSISTANT, BREAK),
         (THINK, 51, UNTHINK, 31, END),
@@ -69,7 +74,9 @@ def test_thinking_that_is_stripped_from_earlier_turns() -> None:
 
 
 def test_earlier_turns_without_thinking_count() -> None:
-    two = encoded(chats.THINKING, chats.talk("w20", "w30", "w21", "<think>w51</think>w31"))
+    two = encoded(
+        chat_tokenizers.THINKING, chat_tokenizers.talk("w20", "w30", "w21", "<think>w51</think>w31")
+    )
     assert two.pieces[1::2] == ((30, END), (THINK, 51, UNTHINK, 31, END))
 
 
@@ -86,7 +93,7 @@ def test_tools() -> None:
         messages=normal_messages(messages),
         tools=(normal_tool({"name": "w40"}),),
     )
-    assert encoded(chats.TOOLS, conversation) == Example(
+    assert encoded(chat_tokenizers.TOOLS, conversation) == Example(
         (START, SYSTEM, BREAK, 40, END, BREAK, *ASKED),
         (CALL, 40, END),
         (BREAK, START, TOOL, BREAK, 60, END, BREAK, START, ASSISTANT, BREAK),
@@ -100,7 +107,7 @@ def test_a_template_without_end_of_turn() -> None:
         "{% for m in messages %}{{ m.role + '\n' + m.content + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
     )
-    assert encoded(template, chats.talk("w20", "w30")) == Example(
+    assert encoded(template, chat_tokenizers.talk("w20", "w30")) == Example(
         (USER, BREAK, 20, BREAK, ASSISTANT, BREAK), (30, BREAK)
     )
 
@@ -108,11 +115,19 @@ def test_a_template_without_end_of_turn() -> None:
 @pytest.mark.parametrize(
     ("template", "conversation", "message"),
     [
-        (chats.FORCED_THINKING, chats.talk("w20", "w30"), "no assistant turn's tokens"),
-        (chats.CHATML, chats.talk("w20"), "no assistant turn to learn from"),
-        ("{{ raise_exception('not so') }}", chats.talk("w20", "w30"), "user, assistant.*not so"),
-        ("{{ messages[0].foo.bar }}", chats.talk("w20", "w30"), "refuses"),
-        (None, chats.talk("w20", "w30"), "no chat template"),
+        (
+            chat_tokenizers.FORCED_THINKING,
+            chat_tokenizers.talk("w20", "w30"),
+            "no assistant turn's tokens",
+        ),
+        (chat_tokenizers.CHATML, chat_tokenizers.talk("w20"), "no assistant turn to learn from"),
+        (
+            "{{ raise_exception('not so') }}",
+            chat_tokenizers.talk("w20", "w30"),
+            "user, assistant.*not so",
+        ),
+        ("{{ messages[0].foo.bar }}", chat_tokenizers.talk("w20", "w30"), "refuses"),
+        (None, chat_tokenizers.talk("w20", "w30"), "no chat template"),
     ],
     ids=["unlocatable", "no turn", "refused", "broken", "none"],
 )
@@ -120,43 +135,45 @@ def test_what_cannot_be_masked(
     template: str | None, conversation: Conversation, message: str
 ) -> None:
     with pytest.raises(DataError, match=f"here:1: .*{message}"):
-        masked_tokens(ChatTemplate(chats.tokenizer(template)), conversation, STOPS)
+        masked_tokens(ChatTemplate(chat_tokenizers.tokenizer(template)), conversation, STOPS)
 
 
 def test_prompts() -> None:
-    ids = prompt_ids(ChatTemplate(chats.tokenizer()), chats.talk("w20"))
+    ids = prompt_ids(ChatTemplate(chat_tokenizers.tokenizer()), chat_tokenizers.talk("w20"))
     assert ids == [START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK]
 
 
 def test_plain_prompts_need_no_template() -> None:
-    bare = ChatTemplate(chats.tokenizer(None))
-    assert prompt_ids(bare, chats.talk("w20 w21", plain=True)) == [20, 21]
+    bare = ChatTemplate(chat_tokenizers.tokenizer(None))
+    assert prompt_ids(bare, chat_tokenizers.talk("w20 w21", plain=True)) == [20, 21]
     with pytest.raises(DataError, match="no chat template"):
-        prompt_ids(bare, chats.talk("w20 w21"))
+        prompt_ids(bare, chat_tokenizers.talk("w20 w21"))
     with pytest.raises(DataError, match="no tokenizer"):
-        prompt_ids(ChatTemplate(None), chats.talk("w20"))
+        prompt_ids(ChatTemplate(None), chat_tokenizers.talk("w20"))
 
 
 def test_user_turns() -> None:
-    turn = user_turn(ChatTemplate(chats.tokenizer(chats.DEFAULT_SYSTEM)))
+    turn = user_turn(ChatTemplate(chat_tokenizers.tokenizer(chat_tokenizers.DEFAULT_SYSTEM)))
     assert turn.prefix_ids == (START, SYSTEM, BREAK, 10, 11, END, BREAK, START, USER, BREAK)
     assert (turn.suffix, turn.suffix_ids) == ("<|end|>\n", (END, BREAK))
-    turn = user_turn(ChatTemplate(chats.tokenizer()), system="w12")
+    turn = user_turn(ChatTemplate(chat_tokenizers.tokenizer()), system="w12")
     assert turn.prefix_ids == (START, SYSTEM, BREAK, 12, END, BREAK, START, USER, BREAK)
 
 
 @pytest.mark.parametrize("template", ["nothing", "{{ messages[0].content * 2 }}"])
 def test_templates_without_a_user_turn(template: str) -> None:
     with pytest.raises(DataError, match="repeats or drops"):
-        user_turn(ChatTemplate(chats.tokenizer(template)))
+        user_turn(ChatTemplate(chat_tokenizers.tokenizer(template)))
 
 
-@pytest.mark.parametrize("template", [chats.CHATML, chats.MARKED], ids=["derived", "marked"])
+@pytest.mark.parametrize(
+    "template", [chat_tokenizers.CHATML, chat_tokenizers.MARKED], ids=["derived", "marked"]
+)
 def test_turns_of_weight_zero_carry_no_loss(template: str) -> None:
     messages = [dict(message) for message in TWO_TURNS.messages]
     messages[1]["weight"] = 0
     conversation = Conversation(where="here:1", messages=normal_messages(messages))
-    masked = masked_tokens(ChatTemplate(chats.tokenizer(template)), conversation, STOPS)
+    masked = masked_tokens(ChatTemplate(chat_tokenizers.tokenizer(template)), conversation, STOPS)
     assert (masked.turns, masked.turns_with_loss) == (2, 1)
     assert Example.from_mask(masked.token_ids, masked.written).pieces[1::2] == ((32, END),)
 
@@ -164,5 +181,5 @@ def test_turns_of_weight_zero_carry_no_loss(template: str) -> None:
 def test_developers_are_systems() -> None:
     messages = [{"role": "developer", "content": "w12"}, {"role": "user", "content": "w20"}]
     conversation = Conversation(where="here:1", messages=normal_messages(messages))
-    ids = prompt_ids(ChatTemplate(chats.tokenizer()), conversation)
+    ids = prompt_ids(ChatTemplate(chat_tokenizers.tokenizer()), conversation)
     assert ids[:6] == [START, SYSTEM, BREAK, 12, END, BREAK]

@@ -174,7 +174,7 @@ def test_a_cut_over_the_real_protocol(bundle: Path) -> None:
 
 
 def test_tokens_of_an_outage_that_nobody_asked_for_count_too() -> None:
-    """A device writes so many without a link and then waits: for a link that has to be mended."""
+    """A device writes a limited number of tokens without a link and then waits for it."""
     log = _Log()
     sources: tuple[Source, ...] = ("draft",) * 3
     alone = RemoteEvent(

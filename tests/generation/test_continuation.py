@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import moaspec
-import spellings
 import tiny
+import tokenizer_kinds
 from moaspec.sampling.incremental_text import UNKNOWN, TextStream, TokenBytes, continuation
 
-TOKENIZERS = {name: make() for name, make in spellings.KINDS.items()}
+TOKENIZERS = {name: make() for name, make in tokenizer_kinds.KINDS.items()}
 
 
 def _random_ids(tokenizer: Any, seed: int) -> list[int]:
@@ -70,7 +70,7 @@ def test_tokens_have_names_of_their_own() -> None:
     for name in ("llama", "byte level", "unigram"):
         tokenizer = TOKENIZERS[name]
         own = TokenBytes(tokenizer)
-        letter = spellings.byte_level().convert_ids_to_tokens(0) and (
+        letter = tokenizer_kinds.byte_level().convert_ids_to_tokens(0) and (
             "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}" if name == "byte level" else "\u2581"
         )
         ids = tokenizer.convert_tokens_to_ids([f"{letter}true", "true"])

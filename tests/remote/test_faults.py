@@ -17,7 +17,6 @@ import pytest
 
 import tiny
 from links import FaultyTransport, Restartable
-from moaspec import limits
 from moaspec.drafting.draft_tree import Chain
 from moaspec.errors import InputError, LinkError, RefusedError
 from moaspec.remote.device.link import LinkOptions
@@ -31,6 +30,7 @@ from moaspec.remote.server.auth import CallAuth, Credentials
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import ServiceOptions, TargetService
 from moaspec.remote.server.session_store import NoRoomError, StoreOptions
+from moaspec.support import limits
 
 PROMPT = tiny.PROMPTS[1]
 NEW = tiny.NEW_TOKENS

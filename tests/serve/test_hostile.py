@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 import serving
-from moaspec import limits
 from moaspec.serve import uvicorn_server
 from moaspec.serve.guard import GuardSettings
 from moaspec.serve.server_context import ServeSettings
+from moaspec.support import limits
 from serving import MODEL, Served, say
 
 KEY = "a-secret-key"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from moaspec import limits
 from moaspec.serve.guard import too_many_json_values
 from moaspec.serve.openai.chat_schema import ChatRequest
 from moaspec.serve.openai.responses_schema import ResponseRequest
 from moaspec.serve.openai.schema import CompletionRequest
+from moaspec.support import limits
 from serving import MODEL, say
 
 MOST = 100

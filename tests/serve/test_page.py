@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import browsing
+import memorised_target
 import serving
-import storyteller
 from browsing import PHONE
 from chatpage import CHAT, DONE, answering, ask, asked, local_source, painted, raw_text, violations
+from memorised_target import ANSWER, QUESTION
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions
@@ -24,7 +25,6 @@ from moaspec.serve.guard import GuardSettings
 from moaspec.serve.server_context import ServeSettings
 from moaspec.serve.sources.edge_source import EdgeSource
 from serving import Served
-from storyteller import ANSWER, QUESTION
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Request
@@ -37,7 +37,7 @@ LINK = LinkProfile(name="slow", delay_s=0.04)
 
 @pytest.fixture(scope="module")
 def edge(browser: Browser) -> Iterator[Served]:  # noqa: ARG001 - skips without one
-    target, drafter, faults = storyteller.target(), storyteller.drafter(), Faults()
+    target, drafter, faults = memorised_target.target(), memorised_target.drafter(), Faults()
     quick = LinkOptions(heartbeat_s=0.1, dead_after_s=1.0, backoff_s=0.05, max_backoff_s=0.1)
     source = EdgeSource(
         LocalDevice(target, drafter),
@@ -108,7 +108,7 @@ def test_plain_decoding_beside(browser: Browser, local: Served, pictures: Path) 
         visited.shows("document.querySelector('.verdict') !== null")
         texts = visited.page.locator(".answer .text").all_text_contents()
         assert [text.split() for text in texts] == [ANSWER.split(), ANSWER.split()]
-        assert "the same text" in visited.text(".verdict")
+        assert "Same text" in visited.text(".verdict")
         assert "passes of the model instead of" in visited.text(".verdict")
         assert "1.00 a pass" in visited.page.locator(".speed").all_text_contents()[1]
         assert speculated == [True, False]
@@ -450,11 +450,11 @@ def test_verdicts_and_sentences(browser: Browser, local: Served) -> None:
         found = visited.module("compare.js", said, [{"ids": [1, 2], "stats": stats}, plain])
         assert found == {
             "same": True,
-            "text": "✓ 1.50 times as fast with speculation (30.0 against 20.0 tokens a second): "
-            "the same text, token for token, in 4 passes of the model instead of 9.",
+            "text": "✓ Same text, token for token, in 4 passes of the model instead of 9. "
+            "Speed: 1.50 times as fast with speculation (30.0 against 20.0 tokens a second).",
         }
         found = visited.module("compare.js", said, [{"ids": [1, 3], "stats": None}, plain])
-        assert found["text"].startswith("✗ the texts differ from token 2 on; ")
+        assert found["text"].startswith("✗ The texts differ from token 2 on; ")
         found = visited.module("spoken.js", "m.sentences(a)", "One. Two 1.5 is (two.) Thr")
         assert found == {"whole": "One. Two 1.5 is (two.)", "rest": "Thr"}
         assert visited.module("panel.js", "a.map(m.bytes)", [0, 999, 1500, 2e6]) == [

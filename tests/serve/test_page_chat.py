@@ -11,8 +11,8 @@ import pytest
 import browsing
 from browsing import Visit
 from chatpage import DONE, answering, asked, begin_answer, painted, raw_text, stored
+from memorised_target import ANSWER
 from serving import Served
-from storyteller import ANSWER
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

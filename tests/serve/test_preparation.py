@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from moaspec import limits
 from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.errors import BusyError
 from moaspec.serve.preparation import PreparationPool
+from moaspec.support import limits
 from serving import CONTEXT, MODEL, Served, say
 
 

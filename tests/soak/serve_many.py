@@ -32,7 +32,7 @@ from common import load, parser, setting, spread, trusted
 import moaspec
 import serving
 from moaspec import Target
-from moaspec.cli.terminal.console import chat_ids
+from moaspec.cli.prompts import chat_ids
 from moaspec.evaluate.correctness.equality import judge
 from moaspec.evaluate.prompt_suites import read_prompts
 from moaspec.generation.options import shaping_for

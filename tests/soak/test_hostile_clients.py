@@ -33,12 +33,12 @@ import tiny
 from attacks import KEY as HOSTILE
 from attacks import MODEL
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
-from moaspec.ports import bind
 from moaspec.remote.device.bundle import export_bundle, load_device
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.server.auth import Credentials
+from moaspec.support.ports import bind
 
 pytestmark = [
     pytest.mark.slow,

@@ -32,7 +32,7 @@ DRAFTERS = ("moa", "independent", "replay")
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeSettings:
-    """What is measured.
+    """The settings of a benchmark.
 
     Attributes:
         model, drafter, dtype: of the server.
@@ -127,7 +127,7 @@ class Worker:
     """A process that answers lines of JSON.
 
     Raises:
-        MoaSpecError: it ended; its own words are on standard error.
+        MoaSpecError: it ended; its messages are on standard error.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -158,7 +158,7 @@ class Worker:
             self._process.wait()
 
     def read(self) -> Any:
-        """The next line."""
+        """Read the next line as JSON."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -166,12 +166,12 @@ class Worker:
         return json.loads(line)
 
     def ask(self, job: dict[str, Any]) -> Any:
-        """Have something done, and wait for the answer."""
+        """Send a job and wait for the answer."""
         self.write(job)
         return self.read()
 
     def write(self, value: dict[str, Any]) -> None:
-        """A line."""
+        """Write a value as one line of JSON."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
@@ -341,7 +341,7 @@ def measured_row(
     rtt_s: float,
     pass_s: float,
 ) -> dict[str, Any]:
-    """A case, what it measured, and what the formula says."""
+    """The row of a case: its measurements beside the prediction."""
     per_token_s = 1.0 / measured["tokens_per_s"]
     rounds = max(1, measured["rounds"])
     moved = measured["bytes_up_per_token"] + measured["bytes_down_per_token"]

@@ -14,7 +14,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is measured.
+    """The settings of one measurement.
 
     Attributes:
         mode: see `formula`.

@@ -1,4 +1,4 @@
-"""The cut of `evaluate.cut` over the real protocol: what the device writes alone."""
+"""Cuts emulated links in the middle of texts and judges the text written without a link."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ async def cut_and_return(
 
     Returns:
         Seconds: `noticed_s` from the cut to when it was noticed, `next_s` from then to the next
-        token, `back_s` from mending to the verified prefix, and `back_limit_s`, what that may take:
+        token, `back_s` from mending to the verified prefix, and `back_limit_s`, its upper limit:
         the longest pause between attempts, four round trips and a pass. Verified tokens per second
-        before the cut and after the return. What the device wrote alone, and how much of it stayed.
-        The final text.
+        before the cut and after the return. The text written without a link, and how much of it was
+        kept. The final text.
     """
     held = HeldDevice(device, case.step_s)
     options = RemoteOptions(

@@ -1,12 +1,12 @@
-"""What the arithmetic of a round says about each deployment.
+"""Predicts the seconds per token of each deployment.
 
-R round trip, gamma drafted tokens of a round, t_d the device's draft step, t_v the verifying pass,
-t_T the plain pass, s/B transfer, A tokens a round emits, h the share of rounds whose next draft was
-there when the verdict came. Seconds per token:
+R is the round trip, gamma the drafted tokens of a round, t_d the device's draft step and t_v the
+verifying pass. t_T is the plain pass, s/B the transfer and A the tokens that a round emits. h is
+the share of rounds whose next draft was ready when the verdict came. Seconds per token:
 
 - plain, streamed from the server: t_T (the link only delays the first token);
 - server, drafting beside its target: (gamma t_d' + t_v) / A with the server's own draft step;
-- sync, client-server by turns: (gamma t_d + R + s/B + t_v) / A;
+- sync, client-server, one after the other: (gamma t_d + R + s/B + t_v) / A;
 - ahead, the device drafting on meanwhile: (max(gamma t_d, R + s/B + t_v) + (1 - h) gamma t_d) / A.
 """
 
@@ -47,7 +47,7 @@ class Round:
 
 
 def prediction(mode: Mode, of: Round) -> float:
-    """Seconds per token."""
+    """Predicted seconds per token of a mode."""
     draft_s = of.drafted * of.step_s
     if mode == "plain":
         return of.pass_s

@@ -38,12 +38,12 @@ async def measure_case(
     """Decode all prompts greedily, one after another, a new session for each.
 
     Args:
-        case: how.
+        case: the mode and its settings.
         device: drafts.
         transport: leads to the server.
         prompts: token ids.
         max_new_tokens: of each.
-        texts: what plain decoding gave for each; the replay drafter proposes it.
+        texts: of plain decoding, one for each; the replay drafter proposes it.
         through: a transport around `transport` for sessions, None for itself.
     """
     found = Measured(prompts=[list(one) for one in prompts])

@@ -112,15 +112,15 @@ class EmulatedLink:
         return ["ip", "netns", "exec", self._names[side], *arguments]
 
     def cut(self) -> None:
-        """No packet passes from now on; nobody is told."""
+        """Drop all packets from now on, silently."""
         self._tell("cut")
 
     def mend(self) -> None:
-        """Packets pass again."""
+        """Let packets pass again."""
         self._tell("mend")
 
     def shape(self, link: LinkProfile) -> None:
-        """Be another link from now on."""
+        """Emulate another link from now on."""
         self.link = link
         self._tell(f"link {json.dumps(asdict(link))}")
 

@@ -132,7 +132,7 @@ def natural_step_s(drafter: Drafter) -> float:
 
 
 async def serve(settings: dict[str, Any], say: Say, hear: Hear) -> None:
-    """The server's process."""
+    """Run the process of the server."""
     target = load_target(settings["model"], dtype=settings["dtype"])
     drafter = load_drafter(settings["drafter"], target=target)
     options = ServiceOptions(passes=PassOptions(min_pass_s=settings["pass_s"]))
@@ -145,7 +145,7 @@ async def serve(settings: dict[str, Any], say: Say, hear: Hear) -> None:
 
 
 async def decode(settings: dict[str, Any], say: Say, hear: Hear) -> None:
-    """The device's process."""
+    """Run the process of the device."""
     devices: dict[str, Device] = {
         kind: load_device(path) for kind, path in settings["bundles"].items()
     }

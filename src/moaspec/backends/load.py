@@ -10,9 +10,9 @@ import torch
 from moaspec.backends.fast_target import accelerate
 from moaspec.backends.linear_backends import fastest_dtype
 from moaspec.backends.weight_only import quantise, require_quantize
+from moaspec.support.torch_settings import plain_torch
 from moaspec.target.registry import read_target, require_device, require_dtype
 from moaspec.target.target import Target
-from moaspec.torch_settings import plain_torch
 
 AUTO = "auto"
 

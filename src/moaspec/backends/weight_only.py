@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moaspec.backends.cpu.quantized_weight import BLOCK, QuantizedWeight
 from moaspec.errors import InputError
-from moaspec.extras import require
+from moaspec.support.extras import require
 
 log = logging.getLogger(__name__)
 

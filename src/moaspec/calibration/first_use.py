@@ -15,7 +15,7 @@ from moaspec.calibration.round_parts import RoundParts
 from moaspec.drafting.policy.assumed_costs import PASSES, num_weights
 from moaspec.drafting.policy.assumed_costs import TOKENS as ASSUMED_TOKENS
 from moaspec.model.moa import MoADrafter
-from moaspec.paths import cache_dir, why_not_writable
+from moaspec.support.paths import cache_dir, why_not_writable
 from moaspec.target.target import Target
 
 SWITCH = "MOASPEC_CALIBRATE"

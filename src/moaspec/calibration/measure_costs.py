@@ -29,9 +29,9 @@ from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.errors import InputError
 from moaspec.model.moa import MoADrafter
-from moaspec.paths import make_private, trusted
+from moaspec.support.paths import make_private, trusted
+from moaspec.support.torch_settings import plain_torch
 from moaspec.target.target import Target
-from moaspec.torch_settings import plain_torch
 
 FORMAT_VERSION = 8
 TOKENS = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)

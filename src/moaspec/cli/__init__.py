@@ -1,1 +1,1 @@
-"""The command line."""
+"""The `moaspec` command: its commands, options and terminal output."""

@@ -1,4 +1,4 @@
-"""What commands of a device share: its bundle, the server's address, and what it shows there."""
+"""Options of the device commands: bundle, server address, credentials, link policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from moaspec.cli.terminal import console
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
-from moaspec.paths import close_to_others, make_private, require_writable, trusted
+from moaspec.support.paths import close_to_others, make_private, require_writable, trusted
 
 if TYPE_CHECKING:
     from moaspec.privacy.vault import Vault
@@ -46,7 +46,7 @@ PrefixDir = Annotated[
 ]
 GiveUp = Annotated[
     float | None,
-    typer.Option(help="Fail after so many seconds without a verdict; default: never.", min=0),
+    typer.Option(help="Fail after this many seconds without a verdict; default: never.", min=0),
 ]
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token; also $MOASPEC_TOKEN.")
@@ -66,7 +66,7 @@ _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
 
 def check_address(server: str) -> None:
-    """Refuse what is no address.
+    """Refuse a server address of another form.
 
     Raises:
         InputError: something else than HOST:PORT.
@@ -93,7 +93,7 @@ def remote_options(**given: Any) -> RemoteOptions:
 
 
 def vault(phone_region: Sequence[str] | None, *, recognise: bool) -> Vault:
-    """What hides private text, by the options of both commands."""
+    """The vault that hides private text, by the options of both commands."""
     from moaspec.privacy.recognisers import default
     from moaspec.privacy.vault import Vault
 
@@ -103,7 +103,7 @@ def vault(phone_region: Sequence[str] | None, *, recognise: bool) -> Vault:
 def credentials(
     token_file: Path | None, ca: str | None, certificate: Path | None, key: Path | None
 ) -> Credentials:
-    """What the device shows.
+    """The credentials that the device sends.
 
     Raises:
         InputError: a token that cannot be read, or options that do not go together.
@@ -127,7 +127,7 @@ def _token(path: Path | None) -> str | None:
 
 
 def load_bundle(bundle: Path | None, model: str) -> DeviceBundle:
-    """The bundle that was named, or else the one of the model's bundled drafter.
+    """Load the named bundle, or by default that of the model's bundled drafter.
 
     Raises:
         InputError: none was named, and no drafter is bundled for the model.
@@ -139,7 +139,7 @@ def load_bundle(bundle: Path | None, model: str) -> DeviceBundle:
 
 
 def _made_bundle(model: str) -> Path:
-    """A bundle of the model's own drafter, made where this one has none yet."""
+    """The directory of the bundled drafter's bundle, exported at the first use."""
     from moaspec.remote.device.bundle import FORMAT_VERSION, export_bundle, is_bundle
 
     drafter = bundled_drafters().get(model)
@@ -158,7 +158,7 @@ def _made_bundle(model: str) -> Path:
 
 
 def _version(drafter: Path) -> str:
-    """Changes with the drafter, of which a server takes only the one that it has itself."""
+    """A hash of the drafter's files: a server accepts only its own drafter."""
     digest = hashlib.sha256()
     for file in sorted(path for path in drafter.iterdir() if path.is_file()):
         digest.update(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Where the `moaspec` command begins."""
+"""Entry point of the `moaspec` command."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ INTERRUPTED = 130
 
 def run() -> None:
     """Load the commands, then run one; see `moaspec.cli.main.run`."""
-    with leaving():
+    with exit_on_interrupt():
         from moaspec.cli import main
     main.run()
 
 
 @contextmanager
-def leaving(first: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Around imports that take seconds: Ctrl-C ends the process at once and in silence.
+def exit_on_interrupt(first: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """End the process at once and silently on Ctrl-C, for imports that take seconds.
 
-    Raised as an exception, it would be caught, or not, anywhere inside the libraries.
+    A KeyboardInterrupt could be caught anywhere inside the libraries.
 
     Args:
-        first: is called before the process ends.
+        first: called before the process ends.
     """
 
     def leave(*_: object) -> None:
@@ -44,6 +44,6 @@ def leaving(first: Callable[[], object] = lambda: None) -> Iterator[None]:
 
 
 def _raises() -> bool:
-    """Whether a Ctrl-C is an exception in this thread; in the background it is ignored."""
+    """Whether Ctrl-C raises an exception in this thread; in the background it is ignored."""
     ours = threading.current_thread() is threading.main_thread()
     return ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -6,11 +6,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import loading, measuring
 from moaspec.generation.bundled import bundled_drafters
 
 if TYPE_CHECKING:
     from moaspec.drafting.protocols import Drafter
     from moaspec.model.moa import MoADrafter
+    from moaspec.target.generation_defaults import GenerationDefaults
+    from moaspec.target.spec import TargetSpec
     from moaspec.target.target import Target
 
 
@@ -25,8 +28,8 @@ def load(
     threads: int | None = None,
     speculation: bool = True,
 ) -> tuple[Target, MoADrafter | Drafter | None]:
-    """Load both, with a line that says in which dtype and with how many threads they run."""
-    with console.loading(model, threads):
+    """Load target and drafter, and print their dtype, number of threads and kernels."""
+    with loading(model, threads, quantize):
         from moaspec.backends.load import load_target
 
         target = load_target(
@@ -37,7 +40,7 @@ def load(
             generation_config=generation_config,
         )
         module = choose_drafter(drafter, model, target) if speculation else None
-    console.err.print(described(target), style="dim")
+    console.err.print(target_summary(target), style="dim")
     return target, module
 
 
@@ -53,21 +56,25 @@ def choose_drafter(name: str | None, model: str, target: Target) -> MoADrafter |
     return None
 
 
-def described(target: Target) -> str:
-    """The target, its dtype, and what computes it."""
+def target_summary(target: Target) -> str:
+    """The target's name, dtype and number of threads, and the kernels that compute it."""
     import torch
 
     from moaspec.backends.cpu.build import instructions
 
     parts = [f"{target.name} in {target.precision}"]
     if target.device.type == "cpu":
-        threads = torch.get_num_threads()
-        parts.append(f"{threads} CPU {'thread' if threads == 1 else 'threads'}")
+        parts.append(num_threads(torch.get_num_threads(), "CPU "))
         kernels = instructions() if target.packed and target.dtype == torch.bfloat16 else None
         parts.append(f"{kernels.upper()} kernels" if kernels else "PyTorch's kernels")
     else:
         parts.append(str(target.device))
     return ", ".join(parts)
+
+
+def num_threads(threads: int, kind: str = "") -> str:
+    """A number of threads in words."""
+    return f"{threads} {kind}{'thread' if threads == 1 else 'threads'}"
 
 
 def measure_once(target: Target, module: MoADrafter | Drafter | None) -> None:
@@ -77,14 +84,14 @@ def measure_once(target: Target, module: MoADrafter | Drafter | None) -> None:
 
     if not isinstance(module, MoADrafter):
         return
-    with console.measuring() as advance:
+    with measuring() as advance:
         exits, why_not = first_use.measure_once(target, module, advance=advance)
     if why_not is not None:
-        tell_unmeasured(why_not, busy=exits[0].costs is not None)
+        warn_unmeasured(why_not, busy=exits[0].costs is not None)
 
 
 @cache
-def tell_unmeasured(why_not: str, *, busy: bool) -> None:
+def warn_unmeasured(why_not: str, *, busy: bool) -> None:
     """One line, once per process.
 
     Args:
@@ -98,3 +105,13 @@ def tell_unmeasured(why_not: str, *, busy: bool) -> None:
             f"again, because {why_not}. What is drafted may pay less than it could"
         )
     console.err.print(f"{said}; `moaspec calibrate` measures the machine.", style="dim")
+
+
+def print_defaults(target: TargetSpec, defaults: GenerationDefaults) -> None:
+    """Print which of the model's own generation defaults apply, if any."""
+    if defaults.words:
+        console.err.print(
+            f"Defaults of {target.name}: {defaults.words}. --generation-config none leaves them "
+            "out.",
+            style="dim",
+        )

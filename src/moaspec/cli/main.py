@@ -15,7 +15,7 @@ from moaspec.cli.commands.checkpoint import app as checkpoint
 from moaspec.cli.commands.data import app as data
 from moaspec.cli.commands.demo import demo
 from moaspec.cli.commands.edge import edge
-from moaspec.cli.commands.edge_bench import edge_bench
+from moaspec.cli.commands.edge_bench import add_edge_bench
 from moaspec.cli.commands.evaluate import app as evaluate
 from moaspec.cli.commands.generate import generate
 from moaspec.cli.commands.info import info
@@ -29,7 +29,7 @@ from moaspec.cli.terminal import console
 from moaspec.errors import HubError, MoaSpecError, RemoteError, ServerError, TrainingError
 
 FAILURES = (HubError, RemoteError, ServerError, TrainingError)
-"""Errors that are nobody's bad input."""
+"""Errors with exit code 1: they are not caused by bad input."""
 
 app = typer.Typer(
     name="moaspec",
@@ -40,7 +40,7 @@ app = typer.Typer(
 
 
 def show_version(wanted: bool) -> None:
-    """Print it and end."""
+    """Print the version and exit."""
     if wanted:
         console.out.print(f"moaspec {__version__}")
         raise typer.Exit
@@ -74,7 +74,7 @@ for command in (
 ):
     app.command()(command)
 app.command("target-server")(target_server)
-app.command("edge-bench")(edge_bench)
+add_edge_bench(app)
 app.add_typer(evaluate, name="eval")
 app.add_typer(data)
 app.add_typer(checkpoint)

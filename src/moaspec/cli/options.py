@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from moaspec.cli.terminal import console
+from moaspec.cli.loading import print_defaults
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
@@ -27,14 +27,14 @@ Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub 
 DrafterName = Annotated[
     str | None, typer.Option(help="Alias, directory or hub id; default: the bundled one.")
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="At most so many tokens.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens.")]
 Shape = Annotated[
     str, typer.Option(help="auto, chain:LENGTH or tree:DEPTHxBREADTHxTOTAL, as in tree:6x8x62.")
 ]
 
 
 class FreeBranchesOption(StrEnum):
-    """Values of --free-branches."""
+    """The values of the option --free-branches."""
 
     auto = "auto"
     on = "on"
@@ -48,14 +48,15 @@ class FreeBranchesOption(StrEnum):
 
 
 FreeBranches = Annotated[
-    FreeBranchesOption, typer.Option(help="Also try what the text itself said before.")
+    FreeBranchesOption,
+    typer.Option(help="Also draft continuations that occur earlier in the text."),
 ]
 Temperature = Annotated[
     float | None,
     typer.Option(help="0 takes the best token; default: the model's, where it samples, else 0."),
 ]
 TopK = Annotated[
-    int | None, typer.Option(help="Sample among so many tokens; 0: all; default: the model's.")
+    int | None, typer.Option(help="Sample among this many tokens; 0: all; default: the model's.")
 ]
 TopP = Annotated[
     float | None, typer.Option(help="Sample among tokens of this mass; default: the model's.")
@@ -68,12 +69,14 @@ MinP = Annotated[
 ]
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option(help="Above 1 makes tokens that occurred less likely; default: the model's."),
+    typer.Option(
+        help="Above 1, tokens that occurred before are less likely; default: the model's."
+    ),
 ]
 
 
 class GenerationConfigOption(StrEnum):
-    """Values of --generation-config."""
+    """The values of the option --generation-config."""
 
     auto = "auto"
     none = "none"
@@ -87,12 +90,11 @@ class GenerationConfigOption(StrEnum):
 GenerationConfig = Annotated[
     GenerationConfigOption,
     typer.Option(
-        help="auto: the model's generation_config.json holds where nothing else is said; none: it "
-        "does not."
+        help="auto: the model's generation_config.json gives the defaults; none: it is not used."
     ),
 ]
 AUTO = GenerationConfigOption.auto
-Seed = Annotated[int | None, typer.Option(help="Of sampling; drawn where none is given.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of sampling; random by default.")]
 Speculation = Annotated[
     bool, typer.Option("--speculation/--no-speculation", help="Draft, or decode plainly.")
 ]
@@ -110,30 +112,29 @@ Quantize = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
+Device = Annotated[str, typer.Option(help="A torch device.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def settled(settings: RowOptions, target: Target) -> RowOptions:
-    """A command's settings for a target: without a temperature, sampled where the model samples.
-
-    Says which of the model's defaults hold.
-    """
+def with_model_defaults(settings: RowOptions, target: Target) -> RowOptions:
+    """Fill in the temperature from the model's defaults, and print which of them apply."""
     from moaspec.generation.options import defaults_of
 
     defaults = defaults_of(target, settings)
-    console.tell_defaults(target, defaults)
+    print_defaults(target, defaults)
     if settings.get("temperature") is not None:
         return settings
     return {**settings, "temperature": defaults.temperature or 0.0}
 
 
-def row_options(given: Mapping[str, Any]) -> RowOptions:
-    """What a command's options mean for decoding.
+def decoding_options(given: Mapping[str, Any]) -> RowOptions:
+    """Decoding settings from a command's options.
 
     Args:
-        given: all of its parameters by name; those of decoding have the names that `generate` has.
+        given: all of its parameters by name; decoding parameters are named as in `generate`.
 
     Raises:
-        ShapeError, InputError: a bad value, which should not have to wait for a model to load.
+        ShapeError, InputError: a bad value; no model is loaded before.
     """
     from moaspec.drafting.draft_tree import parse_shape
     from moaspec.sampling.stop_strings import stop_strings
@@ -155,14 +156,14 @@ def row_options(given: Mapping[str, Any]) -> RowOptions:
 
 
 def check_sampling(settings: Mapping[str, Any]) -> None:
-    """Raise InputError for a value that no sampling can have."""
+    """Raise InputError for an invalid sampling value."""
     from moaspec.sampling.params import SamplingParams
 
     SamplingParams(**_sampling(settings))
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that say how tokens are chosen, where they say anything."""
+    """The sampling options that are given."""
     from moaspec.sampling.params import SamplingParams
 
     names = {field.name for field in dataclasses.fields(SamplingParams)}

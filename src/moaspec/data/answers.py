@@ -1,4 +1,4 @@
-"""What a target wrote, as the message that a conversation goes on from."""
+"""Parsing generated tokens into an assistant message with tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations of data sets with rows of many shapes."""
+"""Reads conversations from data sets whose rows have different shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of data: which there are, how they are compressed, and their lines."""
+"""Data files: finding, decompressing and splitting them into lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKED_SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}
 PARQUET = b"PAR1"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_LINE_BYTES, MAX_LIST_BYTES = 1 << 26, 1 << 30
-"""Of one line, and of a file that is one JSON list; uncompressed."""
+"""Maximum size of one line, and of a file that is one JSON list; uncompressed."""
 PARQUET_ROWS = 256
 """Rows in memory at the same time."""
 ZSTD_BYTES = 512

@@ -29,7 +29,7 @@ SHAREGPT_ROLES = {
     "observation": "tool",
 }
 CALLERS = ("function_call", "tool_call")
-"""Whose text is a call."""
+"""Roles whose text is a tool call."""
 QUESTIONS = ("instruction", "prompt", "question", "query")
 CONTEXTS = ("input", "context")
 ANSWERS = ("output", "response", "completion", "answer", "chosen")
@@ -46,8 +46,8 @@ MESSAGE_KEYS = {
 NAMED = ("from", "value", "content")
 """Keys of a message that have one name in OpenAI's form and another in ShareGPT's."""
 Fields = dict[str, Any]
-Told = list[dict[str, Any]]
-"""Messages, not yet of the normal form."""
+RawMessages = list[dict[str, Any]]
+"""Messages before they are converted to the normal form."""
 
 
 class DataRow:
@@ -160,21 +160,21 @@ def _is_question(messages: Sequence[Mapping[str, Any]]) -> bool:
     return len(messages) == 1 and messages[0]["role"] == "user"
 
 
-def _message_list(row: DataRow, key: str) -> Told:
+def _message_list(row: DataRow, key: str) -> RawMessages:
     told = _listed(row, row.get(key), key)
     unanswered = told[-1]["role"] in ("user", "tool") and key not in ANSWERS
     return [*told, *_answer(row)] if unanswered else told
 
 
-def _listed(row: DataRow, value: Any, name: str) -> Told:
+def _listed(row: DataRow, value: Any, name: str) -> RawMessages:
     """Messages of OpenAI's form or ShareGPT's."""
     value = _parsed(value, name)
     if not isinstance(value, list) or not value:
         raise MalformedError(f"{name!r} must be a list of messages, got {short(value)}.")
-    return [_told(row, message, number) for number, message in enumerate(value, start=1)]
+    return [_raw_message(row, message, number) for number, message in enumerate(value, start=1)]
 
 
-def _told(row: DataRow, message: Any, number: int) -> dict[str, Any]:
+def _raw_message(row: DataRow, message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise MalformedError(f"message {number} must be an object, got {short(message)}.")
     row.note_keys(message)
@@ -213,14 +213,14 @@ def _called(value: Any, number: int) -> list[Any]:
     return calls if isinstance(calls, list) else [calls]
 
 
-def _user_turns(row: DataRow, key: str) -> Told:
+def _user_turns(row: DataRow, key: str) -> RawMessages:
     turns = row.get(key)
     if not isinstance(turns, list) or not turns:
         raise MalformedError(f"{key!r} must be a list of texts, got {short(turns)}.")
     return [{"role": "user", "content": _text(turn, key)} for turn in turns]
 
 
-def _question(row: DataRow, key: str) -> Told:
+def _question(row: DataRow, key: str) -> RawMessages:
     question = row.get(key)
     answer = _answer(row)
     if answer and answer[0]["role"] != "assistant":
@@ -234,7 +234,7 @@ def _question(row: DataRow, key: str) -> Told:
     return [{"role": "user", "content": "\n\n".join(texts)}, *answer]
 
 
-def _answer(row: DataRow) -> Told:
+def _answer(row: DataRow) -> RawMessages:
     """A text, a message, or a list of messages; empty where there is none."""
     key = row.first(ANSWERS)
     if key is None:
@@ -247,7 +247,7 @@ def _answer(row: DataRow) -> Told:
     return [{"role": "assistant", "content": _text(answer, key)}]
 
 
-def _system(row: DataRow, told: Told) -> Told:
+def _system(row: DataRow, told: RawMessages) -> RawMessages:
     key = row.first(SYSTEMS)
     if key is None:
         return []
@@ -260,7 +260,7 @@ def _system(row: DataRow, told: Told) -> Told:
     return [] if own else [{"role": "system", "content": text}]
 
 
-def _history(row: DataRow) -> Told:
+def _history(row: DataRow) -> RawMessages:
     """LLaMA-Factory's earlier turns: pairs of question and answer, or messages."""
     turns = _parsed(row.get("history"), "history") or []
     if isinstance(turns, list) and turns and isinstance(turns[0], dict):
@@ -326,7 +326,7 @@ def _carries_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-_SHAPES: dict[str, Callable[[DataRow, str], Told]] = {
+_SHAPES: dict[str, Callable[[DataRow, str], RawMessages]] = {
     "messages": _message_list,
     "conversations": _message_list,
     "conversation": _message_list,

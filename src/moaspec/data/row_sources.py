@@ -1,4 +1,4 @@
-"""Where rows of data come from: files of JSON or Parquet, directories of them, and the hub."""
+"""Reads rows from JSON and Parquet files, directories of them, and the hub."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from moaspec.data.files import (
     read_text,
 )
 from moaspec.errors import DataError
-from moaspec.hub import HUB, hub_rows, require_datasets
+from moaspec.support.hub import HUB, hub_rows, require_datasets
 
 OnMalformed = Callable[[DataError], None]
-"""What to do about a malformed row: raise the error, or count it and go on."""
+"""Called for a malformed row: raises the error, or counts it."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One row, and how messages call its place (`file:line`)."""
+    """One row and its place (`file:line`) for messages."""
 
     where: str
     value: dict[str, Any]
 
 
 def refuse(error: DataError) -> None:
-    """The usual answer to a malformed row."""
+    """Raise the error of a malformed row; the default of `OnMalformed`."""
     raise error
 
 
@@ -178,7 +178,7 @@ class _Elements:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Python would take the last of several values without a word."""
+    """Refuse duplicate keys, which Python's JSON reader accepts silently."""
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,4 +1,4 @@
-"""What of the data was not used, so that nothing is dropped silently."""
+"""Counts the data that readers do not use, so that nothing is dropped silently."""
 
 from __future__ import annotations
 

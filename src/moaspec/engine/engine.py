@@ -21,7 +21,7 @@ from moaspec.engine.result import Event, GenerationResult, StopReason
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.stop_strings import StopStrings, stop_strings
 from moaspec.sampling.token_ids import as_integer, as_token_ids, common_length
-from moaspec.torch_settings import plain_torch
+from moaspec.support.torch_settings import plain_torch
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from moaspec.drafting.kv_cache import KVCache, PassSizes, tree_mask
 from moaspec.drafting.protocols import Drafter, Need, VerifyRequest, VerifyResult
 from moaspec.engine.accept import Acceptance, accept, accept_greedy
 from moaspec.engine.position_rules import PositionRules
+from moaspec.support.torch_settings import plain_torch
 from moaspec.target.target import Target
-from moaspec.torch_settings import plain_torch
 
 PREFILL_CHUNK_TOKENS = 1024
 """Most prompt tokens in one pass; bounds the memory of its mask and activations."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,16 +167,36 @@ def parse_methods(names: Sequence[str], parts: MethodResources) -> list[Method]:
     Raises:
         InputError: an unknown name, a repeated name, or a missing checkpoint.
     """
+    specs = require_methods(
+        names, {kind for kind, one in parts.checkpoints.items() if one is not None}
+    )
+    stock = None
+    if any(KINDS[spec.kind].stock for spec in specs):
+        stock = parts.target if parts.stock is None else parts.stock()
+    return [_made(spec, parts, stock) for spec in specs]
+
+
+def require_methods(names: Sequence[str], checkpoints: Collection[str]) -> list[MethodSpec]:
+    """Read method names, so that wrong ones are refused before anything is loaded.
+
+    Args:
+        names: see `parse_methods`.
+        checkpoints: kinds of method that have a checkpoint.
+
+    Raises:
+        InputError: see `parse_methods`.
+    """
     if not names:
         raise InputError(f"Name at least one method: {usage()}.")
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise InputError(f"Method {sorted(twice)[0]!r} is named twice; once is enough.")
     specs = [_spec(name) for name in names]
-    stock = None
-    if any(KINDS[spec.kind].stock for spec in specs):
-        stock = parts.target if parts.stock is None else parts.stock()
-    return [_made(spec, parts, stock) for spec in specs]
+    for spec in specs:
+        if KINDS[spec.kind].checkpoint and spec.kind not in checkpoints:
+            how = "--drafter DIR" if spec.kind == "moa" else f"--checkpoint {spec.kind}=DIR"
+            raise InputError(f"Method {spec.name!r} needs a checkpoint; give one with {how}.")
+    return specs
 
 
 def usage() -> str:
@@ -208,10 +228,6 @@ def _spec(name: str) -> MethodSpec:
 
 def _made(spec: MethodSpec, parts: MethodResources, stock: Target | None) -> Method:
     kind = KINDS[spec.kind]
-    checkpoint = parts.checkpoints.get(spec.kind)
-    if kind.checkpoint and checkpoint is None:
-        how = "--drafter DIR" if spec.kind == "moa" else f"--checkpoint {spec.kind}=DIR"
-        raise InputError(f"Method {spec.name!r} needs a checkpoint; give one with {how}.")
     target = parts.target if not kind.stock else stock
     assert target is not None, "loaded for all kinds that need it"
-    return kind.make(spec, target, checkpoint)
+    return kind.make(spec, target, parts.checkpoints.get(spec.kind))

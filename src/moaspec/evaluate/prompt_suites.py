@@ -15,7 +15,7 @@ from moaspec.data.files import data_files, stem
 from moaspec.data.messages import Message
 from moaspec.data.row_sources import Record, read_records
 from moaspec.errors import DataError
-from moaspec.hub import HUB, hub_rows
+from moaspec.support.hub import HUB, hub_rows
 
 BUNDLED = "bundled"
 SUITES_VARIABLE = "MOASPEC_SUITES"
@@ -83,7 +83,7 @@ def read_prompts(
 
     Args:
         suite: "bundled", "paper" or "spec-bench" (below `$MOASPEC_SUITES`), a file in a format of
-            `moaspec.data`, a directory of such files, or `hub:owner/name` (see `moaspec.hub.HUB`;
+            `moaspec.data`, a directory of such files, or `hub:owner/name` (see `support.hub.HUB`;
             split "test" by default). Each row has `turns`, a list of texts, or another format of
             docs/data.md, whose user messages are the turns; `question_id`, `category` and
             `reference` (or `answer`) are optional.

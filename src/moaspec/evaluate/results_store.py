@@ -16,8 +16,8 @@ from moaspec.errors import InputError
 from moaspec.evaluate.correctness.equality import Equality
 from moaspec.evaluate.methods import MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
-from moaspec.locks import claimed
 from moaspec.model.checkpoint.weight_files import replace_file
+from moaspec.support.locks import claimed
 
 RUNS, SETTINGS = "runs.jsonl", "settings.json"
 

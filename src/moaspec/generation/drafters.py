@@ -8,14 +8,14 @@ from moaspec.drafting.baseline_proposers import baseline_drafting
 from moaspec.drafting.protocols import Drafter
 from moaspec.errors import UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
-from moaspec.hub import cached_if_offline
 from moaspec.model.checkpoint.baseline_checkpoint import is_baseline, load_baseline
 from moaspec.model.checkpoint.directory import is_directory
 from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.moa import MoADrafter
+from moaspec.support.hub import cached_if_offline
+from moaspec.support.torch_settings import plain_torch
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
-from moaspec.torch_settings import plain_torch
 
 
 @plain_torch()

@@ -9,8 +9,8 @@ from moaspec.engine.engine import Engine
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import InputError
 from moaspec.model.moa import MoADrafter
+from moaspec.support.torch_settings import plain_torch
 from moaspec.target.target import Target
-from moaspec.torch_settings import plain_torch
 
 
 def local_engine(

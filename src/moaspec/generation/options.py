@@ -19,10 +19,10 @@ from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import LogitsProcessor, SamplingParams
 from moaspec.sampling.stop_strings import stop_strings
 from moaspec.sampling.token_ids import as_token_ids
+from moaspec.support.torch_settings import plain_torch
 from moaspec.target.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from moaspec.target.target import Target
 from moaspec.target.token_rules import TokenRules
-from moaspec.torch_settings import plain_torch
 
 
 class RowOptions(TypedDict, total=False):

@@ -46,8 +46,8 @@ from moaspec.generation.local_engine import local_engine
 from moaspec.generation.options import shaping_for
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import LogitsProcessor, SamplingParams
+from moaspec.support.torch_settings import plain_torch
 from moaspec.target.target import Target
-from moaspec.torch_settings import plain_torch
 
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _STATEFUL = (

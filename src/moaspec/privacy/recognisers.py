@@ -13,9 +13,9 @@ from itertools import product
 from typing import Any
 
 from moaspec.errors import InputError
-from moaspec.extras import require
 from moaspec.privacy.folding import folded_copies, unfolded
 from moaspec.privacy.spans import Span
+from moaspec.support.extras import require
 
 Recogniser = Callable[[str], Iterable[Span]]
 """A function that finds private spans in a text."""

@@ -29,10 +29,10 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
-from moaspec import limits
 from moaspec.errors import InputError
 from moaspec.sampling import grammar_worker
 from moaspec.sampling.token_ids import common_length
+from moaspec.support import limits
 
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python and most training texts write it. Free white space would let a small model write

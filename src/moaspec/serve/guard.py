@@ -16,9 +16,9 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moaspec import limits
 from moaspec.serve import http_errors
-from moaspec.slow_imports import SlowDown
+from moaspec.support import limits
+from moaspec.support.refusal_delay import RefusalDelay
 
 PROTECTED_PATHS = ("/v1", "/metrics")
 """Paths that require a key, with all paths below them."""
@@ -60,7 +60,7 @@ class HttpGuard:
 
     def __init__(self, app: ASGIApp, settings: GuardSettings) -> None:
         self._app, self._settings = app, settings
-        self._slow_down = SlowDown()
+        self._slow_down = RefusalDelay()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request or pass it on."""

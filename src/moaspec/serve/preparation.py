@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from moaspec import limits
 from moaspec.errors import BusyError
 from moaspec.serve.openai.request_texts import unless_disconnected
+from moaspec.support import limits
 
 T = TypeVar("T")
 

@@ -14,12 +14,12 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from moaspec import limits
 from moaspec.errors import InputError
 from moaspec.process_memory import freeze_loaded_objects, return_memory_forever
 from moaspec.serve.app import create_app
 from moaspec.serve.server_context import ServeSettings
 from moaspec.serve.sources.source import TextSource
+from moaspec.support import limits
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")

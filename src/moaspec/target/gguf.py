@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moaspec.errors import MoaSpecError, UnknownModelError
 from moaspec.model.checkpoint.directory import is_directory
-from moaspec.paths import (
+from moaspec.support.paths import (
     VARIABLE,
     close_to_others,
     make_private,

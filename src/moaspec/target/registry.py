@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from moaspec.errors import HubError, InputError, MoaSpecError, UnknownModelError
-from moaspec.hub import cached_if_offline
 from moaspec.model.checkpoint.directory import is_directory
+from moaspec.support.hub import cached_if_offline
 from moaspec.target.families import require_supported
 from moaspec.target.generation_defaults import without_defaults
 from moaspec.target.gguf import (

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from moaspec.errors import InputError, TrainingError
-from moaspec.locks import claimed
+from moaspec.support.locks import claimed
 from moaspec.target.target import Target
 from moaspec.train.data_order import DataOrder, TrainBatch, split_batch
 from moaspec.train.dataset.examples import Example

@@ -15,14 +15,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import tiny
-from moaspec import limits
-from moaspec import slow_imports as slow
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.grpc_transport import SERVICE
 from moaspec.remote.server.admission import Admission
 from moaspec.remote.server.auth import ANONYMOUS, CallAuth
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
+from moaspec.support import limits, refusal_delay
 
 TOKEN = "good"
 APART = [("grpc.use_local_subchannel_pool", 1)]
@@ -241,7 +240,7 @@ def test_wrong_tokens_are_answered_late_but_do_not_pile_up(
     monkeypatch.setattr(limits, "WRONG_TOKEN_S", 3600.0)
 
     async def run() -> None:
-        down = slow.SlowDown()
+        down = refusal_delay.RefusalDelay()
         late = [asyncio.create_task(down.wait()) for _ in range(limits.MAX_WRONG_TOKENS)]
         await asyncio.sleep(0)
         await down.wait()

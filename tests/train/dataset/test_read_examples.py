@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-import chats
+import chat_tokenizers
 import tiny
 from moaspec.errors import DataError
 from moaspec.train.dataset.examples import Example
 from moaspec.train.dataset.read_examples import read_examples
 
 ASKED = (0, 3, 8, 20, 1, 8, 0, 4, 8)
-TALK = {"messages": list(chats.talk("w20", "w30 w31").messages)}
+TALK = {"messages": list(chat_tokenizers.talk("w20", "w30 w31").messages)}
 
 
 def read(path: Path, rows: list[Any], **options: Any) -> list[Example]:
@@ -25,7 +25,10 @@ def read(path: Path, rows: list[Any], **options: Any) -> list[Example]:
 
 
 def test_messages_are_masked_by_the_chat_template(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"tokenizer": chats.tokenizer(), "stop_token_ids": {chats.END}}
+    options: dict[str, Any] = {
+        "tokenizer": chat_tokenizers.tokenizer(),
+        "stop_token_ids": {chat_tokenizers.END},
+    }
     sharegpt = {
         "conversations": [{"from": "human", "value": "w20"}, {"from": "gpt", "value": "w30 w31"}]
     }
@@ -64,7 +67,10 @@ def test_turns_of_one_conversation_are_joined(tmp_path: Path) -> None:
 )
 def test_malformed_rows_are_named_or_skipped(row: Any, message: str, tmp_path: Path) -> None:
     rows = [TALK, row, TALK]
-    options: dict[str, Any] = {"tokenizer": chats.tokenizer(), "stop_token_ids": {chats.END}}
+    options: dict[str, Any] = {
+        "tokenizer": chat_tokenizers.tokenizer(),
+        "stop_token_ids": {chat_tokenizers.END},
+    }
     with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{message}"):
         read(tmp_path / "a.jsonl", rows, **options)
     seen: list[DataError] = []

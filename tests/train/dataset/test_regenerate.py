@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-import chats
+import chat_tokenizers
 import moaspec
 import tiny
 from moaspec.data.conversations import Conversation
@@ -33,11 +33,11 @@ from moaspec.train.dataset.regenerate import (
 from moaspec.train.dataset.response_writer import ResponseWriter, WriterOptions
 
 TALKS = [
-    chats.talk("w20"),
-    chats.talk("w21 w22", "w50 w51", "w23", "w52", "w24 w25"),
-    chats.talk("w26 w27 w28", system="w12 w13"),
+    chat_tokenizers.talk("w20"),
+    chat_tokenizers.talk("w21 w22", "w50 w51", "w23", "w52", "w24 w25"),
+    chat_tokenizers.talk("w26 w27 w28", system="w12 w13"),
     Conversation(where="here:4", name="ids", prompt_ids=(40, 41, 42)),
-    chats.talk("w29", "w53"),
+    chat_tokenizers.talk("w29", "w53"),
 ]
 NEW_TOKENS = 12
 Row = dict[str, Any]
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 @pytest.fixture(scope="module")
 def target() -> Target:
     """Its seed is one with which turns end at a stop token and at the limit."""
-    return chats.target(seed=7)
+    return chat_tokenizers.target(seed=7)
 
 
 def write(
@@ -98,12 +98,12 @@ def tiny_text(target: Target) -> Any:
 
 def ending(**changes: Any) -> Target:
     """A target that writes words and ends its turns after a few; with this seed, none at once."""
-    target = chats.target(seed=1, **changes)
+    target = chat_tokenizers.target(seed=1, **changes)
     head: Any = target.model.get_output_embeddings()
-    end = head.weight[chats.END].clone()
-    head.weight[: chats.CALL + 1] = 0
+    end = head.weight[chat_tokenizers.END].clone()
+    head.weight[: chat_tokenizers.CALL + 1] = 0
     # Whenever this token's logit is positive, it is now one of the largest.
-    head.weight[chats.END] = 3 * end
+    head.weight[chat_tokenizers.END] = 3 * end
     return target
 
 
@@ -196,7 +196,7 @@ def test_other_prompts_do_not_continue_a_file(target: Target, tmp_path: Path) ->
 
 
 def test_tool_turns_stay_and_later_ones_are_written(tmp_path: Path) -> None:
-    target = chats.target(chats.TOOLS)
+    target = chat_tokenizers.target(chat_tokenizers.TOOLS)
     messages = normal_messages(
         [
             {"role": "user", "content": "w20"},
@@ -227,9 +227,9 @@ def test_a_full_context_ends_a_conversation(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_asked_is_told_first() -> None:
-    target = chats.target(max_position_embeddings=20)
+    target = chat_tokenizers.target(max_position_embeddings=20)
     bad = [
-        chats.talk("w20 " * 30),
+        chat_tokenizers.talk("w20 " * 30),
         Conversation(where="here:2", prompt_ids=(1, 99)),
         Conversation(where="here:3", messages=({"role": "assistant", "content": "w1"},)),
     ]
@@ -239,7 +239,7 @@ def test_what_cannot_be_asked_is_told_first() -> None:
 
 
 def test_system_prompts() -> None:
-    talks = [chats.talk("w20")] * 200
+    talks = [chat_tokenizers.talk("w20")] * 200
     given = with_system_prompts(talks, ["w12", "w13"], without=0.5, seed=3)
     systems = [c.messages[0]["content"] if len(c.messages) == 2 else None for c in given]
     # 200 draws: a share of one half has a standard deviation of 7.

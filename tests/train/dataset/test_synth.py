@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import chats
+import chat_tokenizers
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event
 from moaspec.errors import DataError, TrainingError
@@ -39,7 +39,7 @@ def imagine(
 
 @pytest.mark.slow
 def test_prompts_are_different_and_whole(tmp_path: Path) -> None:
-    rows = imagine(chats.target(), tmp_path / "a.jsonl", 12)
+    rows = imagine(chat_tokenizers.target(), tmp_path / "a.jsonl", 12)
     texts = [row["messages"][-1]["content"] for row in rows]
     assert len({words(text) for text in texts}) == len(texts) == 12
     assert all(text.strip() == text and "<|" not in text for text in texts)
@@ -47,7 +47,7 @@ def test_prompts_are_different_and_whole(tmp_path: Path) -> None:
 
 
 def test_system_prompts_take_turns(tmp_path: Path) -> None:
-    rows = imagine(chats.target(), tmp_path / "a.jsonl", 12, ("w12", "w13"))
+    rows = imagine(chat_tokenizers.target(), tmp_path / "a.jsonl", 12, ("w12", "w13"))
     systems = [row["messages"][0]["content"] for row in rows if len(row["messages"]) == 2]
     assert set(systems) == {"w12", "w13"}
     assert len(systems) < 12
@@ -55,7 +55,7 @@ def test_system_prompts_take_turns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_seed_gives_other_prompts(tmp_path: Path) -> None:
-    target = chats.target()
+    target = chat_tokenizers.target()
     first, again, other = (
         imagine(target, tmp_path / f"{i}.jsonl", 6, seed=seed) for i, seed in enumerate((0, 0, 1))
     )
@@ -68,7 +68,7 @@ def test_another_seed_gives_other_prompts(tmp_path: Path) -> None:
 def test_interrupted_and_continued(
     stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = chats.target()
+    target = chat_tokenizers.target()
     imagine(target, tmp_path / "whole.jsonl", 12)
     step, calls = Engine.step, []
 
@@ -89,16 +89,16 @@ def test_interrupted_and_continued(
 def test_nothing_new(tmp_path: Path) -> None:
     """Greedy decoding imagines one prompt only."""
     with pytest.raises(TrainingError, match=r"of 5 are in.*temperature"):
-        imagine(chats.target(), tmp_path / "a.jsonl", 5, temperature=0.0, group_size=1)
+        imagine(chat_tokenizers.target(), tmp_path / "a.jsonl", 5, temperature=0.0, group_size=1)
 
 
 def test_a_template_that_ends_turns_with_plain_text(tmp_path: Path) -> None:
     """A line break ends the user's turn there, and no stop token does."""
-    target = chats.target(PLAIN_END.replace("m.content + '\n'", "m.content + ' w63\n'"))
+    target = chat_tokenizers.target(PLAIN_END.replace("m.content + '\n'", "m.content + ' w63\n'"))
     rows = imagine(target, tmp_path / "a.jsonl", 3, max_new_tokens=60)
     assert all("w63" not in row["messages"][0]["content"] for row in rows)
 
 
 def test_without_a_chat_template() -> None:
     with pytest.raises(DataError, match="no chat template"):
-        PromptGenerator(chats.target(None))
+        PromptGenerator(chat_tokenizers.target(None))

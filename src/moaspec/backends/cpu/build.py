@@ -17,7 +17,7 @@ import torch
 
 from moaspec.backends.cpu.structures import check_layouts
 from moaspec.errors import InputError
-from moaspec.paths import make_private, trusted
+from moaspec.support.paths import make_private, trusted
 
 SOURCES = Path(__file__).parent / "cpp"
 MAIN = SOURCES / "kernels.cpp"

@@ -1,4 +1,4 @@
-"""`moaspec calibrate`."""
+"""`moaspec calibrate`: measures the costs of passes and drafts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.cli.loading import load
-from moaspec.cli.options import MODEL, Dtype, Quantize
+from moaspec.cli.options import MODEL, Device, Dtype, Json, Model, Quantize, Threads
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.terminal_table import Table
+from moaspec.cli.terminal.interrupts import deferred_interrupts
+from moaspec.cli.terminal.status import measuring
+from moaspec.cli.terminal.table import Table, show_table
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ KEPT = (
 
 
 def calibrate(
-    model: Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")] = MODEL,
+    model: Model = MODEL,
     drafter: Annotated[str | None, typer.Option(help="Alias, directory or hub id.")] = None,
     num_target_layers: Annotated[
         int | None,
@@ -41,16 +42,16 @@ def calibrate(
     ] = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
-    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: Device = "cpu",
+    threads: Threads = None,
+    as_json: Json = False,
 ) -> None:
     """Measure what each part of a round costs here, so that --tree auto knows what pays.
 
     The result is kept for this machine, target, drafter, dtype, --quantize, device and number of
-    threads, and replaces an earlier one. Let nothing else run meanwhile: costs that were measured
-    while other processes used the CPU do not replace others, and are measured again by the first
-    command that drafts by them while the CPU is free. A drafter with several exits is measured with
+    threads, and replaces an earlier one. Let nothing else run meanwhile: costs measured while
+    other processes used the CPU replace no others, and the first command that needs them while the
+    CPU is free measures again. A drafter with several exits is measured with
     each, and --tree auto takes the one that promises most.
 
     Example: moaspec calibrate --threads 2
@@ -70,8 +71,8 @@ def calibrate(
         )
     if target.threads.crowded:
         said = "Other processes use the CPU: the costs will be too high. Better stop them first."
-        console.err.print(said, style="yellow")
-    with console.measuring() as advance, console.noted_interrupts() as stopped:
+        console.warn(said)
+    with measuring() as advance, deferred_interrupts() as stopped:
         measured = measure(
             target,
             module,
@@ -88,10 +89,10 @@ def calibrate(
     else:
         _show(costs, exits)
     if measured.busy:
-        console.err.print(BUSY if costs.busy else KEPT, style="yellow")
+        console.warn(BUSY if costs.busy else KEPT)
     if stopped:
         said = "Stopped: the turns before are kept; they are fewer, so the costs are rougher."
-        console.err.print(said, style="yellow")
+        console.warn(said)
         raise typer.Exit(130)
 
 
@@ -110,11 +111,11 @@ def _facts(costs: CostTable, exits: Sequence[Exit]) -> dict[str, Any]:
 
 
 def _show(costs: CostTable, exits: Sequence[Exit]) -> None:
-    table.show(_passes_table(costs, exits))
+    show_table(_passes_table(costs, exits))
     drafted = [one for one in exits if one.costs is not None]
     if drafted:
         console.out.print()
-        table.show(_drafting_table(drafted))
+        show_table(_drafting_table(drafted))
     if exits:
         _show_promises(exits)
 
@@ -152,10 +153,10 @@ def _show_promises(exits: Sequence[Exit]) -> None:
     from moaspec.calibration.choose_exit import chosen_exit
 
     for one in exits:
-        console.note(f"{_named(one, exits)}{_promise(one)}", "dim")
+        console.print_wrapped(f"{_named(one, exits)}{_promise(one)}", "dim")
     chosen = chosen_exit(exits)
     with_n = f" with N = {chosen.num_target_layers}" if len(exits) > 1 else ""
-    console.note(_decision(chosen, with_n), "dim")
+    console.print_wrapped(_decision(chosen, with_n), "dim")
 
 
 def _decision(chosen: Exit, with_n: str) -> str:

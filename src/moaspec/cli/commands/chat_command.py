@@ -1,4 +1,4 @@
-"""`moaspec chat`."""
+"""`moaspec chat`: a conversation at the terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.cli import options
-from moaspec.cli.commands.chat_url import ServedTalk
+from moaspec.cli.commands.chat_url import ServerChat
 from moaspec.cli.commands.generate import describe
 from moaspec.cli.loading import load, measure_once
+from moaspec.cli.prompts import conversation_ids
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.conversation import Talk
+from moaspec.cli.terminal.chat_loop import ChatLoop
+from moaspec.cli.terminal.interrupts import deferred_interrupts
+from moaspec.cli.terminal.token_printer import TokenPrinter, show_events
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ def chat(
     drafter: options.DrafterName = None,
     url: Annotated[
         str | None,
-        typer.Option(help="Talk to this server (`moaspec serve`, `moaspec edge`) instead."),
+        typer.Option(help="ChatLoop to this server (`moaspec serve`, `moaspec edge`) instead."),
     ] = None,
     system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 512,
@@ -51,13 +54,13 @@ def chat(
 
     Example: moaspec chat --system "Answer briefly." --temperature 0.7
     """
-    settings = options.row_options(locals())
+    settings = options.decoding_options(locals())
     if url is not None and quantize is not None:
         raise InputError("--quantize is for a target here; with --url the server has the target.")
     if url is not None and generation_config is not options.AUTO:
         raise InputError("--generation-config is for a target here; with --url it is the server's.")
     if url is not None:
-        _hold(ServedTalk(url, settings, system))
+        _hold(ServerChat(url, settings, system))
         return
     target, module = load(
         model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
@@ -66,24 +69,26 @@ def chat(
         measure_once(target, module)
     from moaspec.generation.session import Session
 
-    talk = LocalTalk(Session(target, module), options.settled(settings, target), system)
-    talk.prompt_ids("?")  # a target that cannot hold conversations should say so at once
-    _hold(talk)
+    chat_loop = LocalChat(
+        Session(target, module), options.with_model_defaults(settings, target), system
+    )
+    chat_loop.prompt_ids("?")  # a target that cannot hold conversations should say so at once
+    _hold(chat_loop)
 
 
-def _hold(talk: Talk) -> None:
-    """Until the user leaves."""
+def _hold(chat_loop: ChatLoop) -> None:
+    """Run the conversation until the user leaves."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - its import gives `input` line editing and history
     console.err.print("Ask something, or type /help.", style="dim")
     try:
-        while talk.turn():
+        while chat_loop.turn():
             pass
     finally:
-        talk.close()
+        chat_loop.close()
 
 
-class LocalTalk(Talk):
+class LocalChat(ChatLoop):
     """A conversation that a session in this process answers.
 
     Args:
@@ -99,23 +104,23 @@ class LocalTalk(Talk):
 
     def prompt_ids(self, question: str) -> list[int]:
         """The whole conversation with this question."""
-        return console.conversation_ids(self.session.target, self.conversation(question))
+        return conversation_ids(self.session.target, self.conversation(question))
 
     def answer(self, question: str) -> None:
-        """See `Talk`."""
-        printer = console.TokenPrinter(self.session.target)
+        """Print the answer as it is decoded, and add the turn."""
+        printer = TokenPrinter(self.session.target)
         events = self.session.stream(self.prompt_ids(question), **self.settings)
-        with console.noted_interrupts() as interrupts:
-            console.show_events(events, printer, interrupts)
+        with deferred_interrupts() as interrupts:
+            show_events(events, printer, interrupts)
             printer.close()
         result, tokenizer = self.session.result, self.session.target.tokenizer
         if result.token_ids:
             decode: Any = getattr(tokenizer, "decode", None)
-            self.remember(question, decode(result.token_ids, skip_special_tokens=True))
+            self.add_turn(question, decode(result.token_ids, skip_special_tokens=True))
             self.results.append(result)
 
     def stats(self) -> str:
-        """See `Talk`."""
+        """Describe the last answer and the conversation."""
         if not self.results:
             raise InputError("Nothing has been answered yet.")
         last = self.results[-1]
@@ -129,6 +134,6 @@ class LocalTalk(Talk):
         )
 
     def forget(self) -> None:
-        """See `Talk`."""
+        """Forget the answers and the session's caches."""
         self.session.reset()
         self.results = []

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.conversation import Talk
+from moaspec.cli.terminal.chat_loop import ChatLoop
 from moaspec.errors import InputError
-from moaspec.extras import require
+from moaspec.support.extras import require
 
 if TYPE_CHECKING:
     from moaspec.generation.options import RowOptions
@@ -22,7 +22,7 @@ TAKEN_BACK = " ⟲ "
 """Stands before what replaces text that was taken back; a terminal cannot unsay it."""
 
 
-class ServedTalk(Talk):
+class ServerChat(ChatLoop):
     """A conversation that a server answers.
 
     Args:
@@ -44,7 +44,7 @@ class ServedTalk(Talk):
         self._answers: list[dict[str, Any]] = []
 
     def answer(self, question: str) -> None:
-        """See `Talk`."""
+        """Print the answer as it is decoded, and add the turn."""
         printer = _Printer()
         chunks = self._server.stream(
             self.conversation(question), provisional=sys.stdout.isatty(), **_fields(self.settings)
@@ -58,15 +58,15 @@ class ServedTalk(Talk):
             chunks.close()  # type: ignore[attr-defined]  # a generator: the server hears of it
             console.out.print()
         if printer.text:
-            self.remember(question, printer.text)
+            self.add_turn(question, printer.text)
             self._answers.append(printer.stats)
 
     def close(self) -> None:
-        """See `Talk`."""
+        """Close the connection to the server."""
         self._server.close()
 
     def stats(self) -> str:
-        """See `Talk`."""
+        """Describe the last answer and the conversation."""
         if not self._answers:
             raise InputError("Nothing has been answered yet.")
         last = self._answers[-1]
@@ -77,7 +77,7 @@ class ServedTalk(Talk):
         return f"{', '.join(parts)}\nconversation: {len(self._answers)} answers"
 
     def forget(self) -> None:
-        """See `Talk`."""
+        """Forget the answers and the session's caches."""
         self._answers = []
 
 

@@ -1,4 +1,4 @@
-"""`moaspec check`."""
+"""`moaspec check`: compares decoded texts with transformers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.cli import options
-from moaspec.cli.loading import choose_drafter
+from moaspec.cli.loading import choose_drafter, print_defaults
+from moaspec.cli.prompts import chat_ids
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.progress import bar
-from moaspec.cli.terminal.terminal_table import Table
+from moaspec.cli.terminal.progress_bar import ProgressBar
+from moaspec.cli.terminal.status import loading, status
+from moaspec.cli.terminal.table import Table, show_table
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,16 +39,18 @@ def check(
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Check that a target, with a drafter and dtype, is decoded exactly right on this machine.
 
-    Greedy, sampled and with a repetition penalty, each with the model's own generation defaults,
-    as transformers has them; plain, and drafted as chains and trees by the
-    drafter, an untrained one, prompt lookup, replay and one that proposes pads and stop tokens; all
-    prompts and settings in one batch, and some prompts alone. Each token of each text is held
-    against one pass of the model as transformers loads it. Exit code 1 when one is further off than
-    rounding explains. --dtype auto checks float32, and bfloat16 where that is faster here.
+    Settings: greedy, sampled and with a repetition penalty, with the model's own generation
+    defaults. Methods: plain decoding, and chains and trees of the drafter, of an untrained drafter,
+    of prompt lookup, of replayed texts, and of a drafter that proposes pads and stop tokens. All
+    prompts and settings are decoded in one batch, and some prompts alone.
+
+    Each token of each text is compared with one pass of the model as transformers loads it. Exit
+    code 1 if a token is further off than rounding explains. --dtype auto checks float32, and
+    bfloat16 where that is faster here.
 
     Example: moaspec check --limit 12 --max-new-tokens 64 --seeds 3
     """
@@ -59,7 +62,7 @@ def check(
     from moaspec.evaluate.prompt_suites import read_prompts
 
     prompts = read_prompts(suite, limit=limit)
-    with console.loading(model, threads):
+    with loading(model, threads, quantize):
         from moaspec.backends.load import chosen_dtype, load_target
         from moaspec.evaluate.correctness.check_target import Check
 
@@ -67,7 +70,7 @@ def check(
     checked: dict[str, list[CheckedText]] = {}
     whole = True
     for one in dict.fromkeys((chosen, "float32") if dtype == "auto" else (chosen,)):
-        with console.status(f"Loading {model} in {one}"):
+        with status(f"Loading {model} in {one}"):
             load = partial(
                 load_target,
                 model,
@@ -78,21 +81,21 @@ def check(
             target = load()
             plan = Check(
                 target,
-                [console.chat_ids(target, prompt.turns[0]) for prompt in prompts],
+                [chat_ids(target, prompt.turns[0]) for prompt in prompts],
                 drafter=choose_drafter(drafter, model, target),
                 stock=load(packed=False),
                 max_new_tokens=max_new_tokens,
                 seeds=range(seeds),
                 alone=alone,
             )
-        console.tell_defaults(target, target.generation_defaults)
+        print_defaults(target, target.generation_defaults)
         findings = checked[target.precision] = _run(plan)
         if findings and not as_json:
             _show(f"{model}, {target.precision}", findings)
         whole = len(findings) == plan.num_texts
         if not whole:
             said = f"Stopped: {len(findings)} of {plan.num_texts} texts were checked in {one}."
-            console.err.print(said, style="yellow")
+            console.warn(said)
             break
     if as_json:
         console.out.print(json.dumps({**_as_json(model, checked), "complete": whole}))
@@ -111,11 +114,11 @@ def _run(plan: Check) -> list[CheckedText]:
     findings: list[CheckedText] = []
     with (
         contextlib.suppress(KeyboardInterrupt),
-        bar("checking", plan.num_texts) as advance,
+        ProgressBar("checking", plan.num_texts) as bar,
     ):
         for finding in plan.run():
             findings.append(finding)
-            advance()
+            bar.advance()
     return findings
 
 
@@ -153,19 +156,21 @@ def _table(title: str, findings: Sequence[CheckedText]) -> Table:
 
 
 def _show(title: str, findings: Sequence[CheckedText]) -> None:
-    """The table, then every fault and every parting."""
-    table.show(_table(title, findings))
+    """Print the table, then every fault and every near tie."""
+    show_table(_table(title, findings))
     for finding in findings:
         if finding.kind != "identical":
-            console.note(_line(finding))
+            console.print_wrapped(_line(finding))
     if all(finding.lossless for finding in findings):
-        console.note("Right: every token is the target's choice, up to its rounding.", "green")
+        console.print_wrapped(
+            "Right: every token is the target's choice, up to its rounding.", "green"
+        )
     else:
-        console.note("Wrong: rounding does not explain the faults above.", "bold red")
+        console.print_wrapped("Wrong: rounding does not explain the faults above.", "bold red")
 
 
 def _setting_order(findings: Sequence[CheckedText]) -> Callable[[CheckedText], int]:
-    """Settings in the order in which they first occur; sorting by it keeps that of methods."""
+    """A sort key: settings in the order of their first occurrence."""
     names = list(dict.fromkeys(finding.setting for finding in findings))
     return lambda finding: names.index(finding.setting)
 

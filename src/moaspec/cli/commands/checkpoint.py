@@ -9,9 +9,10 @@ import typer
 
 from moaspec.cli.options import MODEL
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import loading, status
 from moaspec.errors import HubError, InputError
-from moaspec.extras import require
-from moaspec.paths import require_writable
+from moaspec.support.extras import require
+from moaspec.support.paths import require_writable
 
 app = typer.Typer(
     name="checkpoint",
@@ -34,7 +35,7 @@ def convert(
         int, typer.Option(help="N of a published checkpoint, which records none.")
     ] = 0,
 ) -> None:
-    """Rewrite a drafter checkpoint in another form; whatever form it has is recognised.
+    """Rewrite a drafter checkpoint in another form; the form of the source is recognised.
 
     Example: moaspec checkpoint convert huawei-noah/MOASpec-Llama-3-8B-Instruct out --to moaspec
     --model meta-llama/Meta-Llama-3-8B-Instruct
@@ -42,7 +43,7 @@ def convert(
     if Path(source).resolve() == out.resolve():
         raise InputError(f"{out} is the source itself; name another directory.")
     require_writable("OUT", out)
-    with console.loading(model):
+    with loading(model):
         from moaspec.backends.load import load_target
         from moaspec.generation.drafters import find_drafter
         from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint, save_drafter
@@ -75,7 +76,7 @@ def export_device(
     """
     require("`moaspec checkpoint export-device`", "remote")
     require_writable("OUT", out)
-    with console.loading(target):
+    with loading(target):
         from moaspec.remote.device.bundle import export_bundle
 
         export_bundle(target, drafter, out, int8=int8, num_target_layers=num_target_layers)
@@ -94,7 +95,7 @@ def push(
 
     Example: moaspec checkpoint push runs/smollm2-135m/drafter me/my-drafter
     """
-    with console.loading(str(checkpoint)):
+    with loading(str(checkpoint)):
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HFValidationError
 
@@ -104,7 +105,7 @@ def push(
     hub = HfApi()
     try:
         hub.create_repo(repository, private=private, exist_ok=True)
-        with console.status(f"Uploading to {repository}"):
+        with status(f"Uploading to {repository}"):
             commit = hub.upload_folder(
                 repo_id=repository,
                 folder_path=checkpoint,
@@ -114,7 +115,7 @@ def push(
             )
     except HFValidationError as error:
         raise InputError(f"{repository!r} is no hub id; expected owner/name.") from error
-    # The hub's client passes on whatever its HTTP library raises, which changes with versions.
+    # The hub's client passes on errors of its HTTP library, which change with versions.
     except Exception as error:
         raise HubError(
             f"Cannot push to {repository}: {type(error).__name__}: {error}. Is the hub in reach, "

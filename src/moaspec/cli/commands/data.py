@@ -12,16 +12,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, GenerationConfigOption
+from moaspec.cli.options import (
+    AUTO,
+    MODEL,
+    Device,
+    Dtype,
+    GenerationConfig,
+    GenerationConfigOption,
+    Json,
+    Model,
+    Threads,
+)
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.terminal_table import Table
-from moaspec.cli.writing_progress import progress, stoppable
+from moaspec.cli.terminal.interrupts import deferred_interrupts
+from moaspec.cli.terminal.status import loading
+from moaspec.cli.terminal.table import Table, show_table
+from moaspec.cli.terminal.writing_progress import WritingProgress, stoppable
 from moaspec.data.conversations import read_conversations
 from moaspec.data.row_sources import read_records, refuse
 from moaspec.data.unused_rows import ReadReport
 from moaspec.errors import DataError, InputError
-from moaspec.paths import require_writable_file
+from moaspec.support.paths import require_writable_file
 from moaspec.train.dataset.journal import Journal
 from moaspec.train.stopping import StopCondition, parse_duration
 
@@ -45,9 +56,6 @@ Sources = Annotated[
         "hub:OWNER/NAME, also with :CONFIGURATION and @SPLIT."
     ),
 ]
-Model = Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
-Device = Annotated[str, typer.Option(help="A torch device.")]
 BatchSize = Annotated[int, typer.Option(help="Conversations that are decoded together.")]
 GroupSize = Annotated[int, typer.Option(help="Conversations that are saved together.")]
 SystemPrompts = Annotated[Path | None, typer.Option(help="Text file, one system prompt a line.")]
@@ -61,7 +69,6 @@ Skip = Annotated[bool, typer.Option("--skip-malformed", help="Count bad rows and
 For = Annotated[
     str | None, typer.Option("--for", help="Stop after this time, ready to go on: 8m, 1.5h.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("synth")
@@ -102,18 +109,18 @@ def synth_command(
     generator = PromptGenerator(target, systems)
     module = load_any_drafter(drafter, target=target) if drafter else None
     stop = StopCondition(seconds)
-    with progress("prompts", num, stop) as bar:
+    with WritingProgress("prompts", num, stop) as bar:
         writer = ResponseWriter(
             target,
             module,
             writing,
             stop_token_ids=generator.stop_token_ids,
-            advance=lambda tokens, _: bar.advance(tokens, 0),
+            advance=lambda tokens, _: bar.add(tokens, 0),
         )
         settings = writer.settings(num=num, system_prompts=systems, drafter=drafter)
         with Journal(out, settings) as journal, stoppable(journal):
-            bar.start(journal.rows)
-            synth(writer, generator, journal, num, bar.completed)
+            bar.resume(journal.rows)
+            synth(writer, generator, journal, num, bar.update)
     _report(journal, None)
 
 
@@ -175,11 +182,11 @@ def regenerate_command(
         )
     module = load_any_drafter(drafter, target=target) if drafter else None
     stop = StopCondition(seconds)
-    with progress("conversations", len(conversations), stop) as bar:
-        writer = ResponseWriter(target, module, writing, advance=bar.advance)
+    with WritingProgress("conversations", len(conversations), stop) as bar:
+        writer = ResponseWriter(target, module, writing, advance=bar.add)
         settings = writer.settings(prompts=fingerprint(conversations), drafter=drafter)
         with Journal(out, settings) as journal, stoppable(journal):
-            bar.start(min(journal.groups * group_size, len(conversations)))
+            bar.resume(min(journal.groups * group_size, len(conversations)))
             regenerate(writer, conversations, journal)
     _report(journal, skipped)
     _tell_unused(report)
@@ -211,7 +218,7 @@ def stats_command(
     from moaspec.train.dataset.read_examples import read_examples
     from moaspec.train.dataset.statistics import statistics
 
-    with console.noted_interrupts() as stopped:
+    with deferred_interrupts() as stopped:
         examples = read_examples(
             sources,
             vocab_size=target.vocab_size,
@@ -297,7 +304,7 @@ def overlap_command(
 def _leave_if(stopped: bool) -> None:
     if stopped:
         said = "Stopped: this is what the rows before hold. Nothing is written."
-        console.err.print(said, style="yellow")
+        console.warn(said)
         raise typer.Exit(130)
 
 
@@ -325,7 +332,7 @@ class _Skipped:
     def __call__(self, error: DataError) -> None:
         self.count += 1
         if self.count <= 3:
-            console.err.print(f"Skipped: {error}", style="yellow")
+            console.warn(f"Skipped: {error}")
 
 
 def _load(
@@ -335,7 +342,7 @@ def _load(
     threads: int | None,
     generation_config: GenerationConfigOption = AUTO,
 ) -> Target:
-    with console.loading(model, threads):
+    with loading(model, threads):
         from moaspec.backends.load import load_target
 
         return load_target(
@@ -368,26 +375,26 @@ def _report(journal: Journal, skipped: _Skipped | None) -> None:
 
 def _tell(skipped: _Skipped | None) -> None:
     if skipped is not None and skipped.count:
-        console.err.print(f"{skipped.count} malformed rows skipped.", style="yellow")
+        console.warn(f"{skipped.count} malformed rows skipped.")
 
 
 def _tell_unused(report: ReadReport) -> None:
     for line in report.lines():
-        console.err.print(line, style="yellow")
+        console.warn(line)
 
 
 def _show(facts: Statistics) -> None:
-    console.note(
+    console.print_wrapped(
         f"{facts.examples} examples with {facts.responses} responses: {facts.tokens} tokens, "
         f"{facts.response_tokens} of them responses', {facts.distinct_tokens} different ones."
     )
     lengths = ", ".join(f"{p}% up to {length}" for p, length in facts.lengths.items())
-    console.note(f"Tokens of an example: {lengths}.")
+    console.print_wrapped(f"Tokens of an example: {lengths}.")
     padding = ", ".join(f"{share:.1%} with {name}" for name, share in facts.padding.items())
-    console.note(f"Pads: {padding}.")
-    console.note(
+    console.print_wrapped(f"Pads: {padding}.")
+    console.print_wrapped(
         f"The activation cache takes {facts.cache_bytes / 1e9:.2f} GB "
         f"({facts.bytes_per_token} bytes a token)."
     )
     headings = ("sizes.draft_vocab", "share of response tokens in it")
-    table.show(Table(headings, [(str(size), f"{one:.2%}") for size, one in facts.coverage.items()]))
+    show_table(Table(headings, [(str(size), f"{one:.2%}") for size, one in facts.coverage.items()]))

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from moaspec.cli.entry import leaving
-from moaspec.cli.options import MODEL, Dtype
+from moaspec.cli.entry import exit_on_interrupt
+from moaspec.cli.loading import num_threads
+from moaspec.cli.options import MODEL, Dtype, Threads
+from moaspec.cli.prompts import chat_ids
 from moaspec.cli.terminal import console, panes
-from moaspec.cli.terminal.progress import bar
-from moaspec.cli.terminal.safe_console import Screen
-from moaspec.cli.terminal.steps import Steps
+from moaspec.cli.terminal.console import Screen
+from moaspec.cli.terminal.interrupts import deferred_interrupts
+from moaspec.cli.terminal.progress_bar import ProgressBar
+from moaspec.cli.terminal.race_verdict import show_verdict
+from moaspec.cli.terminal.status import quiet_libraries, require_threads, set_threads
+from moaspec.cli.terminal.timed_steps import TimedSteps
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -43,8 +45,6 @@ DECODING_S = 15.0
 MIN_PROMPTS, MAX_PROMPTS = 3, 6
 MIN_TOKENS, MAX_TOKENS = 32, 96
 WARM_UP_TOKENS = 8
-GAIN = 1.03
-"""Speed-ups below this are within what two decodings of one kind differ by."""
 METHODS, DETAILED_METHODS = ("plain", "moa"), ("hf", "plain", "moa")
 
 
@@ -54,7 +54,7 @@ def demo(
         typer.Option(help="Tokens per prompt; by default as many as a short demo has time for."),
     ] = None,
     dtype: Dtype = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: Threads = None,
     details: Annotated[
         bool,
         typer.Option(
@@ -73,19 +73,19 @@ def demo(
     """
     if max_new_tokens is not None and max_new_tokens < 1:
         raise InputError(f"--max-new-tokens must be at least 1, got {max_new_tokens}.")
-    console.require_threads(threads)
-    screen = console.nowhere() if as_json else new_screen()
+    require_threads(threads)
+    screen = console.quiet_console() if as_json else new_screen()
     screen.print(INTRODUCTION)
-    steps = Steps(console.err)
-    with steps("Loading PyTorch and transformers") as hide, leaving(hide):
-        console.quiet_libraries()
-    console.set_threads(threads)
+    steps = TimedSteps(console.err)
+    with steps("Loading PyTorch and transformers") as hide, exit_on_interrupt(hide):
+        quiet_libraries()
+    set_threads(threads)
     setting = _prepared(dtype, DETAILED_METHODS if details else METHODS, steps)
     with steps("Timing the first tokens of both"):
         number, tokens = plan(_pair_s(setting), max_new_tokens)
     prompts = setting.prompts[:number]
     screen.print(f"{setting}.")
-    with console.noted_interrupts() as interrupts:
+    with deferred_interrupts() as interrupts:
         with steps("Decoding the prompts, in turns") if as_json else nullcontext():
             races = _races(setting, prompts, tokens, screen, lambda: bool(interrupts))
         if races.each:
@@ -98,7 +98,7 @@ def demo(
         facts["report"] = report and report.as_json()
         console.out.print(json.dumps(facts))
     elif report is not None:
-        from moaspec.cli.terminal.result_tables import show
+        from moaspec.cli.terminal.report_tables import show
 
         show(report)
     if interrupts:
@@ -136,20 +136,20 @@ class Setting:
 
         from moaspec.evaluate.report.report import machine
 
-        threads = torch.get_num_threads()
+        threads = num_threads(torch.get_num_threads())
         return (
-            f"{self.target.name} in {self.target.precision} on {threads} "
-            f"{'thread' if threads == 1 else 'threads'} of {machine()['processor']}"
+            f"{self.target.name} in {self.target.precision} on {threads} of "
+            f"{machine()['processor']}"
         )
 
 
-def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
+def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
     """Compile, dequantise, load and measure, each only where it was not done before."""
     from moaspec.backends.cpu.build import must_compile, why_not
     from moaspec.backends.load import AUTO, chosen_dtype
     from moaspec.calibration.choose_exit import known_exits
     from moaspec.calibration.first_use import expected_s, measure_once
-    from moaspec.cli.source_options import Sources, load_methods, load_trusted
+    from moaspec.cli.method_loading import MethodSources, load_methods, load_reference_target
     from moaspec.evaluate.prompt_suites import read_prompts
     from moaspec.model.moa import MoADrafter
     from moaspec.target.registry import find_weights, must_dequantise, require_dtype
@@ -163,7 +163,7 @@ def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
         with steps("Dequantising the model's weights", "once; timed elsewhere: 20 to 60 s"):
             find_weights(MODEL)
     with steps(f"Loading {MODEL} and its drafter"):
-        sources = Sources(MODEL, dtype=chosen_dtype(dtype))
+        sources = MethodSources(MODEL, dtype=chosen_dtype(dtype))
         methods = load_methods(names, sources)
     target, drafter = methods[-1].target, methods[-1].drafter
     assert isinstance(drafter, MoADrafter), "one is bundled"
@@ -174,14 +174,16 @@ def _prepared(dtype: str, names: Sequence[str], steps: Steps) -> Setting:
         if why_not_measured is not None:
             console.err.print(f"Not measured, because {why_not_measured}.")
     prompts = read_prompts("bundled")
-    return Setting(target, drafter, methods, prompts, cache(lambda: load_trusted(methods, sources)))
+    return Setting(
+        target, drafter, methods, prompts, cache(lambda: load_reference_target(methods, sources))
+    )
 
 
 def _pair_s(setting: Setting) -> float:
     """Seconds that both decodings take for a token each, after a warm-up."""
     from moaspec.evaluate.race import TimedDecoding, run_race
 
-    ids = console.chat_ids(setting.target, setting.prompts[-1].turns[0])
+    ids = chat_ids(setting.target, setting.prompts[-1].turns[0])
     for _ in range(2):  # the first one warms up
         plain = TimedDecoding(setting.target, None, ids, WARM_UP_TOKENS)
         speculative = TimedDecoding(setting.target, setting.drafter, ids, WARM_UP_TOKENS)
@@ -252,7 +254,7 @@ def _race(
 
     text, screen = prompt.turns[0], stage.screen
     heading = f"Prompt {stage.number} of {stage.last}: {text}"
-    ids = console.chat_ids(setting.target, text)
+    ids = chat_ids(setting.target, text)
     plain = TimedDecoding(setting.target, None, ids, tokens)
     speculative = TimedDecoding(setting.target, setting.drafter, ids, tokens)
     if stage.live:
@@ -278,109 +280,23 @@ def _race(
     )
 
 
-def show_verdict(races: Races, screen: Console, *, details: bool) -> None:
-    """The verdict, its reason where there was no gain, and what to try next."""
-    screen.print()
-    screen.print(Text(verdict(races), style="bold"))
-    if why := reason(races):
-        screen.print(why)
-    for line in try_next(command(), gained=_gained(races), details=details):
-        screen.print(line)
-
-
-def verdict(races: Races) -> str:
-    """One line: what was gained, on how much text."""
-    number = len(races.each)
-    basis = f"{number} {'prompt' if number == 1 else 'prompts'}, {races.speculative.tokens} tokens"
-    if races.speedup is None:
-        wrong = sum(not one.equality.lossless for one in races.each)
-        are = "is" if wrong == 1 else "are"
-        return f"Verdict: FAULT, {wrong} of {number} texts {are} not the model's own."
-    times = f"{races.speedup:.2f}x"
-    gain = f"{times} as fast" if _gained(races) else f"no gain ({times})"
-    return f"Verdict: {gain}, {_sameness(races)}, {_saved_passes(races)} ({basis})."
-
-
-def _gained(races: Races) -> bool:
-    """With as many passes, any difference is one of the machine."""
-    fewer = races.speculative.passes < races.plain.passes
-    return fewer and races.speedup is not None and round(races.speedup, 2) >= GAIN
-
-
-def _sameness(races: Races) -> str:
-    same = all(one.equality.kind == "identical" for one in races.each)
-    return "same text" if same else "same text up to ties in rounding"
-
-
-def _saved_passes(races: Races) -> str:
-    saved = 1 - races.speculative.passes / races.plain.passes
-    return f"{saved:.0%} fewer passes" if saved >= 0.005 else "as many passes"
-
-
-def reason(races: Races) -> str | None:
-    """Why there was no gain, or what to do about a fault; None where all is well."""
-    if not races.lossless:
-        return (
-            "No speed-up is shown. `moaspec check` finds the first wrong token; please report it."
-        )
-    if _gained(races):
-        return None
-    plain, speculative = races.plain, races.speculative
-    if speculative.passes == plain.passes:
-        return "Reason: no draft was accepted. Few or none are made where they do not surely pay."
-    longer = (speculative.seconds / speculative.passes) / (plain.seconds / plain.passes)
-    return (
-        f"Reason: a speculative pass gave {speculative.tokens_per_pass:.2f} tokens but took "
-        f"{longer:.2f} times as long as a plain one, drafting included."
-    )
-
-
-def try_next(name: str, *, gained: bool, details: bool) -> tuple[str, str]:
-    """Two commands to go on with.
-
-    Args:
-        name: of this program.
-        gained: whether speculation was faster; where it was not, a busy machine may be why.
-        details: whether this demo shows its tables already.
-    """
-    first = (f"{name} chat", "talk with this model")
-    if not gained:
-        first = (f"{name} calibrate", "measure this machine when idle")
-    second = (f"{name} demo --details", "tables of all methods")
-    if details:
-        second = (f"{name} serve --open", "a page to chat on, and an API")
-    width = max(len(first[0]), len(second[0]))
-    return (
-        f"Try next: {first[0]:<{width}}  {first[1]}",
-        f"          {second[0]:<{width}}  {second[1]}",
-    )
-
-
-def command() -> str:
-    """How the user calls this program."""
-    called = Path(sys.argv[0])
-    if shutil.which("moaspec") == str(called):
-        return "moaspec"
-    return str(called) if called.name == "moaspec" else "python -m moaspec"
-
-
 def _details(setting: Setting, prompts: Sequence[Prompt], tokens: int) -> Report:
     """Measure the same prompts by `measure`, transformers' own generate included."""
-    from moaspec.cli.source_options import chat_encoder
+    from moaspec.cli.method_loading import chat_encoder
     from moaspec.evaluate.runner import EvalSettings, measure
 
-    with bar("measuring", len(setting.methods) * len(prompts)) as advance:
+    with ProgressBar("measuring", len(setting.methods) * len(prompts)) as bar:
         return measure(
             setting.methods,
             prompts,
             chat_encoder(setting.target, "default"),
             EvalSettings(max_new_tokens=tokens),
             trusted=setting.trusted(),
-            advance=advance,
+            advance=bar.advance,
         )
 
 
-def _facts(setting: Setting, races: Races, steps: Steps) -> dict[str, Any]:
+def _facts(setting: Setting, races: Races, steps: TimedSteps) -> dict[str, Any]:
     """The settings, the seconds of each step and all measurements, for `--json`."""
     from moaspec.evaluate.report.report import surroundings
 

@@ -1,4 +1,4 @@
-"""`moaspec edge`."""
+"""`moaspec edge`: the device as an OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from moaspec import limits
 from moaspec.cli import device_options as device
 from moaspec.cli import options
 from moaspec.cli.commands.serve import (
@@ -25,9 +24,10 @@ from moaspec.cli.commands.serve import (
     serve_settings,
     warn_if_open,
 )
-from moaspec.cli.terminal import console
-from moaspec.extras import require
-from moaspec.ports import bind
+from moaspec.cli.terminal.status import loading
+from moaspec.support import limits
+from moaspec.support.extras import require
+from moaspec.support.ports import bind
 
 
 def edge(
@@ -63,17 +63,17 @@ def edge(
     threads: options.Threads = None,
     browse: Open = False,
 ) -> None:
-    """Serve OpenAI's API on the device while the target is on a server, link or no link.
+    """Serve OpenAI's API on the device while the target is on a server, with a link or without.
 
     A client that does not ask for provisional text gets verified text only (with --on-cut keep:
-    also what was written without a link). What stands between `<private>` and `</private>`, and
-    what recognisers find, never leaves this machine: the server sees placeholders.
+    also what was written without a link). Text between `<private>` and `</private>`, and
+    text that recognisers find, never leaves this machine: the server sees placeholders.
 
     Example: moaspec edge --server 127.0.0.1:50051 --emulate 4g --open
     """
     require("`moaspec edge`", "serve", "remote", *(["private"] if recognise else []))
     device.check_address(server)
-    with console.loading(model, threads):
+    with loading(model, threads):
         settings = serve_settings(
             api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
         )

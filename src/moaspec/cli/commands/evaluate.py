@@ -1,4 +1,4 @@
-"""`moaspec eval`."""
+"""`moaspec eval`: measures decoding methods side by side."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, Quantize
+from moaspec.cli.loading import print_defaults
+from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, Json, Model, Quantize, Threads
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.progress import bar
+from moaspec.cli.terminal.progress_bar import ProgressBar
+from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
 from moaspec.evaluate.file_names import BEGIN, COSTS, CUT, END, PAGE, REPORT
 from moaspec.evaluate.prompt_suites import read_prompts
@@ -63,7 +65,7 @@ def evaluate(
     system: Annotated[
         str, typer.Option(help="System prompt: default (the template's own), none, or a text.")
     ] = "default",
-    model: Annotated[str, typer.Option(help="Target: alias, directory, GGUF or hub id.")] = MODEL,
+    model: Model = MODEL,
     drafter: Annotated[str | None, typer.Option(help="Of moa: alias, directory or hub id.")] = None,
     checkpoint: Annotated[
         list[str] | None,
@@ -73,7 +75,7 @@ def evaluate(
     quantize: Quantize = None,
     generation_config: GenerationConfig = AUTO,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: Threads = None,
     cost: Annotated[
         bool,
         typer.Option("--cost", help="Measure passes and rounds by context and batch, no prompts."),
@@ -101,7 +103,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Directory for results; the same command resumes what is there."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure decoding methods side by side, and whether their texts are equal.
 
@@ -118,9 +120,14 @@ def evaluate(
         require_graders(prompts, unsafe=unsafe)
     asked = {"suite": suite, "limit": limit, "turns": turns}
     apart = cost or cut is not None
-    with console.loading(model, threads):
+    with loading(model, threads, quantize):
         from moaspec.backends.load import chosen_dtype
-        from moaspec.cli.source_options import Sources, load_methods, load_trusted, read_checkpoints
+        from moaspec.cli.method_loading import (
+            MethodSources,
+            load_methods,
+            load_reference_target,
+            read_checkpoints,
+        )
         from moaspec.evaluate.correctness.equality import RULE
         from moaspec.evaluate.cut_quality import check_cut
         from moaspec.evaluate.method_names import require_known_noise
@@ -140,7 +147,7 @@ def evaluate(
         )
         if out is not None:
             make_results_directory(out)
-        sources = Sources(
+        sources = MethodSources(
             model,
             chosen_dtype(dtype, device=device),
             drafter,
@@ -154,8 +161,8 @@ def evaluate(
         # It refuses other settings before anything is loaded.
         store = None if apart else ResultsStore(out, facts)
         loaded = load_methods([*timed, *untimed], sources)
-        trusted = None if apart else load_trusted(loaded, sources)
-    console.tell_defaults(loaded[0].target, loaded[0].target.generation_defaults)
+        trusted = None if apart else load_reference_target(loaded, sources)
+    print_defaults(loaded[0].target, loaded[0].target.generation_defaults)
     if cost:
         _report_costs(loaded, around, out, as_json=as_json)
         return
@@ -183,10 +190,10 @@ def evaluate(
     if report.interrupted:
         _put_out(report.as_json(), lambda: show(report), None, as_json=as_json)
         kept = "" if out is None else f" They are kept in {out}; the same command goes on."
-        console.err.print(f"Stopped: these are the prompts before.{kept}", style="yellow")
+        console.warn(f"Stopped: these are the prompts before.{kept}")
         raise typer.Exit(130)
     result = {"settings": {**facts, **asked}, **report.as_json()}
-    from moaspec.cli.terminal.result_tables import show
+    from moaspec.cli.terminal.report_tables import show
 
     _put_out(result, lambda: show(report), out and out / REPORT, as_json=as_json)
     if not report.lossless:
@@ -218,13 +225,13 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
 def compare(
     before: Annotated[Path, typer.Argument(help="report.json, or its directory.")],
     after: Annotated[Path, typer.Argument(help="The other one.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """What changed between two reports, with 95% confidence intervals over prompts.
 
     Example: moaspec eval compare results/before results/after
     """
-    from moaspec.cli.terminal.result_tables import show_comparison
+    from moaspec.cli.terminal.report_tables import show_comparison
     from moaspec.evaluate.report.comparison import compare_reports, read_report
 
     found = compare_reports(read_report(before), read_report(after))
@@ -285,7 +292,7 @@ def _put_out_apart(
     _put_out(facts, show_it, None if held else path, as_json=as_json)
     if interrupted:
         kept = f" {path} stays as it was." if held else ""
-        console.err.print(f"Stopped: this was measured before.{kept}", style="yellow")
+        console.warn(f"Stopped: this was measured before.{kept}")
         raise typer.Exit(130)
 
 
@@ -298,18 +305,18 @@ def _write_page(directory: Path) -> Path | None:
     try:
         return write_page(directory)
     except InputError as error:
-        console.err.print(f"No {PAGE}: {error}", style="yellow")
+        console.warn(f"No {PAGE}: {error}")
         return None
 
 
 def _report_costs(
     methods: Sequence[Method], settings: dict[str, Any], out: Path | None, *, as_json: bool
 ) -> None:
-    from moaspec.cli.terminal.result_tables import show_costs
+    from moaspec.cli.terminal.report_tables import show_costs
     from moaspec.evaluate.pass_costs import measure_costs, num_measurements
 
-    with bar("measuring costs", num_measurements(methods[0].target, methods)) as advance:
-        costs = measure_costs(methods, advance=advance)
+    with ProgressBar("measuring costs", num_measurements(methods[0].target, methods)) as bar:
+        costs = measure_costs(methods, advance=bar.advance)
     facts = {**costs.as_json(), "settings": settings}
     _put_out_apart(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
 
@@ -324,7 +331,7 @@ def _measured_cut(
     unsafe: bool,
 ) -> CutQuality:
     """`lengths`: tokens before the cut, and of the whole text."""
-    from moaspec.cli.source_options import chat_encoder
+    from moaspec.cli.method_loading import chat_encoder
     from moaspec.evaluate.correctness.accuracy import is_correct
     from moaspec.evaluate.cut_quality import measure_cut
 
@@ -335,7 +342,7 @@ def _measured_cut(
         text = tokenizer.decode(answer, skip_special_tokens=True)
         return is_correct(prompt, text, unsafe=unsafe)
 
-    with bar("measuring", len(prompts)) as advance:
+    with ProgressBar("measuring", len(prompts)) as bar:
         return measure_cut(
             methods,
             prompts,
@@ -343,14 +350,14 @@ def _measured_cut(
             after=lengths[0],
             max_new_tokens=lengths[1],
             is_correct=right if accuracy else lambda *_: None,
-            advance=advance,
+            advance=bar.advance,
         )
 
 
 def _report_cut(
     found: CutQuality, settings: dict[str, Any], out: Path | None, *, as_json: bool
 ) -> None:
-    from moaspec.cli.terminal.result_tables import show_cut
+    from moaspec.cli.terminal.report_tables import show_cut
 
     facts = {**found.as_json(), "settings": settings}
     _put_out_apart(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
@@ -370,11 +377,11 @@ def _measured(
     store: ResultsStore | None = None,
     system: str = "default",
 ) -> Report:
-    from moaspec.cli.source_options import chat_encoder
+    from moaspec.cli.method_loading import chat_encoder
     from moaspec.evaluate.runner import measure
 
     total = (len(methods) + len(tau_only)) * sum(len(prompt.turns) for prompt in prompts)
-    with bar("measuring", total) as advance:
+    with ProgressBar("measuring", total) as bar:
         return measure(
             methods,
             prompts,
@@ -383,5 +390,5 @@ def _measured(
             tau_only=tau_only,
             trusted=trusted,
             store=store,
-            advance=advance,
+            advance=bar.advance,
         )

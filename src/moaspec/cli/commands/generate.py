@@ -1,4 +1,4 @@
-"""`moaspec generate PROMPT`."""
+"""`moaspec generate PROMPT`: answers one prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import typer
 
 from moaspec.cli import options
 from moaspec.cli.loading import load, measure_once
+from moaspec.cli.prompts import chat_ids, read_prompt
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.interrupts import deferred_interrupts
+from moaspec.cli.terminal.token_printer import TokenPrinter, show_events
 from moaspec.errors import InputError
 
 if TYPE_CHECKING:
@@ -55,12 +58,12 @@ def generate(
 
     Example: moaspec generate "Why is the sky blue?" --temperature 0.8 --top-p 0.95 --seed 7
     """
-    settings = options.row_options({**locals(), "stop": stop or ()})
+    settings = options.decoding_options({**locals(), "stop": stop or ()})
     if raw and system is not None:
         raise InputError("--system is for the chat template, which --raw leaves out.")
     if num_choices < 1:
         raise InputError(f"--num-choices must be at least 1, got {num_choices}.")
-    question = console.read_prompt(prompt)
+    question = read_prompt(prompt)
     target, module = load(
         model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
     )
@@ -68,15 +71,15 @@ def generate(
         measure_once(target, module)
     from moaspec.generation.api import start
 
-    settings = options.settled(settings, target)
-    prompt_ids = console.chat_ids(target, question, system=system, raw=raw)
+    settings = options.with_model_defaults(settings, target)
+    prompt_ids = chat_ids(target, question, system=system, raw=raw)
     engine, results = start(
         target, [prompt_ids], drafter=module, num_choices=num_choices, **settings
     )
     before = prompt_ids if raw else []
-    printer = None if as_json or num_choices > 1 else console.TokenPrinter(target, before)
-    with console.noted_interrupts() as interrupts:
-        interrupted = console.show_events(engine.run(), printer, interrupts)
+    printer = None if as_json or num_choices > 1 else TokenPrinter(target, before)
+    with deferred_interrupts() as interrupts:
+        interrupted = show_events(engine.run(), printer, interrupts)
         if as_json:
             facts = [summary(target, prompt_ids, result, raw=raw) for result in results]
             console.out.print(json.dumps(facts[0] if num_choices == 1 else {"choices": facts}))
@@ -89,10 +92,10 @@ def generate(
 def _show(
     target: Target,
     results: list[GenerationResult],
-    printer: console.TokenPrinter | None,
+    printer: TokenPrinter | None,
     before: Sequence[int],
 ) -> None:
-    """What is left to print after decoding: whole choices, and statistics."""
+    """Print statistics, and whole choices if they were not streamed."""
     from moaspec.sampling.incremental_text import continuation
 
     for number, result in enumerate(results):
@@ -122,7 +125,7 @@ def describe(result: GenerationResult) -> str:
 def summary(
     target: Target, prompt_ids: list[int], result: GenerationResult, *, raw: bool
 ) -> dict[str, Any]:
-    """What `--json` prints; a raw text continues its prompt."""
+    """The JSON object of one choice; a raw text continues its prompt."""
     from moaspec.sampling.incremental_text import continuation
 
     before = prompt_ids if raw else []

@@ -1,4 +1,4 @@
-"""`moaspec info CHECKPOINT`."""
+"""`moaspec info CHECKPOINT`: shows what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from moaspec.cli.options import Json
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.terminal_table import Table
+from moaspec.cli.terminal.status import loading
+from moaspec.cli.terminal.table import GAP
 from moaspec.errors import UnknownModelError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.model.checkpoint.directory import is_directory, read_config
 
 DIGEST = 16
 """Characters of a hash on the terminal; enough to tell two apart."""
-LEAST_VALUE = 24
+MIN_VALUE = 24
 """Columns for values on the narrowest terminals."""
 _HASH = re.compile(r"[0-9a-f]{32,}")
 
 
 def info(
     checkpoint: Annotated[str, typer.Argument(help="Bundled alias or directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what a drafter checkpoint or device bundle holds, and check that its weights are whole.
 
@@ -40,16 +41,19 @@ def info(
             f"No checkpoint {checkpoint!r}: not a directory, and not bundled "
             f"({', '.join(bundled_drafters()) or 'none'})."
         )
-    with console.loading(checkpoint):
+    with loading(checkpoint):
         facts = describe_bundle(directory) if _is_bundle(directory) else describe(directory)
     if as_json:
         console.out.print(json.dumps(facts))
         return
     lines = list(_lines(facts))
     shown = shortened(lines, console.out.width)
-    table.show(Table(("", ""), shown, str(directory)))
+    names = max(len(name) for name, _ in lines)
+    console.out.print(Text(str(directory), style="bold"))
+    for name, value in shown:
+        console.out.print(f"{name:<{names}}{' ' * GAP}{value}")
     if shown != lines:
-        console.note("--json prints what was cut off here (…).", "dim")
+        console.print_wrapped("--json prints what was cut off here (…).", "dim")
 
 
 def shortened(lines: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
@@ -59,20 +63,21 @@ def shortened(lines: Sequence[tuple[str, str]], width: int) -> list[tuple[str, s
         lines: names and values.
         width: columns of the terminal.
     """
-    room = max(LEAST_VALUE, width - table.GAP - max(len(name) for name, _ in lines))
+    room = max(MIN_VALUE, width - GAP - max(len(name) for name, _ in lines))
     return [
-        (name, _cut(value, DIGEST if _HASH.fullmatch(value) else room)) for name, value in lines
+        (name, _shortened(value, DIGEST if _HASH.fullmatch(value) else room))
+        for name, value in lines
     ]
 
 
-def _cut(value: str, room: int) -> str:
+def _shortened(value: str, room: int) -> str:
     text = Text(value)
     text.truncate(room, overflow="ellipsis")
     return text.plain
 
 
 def _lines(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values, those of parts below the name of the whole."""
+    """Names and values; a nested key has the name of its parent before it."""
     for key, value in facts.items():
         name = f"{above}{key}"
         if isinstance(value, dict) and value:

@@ -1,21 +1,19 @@
-"""`moaspec models`."""
+"""`moaspec models`: lists targets and drafters."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from moaspec.cli.options import Json
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.terminal_table import Table
+from moaspec.cli.terminal.table import Table, show_table
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.target.names import ALIASES, SUPPORTED_FAMILIES, packaged_gguf
 
 
 def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List target aliases and bundled drafters.
 
@@ -33,9 +31,9 @@ def models(
     if as_json:
         console.out.print(json.dumps({"models": rows, "families": SUPPORTED_FAMILIES}))
         return
-    table.show(_table(rows))
+    show_table(_table(rows))
     console.out.print()
-    console.note(
+    console.print_wrapped(
         f"Also: any directory or hub id of these families: {', '.join(SUPPORTED_FAMILIES)}."
     )
 

@@ -1,4 +1,4 @@
-"""`moaspec remote PROMPT`."""
+"""`moaspec remote PROMPT`: answers one prompt with a target on a server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rich.text import Text
 
 from moaspec.cli import device_options as device
 from moaspec.cli import options
+from moaspec.cli.prompts import chat_ids, read_prompt
 from moaspec.cli.terminal import console
-from moaspec.extras import require
+from moaspec.cli.terminal.status import loading
+from moaspec.support.extras import require
 
 if TYPE_CHECKING:
     from moaspec.generation.options import RowOptions
@@ -53,19 +55,19 @@ def remote(
     seed: options.Seed = None,
     generation_config: options.GenerationConfig = options.AUTO,
     threads: options.Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Draft here, verify on a server: verified drafts are green, text without a link is yellow.
 
-    What stands between `<private>` and `</private>`, and what recognisers find, never leaves this
+    Text between `<private>` and `</private>`, and text that recognisers find, never leaves this
     process: the server sees placeholders.
 
     Example: moaspec remote "Why is the sky blue?" --cut-after 12
     """
     require("`moaspec remote`", "remote", *(["private"] if recognise else []))
     device.check_address(server)
-    question = console.read_prompt(prompt)
-    with console.loading(model, threads):
+    question = read_prompt(prompt)
+    with loading(model, threads):
         from moaspec.remote.device.remote_session import RemoteSession
         from moaspec.remote.emulation.emulated_link import link_named
         from moaspec.remote.emulation.shaped_transport import Faults, ShapedTransport
@@ -86,7 +88,7 @@ def remote(
     vault = device.vault(phone_region, recognise=recognise)
     hidden = vault.hide(question)
     loaded = device.load_bundle(bundle, model)
-    ids = console.chat_ids(loaded.target, hidden)
+    ids = chat_ids(loaded.target, hidden)
     session = RemoteSession(loaded, transport, chosen)
     show = _Show(loaded.tokenizer, vault, quiet=as_json)
     cut = _Cut(faults, cut_after, cut_s)
@@ -96,7 +98,7 @@ def remote(
         "seed": seed,
         "generation_config": generation_config.setting,
     }
-    settings = options.settled(settings, loaded.target)
+    settings = options.with_model_defaults(settings, loaded.target)
     asyncio.run(_run(session, ids, settings, show=show, cut=cut, server=server))
     _report(session, show, as_json=as_json, hidden=len(vault))
 

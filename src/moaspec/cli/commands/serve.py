@@ -1,4 +1,4 @@
-"""`moaspec serve`."""
+"""`moaspec serve`: serves OpenAI's API from this machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moaspec import limits
 from moaspec.cli import options
-from moaspec.cli.loading import load, measure_once
+from moaspec.cli.loading import load, measure_once, print_defaults
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
-from moaspec.extras import require
-from moaspec.ports import bind
+from moaspec.support import limits
+from moaspec.support.extras import require
+from moaspec.support.ports import bind
 
 if TYPE_CHECKING:
     from moaspec.serve.server_context import ServeSettings
@@ -75,7 +76,7 @@ def serve(
         raise InputError(f"--cache-gib must be above 0, got {cache_gib}.")
     cache_bytes = int(cache_gib * 2**30)
     with bind(host, port) as listener:
-        with console.loading(model, threads):
+        with loading(model, threads, quantize):
             settings = serve_settings(
                 api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
             )
@@ -116,7 +117,7 @@ def check_defaults(target: TargetSpec, defaults: GenerationDefaults) -> None:
         InputError: some cannot be honoured.
     """
     defaults.settings(sampled=True)
-    console.tell_defaults(target, defaults)
+    print_defaults(target, defaults)
 
 
 def serve_settings(
@@ -157,9 +158,7 @@ def warn_if_open(host: str, settings: ServeSettings) -> None:
     from moaspec.serve.uvicorn_server import LOOPBACK
 
     if host not in LOOPBACK and not settings.guarded.api_keys:
-        console.err.print(
-            f"Whoever can reach {host} may use this server: give --api-key-file.", style="yellow"
-        )
+        console.warn(f"Whoever can reach {host} may use this server: give --api-key-file.")
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:

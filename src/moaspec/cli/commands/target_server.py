@@ -1,4 +1,4 @@
-"""`moaspec target-server`."""
+"""`moaspec target-server`: serves a target to devices."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import typer
 
 from moaspec.cli import options
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
-from moaspec.extras import require
 from moaspec.generation.bundled import bundled_drafters
-from moaspec.ports import held
+from moaspec.support.extras import require
+from moaspec.support.ports import held
 
 if TYPE_CHECKING:
     from moaspec.remote.server.service import ServiceOptions, TargetService
@@ -95,7 +96,7 @@ def target_server(
         _print_traces()
     name = drafter or (model if model in bundled_drafters() else None)
     ports = {"--port": port, "--metrics-port": metrics_port}
-    with held(host, ports), console.loading(model, threads):
+    with held(host, ports), loading(model, threads, quantize):
         from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
         from moaspec.remote.server.service import ServiceOptions
         from moaspec.remote.server.session_store import StoreOptions

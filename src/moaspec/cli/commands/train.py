@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import TextColumn
 
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal.progress import bar_of
+from moaspec.cli.terminal.progress_bar import ProgressBar
+from moaspec.cli.terminal.status import loading, set_threads, status
 from moaspec.data.unused_rows import ReadReport
 from moaspec.errors import InputError
-from moaspec.paths import require_writable
+from moaspec.support.paths import require_writable
 from moaspec.train.stopping import EXIT_UNFINISHED, StopCause, parse_duration
 
 if TYPE_CHECKING:
@@ -45,8 +45,13 @@ def train(
         return
     if config is None:
         raise InputError("Name a YAML file of settings, or list ready ones with --init.")
+    if not config.is_file():
+        raise InputError(
+            f"Cannot read the training config {config}: there is no such file. "
+            "moaspec train --init writes one."
+        )
     seconds = None if for_ is None else parse_duration(for_)
-    with console.loading(str(config)):
+    with loading(str(config)):
         from moaspec.backends.load import load_target
         from moaspec.data.row_sources import require_sources
         from moaspec.train.dataset.read_examples import read_examples
@@ -57,10 +62,10 @@ def train(
         settings = read_train_config(config, overrides or [])
         require_sources(settings.data)
         require_writable("output", Path(settings.output))
-        console.set_threads(settings.threads or None)
+        set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
-    out = console.out if accelerator.is_main_process else console.nowhere()
-    with console.status(f"Loading {settings.target}"):
+    out = console.out if accelerator.is_main_process else console.quiet_console()
+    with status(f"Loading {settings.target}"):
         target = load_target(
             settings.target,
             dtype=settings.target_dtype,
@@ -84,15 +89,13 @@ def train(
         f"{len(examples)} examples, drafter of {size / 1e6:.1f}M parameters, "
         f"from step {trainer.step}"
     )
-    with bar_of("step", TextColumn("{task.fields[state]}"), screen=out) as bar:
-        begun = trainer.step
-        task = bar.add_task("", total=settings.steps, completed=begun, before=begun, state="")
+    with ProgressBar("step", settings.steps, screen=out, transient=False) as bar:
+        bar.resume(trainer.step)
 
         def report(step: StepProgress) -> None:
-            bar.update(task, completed=step.step, state=_line(step))
-            bar.tell(task)
+            bar.update(step.step, _line(step))
             if step.held_out_accuracy:
-                bar.console.print(_measured(step))
+                bar.screen.print(_measured(step))
 
         ending = trainer.run(report, seconds=seconds)
     written = f"drafter written to {trainer.output / 'drafter'}"

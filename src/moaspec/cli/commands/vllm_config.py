@@ -1,4 +1,4 @@
-"""`moaspec vllm-config`."""
+"""`moaspec vllm-config`: prints a `vllm serve` command."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from moaspec.cli.options import MODEL
 from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import loading
 from moaspec.errors import MismatchError
 
 
@@ -31,7 +32,7 @@ def vllm_config(
 
     Example: moaspec vllm-config smollm2-135m --num-speculative-tokens 2
     """
-    with console.loading(drafter):
+    with loading(drafter):
         from moaspec.target.registry import find_weights
         from moaspec.vllm_plugin.vllm_settings import VLLMServeSettings
 

@@ -16,7 +16,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from moaspec.cli.terminal.console import STYLES
+from moaspec.cli.terminal.console import STYLES, is_live
 
 if TYPE_CHECKING:
     from moaspec.engine.result import Source
@@ -66,11 +66,6 @@ def can_redraw(screen: Console) -> bool:
     """Whether panes can be shown live: a terminal that moves its cursor and has room for them."""
     enough = screen.width >= MIN_WIDTH and _text_rows(screen) >= MIN_TEXT_ROWS
     return is_live(screen) and enough
-
-
-def is_live(screen: Console) -> bool:
-    """Whether this console can move the cursor of a terminal; FORCE_COLOR makes no pipe one."""
-    return screen.is_interactive and screen.file.isatty()
 
 
 def legend(screen: Console) -> Text:

@@ -91,7 +91,7 @@ class ChatTemplate:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """Of the tokenizer."""
+        """The control tokens of the tokenizer."""
         return ControlTokens(self.tokenizer)
 
     @property
@@ -234,7 +234,7 @@ class ChatTemplate:
                 raise InputError(f"{name!r} is not a variable of a chat template that may be set.")
 
     def _guarded(self, message: Message) -> Message:
-        """A message of others, in which control tokens are text."""
+        """A message whose control tokens are encoded as text."""
         if message["role"] not in GUARDED_ROLES:
             return message
         return {**message, "content": self.control_tokens.guard(message["content"])}

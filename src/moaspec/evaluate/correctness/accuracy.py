@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from moaspec.evaluate.correctness.sandbox import Trial, isolation, passes
 from moaspec.evaluate.prompt_suites import Prompt
-from moaspec.extras import require
+from moaspec.support.extras import require
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)

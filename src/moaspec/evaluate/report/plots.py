@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from moaspec.extras import require
+from moaspec.support.extras import require
 
 WIDTH = 5.0
 """Width of a plot in inches; narrow, so that its text is legible on a phone."""

@@ -13,7 +13,7 @@ from moaspec.remote.protocol.position_ranges import PositionSet
 from moaspec.remote.protocol.wire import chain
 from moaspec.sampling.params import GREEDY
 from moaspec.sampling.token_ids import common_length
-from moaspec.torch_settings import plain_torch
+from moaspec.support.torch_settings import plain_torch
 
 
 class AheadDrafter:

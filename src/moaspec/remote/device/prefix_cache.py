@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from moaspec.errors import InputError
-from moaspec.paths import make_private, why_not_trusted
 from moaspec.remote.protocol.codec import Bytes
+from moaspec.support.paths import make_private, why_not_trusted
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from moaspec import limits
 from moaspec.drafting.draft_tree import Tree, parse_shape
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.policies import DraftPolicy, DraftSettings, FixedPolicy
@@ -35,6 +34,7 @@ from moaspec.remote.protocol.codec import CODECS, CodecName
 from moaspec.remote.protocol.transport import Transport
 from moaspec.sampling.stop_strings import StopStrings, stop_strings
 from moaspec.sampling.token_ids import common_length
+from moaspec.support import limits
 
 MIN_HELD_SHARE = 0.75
 """Share of a text whose activations a device must hold to continue it without a link."""

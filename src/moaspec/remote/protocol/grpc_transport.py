@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 
 from moaspec.errors import LinkError, RefusedError
-from moaspec.limits import MAX_FRAME_BYTES
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.wire import one_line
 from moaspec.remote.server.auth import Credentials
+from moaspec.support.limits import MAX_FRAME_BYTES
 
 SERVICE = "moaspec.remote.v1.Target"
 STREAM_S = 3600.0

@@ -11,7 +11,11 @@ from google.protobuf.message import DecodeError, Message
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.errors import InputError, WireError
-from moaspec.limits import (
+from moaspec.remote.protocol import target_pb2 as pb
+from moaspec.remote.protocol.codec import CodecName
+from moaspec.remote.protocol.position_ranges import PositionRange
+from moaspec.sampling.params import SamplingParams, plain_settings
+from moaspec.support.limits import (
     MAX_DRAFTED,
     MAX_FRAME_BYTES,
     MAX_GRAMMAR,
@@ -25,10 +29,6 @@ from moaspec.limits import (
     MAX_WORDS,
     MAX_WORDS_TOKENS,
 )
-from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.codec import CodecName
-from moaspec.remote.protocol.position_ranges import PositionRange
-from moaspec.sampling.params import SamplingParams, plain_settings
 from moaspec.target.token_rules import NO_RULES, TokenRules
 
 M = TypeVar("M", bound=Message)

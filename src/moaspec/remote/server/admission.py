@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from moaspec import limits
 from moaspec.remote.server.auth import ANONYMOUS
 from moaspec.remote.server.session_store import NoRoomError, Quota
+from moaspec.support import limits
 
 Context = Any
 Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]

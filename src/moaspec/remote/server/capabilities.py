@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from moaspec import limits
 from moaspec.errors import InputError, RefusedError, WireError
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import identity, wire
@@ -17,6 +16,7 @@ from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.activation_records import RecordRequest
 from moaspec.remote.server.server_session import TurnRequest
 from moaspec.sampling.params import SamplingParams
+from moaspec.support import limits
 from moaspec.target.spec import TargetSpec
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
-from moaspec import limits
 from moaspec.errors import InputError, LinkError, MoaSpecError, RefusedError, WireError
 from moaspec.process_memory import return_memory_forever
 from moaspec.remote.protocol import target_pb2 as pb
@@ -24,7 +23,8 @@ from moaspec.remote.server.admission import Admission
 from moaspec.remote.server.auth import CallAuth
 from moaspec.remote.server.service import TargetService
 from moaspec.remote.server.session_store import ForeignSessionError, NoRoomError
-from moaspec.slow_imports import SlowDown
+from moaspec.support import limits
+from moaspec.support.refusal_delay import RefusalDelay
 
 STATUSES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (ForeignSessionError, grpc.StatusCode.PERMISSION_DENIED),
@@ -93,7 +93,7 @@ class GrpcServer:
             ],
             interceptors=[Admission(SERVICE, self._owner, self._options.max_connections)],
         )
-        self._slow = SlowDown()
+        self._slow = RefusalDelay()
         self._health = health.HealthServicer()
         self._repeated: list[asyncio.Task[None]] = []
         self.port = 0

@@ -13,7 +13,6 @@ from pydantic import (
     model_serializer,
 )
 
-from moaspec import limits
 from moaspec.serve.openai.call_grammar import Tool
 from moaspec.serve.openai.schema import (
     FinishReason,
@@ -26,6 +25,7 @@ from moaspec.serve.openai.schema import (
     Usage,
     Variables,
 )
+from moaspec.support import limits
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moaspec import limits
 from moaspec.serve.http_errors import RequestError
 from moaspec.serve.openai.responses_schema import ResponseObject
 from moaspec.serve.sources.source import entry_to_evict
+from moaspec.support import limits
 
 Messages = list[dict[str, Any]]
 

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from moaspec import limits
 from moaspec.serve.openai.call_grammar import Tool
 from moaspec.serve.openai.chat_schema import ToolName
 from moaspec.serve.openai.schema import (
@@ -19,6 +18,7 @@ from moaspec.serve.openai.schema import (
     TextFormat,
     Variables,
 )
+from moaspec.support import limits
 
 
 class InputText(RequestModel):

@@ -18,8 +18,8 @@ from pydantic import (
     StringConstraints,
 )
 
-from moaspec import limits
 from moaspec.serve.sources.source import LinkState
+from moaspec.support import limits
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Id = Annotated[int, Field(ge=0)]

@@ -16,11 +16,11 @@ export function verdict(speculative, plain) {
   const speed = speedOf(speculative.stats, plain.stats);
   if (at < 0) {
     const passes = passesOf(speculative.stats, plain.stats);
-    return { same: true, text: `✓ ${speed}the same text, token for token${passes}.` };
+    return { same: true, text: `✓ Same text, token for token${passes}.${speed}` };
   }
   const why = speculative.kept ? "it kept what it wrote while the link was cut" :
     "there the model’s two best tokens are closer than rounding, or something is wrong";
-  return { same: false, text: `✗ ${speed}the texts differ from token ${at + 1} on; ${why}.` };
+  return { same: false, text: `✗ The texts differ from token ${at + 1} on; ${why}.${speed}` };
 }
 
 function speedOf(fast, slow) {
@@ -28,8 +28,8 @@ function speedOf(fast, slow) {
   if (!a || !b) return "";
   const ratio = (a / b).toFixed(2);
   const slower = a < b ? ", so slower" : "";
-  return `${ratio} times as fast with speculation${slower} ` +
-    `(${a.toFixed(1)} against ${b.toFixed(1)} tokens a second): `;
+  return ` Speed: ${ratio} times as fast with speculation${slower} ` +
+    `(${a.toFixed(1)} against ${b.toFixed(1)} tokens a second).`;
 }
 
 function passesOf(fast, slow) {

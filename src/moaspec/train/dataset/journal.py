@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moaspec.errors import DataError, InputError, TrainingError
-from moaspec.locks import claimed
+from moaspec.support.locks import claimed
 
 
 @dataclass(frozen=True, kw_only=True)

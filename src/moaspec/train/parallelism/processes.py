@@ -16,7 +16,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from torch import Tensor
 
 from moaspec.errors import InputError
-from moaspec.extras import require
+from moaspec.support.extras import require
 from moaspec.train.run_config import TrainConfig
 
 

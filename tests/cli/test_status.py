@@ -8,14 +8,14 @@ import logging
 import pytest
 from rich.console import Console
 
-from moaspec.cli.terminal.log_lines import noted
+from moaspec.cli.terminal.status import show_log_records
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_long_steps_are_told(terminal: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
     log = logging.getLogger("moaspec.backends.cpu")
-    with console.status("Loading") as status, noted(console, status):
+    with console.status("Loading") as status, show_log_records(console, status):
         log.info("Compiling, once")
         assert (str(status.status) == "Compiling, once") is terminal
     log.info("Later")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from moaspec.cli.loading import num_threads
 from moaspec.cli.terminal import console
-from moaspec.cli.terminal import terminal_table as table
-from moaspec.cli.terminal.terminal_table import Table
+from moaspec.cli.terminal.table import Table, show_table
 
 if TYPE_CHECKING:
     from moaspec.evaluate.cut_quality import CutQuality
@@ -27,13 +27,13 @@ def show(report: Report) -> None:
     """Print what was measured, and what speed-ups and equality mean."""
     from moaspec.evaluate.correctness.equality import RULE
 
-    table.show(methods_table(report))
-    console.note(f"{SPEEDS} {RULE}", "dim")
+    show_table(methods_table(report))
+    console.print_wrapped(f"{SPEEDS} {RULE}", "dim")
     for outcome in report.outcomes:
         for sample in [one for one in outcome.samples if not one.equality.lossless][:SHOWN_FAULTS]:
-            console.note(_fault(outcome, sample), "red")
+            console.print_wrapped(_fault(outcome, sample), "red")
     if report.skipped:
-        console.note(
+        console.print_wrapped(
             f"{len(report.skipped)} turns were left out: with their answer they do not fit into "
             "the target's context.",
             "yellow",
@@ -41,7 +41,7 @@ def show(report: Report) -> None:
     for part in (methods_costs_table(report), parts_table(report)):
         if part.rows:
             console.out.print()
-            table.show(part)
+            show_table(part)
 
 
 def methods_table(report: Report) -> Table:
@@ -51,7 +51,7 @@ def methods_table(report: Report) -> Table:
     facts = report.as_json()
     how = f"{report.batch} prompts at once" if report.batch > 1 else "one prompt at a time"
     title = (
-        f"{facts['target']}, {facts['dtype']}, {facts['threads']} threads, {report.choice}, "
+        f"{facts['target']}, {facts['dtype']}, {num_threads(facts['threads'])}, {report.choice}, "
         f"{len(report.outcomes[0].samples)} prompts, {how}"
     )
     over = f"speed-up over {report.baseline}"
@@ -153,8 +153,8 @@ def _equal(outcome: Outcome) -> str:
 def show_costs(found: PassCosts) -> None:
     """Passes by width, rounds by context and batch, and what the machine allows."""
     bound = found.bound
-    table.show(widths_table(found))
-    console.note(
+    show_table(widths_table(found))
+    console.print_wrapped(
         f"A pass reads {bound.weight_bytes / 1e6:.0f} MB of weights, which takes at least "
         f"{_ms(bound.floor_s)} ms at {bound.bytes_per_s / 1e9:.1f} GB/s; the arithmetic of a token "
         f"takes {_ms(bound.arithmetic_s)} ms at {bound.flops_per_s / 1e9:.0f} GFLOP/s. Passes over "
@@ -162,7 +162,7 @@ def show_costs(found: PassCosts) -> None:
     )
     if found.rounds:
         console.out.print()
-        table.show(rounds_table(found))
+        show_table(rounds_table(found))
 
 
 def widths_table(found: PassCosts) -> Table:
@@ -193,9 +193,9 @@ def rounds_table(found: PassCosts) -> Table:
 
 def show_cut(cut: CutQuality) -> None:
     """What the target thinks of each continuation, and what was left out."""
-    table.show(cut_table(cut))
+    show_table(cut_table(cut))
     if cut.left_out:
-        console.note(
+        console.print_wrapped(
             f"{cut.left_out} prompts were left out: they do not fit, or their answer ended before "
             "the cut.",
             "yellow",
@@ -221,11 +221,11 @@ def cut_table(cut: CutQuality) -> Table:
 
 def show_comparison(found: Comparison) -> None:
     """Changes with their intervals, and why a speed is missing."""
-    table.show(comparison_table(found))
+    show_table(comparison_table(found))
     for key, (old, new) in found.differs.items():
-        console.note(f"Speeds are not compared: {key} was {old} and is {new}.")
+        console.print_wrapped(f"Speeds are not compared: {key} was {old} and is {new}.")
     for name in found.lossy:
-        console.note(f"{name} is lossy: its speed is not shown.")
+        console.print_wrapped(f"{name} is lossy: its speed is not shown.")
 
 
 def comparison_table(found: Comparison) -> Table:

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from moaspec.errors import HubError
-from moaspec.hub import cached_if_offline
+from moaspec.support.hub import cached_if_offline
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from moaspec.errors import InputError
 
 
 def claim(file: int, refusal: str) -> None:
-    """Keep other processes out for as long as this file descriptor is open.
+    """Lock a file until its descriptor is closed; other processes are refused.
 
-    Where the system has no such locks, nobody checks.
+    Does nothing on systems without `flock`.
 
     Args:
         file: a file open for writing.
@@ -30,7 +30,7 @@ def claim(file: int, refusal: str) -> None:
 
 
 def claimed(path: str | os.PathLike[str], refusal: str) -> int:
-    """Open a file, made where it does not exist, and `claim` it; closing it gives it back."""
+    """Open a file, created if missing, and `claim` it; closing it releases the lock."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         claim(file, refusal)

@@ -1,4 +1,4 @@
-"""A conversation at the terminal: what the user may type, whoever answers."""
+"""The loop of a conversation at the terminal, and its slash commands."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HELP = """\
 /exit         leave (so does Ctrl-D); Ctrl-C stops an answer and keeps what it said"""
 
 
-class Talk(ABC):
-    """Messages so far, and what the user may type.
+class ChatLoop(ABC):
+    """The messages of a conversation and its slash commands.
 
     Args:
         settings: of every answer.
@@ -43,7 +43,7 @@ class Talk(ABC):
 
     @abstractmethod
     def answer(self, question: str) -> None:
-        """Print an answer as it is written, and `remember` it."""
+        """Print an answer as it is decoded, and call `add_turn`."""
 
     @abstractmethod
     def stats(self) -> str:
@@ -55,13 +55,13 @@ class Talk(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """The conversation begins anew."""
+        """Forget all answers and caches."""
 
     def close(self) -> None:  # noqa: B027 - not every conversation holds something
-        """The user has left."""
+        """Free resources after the user has left."""
 
     def turn(self) -> bool:
-        """Read a line and do what it says; False when the user leaves."""
+        """Read one line and run it; False when the user leaves."""
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
@@ -86,8 +86,8 @@ class Talk(ABC):
             messages.insert(0, {"role": "system", "content": self.system})
         return messages
 
-    def remember(self, question: str, answer: str) -> None:
-        """Both are part of the conversation from now on."""
+    def add_turn(self, question: str, answer: str) -> None:
+        """Append question and answer to the conversation."""
         self.messages.append({"role": "user", "content": question})
         self.messages.append({"role": "assistant", "content": answer})
 

@@ -1,4 +1,4 @@
-"""Trains in a child that is killed at random moments: `killing_training.py CONFIG KILLS`.
+"""Trains in a child that is killed at random moments: `kill_training.py CONFIG KILLS`.
 
 The child is forked, so that ten kills cost one import. A moment is a number of steps and a little
 while, because the clock alone tells little of how far a run is. A run that comes to its end before
@@ -32,7 +32,7 @@ def num_rows(log: Path) -> int:
 
 
 def wait_for_rows(child: int, log: Path, number: int) -> None:
-    """Until the child has logged so many steps, or has ended."""
+    """Wait until the child has logged this many steps, or has ended."""
     while num_rows(log) < number:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return

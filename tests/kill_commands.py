@@ -1,4 +1,4 @@
-"""Runs `moaspec` again and again, killing it at random moments: `killing.py KILLS OUT ARGUMENTS`.
+"""Runs and kills `moaspec` at random moments: `kill_commands.py KILLS OUT ARGUMENTS`.
 
 A program of its own: it imports everything once and forks, so that each run costs no more than its
 work. A moment is a number of bytes by which the output has grown, and a little while: the clock
@@ -54,7 +54,7 @@ def size(out: Path) -> int:
 
 
 def killed(child: int, out: Path, grown: int, pause_s: float) -> bool:
-    """Kill the child so long after the output has grown by so much; False if it came to its end."""
+    """Kill the child this long after the output has grown by this much; False if it has ended."""
     until = size(out) + grown
     while size(out) < until:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):

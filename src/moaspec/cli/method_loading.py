@@ -1,4 +1,4 @@
-"""What `eval`, `demo` and the like load, and how they put questions to it."""
+"""Loading the methods of `eval` and `demo`, and turning prompts into token ids."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ import torch
 
 from moaspec.backends.load import load_target
 from moaspec.cli.loading import choose_drafter
-from moaspec.cli.terminal import console
+from moaspec.cli.prompts import message_ids
 from moaspec.errors import InputError
-from moaspec.evaluate.method_names import KINDS, MethodResources, needed_checkpoints, parse_methods
+from moaspec.evaluate.method_names import (
+    KINDS,
+    MethodResources,
+    needed_checkpoints,
+    parse_methods,
+    require_methods,
+)
 from moaspec.evaluate.methods import Method
 from moaspec.evaluate.runner import Encode
 from moaspec.generation.drafters import load_any_drafter
@@ -22,8 +28,8 @@ from moaspec.target.target import Target
 
 
 @dataclass(frozen=True)
-class Sources:
-    """What to load."""
+class MethodSources:
+    """The models that methods need, and their settings."""
 
     model: str
     dtype: str
@@ -34,20 +40,22 @@ class Sources:
     generation_config: Literal["auto"] | None = "auto"
 
     def as_facts(self) -> dict[str, Any]:
-        """What results depend on; without what results of earlier versions had no choice of."""
+        """The settings that results depend on; a default newer than old results is left out."""
         facts = asdict(self)
         if self.generation_config == "auto":
             del facts["generation_config"]
         return facts
 
 
-def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
-    """The target, what the methods need beside it, and the methods.
+def load_methods(names: Sequence[str], sources: MethodSources) -> list[Method]:
+    """Load the target and the checkpoints, and build the methods.
 
     Raises:
         InputError: an unknown method, one without its checkpoint, a checkpoint without its method,
             or an N that the drafter was not trained for.
     """
+    require_methods(names, {"moa", *sources.checkpoints})
+    _require_used(sources.checkpoints, needed_checkpoints(names))
     target = _target(sources)
     methods = parse_methods(
         names,
@@ -62,10 +70,10 @@ def load_methods(names: Sequence[str], sources: Sources) -> list[Method]:
     return methods
 
 
-def load_trusted(methods: Sequence[Method], sources: Sources) -> Target:
-    """Whose texts are right: the target as transformers alone loads it, where rounding matters.
+def load_reference_target(methods: Sequence[Method], sources: MethodSources) -> Target:
+    """Load the target as transformers alone loads it, which decides which texts are right.
 
-    That of a method where one has it; in float32 transformers' own forward over packed weights.
+    A method's target is reused where it is loaded so. In float32 any target does.
     """
     targets = [method.target for method in methods]
     as_loaded = [target for target in targets if not target.packed]
@@ -74,7 +82,7 @@ def load_trusted(methods: Sequence[Method], sources: Sources) -> Target:
     return _target(sources, packed=False)
 
 
-def _target(sources: Sources, *, packed: bool = True) -> Target:
+def _target(sources: MethodSources, *, packed: bool = True) -> Target:
     return load_target(
         sources.model,
         dtype=sources.dtype,
@@ -113,17 +121,16 @@ def read_checkpoints(options: Sequence[str]) -> dict[str, str]:
     return {kind: path for kind, _, path in pairs}
 
 
-def _load_checkpoints(kinds: set[str], sources: Sources, target: Target) -> dict[str, Any]:
-    """Drafters by kind of method; another target where transformers drafts with one.
-
-    Raises:
-        InputError: a checkpoint that no method asks for.
-    """
-    loaded: dict[str, Any] = {}
-    if unused := sorted(sources.checkpoints.keys() - kinds):
+def _require_used(checkpoints: Mapping[str, str], kinds: set[str]) -> None:
+    if unused := sorted(checkpoints.keys() - kinds):
         raise InputError(
             f"--checkpoint {unused[0]}=... is not used: --methods names no {unused[0]}."
         )
+
+
+def _load_checkpoints(kinds: set[str], sources: MethodSources, target: Target) -> dict[str, Any]:
+    """Drafters by kind of method; another target where transformers drafts with one."""
+    loaded: dict[str, Any] = {}
     if "moa" in kinds:
         loaded["moa"] = choose_drafter(sources.drafter, sources.model, target)
     for kind, path in sources.checkpoints.items():
@@ -150,6 +157,6 @@ def chat_encoder(target: Target, system: str) -> Encode:
             if answer is not None:
                 text = tokenizer.decode(answer, skip_special_tokens=True)
                 messages.append({"role": "assistant", "content": text})
-        return console.message_ids(target, messages)
+        return message_ids(target, messages)
 
     return encode

@@ -39,10 +39,10 @@ def cache_dir() -> Path:
 
 
 def trusted(*parts: str) -> Path:
-    """Where a file or directory of the cache is read and made.
+    """The path of a cached file or directory that only this user and root can write.
 
-    What is loaded from there is believed, and kernels are run: where others than this user and root
-    may have written it, or may exchange it, it is made again in a directory of this user's own.
+    Cached files are trusted, and compiled kernels are run. Where another user may have written or
+    may replace them, a private directory is used instead.
 
     Args:
         *parts: of its path, below the cache.
@@ -167,7 +167,7 @@ def require_room(directory: Path, num_bytes: int) -> None:
 def _asked(path: Path) -> Path:
     if not path.is_absolute():
         raise InputError(f"${VARIABLE} must be an absolute path, got {str(path)!r}.")
-    if not path.is_dir():  # one that exists may be read-only, and filled
+    if not path.is_dir():  # an existing directory may be read-only, and filled
         require_writable(f"${VARIABLE}", path)
     return path
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from moaspec.errors import InputError
-from moaspec.ports import bind, held
+from moaspec.support.ports import bind, held
 
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which another program listens."""
+    """A port that another program uses."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         yield other.getsockname()[1]
 

@@ -9,8 +9,8 @@ import pytest
 from openai import OpenAI
 
 import serving
-import spellings
 import tiny
+import tokenizer_kinds
 from moaspec.drafting.draft_tree import Chain
 from moaspec.drafting.policy.policies import DraftSettings
 from moaspec.sampling.incremental_text import TokenBytes
@@ -29,9 +29,9 @@ def _target(tokenizer: Any) -> Target:
     return tiny.fresh_target(tokenizer=tokenizer, vocab_size=padded, max_position_embeddings=128)
 
 
-@pytest.fixture(params=spellings.KINDS)
+@pytest.fixture(params=tokenizer_kinds.KINDS)
 def setting(request: pytest.FixtureRequest) -> Iterator[tuple[OpenAI, Any]]:
-    tokenizer = spellings.KINDS[request.param]()
+    tokenizer = tokenizer_kinds.KINDS[request.param]()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %} is"
     source = LocalSource(_target(tokenizer), name="m", shaping=DraftSettings(Chain(2)))
     with serving.serving(source) as served:

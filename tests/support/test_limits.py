@@ -13,13 +13,13 @@ import httpx
 import pytest
 
 import serving
-from moaspec import limits
 from moaspec.errors import WireError
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
+from moaspec.support import limits
 from serving import MODEL, say
 
-DOCS = Path(__file__).parents[1] / "docs" / "security.md"
+DOCS = Path(__file__).parents[2] / "docs" / "security.md"
 LIMITS = wire.WireLimits(vocab_size=1 << 20, max_tokens=4096)
 
 

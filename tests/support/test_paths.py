@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moaspec import paths
 from moaspec.errors import InputError
-from moaspec.paths import (
+from moaspec.support import paths
+from moaspec.support.paths import (
     cache_dir,
     close_to_others,
     make_private,

@@ -1,4 +1,4 @@
-"""Taking a server's ports before its model is loaded."""
+"""Binding a server's ports before its model is loaded."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""A delay for whoever shows a wrong token or key."""
+"""The delay before a wrong token or key is refused, which slows down guessing."""
 
 from __future__ import annotations
 
 import asyncio
 
-from moaspec import limits
+from moaspec.support import limits
 
 
-class SlowDown:
-    """Delays refusals; so few at a time that they cannot use up a server's connections."""
+class RefusalDelay:
+    """Delays refusals, at most `MAX_WRONG_TOKENS` at a time so that they hold few connections."""
 
     def __init__(self) -> None:
         self._waiting = 0
 
     async def wait(self) -> None:
-        """Before a wrong token is answered."""
+        """Wait before a wrong token or key is refused; return at once if too many wait."""
         if self._waiting >= limits.MAX_WRONG_TOKENS:
             return
         self._waiting += 1

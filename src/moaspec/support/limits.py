@@ -130,10 +130,10 @@ MAX_GRPC_IDLE_S = 60
 """Seconds after which a gRPC connection without a call is closed."""
 
 MAX_STORED_RESPONSES = 256
-"""Responses that are kept for `previous_response_id`; above, whoever has most loses the oldest."""
+"""Responses kept for `previous_response_id`; above, the client with most loses its oldest one."""
 
 MAX_STORED_BYTES = 64 << 20
-"""Bytes of these as JSON; above, whoever has most bytes loses the oldest."""
+"""Bytes of these as JSON; above, the client with most bytes loses its oldest."""
 
 
 def too_deep(value: Any) -> bool:

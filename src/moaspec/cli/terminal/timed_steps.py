@@ -1,4 +1,4 @@
-"""Progress of slow steps that follow one another, a line for each."""
+"""Consecutive slow steps: one line each, with the time that it took."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from moaspec.cli.terminal.panes import is_live
+from moaspec.cli.terminal.console import is_live
 
 
-class Steps:
-    """Slow steps, each with a line that says what is done and how long it took.
+class TimedSteps:
+    """Prints one line per slow step, with the time that it took.
 
     Args:
         screen: shows them; a spinner with a clock where it is a terminal.
@@ -28,11 +28,11 @@ class Steps:
 
     @contextmanager
     def __call__(self, words: str, expected: str = "") -> Iterator[Callable[[], None]]:
-        """Around a step.
+        """Run a step inside this context.
 
         Args:
-            words: what is done.
-            expected: how long it takes, where that is long.
+            words: the name of the step.
+            expected: the expected time, if it is long.
 
         Yields:
             A function that leaves the terminal clean, for a process that ends within the step.

@@ -58,13 +58,13 @@ class Table:
         return Table(first, others, self.title)
 
 
-def show(table: Table) -> None:
-    """Print it, as wide as the terminal is."""
+def show_table(table: Table) -> None:
+    """Print the table in the width of the terminal."""
     console.out.print(rendered(table, console.out.width))
 
 
 def rendered(table: Table, width: int) -> RenderableType:
-    """The table as it is shown in a terminal with so many columns."""
+    """The table as it is shown in a terminal of this width."""
     title = [Text(line, style="bold") for line in _wrapped(table.title, width)]
     forms = [table] if table.grouped else [table, table.turned]
     tries = list(itertools.product(CELL_LINES, forms))
@@ -111,7 +111,7 @@ def _widths(columns: Sequence[Sequence[str]], width: int, lines: int) -> list[in
 
 
 def _least_width(column: Sequence[str], lines: int) -> int:
-    """The least width in which no word is broken and no cell gets too tall."""
+    """The smallest width that breaks no word and makes no cell too tall."""
     heading, *cells = column
     return max(_width_for(heading, HEADING_LINES), *(_width_for(cell, lines) for cell in cells), 1)
 

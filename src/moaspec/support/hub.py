@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moaspec.errors import DataError, HubError
-from moaspec.extras import require
+from moaspec.support.extras import require
 
 HUB = "hub:"
 """`hub:owner/name`, `hub:owner/name@split`, `hub:owner/name:configuration@split`."""
@@ -31,9 +31,9 @@ def cached_if_offline(hub_id: str) -> Path | None:
 
     try:
         HfApi().model_info(hub_id, timeout=PROBE_S)
-    except HfHubHTTPError:  # an answer, which whoever fetches the files explains
+    except HfHubHTTPError:  # the hub answered; the download will report the error
         return None
-    # The hub's client passes on whatever its HTTP library raises, which changes with versions.
+    # The hub's client passes on errors of its HTTP library, which change with versions.
     except Exception as error:
         config = try_to_load_from_cache(hub_id, "config.json")
         if isinstance(config, str):

@@ -1,0 +1,95 @@
+"""Prompts of a command line as text and as token ids."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from moaspec.errors import InputError
+
+if TYPE_CHECKING:
+    from moaspec.target.target import Target
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt, read from standard input if it is "-", or absent while input is piped.
+
+    Raises:
+        InputError: there is no prompt, or it is blank.
+    """
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise InputError("There is no prompt; write one, or pipe one in.")
+    if prompt is None or prompt == "-":
+        prompt = _standard_input(sys.stdin)
+    if not prompt.strip():
+        raise InputError("The prompt is empty; write what the model should answer.")
+    return prompt
+
+
+def _standard_input(stdin: TextIO | None) -> str:
+    """All of standard input, which is None where it was closed."""
+    try:
+        text = "" if stdin is None else stdin.read().rstrip("\n")
+        text.encode()  # in the C locale, bytes that are no UTF-8 are read as half characters
+        return text
+    except UnicodeError as error:
+        raise InputError("Standard input is not valid UTF-8 text.") from error
+
+
+def chat_ids(
+    target: Target, prompt: str, *, system: str | None = None, raw: bool = False
+) -> list[int]:
+    """Token ids of a user's prompt, in the target's chat template where it has one.
+
+    Raises:
+        InputError: the target has no tokenizer, or a template that refuses a system prompt.
+    """
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return message_ids(target, messages, raw=raw)
+
+
+def message_ids(
+    target: Target, messages: Sequence[Mapping[str, str]], *, raw: bool = False
+) -> list[int]:
+    """Token ids of a conversation, up to where the answer begins.
+
+    Raises:
+        InputError: the target has no tokenizer, or a conversation that its template refuses.
+    """
+    tokenizer: Any = target.tokenizer
+    if tokenizer is None:
+        raise InputError(f"The target {target.name} has no tokenizer, so it cannot read text.")
+    if raw or not tokenizer.chat_template:
+        _require_text(messages)
+        return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
+    return conversation_ids(target, messages)
+
+
+def conversation_ids(target: Target, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a whole conversation, up to where the next answer begins.
+
+    Raises:
+        InputError: no chat template, or the template refuses these messages.
+    """
+    from moaspec.data.templates.chat_template import ChatTemplate
+
+    template = ChatTemplate(target.tokenizer, target.name)
+    if not template.exists:
+        raise InputError(
+            f"The target {target.name} has no chat template, so it holds no conversation; use "
+            "`moaspec generate`."
+        )
+    _require_text(messages)
+    return template.ids([dict(message) for message in messages])
+
+
+def _require_text(messages: Sequence[Mapping[str, str]]) -> None:
+    """Refuse text with half surrogate pairs, which no tokenizer takes."""
+    try:
+        for message in messages:
+            message["content"].encode()
+    except UnicodeEncodeError as error:
+        raise InputError("The prompt is not valid UTF-8 text.") from error

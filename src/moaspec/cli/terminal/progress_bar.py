@@ -1,0 +1,147 @@
+"""A progress bar with the remaining time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+from rich.console import RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+)
+from rich.text import Text
+
+from moaspec.cli.terminal import console
+from moaspec.cli.terminal.console import Screen
+
+BAR_COLUMNS = 8
+"""A whole line then fits 80 columns."""
+LONG_S = 10.0
+"""Where no bar can be drawn, a remaining time from this on is printed once."""
+
+
+class TimeLeft(ProgressColumn):
+    """The remaining time by the pace of this run's units, known from the first one on.
+
+    rich's own column needs two units within half a minute. A task that continues an earlier run
+    has a field `before`, the units of that run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[TaskID, tuple[float, float]] = {}
+
+    def render(self, task: Task) -> Text:
+        """The column's text, see `ProgressColumn`."""
+        left_s = self.left_s(task)
+        if task.finished:
+            return Text()
+        return Text("time unknown" if left_s is None else f"{duration(left_s)} left")
+
+    def left_s(self, task: Task) -> float | None:
+        """Seconds; None before the first unit is done."""
+        done, elapsed = task.completed - task.fields.get("before", 0), task.elapsed
+        if done <= 0 or elapsed is None or task.total is None:
+            return None
+        if self._last.get(task.id, (0.0, 0.0))[0] != done:
+            self._last[task.id] = done, elapsed
+        _, then = self._last[task.id]
+        return max(0.0, then / done * (task.total - task.completed) - (elapsed - then))
+
+
+class ProgressBar:
+    """A bar of finished units with the remaining time, as a context manager.
+
+    Where no bar can be drawn, one line says how long the rest takes once a unit is done.
+
+    Args:
+        name: stands before the bar.
+        total: number of units; None until `begin` gives it.
+        screen: shows it; by default standard error.
+        transient: whether the bar is removed at the end.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        total: int | None = None,
+        *,
+        screen: Screen | None = None,
+        transient: bool = True,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(BAR_COLUMNS),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            TimeLeft(),
+        )
+        self.screen = screen or console.err
+        self._progress = Progress(
+            *columns, console=self.screen, transient=transient, get_time=clock
+        )
+        self._id = self._progress.add_task(name, total=total, before=0, text="")
+        self._printed, self._begun = False, 0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.live.stop()  # `Progress.stop` prints an empty line where it drew no bar
+
+    @property
+    def renderable(self) -> RenderableType:
+        """The bar as it is drawn."""
+        return self._progress.get_renderable()
+
+    @property
+    def task(self) -> Task:
+        """The state of the bar."""
+        return self._progress.tasks[0]
+
+    def resume(self, done: int) -> None:
+        """Begin after the units of an earlier run."""
+        self._progress.reset(self._id, completed=done, before=done, text="")
+
+    def begin(self, name: str, total: int) -> None:
+        """Begin the next unit, which has this name."""
+        self._progress.update(self._id, description=name, total=total, completed=self._begun)
+        self._begun += 1
+        self._print_long_rest()
+
+    def advance(self, units: int = 1) -> None:
+        """Add to the number of finished units."""
+        self.update(int(self.task.completed) + units)
+
+    def update(self, done: int, text: str | None = None) -> None:
+        """Set the number of finished units, and the text behind it."""
+        text = self.task.fields["text"] if text is None else text
+        self._progress.update(self._id, completed=done, text=text)
+        self._print_long_rest()
+
+    def _print_long_rest(self) -> None:
+        if self._printed or self.screen.is_terminal:
+            return
+        left_s = TimeLeft().left_s(self.task)
+        self._printed = left_s is not None
+        if left_s is not None and left_s >= LONG_S:
+            self.screen.print(
+                f"{self.task.completed:.0f} of {self.task.total:.0f} done, about "
+                f"{duration(left_s)} left."
+            )
+
+
+def duration(seconds: float) -> str:
+    """A rough time: seconds, minutes or hours."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,65 @@
+"""Prints tokens as they are verified, coloured by source."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from moaspec.cli.terminal import console
+
+if TYPE_CHECKING:
+    from moaspec.cli.terminal.interrupts import Interrupts
+    from moaspec.engine.result import Event
+    from moaspec.target.target import Target
+
+
+class TokenPrinter:
+    """Prints verified tokens; accepted drafts have another style than the target's own tokens.
+
+    Args:
+        target: its tokenizer decodes the tokens.
+        after: the tokens before the text, where it continues them.
+    """
+
+    def __init__(self, target: Target, after: Sequence[int] = ()) -> None:
+        from moaspec.sampling.incremental_text import TextStream
+
+        self._stream = TextStream(target.tokenizer, skip_special_tokens=True, after=after)
+        self.token_ids: list[int] = []
+
+    def show(self, event: Event) -> None:
+        """Print one event's text; a character split over tokens waits for its last one."""
+        self.token_ids += event.token_ids
+        for token, source in zip(event.token_ids, event.sources, strict=True):
+            piece = self._stream.step(token)
+            if piece:
+                console.out.print(Text(piece, style=console.STYLES[source]), end="")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """End the line of text."""
+        console.out.print()
+
+
+def show_events(
+    events: Generator[Event], printer: TokenPrinter | None, interrupts: Interrupts
+) -> bool:
+    """Decode to the end, printing tokens as they are verified.
+
+    Returns:
+        True if the user stopped it with Ctrl-C; the tokens verified by then are kept.
+    """
+    try:
+        for event in events:
+            if printer is not None:
+                printer.show(event)
+            if interrupts:
+                return True
+    except KeyboardInterrupt:
+        return True
+    finally:
+        events.close()
+    return False
