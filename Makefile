@@ -12,7 +12,7 @@ VLLM_VENV := $(CURDIR)/.venv-vllm
 SETTING ?= --dtype bfloat16 --threads 2
 RESULTS ?= --suite paper --limit 20 --turns 1 --max-new-tokens 128 $(SETTING)
 OUT ?= results
-PAGES ?= README.md docs/results.md
+PAGES ?= docs/results.md
 METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
 
 .PHONY: demo test test-fast test-kernels test-quantize test-vllm lint bench results docs site lock proto vendor install clean
@@ -83,7 +83,7 @@ bench: install
 	$(BIN)/python benchmarks/round.py
 	$(BIN)/moaspec eval --methods hf,plain,moa,moa@chain:4,moa@tree:6x8x62 --json
 
-# The tables and plots of README.md and docs/results.md; killed, it goes on where it was.
+# The tables and plots of docs/results.md; killed, it goes on where it was.
 results: install
 	test -e $(OUT)/settings.json || $(BIN)/moaspec calibrate $(SETTING)
 	$(BIN)/moaspec eval $(RESULTS) --methods $(METHODS) --out $(OUT)
@@ -96,7 +96,7 @@ docs: install
 # The site, into site/; a link that leads nowhere is an error.
 site: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/zensical build --strict --clean
 
 # Newer versions of all dependencies, for all systems. PyTorch and CUDA stay the user's choice.
 lock: install
