@@ -12,7 +12,7 @@ DOCS = ROOT / "docs"
 FILES = "https://github.com/moaspec/moaspec/blob/main/"
 PAGES = sorted(
     page.relative_to(ROOT)
-    for folder in (ROOT, DOCS, ROOT / "lab", ROOT / "tests" / "golden_data")
+    for folder in (ROOT, DOCS, ROOT / "lab", ROOT / "lab" / "log", ROOT / "tests" / "golden_data")
     for page in folder.glob("*.md")
 )
 
