@@ -35,7 +35,6 @@ PAGES = (
 )
 NOT_RUN = {
     "from moaspec.remote import Credentials, GrpcTransport": "its server is elsewhere",
-    "class Transport(Protocol)": "an interface written out",
     "service = TargetService": "options are left out",
     "from openai import OpenAI": "its server is elsewhere",
 }
@@ -171,7 +170,9 @@ def test_shell_snippets_name_what_there_is() -> None:
 def commands() -> Iterator[list[str]]:
     """The arguments of every `moaspec` in the shell snippets."""
     for line in shell_lines():
-        for text in re.findall(r"(?:^|[ (])moaspec (?=[a-z])((?:\"[^\"]*\"|'[^']*'|[^)#\n&|])*)", line):
+        for text in re.findall(
+            r"(?:^|[ (])moaspec (?=[a-z])((?:\"[^\"]*\"|'[^']*'|[^)#\n&|])*)", line
+        ):
             yield shlex.split(text.rstrip('" ') if text.count('"') % 2 else text)
 
 
