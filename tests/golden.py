@@ -1,9 +1,8 @@
-"""Numbers measured on the authors' code; tests that use them skip where they are absent."""
+"""Numbers measured on the authors' code; `golden_data/README.md` defines them."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,9 @@ from moaspec.model.checkpoint.moa_checkpoint import load_checkpoint
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 
-SHARED = Path(os.environ.get("MOASPEC_SHARED", Path(__file__).parents[2] / "shared"))
-ROOT = SHARED / "golden" / "llama"
+ROOT = Path(__file__).parent / "golden_data" / "llama"
 
-needs_golden = pytest.mark.skipif(
-    not ROOT.exists(), reason="golden numbers are not next to this checkout"
-)
+needs_golden = pytest.mark.skipif(not ROOT.exists(), reason="golden_data/ was left out")
 TOLERANCE: dict[str, Any] = {
     "atol": 1e-4,
     "rtol": 1e-4,

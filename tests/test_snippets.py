@@ -1,39 +1,82 @@
-"""Python in README.md and docs/: it runs, or the table below says why not."""
+"""Code of README.md, CONTRIBUTING.md and docs/.
+
+Python runs, or the table below says why not. Shell commands are not run, because most need minutes,
+a server or a model: their options, files and make targets must exist.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+import yaml
 from transformers import AutoModelForCausalLM
 
 import chat_tokenizers
 import moaspec
 import tiny
 from commands import load_targets_by, text_target
+from moaspec.cli.main import app
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
+)
 NOT_RUN = {
     "from moaspec.remote import Credentials, GrpcTransport": "its server is elsewhere",
-    "class Transport(Protocol)": "an interface written out",
-    "class Device(Protocol)": "an interface written out",
     "service = TargetService": "options are left out",
     "from openai import OpenAI": "its server is elsewhere",
 }
 
 
-def snippets() -> Iterator[tuple[str, str]]:
+PROGRAMS = {
+    "apt-get": "installs",
+    "curl": "asks a server",
+    "eval": "runs a printed command",
+    "for": "a loop",
+    "done": "a loop",
+    "git": "changes the repository",
+    "llm": "asks a server",
+    "make": "its targets are looked up",
+    "moaspec": "its options are parsed",
+    "pip": "its extras are looked up",
+    "pre-commit": "changes the repository",
+    "python": "its files are looked up",
+    "scripts": "files are looked up",
+    "source": "enters an environment",
+    "sudo": "runs another program",
+    "torchrun": "starts processes",
+    ".": "enters an environment",
+}
+"""Programs that shell snippets may start, and why these are not run."""
+
+
+def snippets(language: str = "python") -> Iterator[tuple[str, str]]:
     """Page and code of each."""
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
-        for code in re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
-            yield page, code
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+        yield from ((page, code) for name, code in blocks if name == language)
+
+
+def shell_lines() -> list[str]:
+    return [
+        line
+        for _, code in snippets("bash")
+        for line in code.replace("\\\n", " ").splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
 
 
 def _runs(code: str) -> bool:
@@ -89,3 +132,60 @@ def test_those_that_do_not_run_can_be_read_and_import_what_there_is() -> None:
             one for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom)
         ]
         exec(compile(ast.Module(imports, []), page, "exec"), {})
+
+
+def test_every_snippet_has_a_language() -> None:
+    for page in PAGES:
+        if page != "docs/cli.md":
+            fences = re.findall(r"^```(.*)$", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE)
+            assert set(fences[::2]) <= {"bash", "json", "python", "text", "yaml"}, page
+
+
+def test_data_in_snippets_can_be_read() -> None:
+    for _, code in snippets("json"):
+        json.loads(code)
+    for _, code in snippets("yaml"):
+        yaml.safe_load(code)
+
+
+def test_shell_snippets_start_known_programs() -> None:
+    for line in shell_lines():
+        words = [word for word in line.split() if not re.match(r"[A-Z_]+=", word)]
+        assert re.split(r"(?<=.)/", words[0].removeprefix(".venv/bin/"))[0] in PROGRAMS, line
+
+
+def test_shell_snippets_name_what_there_is() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = set(tomllib.loads(project)["project"]["optional-dependencies"])
+    for line in shell_lines():
+        for file in re.findall(r"(?<![\w/.-])(?:benchmarks|scripts|tests|lab)/[\w./-]+", line):
+            assert (ROOT / file).exists(), line
+        for target in re.findall(r"^make ([a-z][\w-]*)", line):
+            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), line
+        for named in re.findall(r"\.\[([\w,]+)\]", line):
+            assert set(named.split(",")) <= extras, line
+
+
+def commands() -> Iterator[list[str]]:
+    """The arguments of every `moaspec` in the shell snippets."""
+    for line in shell_lines():
+        for text in re.findall(
+            r"(?:^|[ (])moaspec (?=[a-z])((?:\"[^\"]*\"|'[^']*'|[^)#\n&|])*)", line
+        ):
+            yield shlex.split(text.rstrip('" ') if text.count('"') % 2 else text)
+
+
+def test_commands_in_shell_snippets_can_be_parsed() -> None:
+    parsed = 0
+    for words in commands():
+        command: Any = typer.main.get_command(app)
+        name, *arguments = words
+        command = command.commands[name]
+        if arguments and arguments[0] in getattr(command, "commands", {}):
+            name, *arguments = arguments
+            command = command.commands[name]
+        context = type(typer.Context(command))(command)
+        command.make_parser(context).parse_args(args=arguments)
+        parsed += 1
+    assert parsed >= 50

@@ -81,7 +81,7 @@ def edge_bench(
 
     Server and device are processes of their own, in network namespaces with a relay between them
     that delays, loses and limits real packets. Beside each measurement stands what the formula of
-    docs/edge-bench.md predicts, and whether the case pays beside plain streaming by it. `speed` is
+    docs/remote.md predicts, and whether the case pays beside plain streaming by it. `speed` is
     the server's over the device's; passes and bytes are per token.
 
     Example: moaspec edge-bench --links lan,4g --num-target-layers 0,1 --out edge.json
