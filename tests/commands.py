@@ -42,8 +42,8 @@ def load_targets_by(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -
     for place in (
         "moaspec.cli.method_loading",
         "moaspec.remote.device.bundle",
-        "moaspec.target",
-        "moaspec.target.registry",
+        "moaspec",
+        "moaspec.backends.load",
     ):
         monkeypatch.setattr(f"{place}.load_target", load)
 

@@ -182,7 +182,7 @@ def test_links_are_emulated_only_where_one_is_asked_for(
         made.append(arguments)
         return ShapedTransport(*arguments)
 
-    monkeypatch.setattr("moaspec.remote.emulation.ShapedTransport", shaped)
+    monkeypatch.setattr("moaspec.remote.emulation.shaped_transport.ShapedTransport", shaped)
     arguments = ("remote", "w1", "--server", address, "--bundle", str(bundle))
     for asked, number in (((), 0), (("--link", "lan"), 1), (("--cut-after", "50"), 2)):
         assert cli(*arguments, "--max-new-tokens", "2", *asked).code == 0

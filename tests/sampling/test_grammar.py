@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_a_trial_lets_servers_go_first() -> None:
         check=True,
         text=True,
     )
-    assert told.stdout.strip() == "19"
+    assert int(told.stdout) == min(19, os.nice(0) + 19)
 
 
 @pytest.mark.parametrize(
