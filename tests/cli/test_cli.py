@@ -478,7 +478,7 @@ def test_names_of_the_package_load_when_they_are_used() -> None:
     code = """
 import sys, moaspec
 assert "torch" not in sys.modules
-assert moaspec.generation.api.choices and moaspec.Chain(2) and moaspec.load_target and moaspec.model
+assert moaspec.generate and moaspec.Chain(2) and moaspec.load_target and moaspec.model
 assert not hasattr(moaspec, "nothing")
 """
     subprocess.run([sys.executable, "-c", code], timeout=300, check=True)

@@ -178,7 +178,7 @@ def test_all_that_packages_export_can_be_had() -> None:
 @pytest.mark.slow
 def test_what_libraries_say_is_not_shown() -> None:
     code = """
-from moaspec.cli import console
+from moaspec.cli.terminal.status import quiet_libraries
 quiet_libraries()
 import logging, sys, warnings
 from tqdm.auto import tqdm
