@@ -1,4 +1,4 @@
-"""The decoding loop of every deployment.
+"""The decoding loop of every deployment but vLLM, which has its own.
 
 A request joins (`add`), advances by one round per `step`, and leaves when it ends or by `abort`.
 One round drafts, verifies the drafts in one pass of the target, accepts the drafts that the target
@@ -32,8 +32,8 @@ class Engine:
     Args:
         verifier: holds the target.
         drafter: proposes tokens; None is plain decoding.
-        target: its vocabulary size, context length, rules of cached keys, and the tokenizer that
-            stop strings need.
+        target: gives vocabulary size, context length, the lengths at which cached keys become
+            invalid (rotary switches), and the tokenizer that stop strings need.
         max_positions: the longest text, where it is shorter than the target's context.
     """
 
@@ -123,7 +123,7 @@ class Engine:
     def _take_over(self, request: RequestState, old: RequestState) -> None:
         """Reuse the cached keys of an old request, except for the last token of the prompt.
 
-        If the old request never ran, its keys are of its own predecessor.
+        If the old request never ran, the cache row still holds the keys of the request before it.
         """
         request.num_verified = 0
         if self._rules.shares_keys(
@@ -218,7 +218,7 @@ class Engine:
         started_s = time.perf_counter()
         trees = self._draft(requests)
         drafted_s = time.perf_counter()
-        drafts = [self._with_drafts(*pair) for pair in zip(requests, trees, strict=True)]
+        drafts = [self._verify_request(*pair) for pair in zip(requests, trees, strict=True)]
         verified = await self._verifier.verify(drafts)
         events = self._emit(requests, drafts, verified)
         verify_s = time.perf_counter() - drafted_s
@@ -251,7 +251,7 @@ class Engine:
     def _shape(
         self, request: RequestState, policy: DraftPolicy | None, num_requests: int
     ) -> Tree | None:
-        """The shape to draft: not past the last token, nor past where drafts must end."""
+        """The shape to draft: not past the last token, the context or a LongRoPE switch."""
         length = len(request.token_ids)
         shape = None if policy is None else policy.shape(length, num_requests)
         if shape is None or not self._rules.keeps_keys(request.num_verified, length):
@@ -260,8 +260,8 @@ class Engine:
         room = min(self._rules.end_of_drafts(length) - length, request.num_remaining - 1)
         return shape.limited(room)
 
-    def _with_drafts(self, request: RequestState, tree: DraftTree) -> VerifyRequest:
-        """The newest token and its drafts; the whole text without drafts if its keys changed."""
+    def _verify_request(self, request: RequestState, tree: DraftTree) -> VerifyRequest:
+        """The newest token and its drafts; the whole text, undrafted, after a LongRoPE switch."""
         if self._rules.keeps_keys(request.num_verified, len(request.token_ids)):
             return request.verify_request(request.token_ids[-1:], request.without_endings(tree))
         if self._drafter is not None:
@@ -277,15 +277,15 @@ class Engine:
     def _emit(
         self,
         requests: Sequence[RequestState],
-        asked: Sequence[VerifyRequest],
+        verify_requests: Sequence[VerifyRequest],
         verified: Sequence[VerifyResult],
     ) -> list[Event]:
         """Append the verified tokens to each request; end complete requests."""
         events: list[Event] = []
-        for request, question, answer in zip(requests, asked, verified, strict=True):
-            if self._drafter is not None and answer.features is not None:
-                self._drafter.observe(request.cache_row, answer.features)
-            event = request.append_verified(question, answer, self._rules.max_positions)
+        for request, asked, result in zip(requests, verify_requests, verified, strict=True):
+            if self._drafter is not None and result.features is not None:
+                self._drafter.observe(request.cache_row, result.features)
+            event = request.append_verified(asked, result, self._rules.max_positions)
             if event.stop_reason is not None:
                 self._finish(request, event.stop_reason)
             events.append(event)

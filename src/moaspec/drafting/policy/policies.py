@@ -224,7 +224,7 @@ class AdaptivePolicy:
         self.lost_s = self.plain_s = self._prompt_s = 0.0
 
     def begin(self, unread: int, room: int, num_rows: int) -> None:
-        """See `DraftPolicy.__init__` for the arguments."""
+        """See `DraftPolicy.begin` for the arguments."""
         table = self._costs.table
         plain_s, encoding_s = table.plain_s(unread, num_rows), float(table.accept_s(unread))
         self._waiting, self._behind, self._unencoded = 0, False, 0
