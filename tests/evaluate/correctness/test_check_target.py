@@ -204,14 +204,14 @@ def test_a_faulty_target_cannot_excuse_itself(monkeypatch: pytest.MonkeyPatch) -
 def test_a_text_that_goes_on_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny.fresh_target(eos_token_id=tiny.own_texts("llama")[0][4])
     assert not faults(checked(target=target, drafter=None))
-    monkeypatch.setattr(RequestState, "kept", lambda row, tokens, _: _limited(row, tokens))
+    monkeypatch.setattr(RequestState, "_until_end", lambda row, tokens, _: _limited(row, tokens))
     found = faults(checked(target=target, drafter=None))
     assert "it goes on after a stop token" in {finding.reason for finding in found}
 
 
 def _limited(row: Any, tokens: list[int]) -> tuple[list[int], Any]:
-    kept = tokens[: row.remaining]
-    return kept, "max_new_tokens" if len(kept) == row.remaining else None
+    kept = tokens[: row.num_remaining]
+    return kept, "max_new_tokens" if len(kept) == row.num_remaining else None
 
 
 def test_a_text_that_ends_with_the_context() -> None:
