@@ -29,7 +29,7 @@ def chat(
     drafter: options.DrafterName = None,
     url: Annotated[
         str | None,
-        typer.Option(help="ChatLoop to this server (`moaspec serve`, `moaspec edge`) instead."),
+        typer.Option(help="Chat with this server (`moaspec serve`, `moaspec edge`) instead."),
     ] = None,
     system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 512,

@@ -40,6 +40,8 @@ class Screen(Console):
 # Texts, names and paths are shown as they are: no [markup], no :emoji: in them.
 out = Screen(highlight=False, soft_wrap=True, markup=False, emoji=False)
 err = Screen(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+# On a terminal, lines break between words.
+err.soft_wrap = not err.is_terminal
 
 
 def quiet_console() -> Screen:
