@@ -843,6 +843,7 @@ def test_push_offline(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "huggingface_hub.HfApi",
         lambda: HfApi(endpoint="http://127.0.0.1:9", token="none"),
     )
+    monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: pytest.fail("it is tried for long"))
     save_drafter(tiny.random_drafter(tiny.target()), tmp_path)
     output = cli("checkpoint", "push", str(tmp_path), "someone/drafter")
     assert output.code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading, status
 from moaspec.errors import HubError, InputError
 from moaspec.support.extras import require
+from moaspec.support.hub import PROBE_S
 from moaspec.support.paths import require_writable
 
 app = typer.Typer(
@@ -97,13 +99,16 @@ def push(
     """
     with loading(str(checkpoint)):
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         from moaspec.model.checkpoint.baseline_checkpoint import read_whole
 
         read_whole(checkpoint)
     hub = HfApi()
     try:
+        # Creating a repository is tried for over a minute where the hub cannot be reached.
+        with contextlib.suppress(HfHubHTTPError):
+            hub.model_info(repository, timeout=PROBE_S)
         hub.create_repo(repository, private=private, exist_ok=True)
         with status(f"Uploading to {repository}"):
             commit = hub.upload_folder(
