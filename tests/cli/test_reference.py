@@ -13,6 +13,7 @@ import typer
 from rich.markup import render
 from typer.core import TyperGroup
 
+from commands import Cli
 from moaspec.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -46,3 +47,24 @@ def test_help_shows_all_of_its_text() -> None:
     texts = list(_helps(typer.main.get_command(app)))
     assert len(texts) > 100
     assert [text for text in texts if render(text, emoji=False).plain != text] == []
+
+
+def _commands(command: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield names, command
+    if isinstance(command, TyperGroup):
+        for name, each in command.commands.items():
+            yield from _commands(each, *names, name)
+
+
+def test_help_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line is longer, nothing is cut off, and the list of commands has whole sentences."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for names, command in _commands(typer.main.get_command(app)):
+        shown = cli(*names, "--help").out
+        assert max(map(len, shown.splitlines())) <= 80
+        assert "…" not in shown
+        _, _, listed = shown.partition("\nCommands:\n")
+        assert "..." not in listed
+        words = set(shown.split())
+        for option in (one for one in command.params if one.param_type_name == "option"):
+            assert set(option.opts) <= words

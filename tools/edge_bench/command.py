@@ -69,7 +69,7 @@ def edge_bench(
     limit: Annotated[int, typer.Option(help="Prompts of those in the package.", min=1)] = 3,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=1)] = 64,
     cut: Annotated[
-        int | None, typer.Option(help="Cut the link after so many tokens, instead of timing.")
+        int | None, typer.Option(help="Cut the link after this many tokens, instead of timing.")
     ] = None,
     alone: Annotated[int, typer.Option(help="With --cut: tokens without a link.")] = 24,
     dtype: Dtype = "auto",
@@ -77,12 +77,13 @@ def edge_bench(
     out: Annotated[Path | None, typer.Option(help="File for the JSON.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Client-server against its alternatives, over emulated links (Linux, as root).
+    """Measure client-server decoding.
 
-    Server and device are processes of their own, in network namespaces with a relay between them
-    that delays, loses and limits real packets. Beside each measurement stands what the formula of
-    docs/remote.md predicts, and whether the case pays beside plain streaming by it. `speed` is
-    the server's over the device's; passes and bytes are per token.
+    Compares it with its alternatives over emulated links, on Linux, as root. Server and device are
+    processes of their own, in network namespaces with a relay between them that delays, loses and
+    limits real packets. Beside each measurement stands what the formula of docs/remote.md predicts,
+    and whether the case pays beside plain streaming by it. `speed` is the server's over the
+    device's; passes and bytes are per token.
 
     Example: moaspec edge-bench --links lan,4g --num-target-layers 0,1 --out edge.json
     """

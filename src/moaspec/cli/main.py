@@ -36,6 +36,7 @@ app = typer.Typer(
     help="Mixture of Attentions speculative decoding: the target's text, exactly, only sooner.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 

@@ -53,13 +53,16 @@ FreeBranches = Annotated[
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="0 takes the best token; default: the model's, where it samples, else 0."),
+    typer.Option(help="0: greedy; default: the model's where it samples, else 0."),
 ]
 TopK = Annotated[
     int | None, typer.Option(help="Sample among this many tokens; 0: all; default: the model's.")
 ]
 TopP = Annotated[
-    float | None, typer.Option(help="Sample among tokens of this mass; default: the model's.")
+    float | None,
+    typer.Option(
+        help="Sample among the likeliest tokens with this total probability; default: the model's."
+    ),
 ]
 MinP = Annotated[
     float | None,

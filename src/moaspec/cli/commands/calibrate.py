@@ -36,9 +36,7 @@ def calibrate(
     drafter: Annotated[str | None, typer.Option(help="Alias, directory or hub id.")] = None,
     num_target_layers: Annotated[
         int | None,
-        typer.Option(
-            help="N, target layers that the drafter reuses; else all that it has exits for."
-        ),
+        typer.Option(help="N, target layers that the drafter reuses; default: each N that it has."),
     ] = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
@@ -46,13 +44,14 @@ def calibrate(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what each part of a round costs here, so that --tree auto knows what pays.
+    """Measure the costs of a round.
 
-    The result is kept for this machine, target, drafter, dtype, --quantize, device and number of
-    threads, and replaces an earlier one. Let nothing else run meanwhile: costs measured while
-    other processes used the CPU replace no others, and the first command that needs them while the
-    CPU is free measures again. A drafter with several exits is measured with
-    each, and --tree auto takes the one that promises most.
+    --tree auto chooses drafts by these costs. They are kept for this machine, target, drafter,
+    dtype, --quantize, device and number of threads, and replace earlier ones. A drafter with
+    several N is measured with each, and --tree auto takes the best.
+
+    Let nothing else run meanwhile. Costs measured while other processes use the CPU replace none,
+    and the next command that drafts while the CPU is free measures again.
 
     Example: moaspec calibrate --threads 2
     """

@@ -47,9 +47,10 @@ def chat(
     quantize: options.Quantize = None,
     threads: options.Threads = None,
 ) -> None:
-    """Hold a conversation; accepted drafts are green, and /help lists what else can be typed.
+    """Hold a conversation at the terminal.
 
-    Every answer computes only what is new in the conversation. Reads lines from standard input, so
+    Accepted drafts are green; /help lists what else can be typed. Every answer computes only what
+    is new in the conversation. Reads lines from standard input, so
     questions may also be piped in. With --url the server's model answers, with its own drafts.
 
     Example: moaspec chat --system "Answer briefly." --temperature 0.7

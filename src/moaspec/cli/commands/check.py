@@ -33,7 +33,7 @@ def check(
     max_new_tokens: options.MaxNewTokens = 32,
     seeds: Annotated[int, typer.Option(help="Sampled texts per prompt.")] = 1,
     alone: Annotated[
-        int, typer.Option(help="Prompts that are also decoded each by itself, outside the batch.")
+        int, typer.Option(help="Prompts that are also decoded alone, outside the batch.")
     ] = 1,
     generation_config: options.GenerationConfig = options.AUTO,
     dtype: options.Dtype = "auto",
@@ -41,7 +41,7 @@ def check(
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Check that a target, with a drafter and dtype, is decoded exactly right on this machine.
+    """Check that texts are exactly right here.
 
     Settings: greedy, sampled and with a repetition penalty, with the model's own generation
     defaults. Methods: plain decoding, and chains and trees of the drafter, of an untrained drafter,

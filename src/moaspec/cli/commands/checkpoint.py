@@ -18,7 +18,7 @@ from moaspec.support.paths import require_writable
 
 app = typer.Typer(
     name="checkpoint",
-    help="Drafter checkpoints: convert from and to the published forms, export for a device, push.",
+    help="Convert, export and upload drafters.",
     no_args_is_help=True,
 )
 PUSHED = ["config.json", "README.md", "model*.safetensors", "model.safetensors.index.json"]
@@ -30,14 +30,16 @@ def convert(
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     to: Annotated[
         Literal["moaspec", "raw", "vllm"],
-        typer.Option(help="Ours, or one of the authors' two forms."),
+        typer.Option(help="This package's form, or one of the authors' two."),
     ],
     model: Annotated[str, typer.Option(help="The target it drafts for.")] = MODEL,
     num_target_layers: Annotated[
-        int, typer.Option(help="N of a published checkpoint, which records none.")
+        int, typer.Option(help="N of a published checkpoint, which does not record it.")
     ] = 0,
 ) -> None:
-    """Rewrite a drafter checkpoint in another form; the form of the source is recognised.
+    """Convert a drafter checkpoint.
+
+    The form of the source is recognised.
 
     Example: moaspec checkpoint convert huawei-noah/MOASpec-Llama-3-8B-Instruct out --to moaspec
     --model meta-llama/Meta-Llama-3-8B-Instruct
@@ -66,13 +68,15 @@ def export_device(
     drafter: Annotated[str, typer.Argument(help="Its drafter: alias, directory or hub id.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; a bundle in it is replaced.")],
     int8: Annotated[
-        bool, typer.Option("--int8", help="Eight bits a weight, half of bf16.")
+        bool, typer.Option("--int8", help="Store eight bits per weight, half of bf16.")
     ] = False,
     num_target_layers: Annotated[
-        int | None, typer.Option(help="Last layers to add; default: those of the checkpoint's N.")
+        int | None, typer.Option(help="Last target layers to include; default: the checkpoint's N.")
     ] = None,
 ) -> None:
-    """Write the one directory that a device needs to draft for a target on a server.
+    """Write a bundle for a device.
+
+    A bundle is all that a device needs to draft for a target on a server.
 
     Example: moaspec checkpoint export-device smollm2-135m smollm2-135m device --int8
     """
@@ -90,10 +94,14 @@ def export_device(
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="Directory of a checkpoint.")],
     repository: Annotated[str, typer.Argument(help="Hub id: owner/name.")],
-    private: Annotated[bool, typer.Option("--private", help="If it has to be created.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Create the repository as private.")
+    ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
 ) -> None:
-    """Upload a checkpoint and its card to the Hugging Face hub, its weights checked first.
+    """Upload a checkpoint to the hub.
+
+    Its card goes with it; its weights are checked first.
 
     Example: moaspec checkpoint push runs/smollm2-135m/drafter me/my-drafter
     """

@@ -45,7 +45,7 @@ def edge(
     give_up_s: device.GiveUp = None,
     emulate: Annotated[
         str | None,
-        typer.Option(help="Emulate a link (none, lan, 4g, 5g) that the page can cut."),
+        typer.Option(help="Emulate a link: none, lan, 4g or 5g; the page can cut it."),
     ] = None,
     recognise: device.Recognise = True,
     phone_region: device.PhoneRegion = None,
@@ -56,14 +56,16 @@ def edge(
     api_key_file: KeyFile = None,
     cors_origin: Origins = None,
     name: Names = None,
-    max_active: Annotated[int, typer.Option(help="Texts decoded together.", min=1)] = 8,
-    max_waiting: Annotated[int, typer.Option(help="Texts that may wait.", min=0)] = 64,
+    max_active: Annotated[int, typer.Option(help="Requests decoded together.", min=1)] = 8,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait.", min=0)] = 64,
     default_max_tokens: MaxTokens = 1024,
     max_body_bytes: BodyBytes = limits.MAX_BODY_BYTES,
     threads: options.Threads = None,
     browse: Open = False,
 ) -> None:
-    """Serve OpenAI's API on the device while the target is on a server, with a link or without.
+    """Serve OpenAI's API; the target is remote.
+
+    The device keeps writing where the link to the server is down, see --on-cut.
 
     A client that does not ask for provisional text gets verified text only (with --on-cut keep:
     also what was written without a link). Text between `<private>` and `</private>`, and

@@ -27,7 +27,7 @@ def add_edge_bench(app: typer.Typer, tools: Path = TOOLS) -> None:
 
 
 def _unavailable(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Compare client-server decoding with its alternatives; needs a checkout."""
+    """Measure client-server decoding; needs a checkout."""
     del arguments
     raise InputError(
         "`moaspec edge-bench` runs only in a checkout of the repository, because it is not part of "

@@ -39,7 +39,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop at this string; may be given several times.")
     ] = None,
-    num_choices: Annotated[int, typer.Option(help="Answers, each sampled by itself.")] = 1,
+    num_choices: Annotated[int, typer.Option(help="Number of answers, sampled independently.")] = 1,
     speculation: options.Speculation = True,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
@@ -47,9 +47,10 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no stream.")] = False,
 ) -> None:
-    """Answer a prompt, streaming verified tokens; accepted drafts are green, copies cyan.
+    """Answer a prompt, streaming verified tokens.
 
-    --tree auto drafts what pays on this machine, which its first use measures in some seconds.
+    Accepted drafts are green, copies from the text cyan. --tree auto drafts what pays on this
+    machine, which its first use measures in some seconds.
 
     Ctrl-C stops generating; what was generated stays on the screen. Several choices are decoded
     together and shown one after another when they are done.

@@ -31,7 +31,9 @@ def info(
     checkpoint: Annotated[str, typer.Argument(help="Bundled alias or directory.")],
     as_json: Json = False,
 ) -> None:
-    """Show what a drafter checkpoint or device bundle holds, and check that its weights are whole.
+    """Show what a checkpoint or bundle holds.
+
+    Its weights are read and checked.
 
     Example: moaspec info smollm2-135m
     """

@@ -44,9 +44,9 @@ def remote(
     certificate: device.Certificate = None,
     key: device.Key = None,
     cut_after: Annotated[
-        int | None, typer.Option(help="Take the link away after so many tokens.")
+        int | None, typer.Option(help="Cut the link after this many tokens.")
     ] = None,
-    cut_s: Annotated[float, typer.Option(help="For so many seconds.")] = 3.0,
+    cut_s: Annotated[float, typer.Option(help="Seconds that the cut lasts.")] = 3.0,
     link: Annotated[str, typer.Option(help="Emulate a link: none, lan, 4g, 5g.")] = "none",
     recognise: device.Recognise = True,
     phone_region: device.PhoneRegion = None,
@@ -57,7 +57,9 @@ def remote(
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Draft here, verify on a server: verified drafts are green, text without a link is yellow.
+    """Draft here and verify on a server.
+
+    Verified drafts are green; text written while the link is down is yellow.
 
     Text between `<private>` and `</private>`, and text that recognisers find, never leaves this
     process: the server sees placeholders.

@@ -30,17 +30,21 @@ def target_server(
     model: options.Model = options.MODEL,
     drafter: options.DrafterName = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 50051,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+    ] = 50051,
     tls_certificate: Annotated[
         Path | None, typer.Option(help="Certificate chain of this server, PEM.")
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.")] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="Private key of --tls-certificate, PEM.")
+    ] = None,
     client_ca: Annotated[
         Path | None, typer.Option(help="Devices must show a certificate that this CA signed.")
     ] = None,
     tokens: Annotated[
         Path | None,
-        typer.Option(help='JSON: {"owner": {"sha256": "...", "expires": seconds}}.'),
+        typer.Option(help='JSON file of tokens: {"owner": {"sha256": "...", "expires": seconds}}.'),
     ] = None,
     metrics_port: Annotated[
         int | None,
@@ -50,22 +54,24 @@ def target_server(
         bool, typer.Option("--traces", help="Print OpenTelemetry spans on standard error.")
     ] = False,
     max_sessions: Annotated[
-        int, typer.Option(help="Sessions that are held at once, if they fit.", min=1)
+        int, typer.Option(help="Largest number of sessions; fewer where memory is short.", min=1)
     ] = 64,
     max_sessions_per_client: Annotated[
         int | None,
-        typer.Option(help="Of one token; half of all where there are several.", min=1),
+        typer.Option(
+            help="The same for one token; default: half of all, or all for a single token.", min=1
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest text, prompt included.", min=2)] = 4096,
     max_cache_gib: Annotated[
         float,
-        typer.Option(help="Room for keys and values of all sessions at their longest.", min=0.001),
+        typer.Option(help="GiB for keys and values of all sessions at their longest.", min=0.001),
     ] = 8.0,
     idle_s: Annotated[
-        float, typer.Option(help="Sessions are forgotten after so long.", min=0)
+        float, typer.Option(help="Seconds after which an idle session is dropped.", min=0)
     ] = 300.0,
     drain_s: Annotated[
-        float, typer.Option(help="On SIGTERM, running work may take so long.", min=0)
+        float, typer.Option(help="Seconds that running work may take after SIGTERM.", min=0)
     ] = 10,
     engine: Annotated[
         Literal["torch", "vllm"],
@@ -75,7 +81,9 @@ def target_server(
     quantize: options.Quantize = None,
     threads: options.Threads = None,
 ) -> None:
-    """Hold the target for devices that draft; stops gracefully on SIGTERM and Ctrl-C.
+    """Hold the target for devices that draft.
+
+    SIGTERM and Ctrl-C let running work finish.
 
     The first line on standard output is JSON with the address, and how many sessions fit.
     Listening beyond this machine without TLS is refused.

@@ -19,16 +19,17 @@ def vllm_config(
         str, typer.Argument(help="Bundled alias, directory or hub id of the drafter.")
     ] = MODEL,
     model: Annotated[
-        str | None, typer.Option(help="Target as vLLM loads it; default: what the drafter records.")
+        str | None,
+        typer.Option(help="Target as vLLM loads it; default: what the drafter records."),
     ] = None,
     num_speculative_tokens: Annotated[int, typer.Option(help="Tokens of one draft.")] = 3,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the arguments of vllm.LLM as JSON.")
     ] = False,
 ) -> None:
-    """Print the `vllm serve` command that serves a target with its drafter.
+    """Print a `vllm serve` command.
 
-    vLLM itself is not needed for this.
+    It serves the target with its drafter. vLLM itself is not needed for this.
 
     Example: moaspec vllm-config smollm2-135m --num-speculative-tokens 2
     """

@@ -68,6 +68,8 @@ def rendered(table: Table, width: int) -> RenderableType:
     title = [Text(line, style="bold") for line in _wrapped(table.title, width)]
     forms = [table] if table.grouped else [table, table.turned]
     tries = list(itertools.product(CELL_LINES, forms))
+    if len(table.rows) == 1:  # a single turned row is a list without headings: the last resort
+        tries.sort(key=lambda one: one[1] is not table)
     if len(table.headings) == 2:
         tries = [(ANY_LINES, table)]
     for lines, form in tries:
