@@ -225,6 +225,32 @@ def test_no_gain_where_no_draft_was_accepted() -> None:
     assert "no draft was accepted" in str(race_verdict.reason(races))
 
 
+def test_no_verdict_on_speed_where_the_machine_is_not_measured() -> None:
+    race = a_race(2.0, 2.0)
+    races = Races([replace(race, speculative=race.plain)])
+    busy = "other processes use the CPU"
+    assert race_verdict.verdict(races, busy) == (
+        "Verdict: none on speed, this machine is not measured; same text (1 prompt, 60 tokens)."
+    )
+    assert str(race_verdict.reason(races, busy)).startswith(f"Reason: {busy}. ")
+    gained = Races([a_race(2.0, 1.0)])
+    assert race_verdict.verdict(gained, busy) == race_verdict.verdict(gained)
+    assert race_verdict.reason(gained, busy) is None
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_busy_machine_is_the_reason_that_is_told(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = "other processes use the CPU"
+    monkeypatch.setattr("moaspec.calibration.first_use._why_not", lambda _: busy)
+    monkeypatch.setattr(race_verdict, "_gained", lambda _: False)
+    output = cli("demo", "--max-new-tokens", "4", "--threads", "1")
+    assert f"Not measured, because {busy}." in output.err
+    assert f"Reason: {busy}. " in output.words
+    assert "no gain" not in output.words
+
+
 def test_ties_are_told() -> None:
     races = Races([a_race(2.0, 1.0), a_race(2.0, 1.0, Equality("near_tie", 3, 0.01, 0.1))])
     assert "2.00x as fast, same text up to ties in rounding, 50%" in race_verdict.verdict(races)

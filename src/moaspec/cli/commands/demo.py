@@ -64,10 +64,11 @@ def demo(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no panes.")] = False,
 ) -> None:
-    """Decode prompts plainly and speculatively, side by side, and compare both.
+    """Race plain and speculative decoding.
 
-    The first run compiles kernels for this CPU, dequantises the model's weights and measures the
-    machine; later runs find all of this ready. Ctrl-C ends the demo and keeps what was shown.
+    Both decode the same prompts, side by side. The first run compiles kernels for this CPU,
+    dequantises the model's weights and measures the machine; later runs find all of this ready.
+    Ctrl-C ends the demo and keeps what was shown.
 
     Example: moaspec demo
     """
@@ -89,7 +90,7 @@ def demo(
         with steps("Decoding the prompts, in turns") if as_json else nullcontext():
             races = _races(setting, prompts, tokens, screen, lambda: bool(interrupts))
         if races.each:
-            show_verdict(races, screen, details=details)
+            show_verdict(races, screen, details=details, unmeasured=setting.unmeasured)
         report = None
     if details and not interrupts:
         report = _details(setting, prompts, tokens)
@@ -123,6 +124,7 @@ class Setting:
         methods: the same for `measure`.
         prompts: to choose from.
         trusted: loads the target that says which of two texts is right.
+        unmeasured: why drafts are not chosen by measured costs; None where they are.
     """
 
     target: Target
@@ -130,6 +132,7 @@ class Setting:
     methods: Sequence[Method]
     prompts: Sequence[Prompt]
     trusted: Callable[[], Target]
+    unmeasured: str | None = None
 
     def __str__(self) -> str:
         import torch
@@ -167,16 +170,16 @@ def _prepared(dtype: str, names: Sequence[str], steps: TimedSteps) -> Setting:
         methods = load_methods(names, sources)
     target, drafter = methods[-1].target, methods[-1].drafter
     assert isinstance(drafter, MoADrafter), "one is bundled"
+    unmeasured = None
     if any(one.costs is None for one in known_exits(target, drafter)):
         expected = f"once, about {max(1.0, expected_s(target)):.0f} s by its first passes"
         with steps("Measuring what passes and drafts cost here", expected):
-            _, why_not_measured = measure_once(target, drafter)
-        if why_not_measured is not None:
-            console.err.print(f"Not measured, because {why_not_measured}.")
+            _, unmeasured = measure_once(target, drafter)
+        if unmeasured is not None:
+            console.err.print(f"Not measured, because {unmeasured}.")
     prompts = read_prompts("bundled")
-    return Setting(
-        target, drafter, methods, prompts, cache(lambda: load_reference_target(methods, sources))
-    )
+    trusted = cache(lambda: load_reference_target(methods, sources))
+    return Setting(target, drafter, methods, prompts, trusted, unmeasured)
 
 
 def _pair_s(setting: Setting) -> float:
@@ -305,5 +308,6 @@ def _facts(setting: Setting, races: Races, steps: TimedSteps) -> dict[str, Any]:
         "dtype": setting.target.precision,
         **surroundings(),
         "steps_s": steps.seconds,
+        "unmeasured": setting.unmeasured,
         **races.as_json(),
     }

@@ -17,17 +17,26 @@ MIN_GAIN = 1.03
 """Smaller speed-ups are within the difference of two equal decodings."""
 
 
-def show_verdict(races: Races, screen: Console, *, details: bool) -> None:
-    """The verdict, its reason where there was no gain, and what to try next."""
+def show_verdict(
+    races: Races, screen: Console, *, details: bool, unmeasured: str | None = None
+) -> None:
+    """The verdict, its reason where there was no gain, and what to try next.
+
+    Args:
+        races: the decodings.
+        screen: shows it.
+        details: see `try_next`.
+        unmeasured: why drafts were not chosen by measured costs; None where they were.
+    """
     screen.print()
-    screen.print(Text(verdict(races), style="bold"))
-    if why := reason(races):
+    screen.print(Text(verdict(races, unmeasured), style="bold"))
+    if why := reason(races, unmeasured):
         screen.print(why)
     for line in try_next(command(), gained=_gained(races), details=details):
         screen.print(line)
 
 
-def verdict(races: Races) -> str:
+def verdict(races: Races, unmeasured: str | None = None) -> str:
     """One line: what was gained, on how much text."""
     number = len(races.each)
     basis = f"{number} {'prompt' if number == 1 else 'prompts'}, {races.speculative.tokens} tokens"
@@ -35,6 +44,10 @@ def verdict(races: Races) -> str:
         wrong = sum(not one.equality.lossless for one in races.each)
         are = "is" if wrong == 1 else "are"
         return f"Verdict: FAULT, {wrong} of {number} texts {are} not the model's own."
+    if unmeasured is not None and not _gained(races):
+        return (
+            f"Verdict: none on speed, this machine is not measured; {_sameness(races)} ({basis})."
+        )
     times = f"{races.speedup:.2f}x"
     gain = f"{times} as fast" if _gained(races) else f"no gain ({times})"
     return f"Verdict: {gain}, {_sameness(races)}, {_saved_passes(races)} ({basis})."
@@ -56,7 +69,7 @@ def _saved_passes(races: Races) -> str:
     return f"{saved:.0%} fewer passes" if saved >= 0.005 else "as many passes"
 
 
-def reason(races: Races) -> str | None:
+def reason(races: Races, unmeasured: str | None = None) -> str | None:
     """Why there was no gain, or what to do about a fault; None where all is well."""
     if not races.lossless:
         return (
@@ -64,6 +77,11 @@ def reason(races: Races) -> str | None:
         )
     if _gained(races):
         return None
+    if unmeasured is not None:
+        return (
+            f"Reason: {unmeasured}. Without measured costs only what is sure to pay is drafted, "
+            "which is little. Run the demo again when the machine is idle."
+        )
     plain, speculative = races.plain, races.speculative
     if speculative.passes == plain.passes:
         return "Reason: no draft was accepted. Few or none are made where they do not surely pay."
