@@ -24,6 +24,12 @@ class Output:
     err: str
 
     @property
+    def error(self) -> str:
+        """The error on standard error, without what was said before."""
+        _, start, message = self.err.partition("Error: ")
+        return start + message
+
+    @property
     def words(self) -> str:
         """Standard output with its line breaks forgotten."""
         return " ".join(self.out.split())

@@ -544,7 +544,7 @@ def test_names_that_are_none(command: str, name: str, cli: Cli, tmp_path: Path) 
     output = cli(*options[command])
     assert output.code == 2
     assert name in output.err
-    assert output.err.count("\n") == 1
+    assert output.error.count("\n") == 1
 
 
 def test_a_directory_that_looks_like_markup(
@@ -633,8 +633,8 @@ def test_unknown_models_and_drafters(cli: Cli, tmp_path: Path) -> None:
 def test_errors_are_not_wrapped(cli: Cli, tmp_path: Path) -> None:
     """Whoever reads them from a pipe has no terminal of 80 columns."""
     output = cli("generate", PROMPT, "--model", str(tmp_path))
-    assert len(output.err) > 100
-    assert output.err.count("\n") == 1
+    assert len(output.error) > 100
+    assert output.error.count("\n") == 1
 
 
 def test_damaged_targets_and_drafters(cli: Cli, tmp_path: Path) -> None:
@@ -651,7 +651,7 @@ def test_damaged_targets_and_drafters(cli: Cli, tmp_path: Path) -> None:
     output = cli(*arguments)
     assert output.code == 2
     assert f"{target} is damaged" in output.err
-    assert output.err.count("\n") == 1
+    assert output.error.count("\n") == 1
 
 
 def test_a_target_without_tokenizer_or_drafter(cli: Cli, tmp_path: Path) -> None:
@@ -694,11 +694,12 @@ def test_train_resumes_and_its_drafter_generates(cli: Cli, tmp_path: Path) -> No
     config = str(training_files(tmp_path))
     output = cli("train", config, "steps=2", "threads=1")
     assert output.code == 0
-    assert "from step 0" in output.words
-    assert "held-out accuracy" in output.words
+    assert "from step 0" in output.err
+    assert "held-out accuracy" in output.err
+    assert output.words.startswith("Finished: drafter written to ")
     again = cli("train", config)
     assert again.code == 0
-    assert "from step 2" in again.words
+    assert "from step 2" in again.err
     drafter = str(tmp_path / "run" / "drafter")
     assert json.loads(cli("info", drafter, "--json").out)["training"]["steps"] == 3
     tiny.tokenizer().save_pretrained(tmp_path / "target")
@@ -800,11 +801,11 @@ def test_train_stops_in_time_and_goes_on(cli: Cli, tmp_path: Path) -> None:
     config = str(training_files(tmp_path))
     output = cli("train", config, "steps=2", "--for", "0.001s")
     assert output.code == 75
-    assert "run it again to continue" in output.words
+    assert "run it again to continue" in output.err
     again = cli("train", config, "steps=2", "--for", "1h")
     assert again.code == 0
-    assert "from step 1" in again.words
-    assert "run it again" not in again.words
+    assert "from step 1" in again.err
+    assert "run it again" not in again.err
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1m", "3 days", ""])

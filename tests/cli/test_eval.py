@@ -123,7 +123,7 @@ def test_a_different_text_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> No
 def test_eval_refuses(options: tuple[str, ...], cli: Cli) -> None:
     output = cli("eval", *options)
     assert output.code == 2
-    assert output.err.startswith("Error: ")
+    assert output.error
 
 
 @pytest.mark.usefixtures("loaded")

@@ -96,8 +96,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
 def test_a_command_names_its_extra(command: str, found: dict[str, tuple[int, str]]) -> None:
     code, error = found[command]
     assert code == 2, error
-    assert error.count("\n") == 1
-    assert error.endswith(f"pip install 'moaspec[{NEEDING[command]}]'.\n")
+    _, _, message = error.partition("Error: ")
+    assert message.count("\n") == 1
+    assert message.endswith(f"pip install 'moaspec[{NEEDING[command]}]'.\n")
 
 
 @pytest.mark.parametrize("command", NOT_NEEDING)

@@ -93,9 +93,12 @@ def test_messages(say: Callable[[str], None], capfd: pytest.CaptureFixture[str])
     assert "2J" in told.out + told.err
 
 
-def test_no_bar_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("transient", [True, False])
+def test_no_bar_where_there_is_no_terminal(
+    transient: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Not even the empty line that it would leave."""
-    with ProgressBar("measuring", 2) as bar:
+    with ProgressBar("measuring", 2, transient=transient) as bar:
         bar.advance()
     assert capfd.readouterr() == ("", "")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moaspec.cli.terminal import console
+from moaspec.cli.terminal.status import status
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.support.paths import close_to_others, make_private, require_writable, trusted
@@ -27,16 +27,16 @@ SERVER = "127.0.0.1:50051"
 Server = Annotated[str, typer.Option(help="HOST:PORT of `moaspec target-server`.")]
 Bundle = Annotated[
     Path | None,
-    typer.Option(help="Device bundle; default: one of --model's bundled drafter, made once."),
+    typer.Option(help="Device bundle; default: made once, of --model's bundled drafter."),
 ]
 OnCut = Annotated[
     str,
     typer.Option(
-        help="Without a link: rollback (write on, and correct), keep (write on, and leave it) "
-        "or wait."
+        help="While the link is down: rollback (write on, correct later), keep (write on, "
+        "correct nothing) or wait."
     ),
 ]
-Codec = Annotated[str, typer.Option(help="Of activations: fp16, int8 or int4.")]
+Codec = Annotated[str, typer.Option(help="Encoding of activations: fp16, int8 or int4.")]
 Draft = Annotated[str, typer.Option(help="auto, or a shape as for --tree.")]
 NumTargetLayers = Annotated[
     int | None, typer.Option(help="N, target layers to reuse; default: the drafter's.")
@@ -46,20 +46,21 @@ PrefixDir = Annotated[
 ]
 GiveUp = Annotated[
     float | None,
-    typer.Option(help="Fail after this many seconds without a verdict; default: never.", min=0),
+    typer.Option(help="Fail after this many seconds without an answer; default: never.", min=0),
 ]
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token; also $MOASPEC_TOKEN.")
 ]
-CA = Annotated[str | None, typer.Option(help='CA of the server, or "system"; switches TLS on.')]
-Certificate = Annotated[Path | None, typer.Option(help="The device's own, PEM.")]
-Key = Annotated[Path | None, typer.Option(help="Its private key, PEM.")]
+CA = Annotated[str | None, typer.Option(help='CA of the server, or "system"; turns TLS on.')]
+Certificate = Annotated[Path | None, typer.Option(help="Certificate of this device, PEM.")]
+Key = Annotated[Path | None, typer.Option(help="Private key of --certificate, PEM.")]
 
 Recognise = Annotated[
     bool, typer.Option(help="Hide e-mail addresses, phone, card and account numbers.")
 ]
 PhoneRegion = Annotated[
-    list[str] | None, typer.Option(help="Countries whose phone numbers have no prefix; US.")
+    list[str] | None,
+    typer.Option(help="Country of phone numbers without prefix; may be given several times; US."),
 ]
 
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
@@ -150,7 +151,7 @@ def _made_bundle(model: str) -> Path:
         )
     directory = trusted("devices", f"{model}-{FORMAT_VERSION}-{_version(drafter)}")
     if not is_bundle(directory):
-        with console.err.status("Making the device bundle, once"):
+        with status("Making the device bundle, once"):
             make_private(directory.parent)
             export_bundle(model, drafter, directory)
             close_to_others(directory)

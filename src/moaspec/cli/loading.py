@@ -30,16 +30,34 @@ def load(
 ) -> tuple[Target, MoADrafter | Drafter | None]:
     """Load target and drafter, and print their dtype, number of threads and kernels."""
     with loading(model, threads, quantize):
-        from moaspec.backends.load import load_target
-
-        target = load_target(
+        return load_pair(
             model,
+            drafter,
             dtype=dtype,
-            device=device,
             quantize=quantize,
             generation_config=generation_config,
+            device=device,
+            speculation=speculation,
         )
-        module = choose_drafter(drafter, model, target) if speculation else None
+
+
+def load_pair(
+    model: str,
+    drafter: str | None,
+    *,
+    dtype: str,
+    quantize: str | None = None,
+    generation_config: Literal["auto"] | None = "auto",
+    device: str = "cpu",
+    speculation: bool = True,
+) -> tuple[Target, MoADrafter | Drafter | None]:
+    """`load` for a command that is inside `loading` already."""
+    from moaspec.backends.load import load_target
+
+    target = load_target(
+        model, dtype=dtype, device=device, quantize=quantize, generation_config=generation_config
+    )
+    module = choose_drafter(drafter, model, target) if speculation else None
     console.err.print(target_summary(target), style="dim")
     return target, module
 

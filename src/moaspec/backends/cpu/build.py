@@ -42,6 +42,10 @@ class _UnavailableError(Exception):
     """Kernels cannot be had here; says why."""
 
 
+class _NoCompilerError(Exception):
+    """There is no C++ compiler; says which were looked for."""
+
+
 def why_not() -> str | None:
     """Why there are no kernels here; None where there are."""
     return _loaded()[1]
@@ -52,7 +56,7 @@ def must_compile() -> bool:
     try:
         flags = (*FLAGS, *INSTRUCTIONS[_wanted()[0]])
         return not _library_file(flags, _compiler()).exists()
-    except (_UnavailableError, OSError, InputError):
+    except (_UnavailableError, _NoCompilerError, OSError, InputError):
         return False
 
 
@@ -84,6 +88,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         return found, None
     except _UnavailableError as error:
         return None, str(error)
+    except _NoCompilerError as error:
+        reason = str(error)
     except (OSError, InputError) as error:
         reason = f"the compiled kernels could not be stored or loaded ({error})"
     except subprocess.TimeoutExpired:
@@ -91,7 +97,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     except subprocess.CalledProcessError as error:
         last = (error.stderr or "").strip().splitlines()[-1:] or ["no message"]
         reason = f"the compiler failed ({last[0]})"
-    log.warning("bf16 takes two to three times as long without moaspec's kernels: %s.", reason)
+    log.warning("Decoding takes two to three times as long without moaspec's kernels: %s.", reason)
     return None, reason
 
 
@@ -138,7 +144,8 @@ def _compiled() -> Path:
 
     Raises:
         _UnavailableError: nothing can be compiled for this CPU.
-        OSError: there is no compiler, or no room for the file.
+        _NoCompilerError: there is no compiler.
+        OSError: there is no room for the file.
         subprocess.SubprocessError: the compiler failed.
     """
     *better, last = _wanted()
@@ -188,14 +195,14 @@ def _compiler() -> str:
     """Where a C++ compiler is: `$CXX`, or a usual one.
 
     Raises:
-        FileNotFoundError: nowhere.
+        _NoCompilerError: nowhere.
     """
     asked = os.environ.get("CXX")
     for name in (asked,) if asked else COMPILERS:
         found = shutil.which(name)
         if found:
             return found
-    raise FileNotFoundError(
-        f"no C++ compiler was found (looked for {asked or ', '.join(COMPILERS)}; "
-        "install one: apt install g++, dnf install gcc-c++, apk add g++)"
+    raise _NoCompilerError(
+        f"no C++ compiler was found (looked for {asked or ', '.join(COMPILERS)}); install one: "
+        "apt install g++, dnf install gcc-c++, apk add g++"
     )

@@ -25,7 +25,7 @@ from moaspec.cli.options import (
 )
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
-from moaspec.cli.terminal.status import loading
+from moaspec.cli.terminal.status import loading, status
 from moaspec.cli.terminal.table import Table, show_table
 from moaspec.cli.terminal.writing_progress import WritingProgress, stoppable
 from moaspec.data.conversations import read_conversations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="data",
-    help="Training data: prompts and responses that the target writes itself, and what is in them.",
+    help="Write and inspect training data.",
     no_args_is_help=True,
 )
 SHOWN_FINDINGS = 20
@@ -56,29 +56,37 @@ Sources = Annotated[
         "hub:OWNER/NAME, also with :CONFIGURATION and @SPLIT."
     ),
 ]
-BatchSize = Annotated[int, typer.Option(help="Conversations that are decoded together.")]
-GroupSize = Annotated[int, typer.Option(help="Conversations that are saved together.")]
-SystemPrompts = Annotated[Path | None, typer.Option(help="Text file, one system prompt a line.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the best token.")]
+BatchSize = Annotated[int, typer.Option(help="Conversations decoded together.")]
+GroupSize = Annotated[int, typer.Option(help="Conversations saved together.")]
+SystemPrompts = Annotated[Path | None, typer.Option(help="Text file, one system prompt per line.")]
+Temperature = Annotated[float, typer.Option(help="0: greedy.")]
 TopP = Annotated[
     float | None,
-    typer.Option(help="Keep the most probable tokens up to this mass; default: the model's."),
+    typer.Option(
+        help="Sample among the likeliest tokens with this total probability; default: the model's."
+    ),
 ]
-Drafter = Annotated[str | None, typer.Option(help="Alias, directory or hub id; makes it faster.")]
-Skip = Annotated[bool, typer.Option("--skip-malformed", help="Count bad rows and go on.")]
+Drafter = Annotated[
+    str | None, typer.Option(help="Drafter, for speed: alias, directory or hub id.")
+]
+Skip = Annotated[
+    bool, typer.Option("--skip-malformed", help="Skip malformed rows, and count them.")
+]
 For = Annotated[
-    str | None, typer.Option("--for", help="Stop after this time, ready to go on: 8m, 1.5h.")
+    str | None, typer.Option("--for", help="Stop after this time, ready to continue: 8m, 1.5h.")
 ]
 
 
 @app.command("synth")
 def synth_command(
     out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")],
-    num: Annotated[int, typer.Option(help="Different prompts to write.")] = 1000,
+    num: Annotated[int, typer.Option(help="Number of different prompts.")] = 1000,
     model: Model = MODEL,
     drafter: Drafter = None,
     system_prompts: SystemPrompts = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longer prompts are thrown away.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Tokens of a prompt; longer ones are dropped.")
+    ] = 128,
     batch_size: BatchSize = 8,
     group_size: GroupSize = 64,
     temperature: Temperature = 1.0,
@@ -90,7 +98,9 @@ def synth_command(
     threads: Threads = None,
     for_: For = None,
 ) -> None:
-    """Let the target imagine prompts, with no data set at all; run it again to continue.
+    """Let the target imagine prompts.
+
+    No data set is needed. The same command continues after a stop.
 
     Example: moaspec data synth --num 2000 --out prompts.jsonl
     """
@@ -130,7 +140,7 @@ def regenerate_command(
     out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")],
     model: Model = MODEL,
     drafter: Drafter = None,
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many in a turn.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of a response.")] = 512,
     batch_size: BatchSize = 8,
     group_size: GroupSize = 64,
     system_prompts: SystemPrompts = None,
@@ -140,15 +150,19 @@ def regenerate_command(
     temperature: Temperature = 0.0,
     top_p: TopP = None,
     generation_config: GenerationConfig = AUTO,
-    seed: Annotated[int, typer.Option(help="Of sampling and of the system prompts.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of sampling and of the choice of system prompts.")
+    ] = 0,
+    limit: Annotated[int | None, typer.Option(help="Read only this many conversations.")] = None,
     skip_malformed: Skip = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     threads: Threads = None,
     for_: For = None,
 ) -> None:
-    """Let the target write the responses to prompts; run it again to continue after a stop.
+    """Let the target write responses.
+
+    The same command continues after a stop.
 
     Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
     """
@@ -174,7 +188,7 @@ def regenerate_command(
     from moaspec.train.dataset.response_writer import ResponseWriter
 
     found = with_system_prompts(found, systems, without=without_system, seed=seed)
-    with console.err.status("Checking prompts"):
+    with status("Checking prompts"):
         conversations = check_prompts(target, found, on_malformed)
     if not conversations:
         raise DataError(
@@ -205,11 +219,15 @@ def _writing(options: Mapping[str, Any]) -> WriterOptions:
 def stats_command(
     sources: Sources,
     model: Model = MODEL,
-    max_length: Annotated[int, typer.Option(help="Longer examples are cut.")] = 2048,
+    max_length: Annotated[
+        int, typer.Option(help="Tokens of an example; longer ones are cut.")
+    ] = 2048,
     skip_malformed: Skip = False,
     as_json: Json = False,
 ) -> None:
-    """Count tokens: lengths, coverage of trimmed vocabularies, room the activation cache needs.
+    """Count the tokens of training data.
+
+    Prints lengths, coverage of trimmed vocabularies, and the size of the activation cache.
 
     Example: moaspec data stats responses.jsonl.gz
     """
@@ -218,7 +236,7 @@ def stats_command(
     from moaspec.train.dataset.read_examples import read_examples
     from moaspec.train.dataset.statistics import statistics
 
-    with deferred_interrupts() as stopped:
+    with status("Reading examples"), deferred_interrupts() as stopped:
         examples = read_examples(
             sources,
             vocab_size=target.vocab_size,
@@ -247,19 +265,22 @@ def overlap_command(
     against: Annotated[
         list[str], typer.Option(help="File, or directory of files, with prompts to measure on.")
     ],
-    size: Annotated[int, typer.Option(help="Words in a row that count as overlap.")] = 8,
+    size: Annotated[
+        int, typer.Option(help="Number of successive words that count as overlap.")
+    ] = 8,
     model: Annotated[
-        str | None, typer.Option(help="Target whose tokenizer reads rows of token ids only.")
+        str | None, typer.Option(help="Target whose tokenizer decodes rows without text.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="New JSONL file for the rows that share nothing.")
+        Path | None, typer.Option(help="New JSONL file for the rows without overlap.")
     ] = None,
     skip_malformed: Skip = False,
     as_json: Json = False,
 ) -> None:
-    """Find training rows that share words with evaluation prompts; exit code 1 if there are any.
+    """Find rows that share words with prompts.
 
-    With --out all other rows are written as they are, and the exit code is 0.
+    The rows are training data, the prompts those of an evaluation. Exit code 1 if there are any.
+    With --out all other rows are written unchanged, and the exit code is 0.
 
     Example: moaspec data overlap responses.jsonl.gz --against prompts/ --out clean.jsonl
     """
@@ -276,7 +297,7 @@ def overlap_command(
     target = _load(model, "float32", "cpu", None) if model else None
     found: list[Overlap] = []
     stopped = True
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), status("Comparing rows with the prompts"):
         for finding in overlaps(
             read_conversations(sources, on_malformed),
             read_conversations(against, on_malformed),

@@ -13,7 +13,7 @@ from moaspec.cli.loading import print_defaults
 from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, Json, Model, Quantize, Threads
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
-from moaspec.cli.terminal.status import loading
+from moaspec.cli.terminal.status import loading, status
 from moaspec.errors import InputError
 from moaspec.evaluate.file_names import BEGIN, COSTS, CUT, END, PAGE, REPORT
 from moaspec.evaluate.prompt_suites import read_prompts
@@ -47,29 +47,31 @@ def evaluate(
     ] = DEFAULT_METHODS,
     tau_only: Annotated[
         str,
-        typer.Option(help="Methods of which only tau is wanted: decoded in batches, not timed."),
+        typer.Option(help="Methods measured for tau only: decoded in batches, not timed."),
     ] = "",
     limit: Annotated[
         int | None, typer.Option(help="Prompts per suite, spread over its categories.")
     ] = None,
-    turns: Annotated[int | None, typer.Option(help="Turns per conversation; all.")] = None,
+    turns: Annotated[int | None, typer.Option(help="Turns per conversation; default: all.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
-    repeats: Annotated[int, typer.Option(help="Decodings of each prompt by each method.")] = 1,
+    repeats: Annotated[int, typer.Option(help="How often each method decodes each prompt.")] = 1,
     batch: Annotated[
         int, typer.Option(help="Prompts decoded together; above 1, speed is throughput.")
     ] = 1,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the best tokens; above, methods sample one text.")
+        float, typer.Option(help="0: greedy; above 0, all methods sample the same text.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the noise above temperature 0.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     system: Annotated[
         str, typer.Option(help="System prompt: default (the template's own), none, or a text.")
     ] = "default",
     model: Model = MODEL,
-    drafter: Annotated[str | None, typer.Option(help="Of moa: alias, directory or hub id.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter of moa: alias, directory or hub id.")
+    ] = None,
     checkpoint: Annotated[
         list[str] | None,
-        typer.Option(help="Of another kind of method: KIND=DIR, for example hf-assisted=DIR."),
+        typer.Option(help="Checkpoint of another method: KIND=DIR, for example hf-assisted=DIR."),
     ] = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
@@ -78,11 +80,13 @@ def evaluate(
     threads: Threads = None,
     cost: Annotated[
         bool,
-        typer.Option("--cost", help="Measure passes and rounds by context and batch, no prompts."),
+        typer.Option("--cost", help="Measure only costs of passes and rounds, without prompts."),
     ] = False,
     cut: Annotated[
         int | None,
-        typer.Option(help="Take the target away after so many tokens; judge what drafters write."),
+        typer.Option(
+            help="Remove the target after this many tokens; judge what drafters write alone."
+        ),
     ] = None,
     accuracy: Annotated[
         bool,
@@ -105,7 +109,9 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure decoding methods side by side, and whether their texts are equal.
+    """Measure decoding methods side by side.
+
+    Their texts are compared, too.
 
     Example: moaspec eval --suite prompts/ --limit 20 --dtype bfloat16 --threads 2 --out results
     """
@@ -223,11 +229,13 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(help="report.json, or its directory.")],
-    after: Annotated[Path, typer.Argument(help="The other one.")],
+    before: Annotated[Path, typer.Argument(help="A report.json, or its directory.")],
+    after: Annotated[Path, typer.Argument(help="The one to compare with it.")],
     as_json: Json = False,
 ) -> None:
-    """What changed between two reports, with 95% confidence intervals over prompts.
+    """Compare two reports.
+
+    Changes have 95% confidence intervals over prompts.
 
     Example: moaspec eval compare results/before results/after
     """
@@ -240,7 +248,7 @@ def compare(
 
 @app.command()
 def page(
-    directory: Annotated[Path, typer.Argument(help="What --out of moaspec eval named.")],
+    directory: Annotated[Path, typer.Argument(help="Directory that --out of moaspec eval named.")],
     markdown: Annotated[
         list[Path] | None,
         typer.Option(
@@ -249,7 +257,7 @@ def page(
         ),
     ] = None,
 ) -> None:
-    """Write report.html anew from the results in a directory.
+    """Write report.html anew.
 
     Example: moaspec eval page results --markdown docs/results.md
     """
@@ -257,10 +265,11 @@ def page(
     from moaspec.evaluate.report.markdown import write_markdown
 
     try:
-        written = [write_page(directory)]
-        for path in markdown or ():
-            write_markdown(directory, path)
-            written.append(path)
+        with status("Drawing the report"):
+            written = [write_page(directory)]
+            for path in markdown or ():
+                write_markdown(directory, path)
+                written.append(path)
     except OSError as error:
         raise InputError(f"The page cannot be written: {error}.") from error
     console.out.print(f"Written: {', '.join(map(str, written))}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moaspec.cli import options
-from moaspec.cli.loading import load, measure_once, print_defaults
+from moaspec.cli.loading import load_pair, measure_once, print_defaults
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
 from moaspec.errors import InputError
@@ -28,17 +28,20 @@ Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")]
 Port = Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)]
 KeyFile = Annotated[
     Path | None,
-    typer.Option(help="File with API keys, one a line; also $MOASPEC_API_KEY. None: no key."),
+    typer.Option(help="File of API keys, one per line; also $MOASPEC_API_KEY. Default: no key."),
 ]
 Origins = Annotated[
-    list[str] | None, typer.Option(help="Origin whose web pages may call; several times; *: all.")
+    list[str] | None,
+    typer.Option(help="Web origin that may call; may be given several times; * allows all."),
 ]
 Names = Annotated[
     list[str] | None,
-    typer.Option(help="Further name of the model; several times; *: any name is right."),
+    typer.Option(help="Another name of the model; may be given several times; * accepts any name."),
 ]
-MaxTokens = Annotated[int, typer.Option(help="Of answers that ask for no limit.", min=1)]
-BodyBytes = Annotated[int, typer.Option(help="Largest body of a request.", min=1024)]
+MaxTokens = Annotated[
+    int, typer.Option(help="Tokens of an answer where the request sets no limit.", min=1)
+]
+BodyBytes = Annotated[int, typer.Option(help="Largest request body, in bytes.", min=1024)]
 Open = Annotated[bool, typer.Option("--open", help="Show the page in the browser.")]
 
 
@@ -54,9 +57,9 @@ def serve(
     api_key_file: KeyFile = None,
     cors_origin: Origins = None,
     name: Names = None,
-    max_active: Annotated[int, typer.Option(help="Texts decoded together.", min=1)] = 64,
-    max_waiting: Annotated[int, typer.Option(help="Texts that may wait.", min=0)] = 256,
-    cache_gib: Annotated[float, typer.Option(help="Memory for keys and values.")] = 4.0,
+    max_active: Annotated[int, typer.Option(help="Requests decoded together.", min=1)] = 64,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait.", min=0)] = 256,
+    cache_gib: Annotated[float, typer.Option(help="GiB for keys and values.")] = 4.0,
     default_max_tokens: MaxTokens = 1024,
     max_body_bytes: BodyBytes = limits.MAX_BODY_BYTES,
     dtype: options.Dtype = "auto",
@@ -64,7 +67,9 @@ def serve(
     threads: options.Threads = None,
     browse: Open = False,
 ) -> None:
-    """Serve OpenAI's API, and a page to chat on: change an app's base URL to http://HOST:PORT/v1.
+    """Serve OpenAI's API, and a page to chat on.
+
+    The base URL for apps is http://HOST:PORT/v1.
 
     Example: moaspec serve --port 8000 --open
     """
@@ -84,14 +89,15 @@ def serve(
             from moaspec.serve.sources.engine_worker import WorkerLimits
             from moaspec.serve.sources.local_source import LocalSource
             from moaspec.serve.uvicorn_server import serve as run
-        target, module = load(
-            model,
-            drafter,
-            dtype=dtype,
-            quantize=quantize,
-            generation_config=generation_config.setting,
-            speculation=speculation,
-        )
+
+            target, module = load_pair(
+                model,
+                drafter,
+                dtype=dtype,
+                quantize=quantize,
+                generation_config=generation_config.setting,
+                speculation=speculation,
+            )
         check_defaults(target, target.generation_defaults)
         if tree == "auto":
             measure_once(target, module)

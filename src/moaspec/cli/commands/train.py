@@ -32,9 +32,10 @@ def train(
         typer.Option("--init", help="Write a ready configuration here; without a name: list them."),
     ] = False,
 ) -> None:
-    """Train a drafter; run the same command again to resume exactly where it stopped.
+    """Train a drafter, or resume its training.
 
-    Ctrl-C saves the last step before leaving. Exit code 75: the time of --for is over, and there is
+    The same command resumes exactly where the run stopped. Ctrl-C saves the last step before
+    leaving. Exit code 75: the time of --for is over, and there is
     more to do. Several processes: torchrun -m moaspec train ...
 
     Example: moaspec train --init smollm2-135m; moaspec train smollm2-135m.yaml
@@ -64,7 +65,8 @@ def train(
         require_writable("output", Path(settings.output))
         set_threads(settings.threads or None)
         accelerator = new_accelerator(settings)
-    out = console.out if accelerator.is_main_process else console.quiet_console()
+    main = accelerator.is_main_process
+    out, told = (console.out, console.err) if main else (console.quiet_console(),) * 2
     with status(f"Loading {settings.target}"):
         target = load_target(
             settings.target,
@@ -83,13 +85,13 @@ def train(
         )
         trainer = Trainer(target, examples, settings, accelerator=accelerator)
     for line in unused.lines():
-        out.print(line)
+        told.print(line)
     size = sum(parameter.numel() for parameter in trainer.student.module.parameters())
-    out.print(
+    told.print(
         f"{len(examples)} examples, drafter of {size / 1e6:.1f}M parameters, "
         f"from step {trainer.step}"
     )
-    with ProgressBar("step", settings.steps, screen=out, transient=False) as bar:
+    with ProgressBar("step", settings.steps, screen=told, transient=False) as bar:
         bar.resume(trainer.step)
 
         def report(step: StepProgress) -> None:
@@ -102,7 +104,7 @@ def train(
     if ending is StopCause.FINISHED:
         out.print(f"Finished: {written}")
         return
-    out.print(
+    told.print(
         f"Stopped after step {trainer.step} of {settings.steps}, which is saved; run it again to "
         f"continue. As it is now, {written}"
     )

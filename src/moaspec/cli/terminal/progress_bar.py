@@ -85,8 +85,12 @@ class ProgressBar:
             TimeLeft(),
         )
         self.screen = screen or console.err
+        # Where no bar is drawn, none is left at the end either.
         self._progress = Progress(
-            *columns, console=self.screen, transient=transient, get_time=clock
+            *columns,
+            console=self.screen,
+            transient=transient or not self.screen.is_terminal,
+            get_time=clock,
         )
         self._id = self._progress.add_task(name, total=total, before=0, text="")
         self._printed, self._begun = False, 0

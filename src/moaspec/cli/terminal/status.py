@@ -27,7 +27,9 @@ log = logging.getLogger("moaspec")
 
 @contextmanager
 def status(message: str) -> Iterator[Status]:
-    """Show what is being done until it is done."""
+    """Show what is being done until it is done; in files and pipes, print it once."""
+    if not console.err.is_terminal:
+        console.err.print(message)
     with console.err.status(Text(message)) as shown, show_log_records(console.err, shown):
         yield shown
 
@@ -62,8 +64,18 @@ def loading(what: str, threads: int | None = None, quantize: str | None = None) 
 @contextmanager
 def measuring() -> Iterator[Callable[[str], None]]:
     """Show a status line for `calibrate`; the function that is yielded sets what is timed."""
+    said = "Measuring this machine, once"
+    announced = console.err.is_terminal
     with console.err.status("Preparing") as shown:
-        yield lambda part: shown.update(f"Measuring this machine, once: {part}")
+
+        def advance(part: str) -> None:
+            nonlocal announced
+            shown.update(f"{said}: {part}")
+            if not announced:
+                console.err.print(said)
+                announced = True
+
+        yield advance
 
 
 class _StatusHandler(logging.Handler):
