@@ -10,6 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import tiny
+from moaspec.errors import InputError
 from moaspec.model.rope import Rope, rotate
 from moaspec.model.target_encoder import TargetEncoder
 from moaspec.train.dataset.examples import Example, collate
@@ -93,6 +94,14 @@ def test_lsa_reads_the_last_layers_and_what_predicts_the_final_state() -> None:
         order_lost = _explained(encoder, shuffled, final_NE, fit_on=kv_NLK)
     assert after > before + 0.2
     assert after > order_lost + 0.2
+
+
+def test_a_sample_of_too_few_tokens_is_refused() -> None:
+    target = tiny.target()
+    kv_NLK = torch.randn(2, 3, target.identity.kv_size)
+    encoder = tiny.random_drafter(target).encoder
+    with torch.no_grad(), pytest.raises(InputError, match=r"needs \d+ tokens .* got 2: add"):
+        init_layer_attention(encoder, kv_NLK, torch.randn(2, target.identity.hidden_size))
 
 
 def _explained(

@@ -312,8 +312,8 @@ def overlap_command(
         console.out.print(json.dumps(facts))
     else:
         for finding in found[:SHOWN_FINDINGS]:
-            console.out.print(f"{finding.where} and {finding.against}: {finding.words}")
-        console.out.print(f"{len(found)} rows share {size} words in a row with a prompt.")
+            console.print_wrapped(f"{finding.where} and {finding.against}: {finding.words}")
+        console.print_wrapped(f"{len(found)} rows share {size} words in a row with a prompt.")
     _tell(skipped)
     _leave_if(stopped)
     if out is not None:

@@ -228,4 +228,4 @@ def _report(session: RemoteSession, show: _Show, *, as_json: bool, hidden: int) 
     line += f"; {stats.bytes_up} bytes up, {stats.bytes_down} down"
     if stats.cuts:
         line += f"; {stats.provisional} tokens without a link, {stats.corrected} replaced"
-    console.out.print(line, style=NOTE)
+    console.print_wrapped(line, NOTE)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 HELP = """\
 /stats        speed and acceptance of the last answer and of the conversation
-/seed N       sample with this seed from now on; without N, draw one for each answer
+/seed N       sample with this seed from now on; without N, draw new seeds
 /system TEXT  replace the system prompt; without TEXT, have none
 /reset        forget the conversation
 /help         this list
-/exit         leave (so does Ctrl-D); Ctrl-C stops an answer and keeps what it said"""
+/exit         leave, as Ctrl-D does; Ctrl-C stops an answer and keeps its text"""
 
 
 class ChatLoop(ABC):
@@ -34,7 +34,7 @@ class ChatLoop(ABC):
         self.settings, self.system = settings, system
         self.messages: list[dict[str, str]] = []
         self._commands = {
-            "/stats": lambda _: console.out.print(self.stats()),
+            "/stats": lambda _: console.print_wrapped(self.stats()),
             "/seed": self._seed,
             "/system": self._system,
             "/reset": self._reset,

@@ -71,7 +71,7 @@ def warm_start(
         sample: batches of one example, and the target's passes over them.
 
     Raises:
-        InputError: SA has other shapes than the target's first layer.
+        InputError: SA has other shapes than the target's first layer, or the sample is too small.
     """
     copy_first_layer(target, drafter)
     kv, finals, texts = [], [], []
@@ -132,6 +132,11 @@ def init_layer_attention(encoder: TargetEncoder, kv_NLK: Tensor, final_NE: Tenso
     for kind in kinds:
         start, taken[kind] = taken[kind], taken[kind] + head_dim
         rows.append(directions[kind][start : start + head_dim])
+    if len(final_NE) < max(taken.values()):
+        raise InputError(
+            f"warm_start needs {max(taken.values())} tokens of the training data, got "
+            f"{len(final_NE)}: add examples, or set warm_start=false."
+        )
     layer.key_value.v_proj.weight.copy_(torch.cat(rows))
     residual = kv_NLK.float().mean(1).std()
     nn.init.orthogonal_(layer.self_attn.o_proj.weight, gain=float(LSA_GAIN * residual))
