@@ -9,6 +9,7 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -22,8 +23,6 @@ MAX_LINE_BYTES, MAX_LIST_BYTES = 1 << 26, 1 << 30
 """Maximum size of one line, and of a file that is one JSON list; uncompressed."""
 PARQUET_ROWS = 256
 """Rows in memory at the same time."""
-ZSTD_BYTES = 512
-"""Compressed bytes at a time. Four of them may hold 128 KiB, so these are at most 16 MiB."""
 ADVICE = "Write one JSON object a line, one JSON list of objects, or a Parquet file."
 
 
@@ -76,16 +75,13 @@ def numbered_lines(path: Path) -> Generator[tuple[int, bytes]]:
     Raises:
         DataError: the file cannot be read, is no text in UTF-8, or has a line beyond the limit.
     """
-    try:
-        with open_file(path) as file:
-            for number, line in enumerate(_lines(path, file), start=1):
-                if number == 1:
-                    _refuse_other_encodings(path, line)
-                    line = line.removeprefix(BYTE_ORDER_MARK)
-                if line.strip():
-                    yield number, line
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"Cannot read the data {path}: {error}") from error
+    with _opened(path) as file:
+        for number, line in enumerate(_lines(path, file), start=1):
+            if number == 1:
+                _refuse_other_encodings(path, line)
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if line.strip():
+                yield number, line
 
 
 def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
@@ -104,9 +100,9 @@ def read_text(path: Path, max_bytes: int = MAX_LIST_BYTES) -> str:
     """A whole file as text.
 
     Raises:
-        DataError: it is not UTF-8, or too large.
+        DataError: it cannot be read, is not UTF-8, or too large.
     """
-    with open_file(path) as file:
+    with _opened(path) as file:
         text = file.read(max_bytes + 1).removeprefix(BYTE_ORDER_MARK)
     if len(text) > max_bytes:
         raise DataError(
@@ -117,11 +113,16 @@ def read_text(path: Path, max_bytes: int = MAX_LIST_BYTES) -> str:
     return text.decode()
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading; how it is compressed is told by its first bytes."""
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading; its first bytes say how it is compressed."""
     start = _start(path)
-    opener = next((one for magic, one in _OPENERS.items() if start.startswith(magic)), None)
-    return path.open("rb") if opener is None else cast(BinaryIO, opener(path))
+    opener = next((one for magic, one in _OPENERS.items() if start.startswith(magic)), Path.open)
+    try:
+        with opener(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"Cannot read the data {path}: {error}") from error
 
 
 def decoded(where: str, line: bytes) -> str:
@@ -175,51 +176,9 @@ def _start(path: Path) -> bytes:
         raise DataError(f"Cannot read the data {path}: {error}") from error
 
 
-class _Zstd(io.RawIOBase):
-    """A file that zstd has compressed, in one or several frames, uncompressed piece by piece."""
-
-    def __init__(self, path: Path) -> None:
-        self._zstandard = _optional(
-            "zstandard", f"{path} is compressed by zstd, which needs the package `zstandard`"
-        )
-        self._file = path.open("rb")
-        self._frame: Any = None
-        self._packed, self._found = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._found and self._decompress():
-            pass
-        count = min(len(buffer), len(self._found))
-        buffer[:count], self._found = self._found[:count], self._found[count:]
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def _decompress(self) -> bool:
-        """Take the next piece; False at the end of the file."""
-        self._packed = self._packed or self._file.read(ZSTD_BYTES)
-        if not self._packed:
-            if self._frame is not None:
-                raise EOFError("zstd data ended before its end mark")
-            return False
-        self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
-        try:
-            self._found = memoryview(self._frame.decompress(self._packed))
-        except self._zstandard.ZstdError as error:
-            raise OSError(f"damaged zstd data ({error})") from error
-        self._packed = self._frame.unused_data
-        if self._frame.eof:
-            self._frame = None
-        return True
-
-
-def _open_zstd(path: Path) -> BinaryIO:
-    return cast(BinaryIO, io.BufferedReader(_Zstd(path)))
+def _open_zstd(path: Path, _: str) -> BinaryIO:
+    arrow = _optional("pyarrow", f"{path} is compressed by zstd, which needs the package `pyarrow`")
+    return cast(BinaryIO, io.BufferedReader(arrow.input_stream(str(path), compression="zstd")))
 
 
 def _optional(module: str, why: str) -> Any:
@@ -230,7 +189,7 @@ def _optional(module: str, why: str) -> Any:
         raise DataError(f"{why}: pip install 'moaspec[data]'.") from error
 
 
-_OPENERS: dict[bytes, Callable[[Path], Any]] = {
+_OPENERS: dict[bytes, Callable[[Path, str], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,

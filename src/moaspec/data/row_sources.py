@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -122,9 +123,8 @@ def _line_records(
 
 def _list_records(path: Path, text: str, on_malformed: OnMalformed) -> Iterator[Record]:
     """Elements of a list. After an error of syntax the rest of the file is left out."""
-    elements = _Elements(path, text)
     try:
-        for where, value in elements:
+        for where, value in _elements(path, text):
             try:
                 yield Record(where, _checked(where, value))
             except DataError as error:
@@ -133,48 +133,40 @@ def _list_records(path: Path, text: str, on_malformed: OnMalformed) -> Iterator[
         on_malformed(error)
 
 
-class _Elements:
-    """Elements of a JSON list, each with the number of its first line."""
+def _elements(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Elements of a JSON list, each with the place of its first line."""
+    line, counted = 1, 0
+    place = _past_space(text, text.index("[") + 1)
+    while not text.startswith("]", place):
+        line, counted = line + text.count("\n", counted, place), place
+        where = f"{path}:{line}"
+        try:
+            value, place = _DECODER.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            raise _not_json(where, str(error), text[place : place + 80]) from error
+        yield where, value
+        place = _past_space(text, place)
+        if text.startswith(",", place):
+            place = _past_space(text, place + 1)
+        elif not text.startswith("]", place):
+            raise _not_json(
+                _place(path, text, place),
+                "expected ',' or ']' after an element",
+                text[place : place + 80],
+            )
+    rest = text[place + 1 :].strip()
+    if rest:
+        where = _place(path, text, text.rindex(rest))
+        raise _not_json(where, "there is more after the list", rest)
 
-    def __init__(self, path: Path, text: str) -> None:
-        self._path, self._text = path, text
-        self._place = text.index("[") + 1
-        self._counted, self._line = 0, 1
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        self._pass_space()
-        while self._next() != "]":
-            where, start = self._where(), self._place
-            try:
-                value, self._place = _DECODER.raw_decode(self._text, start)
-            except (ValueError, RecursionError) as error:
-                raise self._not_json(where, str(error)) from error
-            yield where, value
-            self._pass_space()
-            if self._next() == ",":
-                self._place += 1
-                self._pass_space()
-            elif self._next() != "]":
-                raise self._not_json(self._where(), "expected ',' or ']' after an element")
-        self._place += 1
-        self._pass_space()
-        if self._next():
-            raise self._not_json(self._where(), "there is more after the list")
+def _place(path: Path, text: str, index: int) -> str:
+    return f"{path}:{text.count(chr(10), 0, index) + 1}"
 
-    def _next(self) -> str:
-        return self._text[self._place : self._place + 1]
 
-    def _pass_space(self) -> None:
-        while self._next().isspace():
-            self._place += 1
-
-    def _where(self) -> str:
-        self._line += self._text.count("\n", self._counted, self._place)
-        self._counted = self._place
-        return f"{self._path}:{self._line}"
-
-    def _not_json(self, where: str, error: str) -> DataError:
-        return _not_json(where, error, self._text[self._place : self._place + 80])
+def _past_space(text: str, place: int) -> int:
+    found = _SPACE.match(text, place)
+    return found.end() if found else place
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -188,6 +180,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_SPACE = re.compile(r"\s*")
 
 
 def _object(where: str, line: str) -> dict[str, Any]:

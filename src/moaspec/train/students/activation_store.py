@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,14 +30,20 @@ class ExampleStore:
         directory: of the files; created if missing.
         examples: in a fixed order.
         widths: values per token of each named array.
+        device: of the tensors that are read.
 
     Raises:
         TrainingError: too little disk space; the message says how much is needed.
     """
 
     def __init__(
-        self, directory: Path, examples: Sequence[Example], widths: Mapping[str, int]
+        self,
+        directory: Path,
+        examples: Sequence[Example],
+        widths: Mapping[str, int],
+        device: torch.device,
     ) -> None:
+        self._device = device
         directory.mkdir(parents=True, exist_ok=True)
         lengths = np.array([len(example) for example in examples])
         self._ends = lengths.cumsum()
@@ -54,28 +60,31 @@ class ExampleStore:
             mode="r+",
         )
 
-    def holds(self, batch: Batch) -> bool:
-        return all(self._done[i] for i in batch.example_ids)
+    def fetch(self, batch: Batch, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Read all arrays of a batch, (B, T, width) bf16 each; pads are zero.
 
-    def write(self, batch: Batch, **arrays_BT: Tensor) -> None:
-        """Store every named array, each (B, T, ...), for the examples of a batch."""
-        for row, example in enumerate(batch.example_ids):
-            span = slice(self._starts[example], self._ends[example])
-            for name, tensor in arrays_BT.items():
-                flat = tensor[row, : span.stop - span.start].flatten(1)
-                self._files[name][span] = flat.to(torch.bfloat16).contiguous().view(
-                    torch.int16
-                ).numpy()  # fmt: skip
-            self._done[example] = True
+        Args:
+            batch: of the examples.
+            compute: called if one of them is not stored; returns every array, (B, T, ...).
+        """
+        if not all(self._done[i] for i in batch.example_ids):
+            self._write(batch, compute())
+        return {name: self._read(file, batch) for name, file in self._files.items()}
 
-    def read(self, name: str, batch: Batch) -> Tensor:
-        """One array of a batch's examples, (B, T, width) bf16; pads are zero."""
-        rows = [self._read(name, i) for i in batch.example_ids]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    def _write(self, batch: Batch, arrays_BT: Mapping[str, Tensor]) -> None:
+        for name, tensor in arrays_BT.items():
+            stored = tensor.flatten(2).cpu().to(torch.bfloat16).contiguous().view(torch.int16)
+            for row, i in enumerate(batch.example_ids):
+                start, end = self._starts[i], self._ends[i]
+                self._files[name][start:end] = stored[row, : end - start].numpy()
+        self._done[list(batch.example_ids)] = True
 
-    def _read(self, name: str, example: int) -> Tensor:
-        flat = np.array(self._files[name][self._starts[example] : self._ends[example]])
-        return torch.from_numpy(flat).view(torch.bfloat16)
+    def _read(self, file: np.memmap, batch: Batch) -> Tensor:
+        rows = [
+            torch.from_numpy(np.array(file[self._starts[i] : self._ends[i]])).view(torch.bfloat16)
+            for i in batch.example_ids
+        ]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._device)
 
 
 def bytes_per_token(identity: TargetIdentity) -> int:
