@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from moaspec.data import files
-from moaspec.data.files import numbered_lines, read_text
-from moaspec.data.row_sources import read_records
+from moaspec.data import row_sources
+from moaspec.data.row_sources import numbered_lines, read_records, read_text
 from moaspec.errors import DataError, InputError
 from moaspec.train.run_config import read_train_config
 
@@ -48,7 +47,7 @@ def test_one_line_without_end(
     """Of 64 times the limit; neither the line nor the file is held in memory."""
     path = tmp_path / "bomb.jsonl"
     path.write_bytes(pack(start + bytes(64 * LINE)))
-    monkeypatch.setattr(files, "MAX_LINE_BYTES", LINE)
+    monkeypatch.setattr(row_sources, "MAX_LINE_BYTES", LINE)
     tracemalloc.start()
     try:
         with pytest.raises(DataError, match="a line of more than 1 MiB"):
@@ -89,8 +88,8 @@ def test_parquet_whose_column_repeats_a_long_text(tmp_path: Path) -> None:
     assert path.stat().st_size < 2 * LINE
     tracemalloc.start()
     try:
-        assert sum(1 for _ in files.parquet_rows(path)) == 3000
-        assert tracemalloc.get_traced_memory()[1] < 2 * files.PARQUET_ROWS * LINE
+        assert sum(1 for _ in row_sources.parquet_rows(path)) == 3000
+        assert tracemalloc.get_traced_memory()[1] < 2 * row_sources.PARQUET_ROWS * LINE
     finally:
         tracemalloc.stop()
 

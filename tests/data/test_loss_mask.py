@@ -12,9 +12,9 @@ from moaspec.data.conversations import Conversation
 from moaspec.data.loss_mask import masked_tokens, prompt_ids
 from moaspec.data.messages import normal_messages, normal_tool
 from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.data.templates.user_turn import user_turn
 from moaspec.errors import DataError
 from moaspec.train.dataset.examples import Example
+from moaspec.train.dataset.synth import user_turn
 
 STOPS = {END}
 ASKED = (START, USER, BREAK, 20, END, BREAK, START, ASSISTANT, BREAK)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moaspec.train.data_order import TrainBatch
+from moaspec.train.data_order import TrainBatch, fixed_blocks
 from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.blocks import fixed_blocks
 from moaspec.train.students.held_out import BLOCK_LENGTH, agreeing_prefix_lengths, measure_held_out
 from moaspec.train.students.losses import ExitStates
 from moaspec.train.students.students import StudentOutput

@@ -28,9 +28,8 @@ from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import loading
 from moaspec.cli.terminal.table import Table, show_table
 from moaspec.cli.terminal.writing_progress import WritingProgress, stoppable
-from moaspec.data.conversations import read_conversations
+from moaspec.data.conversations import ReadReport, read_conversations
 from moaspec.data.row_sources import read_records, refuse
-from moaspec.data.unused_rows import ReadReport
 from moaspec.errors import DataError, InputError
 from moaspec.support.paths import require_writable_file
 from moaspec.train.dataset.journal import Journal

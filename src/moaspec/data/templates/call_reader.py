@@ -1,7 +1,7 @@
 """Parses tool calls in a model's text as the text grows.
 
 A call ends where its JSON or Python ends. Marks that stand within its strings are part of them.
-Where a call ends between tags, see `tagged_calls`.
+Where a call ends between tags, see `TaggedScanner`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 from moaspec.data.templates.argument_types import Schema
 from moaspec.data.templates.call_forms import CALL_ID, CallForm, new_call_id, short_call_id
-from moaspec.data.templates.python_calls import PythonScanner
-from moaspec.data.templates.tagged_calls import TaggedScanner
+from moaspec.data.templates.call_scanners import PythonScanner, TaggedScanner
 
 BETWEEN = " \t\r\n;,"
 """What may stand between calls that follow one another."""

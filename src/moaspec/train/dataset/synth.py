@@ -13,8 +13,7 @@ from typing import Any
 from moaspec.data.messages import Message
 from moaspec.data.row_sources import read_records
 from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.data.templates.user_turn import UserTurn, user_turn
-from moaspec.errors import TrainingError
+from moaspec.errors import DataError, InputError, TrainingError
 from moaspec.target.target import Target
 from moaspec.train.dataset.journal import Journal
 from moaspec.train.dataset.overlap import words
@@ -24,6 +23,47 @@ from moaspec.train.dataset.response_writer import (
     ResponseWriter,
     WriteRequest,
 )
+
+SENTINEL = "MOASPEC-USER-TEXT"
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """The first turn of a user, without its text.
+
+    Attributes:
+        prefix_ids: tokens before it.
+        suffix: what follows it, as text.
+        suffix_ids: the same as tokens.
+    """
+
+    prefix_ids: tuple[int, ...]
+    suffix: str
+    suffix_ids: tuple[int, ...]
+
+
+def user_turn(template: ChatTemplate, system: str | None = None) -> UserTurn:
+    """How a chat template opens and closes the first user turn.
+
+    Raises:
+        DataError: no template, or the rendered text does not contain the user's text once.
+    """
+    messages: list[Message] = [{"role": "user", "content": SENTINEL}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    try:
+        text = template.text(template.prepare(messages))
+    except InputError as error:
+        raise DataError(str(error)) from error
+    prefix, *rest = text.split(SENTINEL)
+    if len(rest) != 1:
+        raise DataError(
+            f"The chat template repeats or drops the user's text ({len(rest)} times), so the "
+            "start of a user turn cannot be told. Give prompts of your own instead."
+        )
+    prefix_ids, suffix_ids = template.tokenize(prefix), template.tokenize(rest[0])
+    return UserTurn(tuple(prefix_ids), rest[0], tuple(suffix_ids))
+
 
 MAX_FRUITLESS_GROUPS = 20
 """Consecutive groups without a new prompt after which generation fails."""

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moaspec.train.data_order import TrainBatch, split_batch
+from moaspec.train.data_order import TrainBatch, fixed_blocks, split_batch
 from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.blocks import fixed_blocks
 from moaspec.train.students.losses import MAX_CHUNK, ExitStates, LogitsFunction
 from moaspec.train.students.students import StudentOutput
 

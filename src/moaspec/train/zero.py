@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
-from moaspec.train.parallelism.strategies import ParallelStrategy, adamw
+from moaspec.train.parallelism import ParallelStrategy, adamw
 from moaspec.train.run_config import TrainConfig
 
 STEP = "step"
