@@ -8,28 +8,18 @@ from typing import Any
 
 from moaspec.data.messages import MalformedError, Message, normal_messages, normal_tool, short
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "function": "tool",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "observation": "tool",
-}
 CALLERS = ("function_call", "tool_call")
 """Roles whose text is a tool call."""
+SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "assistant"), "assistant"),
+    "system": "system",
+    "developer": "developer",
+    **dict.fromkeys(
+        ("tool", "function", "function_response", "tool_response", "observation"), "tool"
+    ),
+    **dict.fromkeys(CALLERS, "assistant"),
+}
 QUESTIONS = ("instruction", "prompt", "question", "query")
 CONTEXTS = ("input", "context")
 ANSWERS = ("output", "response", "completion", "answer", "chosen")

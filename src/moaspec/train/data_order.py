@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moaspec.errors import InputError
-from moaspec.train.dataset.examples import Batch, Example, collate, epoch_batches
+from moaspec.train.dataset.examples import Batch, Example, collate, epoch_batches, map_tensors
 from moaspec.train.run_config import TrainConfig, staircase_probability
 
 
@@ -36,9 +36,6 @@ class Blocks:
     block_start_BT: Tensor
     step_BT: Tensor
     loss_BT: Tensor
-
-    def to(self, device: torch.device) -> Blocks:
-        return Blocks(*(x.to(device) for x in (self.block_start_BT, self.step_BT, self.loss_BT)))
 
 
 def random_blocks(
@@ -96,8 +93,7 @@ class TrainBatch:
     staircase_B: Tensor | None
 
     def to(self, device: torch.device) -> TrainBatch:
-        staircase_B = None if self.staircase_B is None else self.staircase_B.to(device)
-        return TrainBatch(self.batch.to(device), self.blocks.to(device), staircase_B)
+        return map_tensors(self, lambda tensor: tensor.to(device))
 
 
 class DataOrder:
@@ -182,25 +178,12 @@ def split_batch(part: TrainBatch, number: int) -> list[TrainBatch]:
 
 def _select_rows(part: TrainBatch, rows: list[int]) -> TrainBatch:
     """Select rows and cut padding that only the other rows needed."""
-    batch, blocks = part.batch, part.blocks
-    longest = int(batch.attention_mask_BT[rows].sum(1).max())
-    return TrainBatch(
-        Batch(
-            batch.input_ids_BT[rows, :longest],
-            batch.attention_mask_BT[rows, :longest],
-            batch.response_BT[rows, :longest],
-            tuple(batch.example_ids[row] for row in rows),
-        ),
-        Blocks(
-            blocks.block_start_BT[rows, :longest],
-            blocks.step_BT[rows, :longest],
-            blocks.loss_BT[rows, :longest],
-        ),
-        None if part.staircase_B is None else part.staircase_B[rows],
-    )
+    longest = int(part.batch.attention_mask_BT[rows].sum(1).max())
+    chosen = map_tensors(part, lambda x: x[rows, :longest] if x.ndim == 2 else x[rows])
+    example_ids = tuple(part.batch.example_ids[row] for row in rows)
+    return replace(chosen, batch=replace(chosen.batch, example_ids=example_ids))
 
 
 def _without_loss(part: TrainBatch) -> TrainBatch:
-    blocks = part.blocks
-    silent = Blocks(blocks.block_start_BT, blocks.step_BT, torch.zeros_like(blocks.loss_BT))
-    return TrainBatch(part.batch, silent, part.staircase_B)
+    silent = torch.zeros_like(part.blocks.loss_BT)
+    return replace(part, blocks=replace(part.blocks, loss_BT=silent))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import jinja2
 import torch
 import transformers
 
+import moaspec
 from moaspec.target.target import Target
 from moaspec.train.run_config import TrainConfig
 
@@ -38,14 +38,10 @@ def write_card(
         identity=target.identity,
         config=config,
         facts=facts,
-        versions=_versions(),
+        versions=f"moaspec {moaspec.__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
         measured=measured[-1] if measured else None,
         curve=rows[:: max(1, len(rows) // CURVE_ROWS)],
         settings=json.dumps(facts["config"], indent=2),
     )
     (directory / CARD_FILE).write_text(text, encoding="utf-8")
-
-
-def _versions() -> str:
-    own = importlib.metadata.version("moaspec")
-    return f"moaspec {own}, torch {torch.__version__}, transformers {transformers.__version__}"

@@ -19,25 +19,17 @@ from moaspec.model.stack import StackConfig
 from moaspec.target.target import Target
 from moaspec.train.students.losses import LossWeights
 
-_AT_LEAST_ONE = (
-    "batch_size",
-    "accumulation",
-    "steps",
-    "shortest_block",
-    "save_every",
-    "max_length",
+_COUNTS = (
+    *("batch_size", "accumulation", "steps", "shortest_block", "save_every", "max_length"),
     "warm_start_tokens",
 )
-_NOT_NEGATIVE = (
-    "held_out",
-    "batch_tokens",
-    "pass_tokens",
-    "warmup_steps",
-    "decay_steps",
-    "weight_decay",
+_AMOUNTS = (
+    *("held_out", "batch_tokens", "pass_tokens", "warmup_steps", "decay_steps", "weight_decay"),
     "shard_mb",
 )
-_WITHIN = {
+_RANGES = {
+    **dict.fromkeys(_COUNTS, (1, math.inf)),
+    **dict.fromkeys(_AMOUNTS, (0, math.inf)),
     "clip": (1e-9, 1e9),
     "learning_rate": (1e-12, 1.0),
     "final_lr": (0.0, 1.0),
@@ -198,17 +190,11 @@ class TrainConfig:
             raise InputError("data must name at least one file.")
 
     def _check_numbers(self) -> None:
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in _NOT_NEGATIVE:
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"{name} must be 0 or more, got {getattr(self, name)}.")
-        for name, (low, high) in _WITHIN.items():
-            if not low <= getattr(self, name) <= high:
-                raise InputError(
-                    f"{name} must be within {low:g}..{high:g}, got {getattr(self, name)}."
-                )
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high or value == math.inf:
+                wanted = f"{low} or more" if high == math.inf else f"within {low:g}..{high:g}"
+                raise InputError(f"{name} must be {wanted}, got {value}.")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"betas must be at least 0 and below 1, got {self.betas}.")
 

@@ -13,8 +13,75 @@ if TYPE_CHECKING:
     from moaspec.data.templates.call_forms import CallForm, Tags
 
 
+OPENINGS = ("{", "[")
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+OUTSIDE_STRINGS = frozenset('{}[]:,+-.0123456789eEtrufalsnINy" \t\r\n')
+"""Characters of JSON that is no string; `N`, `I` and `y` are of Python's NaN and Infinity."""
+
+
+class BracketScanner:
+    """Finds the bracket that closes the first one of a text that grows; strings may hold any.
+
+    Attributes:
+        end: where the object or list ends; None as long as it is open.
+        broken: whether the text cannot be one.
+    """
+
+    def __init__(self, quotes: str) -> None:
+        self.end: int | None = None
+        self.broken = False
+        self._quotes = quotes
+        self._place = self._depth = 0
+        self._quote, self._escaped = "", False
+
+    def scan(self, text: str, *, last: bool) -> None:  # noqa: ARG002
+        """Go on where the last scan ended; `text` begins as it did then."""
+        self.broken = self.broken or not self._may_begin(text)
+        while self._place < len(text) and self.end is None and not self.broken:
+            self._step(text[self._place])
+            self._place += 1
+
+    def _may_begin(self, text: str) -> bool:
+        return text.startswith(OPENINGS)
+
+    def _step(self, character: str) -> None:
+        if self._quote:
+            if character == self._quote and not self._escaped:
+                self._quote = ""
+            self._escaped = character == "\\" and not self._escaped
+        elif character in self._quotes:
+            self._quote = character
+        elif character in _CLOSING:
+            self._depth += 1
+        elif character in _CLOSING.values():
+            self._depth -= 1
+            self.end = self._place + 1 if self._depth == 0 else None
+
+
+class JsonScanner(BracketScanner):
+    """Finds the end of a JSON object or list."""
+
+    def __init__(self) -> None:
+        super().__init__('"')
+
+    def value(self, text: str) -> Any:
+        """The JSON up to the end.
+
+        Raises:
+            ValueError: it is none.
+        """
+        return json.loads(text, strict=False)
+
+    def _step(self, character: str) -> None:
+        self.broken = not self._quote and character not in OUTSIDE_STRINGS
+        super()._step(character)
+
+
 class TaggedScanner:
-    """Finds the end of one call at the start of a text that grows; the trigger is before it.
+    """Finds the end of a call between XML-like tags: Qwen3-Coder's and GLM-4.5's.
+
+    Values are not escaped, so they may contain any tag. A call ends at the last end mark before the
+    next call, or before the end of the text. A value ends before the tag of another argument.
 
     Args:
         form: with `tags`.
@@ -148,33 +215,18 @@ _TOKEN = re.compile(
 )
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
-_CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
-class PythonScanner:
-    """Finds the end of a list of calls at the start of a text that grows.
+class PythonScanner(BracketScanner):
+    """Finds the end of a list of calls: `[weather(city="Paris"), time()]`, as Llama 4 writes them.
 
     Args:
         names: of the functions.
-
-    Attributes:
-        end: where the list ends; None as long as it is open.
-        broken: whether the text is no list of calls.
     """
 
     def __init__(self, names: Collection[str]) -> None:
-        self.end: int | None = None
-        self.broken = False
+        super().__init__("\"'")
         self._names = names
-        self._place = self._depth = 0
-        self._quote, self._escaped = "", False
-
-    def scan(self, text: str, *, last: bool) -> None:  # noqa: ARG002
-        """Go on where the last scan ended; `text` begins as it did then."""
-        self.broken = not self._may_begin("".join(text[1:LONGEST_START].split()))
-        while self._place < len(text) and self.end is None:
-            self._step(text[self._place])
-            self._place += 1
 
     def value(self, text: str) -> list[dict[str, Any]]:
         """Names and arguments of the calls.
@@ -185,21 +237,8 @@ class PythonScanner:
         return _Parser(text).calls()
 
     def _may_begin(self, text: str) -> bool:
-        starts = (f"{name}(" for name in self._names)
-        return any(text.startswith(one) or one.startswith(text) for one in starts)
-
-    def _step(self, character: str) -> None:
-        if self._quote:
-            if character == self._quote and not self._escaped:
-                self._quote = ""
-            self._escaped = character == "\\" and not self._escaped
-        elif character in "\"'":
-            self._quote = character
-        elif character in _CLOSING:
-            self._depth += 1
-        elif character in _CLOSING.values():
-            self._depth -= 1
-            self.end = self._place + 1 if self._depth == 0 else None
+        start = "".join(text[1:LONGEST_START].split())
+        return any(_agree(start, f"{name}(") for name in self._names)
 
 
 class _Parser:
