@@ -8,14 +8,12 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from moaspec.data.messages import MalformedError, Message
+from moaspec.data.messages import REASONING, MalformedError, Message
 from moaspec.data.row_shapes import DataRow, read_row
 from moaspec.data.row_sources import OnMalformed, Record, read_records, refuse
 from moaspec.errors import DataError
 
 MESSAGES = "messages."
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of one key, which transformers hands to templates under all of them."""
 
 
 @dataclass
@@ -47,10 +45,6 @@ class ReadReport:
             names = REASONING if key in REASONING else (key,)
             if any(name in source for name in names):
                 del self.unused_columns[column]
-
-    def as_json(self) -> dict[str, Any]:
-        """The counts as a JSON object."""
-        return {**vars(self), "unused_columns": dict(self.unused_columns)}
 
     def lines(self) -> list[str]:
         """One line for each kind of thing that was left out."""

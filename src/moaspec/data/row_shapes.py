@@ -175,17 +175,17 @@ def _raw_message(row: DataRow, message: Any, number: int) -> dict[str, Any]:
             f"{short(message)}."
         )
     others = {key: value for key, value in message.items() if key not in NAMED}
-    value, decoder = message.get("value", message.get("content")), given.lower()
-    if decoder in CALLERS:
+    value, speaker = message.get("value", message.get("content")), given.lower()
+    if speaker in CALLERS:
         return {**others, "role": "assistant", "tool_calls": _called(value, number)}
     if "from" not in message:
-        return {**others, "role": SHAREGPT_ROLES.get(decoder, given), "content": value}
-    if decoder not in SHAREGPT_ROLES:
+        return {**others, "role": SHAREGPT_ROLES.get(speaker, given), "content": value}
+    if speaker not in SHAREGPT_ROLES:
         raise MalformedError(
             f"message {number} must have 'from', one of {', '.join(SHAREGPT_ROLES)}; got "
             f"{short(message)}."
         )
-    role = SHAREGPT_ROLES[decoder]
+    role = SHAREGPT_ROLES[speaker]
     if not isinstance(value, str) or (role in ("user", "assistant") and not value.strip()):
         raise MalformedError(f"'value' of message {number} must be a text, got {short(value)}.")
     return {**others, "role": role, "content": value}

@@ -1,14 +1,18 @@
-"""Training processes, joined by accelerate.
+"""Training processes, joined by accelerate, and the sharding of a drafter over them.
 
 `torchrun` or `accelerate launch` starts several processes; otherwise there is one. Each process
-holds the whole frozen target. `moaspec.train.parallelism` shards the drafter.
+holds the whole frozen target. Sharding `none` replicates weights, gradients and optimiser state,
+and averages gradients (accelerate's DDP). `fsdp` shards all three with torch's `fully_shard`, which
+also runs on CPUs. `deepspeed` shards gradients and optimiser state (`moaspec.train.zero`).
+
+A saved state is unsharded and the same for all, so a run may resume with another number of
+processes or another sharding.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -96,39 +100,43 @@ def make_directory(accelerator: Accelerator, path: Path) -> None:
     accelerator.wait_for_everyone()
 
 
-class ParallelStrategy(ABC):
-    """A drafter and its optimiser, distributed over the processes.
+class ParallelStrategy:
+    """A drafter and its optimiser, distributed over the processes: `none` (DDP) and `fsdp`.
 
-    Attributes:
+    Args:
+        accelerator: of the run's processes.
         module: the drafter.
         model: the wrapped module to call for a training pass.
         optimizer: AdamW over this process's shard.
     """
 
     def __init__(
-        self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        accelerator: Accelerator,
+        module: nn.Module,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
+        self._accelerator = accelerator
         self.module, self.model, self.optimizer = module, model, optimizer
 
     def begin(self, learning_rate: float) -> None:
         """Start a step: clear gradients and set the learning rate."""
-        self.zero_gradients()
+        self.model.zero_grad()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
-    @abstractmethod
-    def zero_gradients(self) -> None:
-        """Clear the gradients of an earlier step."""
-
-    @abstractmethod
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """Context of one pass; gradients are exchanged in the last pass of a step only."""
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+            return nullcontext()
+        return nullcontext() if last else self._accelerator.no_sync(self.model)
 
-    @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of one pass; they are averaged over processes."""
+        self._accelerator.backward(loss)
 
-    @abstractmethod
     def update(self, clip: float) -> float:
         """Clip the gradients' norm and make an optimiser step.
 
@@ -136,6 +144,10 @@ class ParallelStrategy(ABC):
             The norm before clipping. If it is not finite, weights are unchanged (except with
             DeepSpeed).
         """
+        norm = float(gather_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
+        if math.isfinite(norm):
+            self.optimizer.step()
+        return norm
 
     def state(self) -> dict[str, Tensor]:
         """Gather weights (`model.*`) and moments (`optimizer.KIND.PARAMETER`) on the CPU.
@@ -172,54 +184,12 @@ class ParallelStrategy(ABC):
                 f"delete its state/ to start again ({error})."
             ) from error
 
-    @abstractmethod
     def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         """Optimiser state of a parameter, by kind; empty before the first step."""
-
-    @abstractmethod
-    def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
-        """Set the optimiser state of a parameter from unsharded tensors on the CPU."""
-
-
-class TorchStrategy(ParallelStrategy):
-    """The strategies `none` (DDP) and `fsdp`."""
-
-    def __init__(self, accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> None:
-        if config.sharding == "fsdp":
-            mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16 if config.mixed_precision == "bf16" else None,
-                output_dtype=torch.float32,
-            )
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-            model = module
-        else:
-            model = accelerator.prepare_model(module)
-        super().__init__(module, model, adamw(module, config))
-        self._accelerator = accelerator
-
-    def zero_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(last)
-            return nullcontext()
-        return nullcontext() if last else self._accelerator.no_sync(self.model)
-
-    def backward(self, loss: Tensor) -> None:
-        self._accelerator.backward(loss)
-
-    def update(self, clip: float) -> float:
-        norm = float(gather_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
-        if math.isfinite(norm):
-            self.optimizer.step()
-        return norm
-
-    def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return self.optimizer.state.get(parameter, {})
 
     def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
+        """Set the optimiser state of a parameter from unsharded tensors on the CPU."""
         self.optimizer.state[parameter] = {
             kind: _place_like(value, parameter) for kind, value in moments.items()
         }
@@ -243,7 +213,17 @@ def new_strategy(
         from moaspec.train.zero import ZeroStrategy
 
         return ZeroStrategy(accelerator, module, config)
-    return TorchStrategy(accelerator, module, config)
+    model = module
+    if config.sharding == "fsdp":
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if config.mixed_precision == "bf16" else None,
+            output_dtype=torch.float32,
+        )
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    else:
+        model = accelerator.prepare_model(module)
+    return ParallelStrategy(accelerator, module, model, adamw(module, config))
 
 
 def adamw(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -231,7 +231,7 @@ def stats_command(
     facts = statistics(examples, target.identity, always=target.stop_token_ids)
     if as_json:
         row = {**dataclasses.asdict(facts), "cache_bytes": facts.cache_bytes}
-        row |= {"unused": report.as_json(), "complete": not stopped}
+        row |= {"unused": vars(report), "complete": not stopped}
         console.out.print(json.dumps(row))
     else:
         _show(facts)

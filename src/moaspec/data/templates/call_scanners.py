@@ -172,7 +172,8 @@ def _parsed(text: str, tags: Tags, functions: Mapping[str, Schema]) -> dict[str,
         name, start = begun[1], begun.end()
         end = _value_end(text, start, tags, {name, *arguments}, properties)
         types = types_of(properties.get(name, {}), schema)
-        arguments[name] = typed(_unpadded(text[start:end], tags.padding), types)
+        value = text[start:end].removeprefix(tags.padding).removesuffix(tags.padding)
+        arguments[name] = typed(value, types)
         place = end + len(tags.value_end)
     if text[place:].strip():
         raise ValueError("text that is no argument")
@@ -192,10 +193,6 @@ def _value_end(
         if found[1] not in given and (found[1] in properties or own_line):
             return start + found.start()
     return text.rindex(tags.value_end, start)
-
-
-def _unpadded(value: str, padding: str) -> str:
-    return value.removeprefix(padding).removesuffix(padding)
 
 
 CONSTANTS: Mapping[str, Any] = {

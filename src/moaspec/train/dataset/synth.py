@@ -32,11 +32,13 @@ class UserTurn:
     """The first turn of a user, without its text.
 
     Attributes:
+        before: the system message, if there is one.
         prefix_ids: tokens before it.
         suffix: what follows it, as text.
         suffix_ids: the same as tokens.
     """
 
+    before: tuple[Message, ...]
     prefix_ids: tuple[int, ...]
     suffix: str
     suffix_ids: tuple[int, ...]
@@ -48,11 +50,9 @@ def user_turn(template: ChatTemplate, system: str | None = None) -> UserTurn:
     Raises:
         DataError: no template, or the rendered text does not contain the user's text once.
     """
-    messages: list[Message] = [{"role": "user", "content": SENTINEL}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
+    before = () if system is None else ({"role": "system", "content": system},)
     try:
-        text = template.text(template.prepare(messages))
+        text = template.text(template.prepare([*before, {"role": "user", "content": SENTINEL}]))
     except InputError as error:
         raise DataError(str(error)) from error
     prefix, *rest = text.split(SENTINEL)
@@ -62,19 +62,11 @@ def user_turn(template: ChatTemplate, system: str | None = None) -> UserTurn:
             "start of a user turn cannot be told. Give prompts of your own instead."
         )
     prefix_ids, suffix_ids = template.tokenize(prefix), template.tokenize(rest[0])
-    return UserTurn(tuple(prefix_ids), rest[0], tuple(suffix_ids))
+    return UserTurn(before, tuple(prefix_ids), rest[0], tuple(suffix_ids))
 
 
 MAX_FRUITLESS_GROUPS = 20
 """Consecutive groups without a new prompt after which generation fails."""
-
-
-@dataclass(frozen=True)
-class _ConversationStart:
-    """The start of a conversation, before the user's text."""
-
-    system: str | None
-    turn: UserTurn
 
 
 class PromptGenerator:
@@ -90,30 +82,25 @@ class PromptGenerator:
 
     def __init__(self, target: Target, system_prompts: Sequence[str] = ()) -> None:
         template = ChatTemplate(target.tokenizer)
-        self._starts = [
-            _ConversationStart(system, user_turn(template, system))
-            for system in (None, *system_prompts)
-        ]
+        self._turns = [user_turn(template, system) for system in (None, *system_prompts)]
         tokenizer: Any = target.tokenizer
         self._tokenizer = tokenizer
         special = set(tokenizer.all_special_ids)
-        first = {start.turn.suffix_ids[:1] for start in self._starts}
+        first = {turn.suffix_ids[:1] for turn in self._turns}
         ends = {token for ids in first for token in ids if token in special}
         self.stop_token_ids = target.stop_token_ids | ends
 
     def task(self, number: int) -> ConversationTask:
         """Generate one prompt; no row if it does not end."""
-        start = self._starts[number % len(self._starts)]
-        result = yield WriteRequest(start.turn.prefix_ids, number)
+        turn = self._turns[number % len(self._turns)]
+        result = yield WriteRequest(turn.prefix_ids, number)
         text = self._tokenizer.decode(result.token_ids, skip_special_tokens=True)
         # A template may end the user's turn with plain text instead of a stop token.
-        mark = start.turn.suffix.strip()
+        mark = turn.suffix.strip()
         text, marked, _ = text.partition(mark) if mark else (text, "", "")
         if not words(text) or not (marked or result.stop_reason == "stop_token"):
             return []
-        messages: list[Message] = [{"role": "user", "content": text.strip()}]
-        if start.system is not None:
-            messages.insert(0, {"role": "system", "content": start.system})
+        messages = [*turn.before, {"role": "user", "content": text.strip()}]
         return [{"id": f"synth-{number}", "messages": messages}]
 
 
