@@ -114,25 +114,20 @@ class Student(ABC):
         )
 
 
-def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> MoADrafter:
-    """Create a drafter with random weights."""
-    _check_vocabulary(target, config)
+def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:
+    """Create a drafter of the kind `config.drafter` with random weights."""
     torch.manual_seed(config.seed)
     vocabulary = frequent_tokens(
         examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
     )
-    shape = drafter_config(target, config.sizes, config.num_target_layers)
-    drafter = MoADrafter(shape, vocabulary)
+    drafter: MoADrafter | Baseline
+    if config.drafter == "moa":
+        shape = drafter_config(target, config.sizes, config.num_target_layers)
+        drafter = MoADrafter(shape, vocabulary)
+    else:
+        drafter = KINDS[config.drafter](stack_config(target, config), vocabulary)
     random_weights(drafter)
     return drafter.float().to(target.device)
-
-
-def _check_vocabulary(target: Target, config: TrainConfig) -> None:
-    if config.sizes.draft_vocab > target.vocab_size:
-        raise InputError(
-            f"sizes.draft_vocab={config.sizes.draft_vocab}: {target.name} has {target.vocab_size} "
-            "tokens; 0 keeps them all."
-        )
 
 
 def load_initial_drafter(
@@ -147,7 +142,6 @@ def load_initial_drafter(
         InputError: its vocabulary is larger than `config.sizes.draft_vocab`, or it has exits for
             other N than `config.num_target_layers`.
     """
-    _check_vocabulary(target, config)
     drafter = load_drafter(config.initial, target=target).float()
     had, wanted = drafter.config.num_target_layers, config.num_target_layers
     if had != wanted and drafter.exits:
@@ -217,6 +211,11 @@ class MoAStudent(Student):
     def __init__(
         self, target: Target, activations: TargetActivations, config: TrainConfig, output: Path
     ) -> None:
+        if config.sizes.draft_vocab > target.vocab_size:
+            raise InputError(
+                f"sizes.draft_vocab={config.sizes.draft_vocab}: {target.name} has "
+                f"{target.vocab_size} tokens; 0 keeps them all."
+            )
         self._former_n: int | None = None
         if config.initial:
             module, self._former_n = load_initial_drafter(target, config, activations.examples)
@@ -313,13 +312,7 @@ class BaselineStudent(Student):
     """
 
     def __init__(self, target: Target, activations: TargetActivations, config: TrainConfig) -> None:
-        torch.manual_seed(config.seed)
-        vocabulary = frequent_tokens(
-            activations.examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
-        )
-        module: Baseline = KINDS[config.drafter](stack_config(target, config), vocabulary)
-        random_weights(module)
-        module.float().to(target.device)
+        module = new_drafter(target, config, activations.examples)
         super().__init__(module, target, activations, config, save_baseline)
         # In real chains EAGLE reads its own predictions, in training the target's states.
         self.simulates_chain = config.drafter == "independent"
