@@ -30,7 +30,7 @@ def test_no_queries() -> None:
 
 def test_without_drafts_there_is_no_moment() -> None:
     """A moment of nothing would say that all states are zero."""
-    states = ExitStates(torch.zeros(0, 4), torch.zeros(0, 4), torch.clone, torch.clone)
+    states = ExitStates(torch.zeros(0, 4), torch.zeros(0, 4), torch.clone)
     batch = collate([Example([1, 2], [3])], [0])
     part = TrainBatch(batch, fixed_blocks(batch, BLOCK_LENGTH), None)
     assert not part.blocks.loss_BT.any()

@@ -90,7 +90,7 @@ def _sums(
     for mine, target in zip(
         states.drafted_ME.split(MAX_CHUNK), states.target_ME.split(MAX_CHUNK), strict=True
     ):
-        logits_MV = states.drafted_logits(mine)
+        logits_MV = states.logits(mine)
         drafted.append(logits_MV.topk(min(NUM_RANKS, logits_MV.shape[-1])).indices)
         best.append(head(target).argmax(-1))
     ids = None if draft_token_ids is None else draft_token_ids.cpu()

@@ -291,7 +291,6 @@ class MoAStudent(Student):
             final_BTE[loss_BT].float(),
             result.hidden_BTE[loss_BT].float(),
             self._head,
-            self._head,
             inner=inner,
             relative=bool(self.module.exits),
         )
@@ -326,5 +325,5 @@ class BaselineStudent(Student):
         if self.module.kind == "eagle":
             inputs.append(hidden_BTE)
         states_BTE = model(*inputs, positions(mask_BT), mask_BT)
-        found = ExitStates(states_BTE[loss_BT].float(), hidden_BTE[loss_BT], self._head, self._head)
+        found = ExitStates(states_BTE[loss_BT].float(), hidden_BTE[loss_BT], self._head)
         return StudentOutput([found])
