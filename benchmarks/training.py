@@ -33,12 +33,10 @@ from moaspec.calibration.measure_costs import machine
 from moaspec.model.draft_decoder import DraftDecoder
 from moaspec.model.target_encoder import TargetEncoder
 from moaspec.target.target import Target
-from moaspec.train.data_order import TrainBatch
+from moaspec.train.data_order import TrainBatch, random_blocks
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.dataset.read_examples import read_examples
-from moaspec.train.run_config import DrafterSizes, TrainConfig
-from moaspec.train.schedule import learning_rate
-from moaspec.train.students.blocks import random_blocks
+from moaspec.train.run_config import DrafterSizes, TrainConfig, learning_rate
 from moaspec.train.students.losses import LossWeights, exit_loss
 from moaspec.train.students.students import DraftVocabularyHead, MoAStudent
 from moaspec.train.students.target_activations import TargetActivations

@@ -39,9 +39,9 @@ from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.target.target import Target
+from moaspec.train.data_order import random_blocks
 from moaspec.train.dataset.examples import Example, collate
 from moaspec.train.run_config import DrafterSizes, drafter_config
-from moaspec.train.students.blocks import random_blocks
 
 VOCAB = 64
 WINDOW = 8

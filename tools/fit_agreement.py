@@ -27,8 +27,8 @@ import moaspec
 from moaspec.drafting.path_scores import Ranking, margins
 from moaspec.drafting.protocols import RowText
 from moaspec.model.moa import MoADrafter
+from moaspec.train.data_order import fixed_blocks
 from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.blocks import fixed_blocks
 
 RANKS = 8
 BLOCK = 4

@@ -201,14 +201,14 @@ def test_the_last_message_is_continued() -> None:
     )
     for name in ("qwen25", "llama31", "mistral-v3", "gemma3"):
         renderer = template(name)
-        ids = renderer.ids(messages, continue_final_message=True)
+        ids = renderer.tokenize(renderer.rendered(messages, continue_final_message=True))
         assert renderer.tokenizer.decode(ids).rstrip().endswith("It is")
 
 
 def test_calls_are_not_continued() -> None:
     messages = normal_messages(loop("Rome")[:3])
     with pytest.raises(InputError, match="the last message has tool calls"):
-        template("qwen25").ids(messages, continue_final_message=True)
+        template("qwen25").rendered(messages, continue_final_message=True)
 
 
 @pytest.mark.parametrize("value", [1, 2.5, None, True, [1, "a"], {"b": None}])

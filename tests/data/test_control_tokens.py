@@ -44,7 +44,8 @@ def template(name: str) -> ChatTemplate:
 
 def ids(of: ChatTemplate, *texts: str) -> list[int]:
     roles = ("user", "assistant")
-    return of.ids([{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)])
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return of.tokenize(of.rendered(messages))
 
 
 def marks_in(token_ids: list[int]) -> list[int]:
@@ -73,7 +74,7 @@ def test_text_without_control_tokens_is_encoded_as_ever(
         add_generation_prompt=True,
         **prepared.variables,
     )["input_ids"]
-    assert of.ids(messages) == expected
+    assert of.tokenize(of.rendered(messages)) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,6 @@ from moaspec.data.conversations import Conversation
 from moaspec.data.loss_mask import masked_tokens, prompt_ids
 from moaspec.data.messages import normal_messages, normal_tool
 from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.data.templates.user_turn import user_turn
 from moaspec.errors import DataError
 from moaspec.train.dataset.examples import Example
 
@@ -150,20 +149,6 @@ def test_plain_prompts_need_no_template() -> None:
         prompt_ids(bare, chat_tokenizers.talk("w20 w21"))
     with pytest.raises(DataError, match="no tokenizer"):
         prompt_ids(ChatTemplate(None), chat_tokenizers.talk("w20"))
-
-
-def test_user_turns() -> None:
-    turn = user_turn(ChatTemplate(chat_tokenizers.tokenizer(chat_tokenizers.DEFAULT_SYSTEM)))
-    assert turn.prefix_ids == (START, SYSTEM, BREAK, 10, 11, END, BREAK, START, USER, BREAK)
-    assert (turn.suffix, turn.suffix_ids) == ("<|end|>\n", (END, BREAK))
-    turn = user_turn(ChatTemplate(chat_tokenizers.tokenizer()), system="w12")
-    assert turn.prefix_ids == (START, SYSTEM, BREAK, 12, END, BREAK, START, USER, BREAK)
-
-
-@pytest.mark.parametrize("template", ["nothing", "{{ messages[0].content * 2 }}"])
-def test_templates_without_a_user_turn(template: str) -> None:
-    with pytest.raises(DataError, match="repeats or drops"):
-        user_turn(ChatTemplate(chat_tokenizers.tokenizer(template)))
 
 
 @pytest.mark.parametrize(

@@ -115,3 +115,10 @@ def test_deep_json_is_malformed_and_no_crash(tmp_path: Path) -> None:
     seen: list[DataError] = []
     assert len(list(read_records(path, seen.append))) == 1
     assert len(seen) == 1
+
+
+def test_a_damaged_list_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(json.dumps([{"a": i} for i in range(2000)]).encode())[:-20])
+    with pytest.raises(DataError, match="Cannot read the data"):
+        list(read_records(path))

@@ -28,9 +28,8 @@ from moaspec.generation.drafters import load_any_drafter
 from moaspec.model.moa import MoADrafter
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Example, response_counts
-from moaspec.train.run_config import DrafterSizes, TrainConfig
-from moaspec.train.schedule import learning_rate, staircase_probability
-from moaspec.train.step_metrics import StepMetrics
+from moaspec.train.run_config import DrafterSizes, TrainConfig, learning_rate, staircase_probability
+from moaspec.train.run_log import StepMetrics
 from moaspec.train.stopping import StopCause
 from moaspec.train.students.held_out import BLOCK_LENGTH, NUM_RANKS, HeldOutMetrics
 from moaspec.train.students.losses import Divergence, LossWeights

@@ -109,7 +109,8 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     """A user's turn in the chat template, where there is one."""
     if not tokenizer.chat_template:
         return list(tokenizer(text)["input_ids"])
-    return ChatTemplate(tokenizer).ids([{"role": "user", "content": text}])
+    template = ChatTemplate(tokenizer)
+    return template.tokenize(template.rendered([{"role": "user", "content": text}]))
 
 
 def natural_steps(

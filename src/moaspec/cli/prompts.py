@@ -83,7 +83,7 @@ def conversation_ids(target: Target, messages: Sequence[Mapping[str, str]]) -> l
             "`moaspec generate`."
         )
     _require_text(messages)
-    return template.ids([dict(message) for message in messages])
+    return template.tokenize(template.rendered([dict(message) for message in messages]))
 
 
 def _require_text(messages: Sequence[Mapping[str, str]]) -> None:

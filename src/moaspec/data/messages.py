@@ -13,6 +13,8 @@ A call is `{"id", "type": "function", "function": {"name", "arguments"}}`. `argu
 it stays a text only where the text is no JSON object.
 """
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of one key, which transformers hands to templates under all of them."""
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -56,15 +58,6 @@ def normal_tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": {**described, **others}}
 
 
-def joined_parts(parts: Iterable[Any]) -> str:
-    """Content parts as one text, without anything between them, as chat templates write them.
-
-    Raises:
-        MalformedError: a part that is no text.
-    """
-    return "".join(map(_part_text, parts))
-
-
 def short(value: Any) -> str:
     """A value as messages of errors quote it."""
     text = repr(value)
@@ -89,10 +82,12 @@ def _message(message: Any, number: int) -> Message:
         calls = [_call(call) for call in _given_calls(message)]
         content = message.get("content")
         if isinstance(content, list):
-            content = joined_parts(content)
+            # Chat templates write parts without anything between them too.
+            content = "".join(map(_part_text, content))
     except MalformedError as error:
         raise MalformedError(f"message {number}: {error}") from error
-    if content is None and (calls or (message["role"] == "assistant" and _reasoning(message))):
+    reasons = message["role"] == "assistant" and any(map(message.get, REASONING))
+    if content is None and (calls or reasons):
         content = ""
     if not isinstance(content, str):
         raise MalformedError(f"message {number} must have a text 'content', got {short(message)}.")
@@ -103,10 +98,6 @@ def _message(message: Any, number: int) -> Message:
         if key not in ("tool_calls", "function_call") and value is not None
     }
     return {**others, "role": role, "content": content, **({"tool_calls": calls} if calls else {})}
-
-
-def _reasoning(message: Mapping[str, Any]) -> bool:
-    return any(message.get(key) for key in ("reasoning_content", "reasoning", "thinking"))
 
 
 def _given_calls(message: Mapping[str, Any]) -> list[Any]:

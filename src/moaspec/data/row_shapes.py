@@ -8,28 +8,18 @@ from typing import Any
 
 from moaspec.data.messages import MalformedError, Message, normal_messages, normal_tool, short
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "function": "tool",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "observation": "tool",
-}
 CALLERS = ("function_call", "tool_call")
 """Roles whose text is a tool call."""
+SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "assistant"), "assistant"),
+    "system": "system",
+    "developer": "developer",
+    **dict.fromkeys(
+        ("tool", "function", "function_response", "tool_response", "observation"), "tool"
+    ),
+    **dict.fromkeys(CALLERS, "assistant"),
+}
 QUESTIONS = ("instruction", "prompt", "question", "query")
 CONTEXTS = ("input", "context")
 ANSWERS = ("output", "response", "completion", "answer", "chosen")
@@ -185,17 +175,17 @@ def _raw_message(row: DataRow, message: Any, number: int) -> dict[str, Any]:
             f"{short(message)}."
         )
     others = {key: value for key, value in message.items() if key not in NAMED}
-    value, decoder = message.get("value", message.get("content")), given.lower()
-    if decoder in CALLERS:
+    value, speaker = message.get("value", message.get("content")), given.lower()
+    if speaker in CALLERS:
         return {**others, "role": "assistant", "tool_calls": _called(value, number)}
     if "from" not in message:
-        return {**others, "role": SHAREGPT_ROLES.get(decoder, given), "content": value}
-    if decoder not in SHAREGPT_ROLES:
+        return {**others, "role": SHAREGPT_ROLES.get(speaker, given), "content": value}
+    if speaker not in SHAREGPT_ROLES:
         raise MalformedError(
             f"message {number} must have 'from', one of {', '.join(SHAREGPT_ROLES)}; got "
             f"{short(message)}."
         )
-    role = SHAREGPT_ROLES[decoder]
+    role = SHAREGPT_ROLES[speaker]
     if not isinstance(value, str) or (role in ("user", "assistant") and not value.strip()):
         raise MalformedError(f"'value' of message {number} must be a text, got {short(value)}.")
     return {**others, "role": role, "content": value}

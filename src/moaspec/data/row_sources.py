@@ -1,26 +1,206 @@
-"""Reads rows from JSON and Parquet files, directories of them, and the hub."""
+"""Rows of JSON and Parquet files, plain or compressed, directories of them, and the hub."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import importlib
+import io
 import json
+import lzma
+import re
+import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from moaspec.data.files import (
-    ADVICE,
-    data_files,
-    decoded,
-    is_parquet,
-    numbered_lines,
-    parquet_rows,
-    read_text,
-)
 from moaspec.errors import DataError
 from moaspec.support.hub import HUB, hub_rows, require_datasets
+
+SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet"}
+PACKED_SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}
+PARQUET = b"PAR1"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_LINE_BYTES, MAX_LIST_BYTES = 1 << 26, 1 << 30
+"""Maximum size of one line, and of a file that is one JSON list; uncompressed."""
+PARQUET_ROWS = 256
+"""Rows in memory at the same time."""
+ADVICE = "Write one JSON object a line, one JSON list of objects, or a Parquet file."
+
+
+def data_files(path: Path, skipped: list[str] | None = None) -> list[Path]:
+    """The file itself, or all files of data below a directory, sorted.
+
+    Args:
+        path: file or directory.
+        skipped: gets the names of the directory's other files; hidden ones are passed by.
+
+    Raises:
+        DataError: a directory without files of data.
+    """
+    if not path.is_dir():
+        return [path]
+    inside = [one for one in sorted(path.rglob("*")) if one.is_file() and not _hidden(one, path)]
+    found = [one for one in inside if _suffix(one) in SUFFIXES]
+    if skipped is not None:
+        skipped += [str(one) for one in inside if _suffix(one) not in SUFFIXES]
+    if not found:
+        raise DataError(
+            f"The directory {path} holds no data: no file that ends in "
+            f"{', '.join(sorted(SUFFIXES))}, plain or compressed."
+        )
+    return found
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether the file begins as Parquet does."""
+    return _start(path).startswith(PARQUET)
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a Parquet file, a batch at a time.
+
+    Raises:
+        DataError: pyarrow is missing, or the file is damaged.
+    """
+    parquet = _optional("pyarrow.parquet", f"{path} is Parquet, which needs the package `pyarrow`")
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(PARQUET_ROWS):
+            yield from batch.to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+        raise DataError(f"Cannot read the data {path}: {error}. Is the file whole?") from error
+
+
+def numbered_lines(path: Path) -> Generator[tuple[int, bytes]]:
+    """Lines that are not blank, uncompressed, without byte order mark.
+
+    Raises:
+        DataError: the file cannot be read, is no text in UTF-8, or has a line beyond the limit.
+    """
+    with _opened(path) as file:
+        for number, line in enumerate(_lines(path, file), start=1):
+            if number == 1:
+                _refuse_other_encodings(path, line)
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if line.strip():
+                yield number, line
+
+
+def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a file; a long one is refused before it is read as a whole."""
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(
+                f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB. {ADVICE}"
+            )
+        yield line
+
+
+def read_text(path: Path, max_bytes: int = MAX_LIST_BYTES) -> str:
+    """A whole file as text.
+
+    Raises:
+        DataError: it cannot be read, is not UTF-8, or too large.
+    """
+    with _opened(path) as file:
+        text = file.read(max_bytes + 1).removeprefix(BYTE_ORDER_MARK)
+    if len(text) > max_bytes:
+        raise DataError(
+            f"{path}: more than {max_bytes >> 20} MiB in one list. Write one JSON object a line."
+        )
+    for number, line in enumerate(text.split(b"\n"), start=1):
+        decoded(f"{path}:{number}", line)
+    return text.decode()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading; its first bytes say how it is compressed."""
+    start = _start(path)
+    opener = next((one for magic, one in _OPENERS.items() if start.startswith(magic)), Path.open)
+    try:
+        with opener(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"Cannot read the data {path}: {error}") from error
+
+
+def decoded(where: str, line: bytes) -> str:
+    """A line as text.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Convert the file, for "
+            "example with iconv -f latin1 -t utf-8."
+        ) from error
+
+
+def _refuse_other_encodings(path: Path, line: bytes) -> None:
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line:
+        raise DataError(
+            f"{path}:1: not UTF-8 text: it looks like UTF-16 or a binary file. {ADVICE} "
+            "UTF-16 is converted by iconv -f utf-16 -t utf-8."
+        )
+    if line.startswith(b"PK\x03\x04"):
+        raise DataError(f"{path}:1: a zip archive. Unpack it and name the files in it.")
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def stem(path: Path) -> str:
+    """A file's name without suffixes of its content and its compression."""
+    return _unpacked(path).stem
+
+
+def _suffix(path: Path) -> str:
+    return _unpacked(path).suffix.lower()
+
+
+def _unpacked(path: Path) -> Path:
+    """The path without the suffix of its compression."""
+    return path.with_suffix("") if path.suffix.lower() in PACKED_SUFFIXES else path
+
+
+def _start(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(8)
+    except OSError as error:
+        raise DataError(f"Cannot read the data {path}: {error}") from error
+
+
+def _open_zstd(path: Path, _: str) -> BinaryIO:
+    arrow = _optional("pyarrow", f"{path} is compressed by zstd, which needs the package `pyarrow`")
+    return cast(BinaryIO, io.BufferedReader(arrow.input_stream(str(path), compression="zstd")))
+
+
+def _optional(module: str, why: str) -> Any:
+    # Imported here: only such files need it.
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(f"{why}: pip install 'moaspec[data]'.") from error
+
+
+_OPENERS: dict[bytes, Callable[[Path, str], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+    b"\x28\xb5\x2f\xfd": _open_zstd,
+}
+
 
 OnMalformed = Callable[[DataError], None]
 """Called for a malformed row: raises the error, or counts it."""
@@ -122,9 +302,8 @@ def _line_records(
 
 def _list_records(path: Path, text: str, on_malformed: OnMalformed) -> Iterator[Record]:
     """Elements of a list. After an error of syntax the rest of the file is left out."""
-    elements = _Elements(path, text)
     try:
-        for where, value in elements:
+        for where, value in _elements(path, text):
             try:
                 yield Record(where, _checked(where, value))
             except DataError as error:
@@ -133,48 +312,40 @@ def _list_records(path: Path, text: str, on_malformed: OnMalformed) -> Iterator[
         on_malformed(error)
 
 
-class _Elements:
-    """Elements of a JSON list, each with the number of its first line."""
+def _elements(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Elements of a JSON list, each with the place of its first line."""
+    line, counted = 1, 0
+    place = _past_space(text, text.index("[") + 1)
+    while not text.startswith("]", place):
+        line, counted = line + text.count("\n", counted, place), place
+        where = f"{path}:{line}"
+        try:
+            value, place = _DECODER.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            raise _not_json(where, str(error), text[place : place + 80]) from error
+        yield where, value
+        place = _past_space(text, place)
+        if text.startswith(",", place):
+            place = _past_space(text, place + 1)
+        elif not text.startswith("]", place):
+            raise _not_json(
+                _place(path, text, place),
+                "expected ',' or ']' after an element",
+                text[place : place + 80],
+            )
+    rest = text[place + 1 :].strip()
+    if rest:
+        where = _place(path, text, text.rindex(rest))
+        raise _not_json(where, "there is more after the list", rest)
 
-    def __init__(self, path: Path, text: str) -> None:
-        self._path, self._text = path, text
-        self._place = text.index("[") + 1
-        self._counted, self._line = 0, 1
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        self._pass_space()
-        while self._next() != "]":
-            where, start = self._where(), self._place
-            try:
-                value, self._place = _DECODER.raw_decode(self._text, start)
-            except (ValueError, RecursionError) as error:
-                raise self._not_json(where, str(error)) from error
-            yield where, value
-            self._pass_space()
-            if self._next() == ",":
-                self._place += 1
-                self._pass_space()
-            elif self._next() != "]":
-                raise self._not_json(self._where(), "expected ',' or ']' after an element")
-        self._place += 1
-        self._pass_space()
-        if self._next():
-            raise self._not_json(self._where(), "there is more after the list")
+def _place(path: Path, text: str, index: int) -> str:
+    return f"{path}:{text.count(chr(10), 0, index) + 1}"
 
-    def _next(self) -> str:
-        return self._text[self._place : self._place + 1]
 
-    def _pass_space(self) -> None:
-        while self._next().isspace():
-            self._place += 1
-
-    def _where(self) -> str:
-        self._line += self._text.count("\n", self._counted, self._place)
-        self._counted = self._place
-        return f"{self._path}:{self._line}"
-
-    def _not_json(self, where: str, error: str) -> DataError:
-        return _not_json(where, error, self._text[self._place : self._place + 80])
+def _past_space(text: str, place: int) -> int:
+    found = _SPACE.match(text, place)
+    return found.end() if found else place
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -188,6 +359,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_SPACE = re.compile(r"\s*")
 
 
 def _object(where: str, line: str) -> dict[str, Any]:

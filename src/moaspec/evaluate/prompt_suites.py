@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from moaspec.data.conversations import parse
-from moaspec.data.files import data_files, stem
 from moaspec.data.messages import Message
-from moaspec.data.row_sources import Record, read_records
+from moaspec.data.row_sources import Record, data_files, read_records, stem
 from moaspec.errors import DataError
 from moaspec.support.hub import HUB, hub_rows
 

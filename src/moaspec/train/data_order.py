@@ -10,17 +10,74 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moaspec.errors import InputError
-from moaspec.train.dataset.examples import Batch, Example, collate, epoch_batches
-from moaspec.train.run_config import TrainConfig
-from moaspec.train.schedule import staircase_probability
-from moaspec.train.students.blocks import Blocks, random_blocks
+from moaspec.train.dataset.examples import Batch, Example, collate, epoch_batches, map_tensors
+from moaspec.train.run_config import TrainConfig, staircase_probability
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A partition of every response into blocks, per query.
+
+    Attributes:
+        block_start_BT: s(i), the last position whose activations query i may read. In a block that
+            begins at b it is b - 1, because the newest token has no activations when a round
+            starts. Tokens outside the responses are verified: s(i) = i.
+        step_BT: index of the draft of query i in its round, from 0.
+        loss_BT: bool, queries with loss: response tokens that are followed by another one.
+    """
+
+    block_start_BT: Tensor
+    step_BT: Tensor
+    loss_BT: Tensor
+
+
+def random_blocks(
+    batch: Batch, *, shortest: int, longest: int, generator: torch.Generator
+) -> Blocks:
+    """Draw block lengths uniformly from shortest..longest (the paper: 5..15).
+
+    Source: arXiv 2410.03804, section 4.2 and appendix (training with T-step bounded masks).
+    """
+    rows = batch.input_ids_BT.shape[0]
+    num = batch.input_ids_BT.shape[1] // shortest + 1
+    lengths = torch.randint(shortest, longest + 1, (rows, num), generator=generator)
+    # The first block is shortened randomly, so that block borders can be anywhere.
+    lengths[:, 0] = (lengths[:, 0] * torch.rand(rows, generator=generator)).long() + 1
+    return _partition(batch, lengths.cumsum(1))
+
+
+def fixed_blocks(batch: Batch, length: int) -> Blocks:
+    """Cut responses into blocks of one length, for evaluation."""
+    rows, tokens = batch.input_ids_BT.shape
+    return _partition(batch, torch.arange(length, tokens + length, length).expand(rows, -1))
+
+
+def _partition(batch: Batch, ends_BN: Tensor) -> Blocks:
+    """Cut every response at its row's cumulative block lengths `ends_BN`."""
+    rows, tokens = batch.input_ids_BT.shape
+    index_BT = torch.arange(tokens).expand(rows, tokens)
+    response_BT = batch.response_BT
+    offset_BT = index_BT - _response_start(response_BT)
+    starts_BN = torch.cat((torch.zeros(rows, 1, dtype=torch.long), ends_BN), dim=1)
+    which = torch.searchsorted(starts_BN, offset_BT, right=True) - 1
+    step_BT = offset_BT - starts_BN.gather(1, which)
+    block_start_BT = torch.where(response_BT, index_BT - step_BT - 1, index_BT)
+    followed_BT = torch.nn.functional.pad(response_BT[:, 1:], (0, 1))
+    return Blocks(block_start_BT.clamp(min=0), step_BT, response_BT & followed_BT)
+
+
+def _response_start(response_BT: Tensor) -> Tensor:
+    """Start of the response of each token, or of the last response before it."""
+    index_BT = torch.arange(response_BT.shape[1], device=response_BT.device)
+    before_BT = torch.nn.functional.pad(response_BT[:, :-1], (1, 0))
+    return torch.where(response_BT & ~before_BT, index_BT, 0).cummax(1)[0]
 
 
 @dataclass(frozen=True)
@@ -36,8 +93,7 @@ class TrainBatch:
     staircase_B: Tensor | None
 
     def to(self, device: torch.device) -> TrainBatch:
-        staircase_B = None if self.staircase_B is None else self.staircase_B.to(device)
-        return TrainBatch(self.batch.to(device), self.blocks.to(device), staircase_B)
+        return map_tensors(self, lambda tensor: tensor.to(device))
 
 
 class DataOrder:
@@ -122,25 +178,12 @@ def split_batch(part: TrainBatch, number: int) -> list[TrainBatch]:
 
 def _select_rows(part: TrainBatch, rows: list[int]) -> TrainBatch:
     """Select rows and cut padding that only the other rows needed."""
-    batch, blocks = part.batch, part.blocks
-    longest = int(batch.attention_mask_BT[rows].sum(1).max())
-    return TrainBatch(
-        Batch(
-            batch.input_ids_BT[rows, :longest],
-            batch.attention_mask_BT[rows, :longest],
-            batch.response_BT[rows, :longest],
-            tuple(batch.example_ids[row] for row in rows),
-        ),
-        Blocks(
-            blocks.block_start_BT[rows, :longest],
-            blocks.step_BT[rows, :longest],
-            blocks.loss_BT[rows, :longest],
-        ),
-        None if part.staircase_B is None else part.staircase_B[rows],
-    )
+    longest = int(part.batch.attention_mask_BT[rows].sum(1).max())
+    chosen = map_tensors(part, lambda x: x[rows, :longest] if x.ndim == 2 else x[rows])
+    example_ids = tuple(part.batch.example_ids[row] for row in rows)
+    return replace(chosen, batch=replace(chosen.batch, example_ids=example_ids))
 
 
 def _without_loss(part: TrainBatch) -> TrainBatch:
-    blocks = part.blocks
-    silent = Blocks(blocks.block_start_BT, blocks.step_BT, torch.zeros_like(blocks.loss_BT))
-    return TrainBatch(part.batch, silent, part.staircase_B)
+    silent = torch.zeros_like(part.blocks.loss_BT)
+    return replace(part, blocks=replace(part.blocks, loss_BT=silent))

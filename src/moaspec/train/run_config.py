@@ -19,25 +19,17 @@ from moaspec.model.stack import StackConfig
 from moaspec.target.target import Target
 from moaspec.train.students.losses import LossWeights
 
-_AT_LEAST_ONE = (
-    "batch_size",
-    "accumulation",
-    "steps",
-    "shortest_block",
-    "save_every",
-    "max_length",
+_COUNTS = (
+    *("batch_size", "accumulation", "steps", "shortest_block", "save_every", "max_length"),
     "warm_start_tokens",
 )
-_NOT_NEGATIVE = (
-    "held_out",
-    "batch_tokens",
-    "pass_tokens",
-    "warmup_steps",
-    "decay_steps",
-    "weight_decay",
+_AMOUNTS = (
+    *("held_out", "batch_tokens", "pass_tokens", "warmup_steps", "decay_steps", "weight_decay"),
     "shard_mb",
 )
-_WITHIN = {
+_RANGES = {
+    **dict.fromkeys(_COUNTS, (1, math.inf)),
+    **dict.fromkeys(_AMOUNTS, (0, math.inf)),
     "clip": (1e-9, 1e9),
     "learning_rate": (1e-12, 1.0),
     "final_lr": (0.0, 1.0),
@@ -198,17 +190,11 @@ class TrainConfig:
             raise InputError("data must name at least one file.")
 
     def _check_numbers(self) -> None:
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in _NOT_NEGATIVE:
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"{name} must be 0 or more, got {getattr(self, name)}.")
-        for name, (low, high) in _WITHIN.items():
-            if not low <= getattr(self, name) <= high:
-                raise InputError(
-                    f"{name} must be within {low:g}..{high:g}, got {getattr(self, name)}."
-                )
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high or value == math.inf:
+                wanted = f"{low} or more" if high == math.inf else f"within {low:g}..{high:g}"
+                raise InputError(f"{name} must be {wanted}, got {value}.")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"betas must be at least 0 and below 1, got {self.betas}.")
 
@@ -347,3 +333,23 @@ def drafter_config(
         target=identity,
         without=sizes.without,
     )
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Linear warm-up to the peak, then a cosine decay to `final_lr` times the peak."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    fall = config.decay_steps or config.steps - config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, fall)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return config.learning_rate * (config.final_lr + (1 - config.final_lr) * cosine)
+
+
+def staircase_probability(config: TrainConfig, step: int) -> float:
+    """Probability that SA sees its own block only: 1 at first, 0 from half of the run on."""
+    return max(0.0, 1 - step / (config.steps / 2)) if config.staircase else 0.0
+
+
+def lsa_is_frozen(config: TrainConfig, step: int) -> bool:
+    """Whether LSA keeps its initial weights at this step."""
+    return config.frozen_lsa == 1.0 or step < config.frozen_lsa * config.steps

@@ -25,18 +25,25 @@ from moaspec.target.target import Target
 from moaspec.train.data_order import DataOrder, TrainBatch, split_batch
 from moaspec.train.dataset.examples import Example
 from moaspec.train.model_card import write_card
-from moaspec.train.parallelism.processes import make_directory, new_accelerator, sum_over_processes
-from moaspec.train.parallelism.strategies import new_strategy, split_state
-from moaspec.train.run_config import TrainConfig
+from moaspec.train.parallelism import (
+    make_directory,
+    new_accelerator,
+    new_strategy,
+    split_state,
+    sum_over_processes,
+)
+from moaspec.train.run_config import TrainConfig, learning_rate
 from moaspec.train.run_failures import explain_failures
-from moaspec.train.run_log import RunLog
-from moaspec.train.schedule import learning_rate
-from moaspec.train.step_metrics import OnStep, step_metrics, tracker_values
+from moaspec.train.run_log import OnStep, RunLog, step_metrics, tracker_values
 from moaspec.train.stopping import StopCause, StopCondition
-from moaspec.train.students.baseline_students import BaselineStudent
 from moaspec.train.students.held_out import HeldOutMetrics, measure_held_out
 from moaspec.train.students.losses import LossSums, exit_loss, logit_chunk_size, mean_over_exits
-from moaspec.train.students.students import DraftVocabularyHead, MoAStudent, Student
+from moaspec.train.students.students import (
+    BaselineStudent,
+    DraftVocabularyHead,
+    MoAStudent,
+    Student,
+)
 from moaspec.train.students.target_activations import TargetActivations
 from moaspec.train.training_state import StateFiles
 

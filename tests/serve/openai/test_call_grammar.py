@@ -133,7 +133,8 @@ TOOLS_TEMPLATE = (
 def rendered(template: str, messages: list[dict[str, Any]], *tools: Tool) -> str:
     facts = serving.source(template=template).facts
     renderer = ChatTemplate(facts.tokenizer)
-    ids = renderer.ids(normal_messages(messages), [tool.given for tool in tools])
+    text = renderer.rendered(normal_messages(messages), [tool.given for tool in tools])
+    ids = renderer.tokenize(text)
     return str(facts.tokenizer.decode(ids))
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import chat_tokenizers
+from chat_tokenizers import BREAK, END, START, SYSTEM, USER
+from moaspec.data.templates.chat_template import ChatTemplate
 from moaspec.engine.engine import Engine
 from moaspec.engine.result import Event
 from moaspec.errors import DataError, TrainingError
@@ -16,7 +18,7 @@ from moaspec.target.target import Target
 from moaspec.train.dataset.journal import Journal
 from moaspec.train.dataset.overlap import words
 from moaspec.train.dataset.response_writer import ResponseWriter, WriterOptions
-from moaspec.train.dataset.synth import PromptGenerator, synth
+from moaspec.train.dataset.synth import PromptGenerator, synth, user_turn
 
 PLAIN_END = (
     "{% for m in messages %}{{ m.role + '\n' + m.content + '\n' }}{% endfor %}"
@@ -102,3 +104,17 @@ def test_a_template_that_ends_turns_with_plain_text(tmp_path: Path) -> None:
 def test_without_a_chat_template() -> None:
     with pytest.raises(DataError, match="no chat template"):
         PromptGenerator(chat_tokenizers.target(None))
+
+
+def test_user_turns() -> None:
+    turn = user_turn(ChatTemplate(chat_tokenizers.tokenizer(chat_tokenizers.DEFAULT_SYSTEM)))
+    assert turn.prefix_ids == (START, SYSTEM, BREAK, 10, 11, END, BREAK, START, USER, BREAK)
+    assert (turn.suffix, turn.suffix_ids) == ("<|end|>\n", (END, BREAK))
+    turn = user_turn(ChatTemplate(chat_tokenizers.tokenizer()), system="w12")
+    assert turn.prefix_ids == (START, SYSTEM, BREAK, 12, END, BREAK, START, USER, BREAK)
+
+
+@pytest.mark.parametrize("template", ["nothing", "{{ messages[0].content * 2 }}"])
+def test_templates_without_a_user_turn(template: str) -> None:
+    with pytest.raises(DataError, match="repeats or drops"):
+        user_turn(ChatTemplate(chat_tokenizers.tokenizer(template)))

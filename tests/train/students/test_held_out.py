@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moaspec.train.data_order import TrainBatch
+from moaspec.train.data_order import TrainBatch, fixed_blocks
 from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.blocks import fixed_blocks
 from moaspec.train.students.held_out import BLOCK_LENGTH, agreeing_prefix_lengths, measure_held_out
 from moaspec.train.students.losses import ExitStates
 from moaspec.train.students.students import StudentOutput
@@ -31,7 +30,7 @@ def test_no_queries() -> None:
 
 def test_without_drafts_there_is_no_moment() -> None:
     """A moment of nothing would say that all states are zero."""
-    states = ExitStates(torch.zeros(0, 4), torch.zeros(0, 4), torch.clone, torch.clone)
+    states = ExitStates(torch.zeros(0, 4), torch.zeros(0, 4), torch.clone)
     batch = collate([Example([1, 2], [3])], [0])
     part = TrainBatch(batch, fixed_blocks(batch, BLOCK_LENGTH), None)
     assert not part.blocks.loss_BT.any()

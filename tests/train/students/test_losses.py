@@ -53,7 +53,7 @@ def states(seed: int) -> Tensor:
 def run(chunk: int, weights: LossWeights) -> tuple[LossSums, Tensor]:
     torch.manual_seed(0)
     head, body = nn.Linear(4, 5).requires_grad_(False), nn.Linear(4, 4)
-    found = ExitStates(body(states(1)), states(2), head, head)
+    found = ExitStates(body(states(1)), states(2), head)
     proxy, parts = exit_loss(found, weights, scale=1 / 7, chunk=chunk)
     proxy.backward()
     assert body.weight.grad is not None
@@ -122,7 +122,7 @@ def test_the_inner_states_share_the_feature_loss() -> None:
     drafted, target = states(1).requires_grad_(), states(2)
     inner = (states(3).requires_grad_(), states(4))
     head = nn.Linear(4, 5).requires_grad_(False)
-    found = ExitStates(drafted, target, head, head, inner=inner)
+    found = ExitStates(drafted, target, head, inner=inner)
     proxy, parts = exit_loss(found, LossWeights(feature=0.8, kl=0.0), scale=0.5)
     proxy.backward()
     expected = 0.5 * (feature_loss(drafted, target) + feature_loss(*inner))
@@ -140,9 +140,7 @@ def test_no_queries_give_no_loss_and_zero_gradients() -> None:
     drafted = states(1).requires_grad_()
     head = nn.Linear(4, 5).requires_grad_(False)
     none = torch.zeros(7, dtype=torch.bool)
-    proxy, parts = exit_loss(
-        ExitStates(drafted[none], states(2)[none], head, head), WEIGHTS, scale=1.0
-    )
+    proxy, parts = exit_loss(ExitStates(drafted[none], states(2)[none], head), WEIGHTS, scale=1.0)
     proxy.backward()
     assert parts == LossSums()
     assert drafted.grad is not None

@@ -28,9 +28,8 @@ from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import loading, status
 from moaspec.cli.terminal.table import Table, show_table
 from moaspec.cli.terminal.writing_progress import WritingProgress, stoppable
-from moaspec.data.conversations import read_conversations
+from moaspec.data.conversations import ReadReport, read_conversations
 from moaspec.data.row_sources import read_records, refuse
-from moaspec.data.unused_rows import ReadReport
 from moaspec.errors import DataError, InputError
 from moaspec.support.paths import require_writable_file
 from moaspec.train.dataset.journal import Journal
@@ -250,7 +249,7 @@ def stats_command(
     facts = statistics(examples, target.identity, always=target.stop_token_ids)
     if as_json:
         row = {**dataclasses.asdict(facts), "cache_bytes": facts.cache_bytes}
-        row |= {"unused": report.as_json(), "complete": not stopped}
+        row |= {"unused": vars(report), "complete": not stopped}
         console.out.print(json.dumps(row))
     else:
         _show(facts)

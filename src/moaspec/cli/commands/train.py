@@ -10,13 +10,13 @@ import typer
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading, set_threads, status
-from moaspec.data.unused_rows import ReadReport
+from moaspec.data.conversations import ReadReport
 from moaspec.errors import InputError
 from moaspec.support.paths import require_writable
 from moaspec.train.stopping import EXIT_UNFINISHED, StopCause, parse_duration
 
 if TYPE_CHECKING:
-    from moaspec.train.step_metrics import StepMetrics as StepProgress
+    from moaspec.train.run_log import StepMetrics as StepProgress
 
 
 def train(
@@ -56,7 +56,7 @@ def train(
         from moaspec.backends.load import load_target
         from moaspec.data.row_sources import require_sources
         from moaspec.train.dataset.read_examples import read_examples
-        from moaspec.train.parallelism.processes import new_accelerator
+        from moaspec.train.parallelism import new_accelerator
         from moaspec.train.run_config import read_train_config
         from moaspec.train.trainer import Trainer
 

@@ -1,7 +1,7 @@
 """Parses tool calls in a model's text as the text grows.
 
 A call ends where its JSON or Python ends. Marks that stand within its strings are part of them.
-Where a call ends between tags, see `tagged_calls`.
+Where a call ends between tags, see `TaggedScanner`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 
 from moaspec.data.templates.argument_types import Schema
 from moaspec.data.templates.call_forms import CALL_ID, CallForm, new_call_id, short_call_id
-from moaspec.data.templates.python_calls import PythonScanner
-from moaspec.data.templates.tagged_calls import TaggedScanner
+from moaspec.data.templates.call_scanners import (
+    OPENINGS,
+    JsonScanner,
+    PythonScanner,
+    TaggedScanner,
+)
 
 BETWEEN = " \t\r\n;,"
 """What may stand between calls that follow one another."""
-
-OUTSIDE_STRINGS = frozenset('{}[]:,+-.0123456789eEtrufalsnINy" \t\r\n')
-"""Characters of JSON that is no string; `N`, `I` and `y` are of Python's NaN and Infinity."""
 
 
 @dataclass(frozen=True)
@@ -35,53 +36,6 @@ class Call:
         """The call in OpenAI's form."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
-
-
-OPENINGS = ("{", "[")
-
-
-class JsonScanner:
-    """Finds the end of the JSON object or list at the start of a text that grows.
-
-    Attributes:
-        end: where it ends; None as long as it is open.
-        broken: whether the text cannot be JSON.
-    """
-
-    def __init__(self) -> None:
-        self.end: int | None = None
-        self.broken = False
-        self._place = self._depth = 0
-        self._in_string = self._escaped = False
-
-    def scan(self, text: str, *, last: bool) -> None:  # noqa: ARG002
-        """Go on where the last scan ended; `text` begins as it did then."""
-        self.broken = self.broken or text[:1] not in OPENINGS
-        while self._place < len(text) and self.end is None and not self.broken:
-            self._step(text[self._place])
-            self._place += 1
-
-    def value(self, text: str) -> Any:
-        """The JSON up to the end.
-
-        Raises:
-            ValueError: it is none.
-        """
-        return json.loads(text, strict=False)
-
-    def _step(self, character: str) -> None:
-        if self._in_string:
-            self._in_string = self._escaped or character != '"'
-            self._escaped = character == "\\" and not self._escaped
-        elif character not in OUTSIDE_STRINGS:
-            self.broken = True
-        elif character == '"':
-            self._in_string = True
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
-            self.end = self._place + 1 if self._depth == 0 else None
 
 
 Scanner = JsonScanner | TaggedScanner | PythonScanner

@@ -106,7 +106,7 @@ class ChatTemplate:
         marks = [mark for mark in self.form.marks if mark in special]
         return {mark: int(self.tokenizer.convert_tokens_to_ids(mark)) for mark in marks}
 
-    def ids(
+    def rendered(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
@@ -114,8 +114,8 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> list[int]:
-        """Token ids of a conversation.
+    ) -> str:
+        """The text of a conversation, which `tokenize` takes.
 
         Args:
             messages: of the normal form.
@@ -128,25 +128,6 @@ class ChatTemplate:
             InputError: no template, a refused conversation, a last message of calls that is to be
                 continued, or a variable with the name of one of transformers' own arguments.
         """
-        text = self.rendered(
-            messages,
-            tools,
-            variables,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        return self.tokenize(text)
-
-    def rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """The text of a conversation; for arguments and errors see `ids`."""
         if continue_final_message and messages[-1].get("tool_calls"):
             raise InputError(
                 "continue_final_message goes on with a text, and the last message has tool calls. "
@@ -164,7 +145,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> PreparedMessages:
-        """The conversation as this template takes it; for arguments and errors see `ids`."""
+        """The conversation as this template takes it; for arguments and errors see `rendered`."""
         if not self.exists:
             raise InputError(
                 f"{self.name} has no chat template, so it cannot read messages. Give it token "

@@ -6,8 +6,9 @@ Legend: B batch, T tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,12 +88,17 @@ class Batch:
     example_ids: tuple[int, ...]
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(
-            self.input_ids_BT.to(device),
-            self.attention_mask_BT.to(device),
-            self.response_BT.to(device),
-            self.example_ids,
-        )
+        return map_tensors(self, lambda tensor: tensor.to(device))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Copy a dataclass with every tensor changed, also those of dataclasses in it."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    found = {one.name: map_tensors(getattr(value, one.name), change) for one in fields(value)}
+    return replace(value, **found)
 
 
 def collate(examples: Sequence[Example], example_ids: Sequence[int]) -> Batch:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, NonNegativeInt
 
 from moaspec.errors import DataError, InputError, TrainingError
 from moaspec.support.locks import claimed
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Progress:
+class _Progress(BaseModel, strict=True, extra="forbid"):
     """The part of the file that is flushed to disk.
 
     Attributes:
@@ -31,9 +30,9 @@ class _Progress:
     """
 
     settings: dict[str, Any]
-    groups: int = 0
-    rows: int = 0
-    num_bytes: int = 0
+    groups: NonNegativeInt = 0
+    rows: NonNegativeInt = 0
+    num_bytes: NonNegativeInt = 0
 
 
 class Journal:
@@ -118,7 +117,7 @@ class Journal:
     def _record(self, progress: _Progress) -> None:
         scratch = self._progress_path.with_name(self._progress_path.name + ".partial")
         with scratch.open("w", encoding="utf-8") as file:
-            json.dump(asdict(progress), file)
+            file.write(progress.model_dump_json())
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(self._progress_path)
@@ -133,7 +132,14 @@ class Journal:
                     "was not written by this command. Choose another output file."
                 )
             return _Progress(settings=settings)
-        progress = self._parsed()
+        try:
+            text = self._progress_path.read_text(encoding="utf-8")
+            progress = _Progress.model_validate_json(text)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"Cannot read {self._progress_path}, or it is damaged. Delete it and "
+                f"{self.path.name} to begin again."
+            ) from error
         if size < progress.num_bytes:
             raise DataError(
                 f"{self.path} has {size} bytes, {progress.num_bytes} were written. Restore it, or "
@@ -147,19 +153,6 @@ class Journal:
                     "not fit together. Use the same settings or another output file."
                 )
         return progress
-
-    def _parsed(self) -> _Progress:
-        try:
-            progress = _Progress(**json.loads(self._progress_path.read_text(encoding="utf-8")))
-            numbers = (progress.groups, progress.rows, progress.num_bytes)
-            if not isinstance(progress.settings, dict) or min(map(operator.index, numbers)) < 0:
-                raise ValueError("a field is of another type")
-            return progress
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise DataError(
-                f"Cannot read {self._progress_path} ({error}). Delete it and {self.path.name} to "
-                "begin again."
-            ) from error
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moaspec.data.conversations import Conversation, read_conversations
+from moaspec.data.conversations import Conversation, ReadReport, read_conversations
 from moaspec.data.loss_mask import masked_tokens
 from moaspec.data.row_sources import OnMalformed, refuse
 from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.data.unused_rows import ReadReport
 from moaspec.errors import DataError
 from moaspec.train.dataset.examples import Example
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from moaspec.engine.result import GenerationResult
     from moaspec.generation.options import RowOptions
     from moaspec.model.moa import MoADrafter
-    from moaspec.target.generation_defaults import GenerationDefaults
     from moaspec.target.target import Target
 
 OutputRow = dict[str, Any]
@@ -65,24 +64,6 @@ class WriterOptions:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
 
-    def sampling(self, number: int, defaults: GenerationDefaults | None = None) -> SamplingParams:
-        """Sampling parameters of a conversation.
-
-        Args:
-            number: of the conversation.
-            defaults: of the target, for parameters that are not set here.
-        """
-        from moaspec.generation.options import sampling_params
-        from moaspec.target.generation_defaults import NO_DEFAULTS
-
-        options: RowOptions = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
-            "choice": number,
-        }
-        return sampling_params(options, defaults or NO_DEFAULTS)
-
 
 OnProgress = Callable[[int, int], None]
 """Called with (new tokens, finished conversations) after each step of the engine."""
@@ -122,9 +103,8 @@ class ResponseWriter:
 
         engine = local_engine(self.target, self._drafter)
         rows: list[list[OutputRow]] = [[] for _ in tasks]
-        waiting = deque(
-            sorted(enumerate(map(_start_task, tasks)), key=_prompt_length, reverse=True)
-        )
+        started = enumerate(_next_step(task, None) for task in tasks)
+        waiting = deque(sorted(started, key=_prompt_length, reverse=True))
         running: dict[int, tuple[int, GenerationResult]] = {}
         while waiting or running:
             while waiting and len(running) < self.options.batch_size:
@@ -140,7 +120,7 @@ class ResponseWriter:
                 if event.stop_reason is not None:
                     index, result = running.pop(event.handle)
                     # A next turn goes first, to keep the number of open conversations small.
-                    waiting.appendleft((index, _resume_task(tasks[index], result)))
+                    waiting.appendleft((index, _next_step(tasks[index], result)))
         return [row for part in rows for row in part]
 
     def settings(self, **more: object) -> dict[str, object]:
@@ -156,7 +136,15 @@ class ResponseWriter:
         }
 
     def _sampling(self, number: int) -> SamplingParams:
-        return self.options.sampling(number, self.target.generation_defaults)
+        from moaspec.generation.options import sampling_params
+
+        options: RowOptions = {
+            "temperature": self.options.temperature,
+            "top_p": self.options.top_p,
+            "seed": self.options.seed,
+            "choice": number,
+        }
+        return sampling_params(options, self.target.generation_defaults)
 
     def _add(self, engine: Engine, request: WriteRequest) -> int:
         return engine.add(
@@ -172,17 +160,11 @@ def _prompt_length(waiting: tuple[int, WriteRequest | list[OutputRow]]) -> int:
     return len(step.prompt_ids) if isinstance(step, WriteRequest) else 0
 
 
-def _start_task(task: ConversationTask) -> WriteRequest | list[OutputRow]:
-    try:
-        return next(task)
-    except StopIteration as done:
-        return done.value
-
-
-def _resume_task(
-    task: ConversationTask, result: GenerationResult
+def _next_step(
+    task: ConversationTask, result: GenerationResult | None
 ) -> WriteRequest | list[OutputRow]:
+    """Start the task, or resume it with a result, up to its next request or its rows."""
     try:
-        return task.send(result)
+        return next(task) if result is None else task.send(result)
     except StopIteration as done:
         return done.value

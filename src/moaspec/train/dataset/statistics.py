@@ -15,7 +15,7 @@ from moaspec.train.dataset.examples import (
     padding_share,
     response_counts,
 )
-from moaspec.train.students.activation_store import bytes_per_token
+from moaspec.train.students.target_activations import bytes_per_token
 
 VOCABULARIES = (2048, 4096, 8192, 16384, 32768)
 PERCENTILES = (50, 90, 99, 100)

@@ -13,8 +13,7 @@ from typing import Any
 from moaspec.data.messages import Message
 from moaspec.data.row_sources import read_records
 from moaspec.data.templates.chat_template import ChatTemplate
-from moaspec.data.templates.user_turn import UserTurn, user_turn
-from moaspec.errors import TrainingError
+from moaspec.errors import DataError, InputError, TrainingError
 from moaspec.target.target import Target
 from moaspec.train.dataset.journal import Journal
 from moaspec.train.dataset.overlap import words
@@ -25,16 +24,49 @@ from moaspec.train.dataset.response_writer import (
     WriteRequest,
 )
 
-MAX_FRUITLESS_GROUPS = 20
-"""Consecutive groups without a new prompt after which generation fails."""
+SENTINEL = "MOASPEC-USER-TEXT"
 
 
 @dataclass(frozen=True)
-class _ConversationStart:
-    """The start of a conversation, before the user's text."""
+class UserTurn:
+    """The first turn of a user, without its text.
 
-    system: str | None
-    turn: UserTurn
+    Attributes:
+        before: the system message, if there is one.
+        prefix_ids: tokens before it.
+        suffix: what follows it, as text.
+        suffix_ids: the same as tokens.
+    """
+
+    before: tuple[Message, ...]
+    prefix_ids: tuple[int, ...]
+    suffix: str
+    suffix_ids: tuple[int, ...]
+
+
+def user_turn(template: ChatTemplate, system: str | None = None) -> UserTurn:
+    """How a chat template opens and closes the first user turn.
+
+    Raises:
+        DataError: no template, or the rendered text does not contain the user's text once.
+    """
+    before = () if system is None else ({"role": "system", "content": system},)
+    try:
+        text = template.text(template.prepare([*before, {"role": "user", "content": SENTINEL}]))
+    except InputError as error:
+        raise DataError(str(error)) from error
+    prefix, *rest = text.split(SENTINEL)
+    if len(rest) != 1:
+        raise DataError(
+            f"The chat template repeats or drops the user's text ({len(rest)} times), so the "
+            "start of a user turn cannot be told. Give prompts of your own instead."
+        )
+    prefix_ids, suffix_ids = template.tokenize(prefix), template.tokenize(rest[0])
+    return UserTurn(before, tuple(prefix_ids), rest[0], tuple(suffix_ids))
+
+
+MAX_FRUITLESS_GROUPS = 20
+"""Consecutive groups without a new prompt after which generation fails."""
 
 
 class PromptGenerator:
@@ -50,30 +82,25 @@ class PromptGenerator:
 
     def __init__(self, target: Target, system_prompts: Sequence[str] = ()) -> None:
         template = ChatTemplate(target.tokenizer)
-        self._starts = [
-            _ConversationStart(system, user_turn(template, system))
-            for system in (None, *system_prompts)
-        ]
+        self._turns = [user_turn(template, system) for system in (None, *system_prompts)]
         tokenizer: Any = target.tokenizer
         self._tokenizer = tokenizer
         special = set(tokenizer.all_special_ids)
-        first = {start.turn.suffix_ids[:1] for start in self._starts}
+        first = {turn.suffix_ids[:1] for turn in self._turns}
         ends = {token for ids in first for token in ids if token in special}
         self.stop_token_ids = target.stop_token_ids | ends
 
     def task(self, number: int) -> ConversationTask:
         """Generate one prompt; no row if it does not end."""
-        start = self._starts[number % len(self._starts)]
-        result = yield WriteRequest(start.turn.prefix_ids, number)
+        turn = self._turns[number % len(self._turns)]
+        result = yield WriteRequest(turn.prefix_ids, number)
         text = self._tokenizer.decode(result.token_ids, skip_special_tokens=True)
         # A template may end the user's turn with plain text instead of a stop token.
-        mark = start.turn.suffix.strip()
+        mark = turn.suffix.strip()
         text, marked, _ = text.partition(mark) if mark else (text, "", "")
         if not words(text) or not (marked or result.stop_reason == "stop_token"):
             return []
-        messages: list[Message] = [{"role": "user", "content": text.strip()}]
-        if start.system is not None:
-            messages.insert(0, {"role": "system", "content": start.system})
+        messages = [*turn.before, {"role": "user", "content": text.strip()}]
         return [{"id": f"synth-{number}", "messages": messages}]
 
 

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moaspec.train.data_order import TrainBatch, split_batch
+from moaspec.train.data_order import TrainBatch, fixed_blocks, split_batch
 from moaspec.train.dataset.examples import Example, collate
-from moaspec.train.students.blocks import fixed_blocks
 from moaspec.train.students.losses import MAX_CHUNK, ExitStates, LogitsFunction
 from moaspec.train.students.students import StudentOutput
 
@@ -91,7 +90,7 @@ def _sums(
     for mine, target in zip(
         states.drafted_ME.split(MAX_CHUNK), states.target_ME.split(MAX_CHUNK), strict=True
     ):
-        logits_MV = states.drafted_logits(mine)
+        logits_MV = states.logits(mine)
         drafted.append(logits_MV.topk(min(NUM_RANKS, logits_MV.shape[-1])).indices)
         best.append(head(target).argmax(-1))
     ids = None if draft_token_ids is None else draft_token_ids.cpu()

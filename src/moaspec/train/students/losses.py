@@ -88,15 +88,14 @@ class ExitStates:
     Attributes:
         drafted_ME: final states of the drafter, with gradients.
         target_ME: final states of the target, after its final norm.
-        drafted_logits, target_logits: heads for the respective states.
+        logits: the head of both.
         inner: N > 0: drafted and target states before the last N layers, (M, E) each.
         relative: divide states by the target state's root mean square; set for exits with adapters.
     """
 
     drafted_ME: Tensor
     target_ME: Tensor
-    drafted_logits: LogitsFunction
-    target_logits: LogitsFunction
+    logits: LogitsFunction
     inner: tuple[Tensor, Tensor] | None = None
     relative: bool = False
 
@@ -214,8 +213,8 @@ def _terms(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Feature loss, divergence and hits of one chunk."""
     with torch.no_grad():
-        target_MV = states.target_logits(target_ME)
-    drafted_MV = states.drafted_logits(drafted_ME)
+        target_MV = states.logits(target_ME)
+    drafted_MV = states.logits(drafted_ME)
     feature = feature_loss(drafted_ME, target_ME, relative=states.relative)
     # argmax is three times slower on a CPU.
     hits = (drafted_MV.max(-1).indices == target_MV.max(-1).indices).sum().float()

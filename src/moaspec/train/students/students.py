@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from moaspec.backends.linear_backends import compute_dtype
 from moaspec.errors import InputError
 from moaspec.generation.drafters import load_drafter
+from moaspec.model.checkpoint.baseline_checkpoint import KINDS, Baseline, save_baseline
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.masks import reused_layer_mask, text_mask
 from moaspec.model.moa import MoADrafter, TargetPass, positions
 from moaspec.target.target import Target
 from moaspec.train.data_order import TrainBatch
 from moaspec.train.dataset.examples import Example, frequent_tokens
-from moaspec.train.run_config import TrainConfig, drafter_config
-from moaspec.train.schedule import lsa_is_frozen
+from moaspec.train.run_config import TrainConfig, drafter_config, lsa_is_frozen, stack_config
 from moaspec.train.students.losses import ExitStates
 from moaspec.train.students.target_activations import LayerMeanCache, TargetActivations
 from moaspec.train.students.warm_start import (
@@ -114,25 +114,20 @@ class Student(ABC):
         )
 
 
-def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> MoADrafter:
-    """Create a drafter with random weights."""
-    _check_vocabulary(target, config)
+def new_drafter(target: Target, config: TrainConfig, examples: Sequence[Example]) -> Any:
+    """Create a drafter of the kind `config.drafter` with random weights."""
     torch.manual_seed(config.seed)
     vocabulary = frequent_tokens(
         examples, size=config.sizes.draft_vocab, always=target.stop_token_ids
     )
-    shape = drafter_config(target, config.sizes, config.num_target_layers)
-    drafter = MoADrafter(shape, vocabulary)
+    drafter: MoADrafter | Baseline
+    if config.drafter == "moa":
+        shape = drafter_config(target, config.sizes, config.num_target_layers)
+        drafter = MoADrafter(shape, vocabulary)
+    else:
+        drafter = KINDS[config.drafter](stack_config(target, config), vocabulary)
     random_weights(drafter)
     return drafter.float().to(target.device)
-
-
-def _check_vocabulary(target: Target, config: TrainConfig) -> None:
-    if config.sizes.draft_vocab > target.vocab_size:
-        raise InputError(
-            f"sizes.draft_vocab={config.sizes.draft_vocab}: {target.name} has {target.vocab_size} "
-            "tokens; 0 keeps them all."
-        )
 
 
 def load_initial_drafter(
@@ -147,7 +142,6 @@ def load_initial_drafter(
         InputError: its vocabulary is larger than `config.sizes.draft_vocab`, or it has exits for
             other N than `config.num_target_layers`.
     """
-    _check_vocabulary(target, config)
     drafter = load_drafter(config.initial, target=target).float()
     had, wanted = drafter.config.num_target_layers, config.num_target_layers
     if had != wanted and drafter.exits:
@@ -217,6 +211,11 @@ class MoAStudent(Student):
     def __init__(
         self, target: Target, activations: TargetActivations, config: TrainConfig, output: Path
     ) -> None:
+        if config.sizes.draft_vocab > target.vocab_size:
+            raise InputError(
+                f"sizes.draft_vocab={config.sizes.draft_vocab}: {target.name} has "
+                f"{target.vocab_size} tokens; 0 keeps them all."
+            )
         self._former_n: int | None = None
         if config.initial:
             module, self._former_n = load_initial_drafter(target, config, activations.examples)
@@ -292,7 +291,6 @@ class MoAStudent(Student):
             final_BTE[loss_BT].float(),
             result.hidden_BTE[loss_BT].float(),
             self._head,
-            self._head,
             inner=inner,
             relative=bool(self.module.exits),
         )
@@ -304,3 +302,28 @@ class MoAStudent(Student):
             self.module.config, acceptance=first, further_acceptance=tuple(further)
         )
         self.module.head_moment = moment_EE
+
+
+class BaselineStudent(Student):
+    """EAGLE's head, or an independent small language model.
+
+    Their attention ignores blocks, which only select the queries with loss.
+    """
+
+    def __init__(self, target: Target, activations: TargetActivations, config: TrainConfig) -> None:
+        module = new_drafter(target, config, activations.examples)
+        super().__init__(module, target, activations, config, save_baseline)
+        # In real chains EAGLE reads its own predictions, in training the target's states.
+        self.simulates_chain = config.drafter == "independent"
+
+    def run(self, model: nn.Module, part: TrainBatch, step: int) -> StudentOutput:  # noqa: ARG002
+        """Run over whole texts; EAGLE reads the target's states."""
+        batch = part.batch
+        hidden_BTE = self._activations.final_states(batch).float()
+        mask_BT, loss_BT = batch.attention_mask_BT, part.blocks.loss_BT
+        inputs = [self._target.embed(batch.input_ids_BT).float()]
+        if self.module.kind == "eagle":
+            inputs.append(hidden_BTE)
+        states_BTE = model(*inputs, positions(mask_BT), mask_BT)
+        found = ExitStates(states_BTE[loss_BT].float(), hidden_BTE[loss_BT], self._head)
+        return StudentOutput([found])

@@ -1,23 +1,158 @@
 """Activations of the frozen target for training batches, computed or read from disk.
 
+The target computes the same keys, values and states for an example in every epoch, and a frozen LSA
+the same means. Reading them from flat files of bf16 costs a fraction of computing them.
+
 Legend: B batch, T tokens, L target layers, K one layer's key and value, E hidden size.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moaspec.backends.fast_drafter import packed_copy
+from moaspec.errors import TrainingError
+from moaspec.model.drafter_config import TargetIdentity
 from moaspec.model.moa import TargetPass
 from moaspec.model.target_encoder import TargetEncoder
 from moaspec.target.target import Target
 from moaspec.train.dataset.examples import Batch, Example, collate
-from moaspec.train.students.activation_store import ExampleStore, activation_widths, fingerprint
+
+
+class ExampleStore:
+    """Arrays with one row per token of a fixed list of examples.
+
+    Args:
+        directory: of the files; created if missing.
+        examples: in a fixed order.
+        widths: values per token of each named array.
+        device: of the tensors that are read.
+
+    Raises:
+        TrainingError: too little disk space; the message says how much is needed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        examples: Sequence[Example],
+        widths: Mapping[str, int],
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        directory.mkdir(parents=True, exist_ok=True)
+        lengths = np.array([len(example) for example in examples])
+        self._ends = lengths.cumsum()
+        self._starts = self._ends - lengths
+        tokens = int(self._ends[-1])
+        _require_room(directory, tokens * 2 * sum(widths.values()))
+        self._files = {
+            name: _flat_file(directory / f"{name}-{tokens}x{width}.bf16", (tokens, width))
+            for name, width in widths.items()
+        }
+        self._done = np.memmap(
+            _sized(directory / f"done-{len(examples)}-{'+'.join(widths)}.bool", len(examples)),
+            dtype=np.bool_,
+            mode="r+",
+        )
+
+    def fetch(self, batch: Batch, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Read all arrays of a batch, (B, T, width) bf16 each; pads are zero.
+
+        Args:
+            batch: of the examples.
+            compute: called if one of them is not stored; returns every array, (B, T, ...).
+        """
+        if not all(self._done[i] for i in batch.example_ids):
+            self._write(batch, compute())
+        return {name: self._read(file, batch) for name, file in self._files.items()}
+
+    def _write(self, batch: Batch, arrays_BT: Mapping[str, Tensor]) -> None:
+        for name, tensor in arrays_BT.items():
+            stored = tensor.flatten(2).cpu().to(torch.bfloat16).contiguous().view(torch.int16)
+            for row, i in enumerate(batch.example_ids):
+                start, end = self._starts[i], self._ends[i]
+                self._files[name][start:end] = stored[row, : end - start].numpy()
+        self._done[list(batch.example_ids)] = True
+
+    def _read(self, file: np.memmap, batch: Batch) -> Tensor:
+        rows = [
+            torch.from_numpy(np.array(file[self._starts[i] : self._ends[i]])).view(torch.bfloat16)
+            for i in batch.example_ids
+        ]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._device)
+
+
+def bytes_per_token(identity: TargetIdentity) -> int:
+    """Size of one token's activations on disk."""
+    return 2 * sum(activation_widths(identity).values())
+
+
+def activation_widths(identity: TargetIdentity) -> dict[str, int]:
+    """Values per token of the target's keys and values, and of its final states."""
+    return {"kv": identity.num_layers * identity.kv_size, "hidden": identity.hidden_size}
+
+
+def fingerprint(
+    examples: Sequence[Example],
+    identity: TargetIdentity,
+    weights: Mapping[str, Tensor] | None = None,
+) -> str:
+    """Hash of the examples in this order, the target and the weights."""
+    digest = hashlib.sha256(repr(identity).encode())
+    for example in examples:
+        digest.update(repr(example.pieces).encode())
+    for name, tensor in (weights or {}).items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _require_room(directory: Path, num_bytes: int) -> None:
+    held = sum(file.stat().st_blocks * 512 for file in directory.glob("*.bf16"))
+    free = shutil.disk_usage(directory).free + held
+    if free < num_bytes * 1.02:
+        raise TrainingError(
+            f"Keeping activations needs {num_bytes / 1e9:.1f} GB in {directory}, "
+            f"{free / 1e9:.1f} GB are free. Free some space, use fewer examples or train "
+            "with activation_cache=false."
+        )
+
+
+def _flat_file(path: Path, shape: tuple[int, int]) -> np.memmap:
+    _sized(path, 2 * shape[0] * shape[1])
+    return np.memmap(path, dtype=np.int16, mode="r+", shape=shape)
+
+
+def _sized(path: Path, num_bytes: int) -> Path:
+    """Create a file of this size, unless a file of this size exists.
+
+    The space is allocated at once: if the disk fills later, writing to a mapped file kills the
+    process.
+    """
+    if path.exists() and path.stat().st_size == num_bytes:
+        return path
+    try:
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            file.truncate(num_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise TrainingError(
+            f"Keeping activations needs {num_bytes / 1e9:.3g} GB for {path}: {error}. Free some "
+            "space, use fewer examples or train with activation_cache=false."
+        ) from error
+    return path
 
 
 class TargetActivations:
@@ -29,7 +164,7 @@ class TargetActivations:
         directory: of the cache; each list of examples and target has a subdirectory. None computes
             activations every time.
         before: the N > 0; the states before the last N layers are returned too.
-        finals_only: store the final states alone, which is all that a baseline needs.
+        finals_only: for a baseline, which needs `final_states` alone: store nothing else.
 
     Raises:
         TrainingError: too little disk space; the message says how much is needed.
@@ -48,37 +183,20 @@ class TargetActivations:
         self._finals_only = finals_only
         self._store: ExampleStore | None = None
         if directory:
-            identity = target.identity
-            widths = activation_widths(identity)
-            widths |= {f"before{n}": identity.hidden_size for n in before}
+            widths = activation_widths(target.identity) | _before_widths(self)
             if finals_only:
-                widths = {"hidden": identity.hidden_size}
-            self._store = ExampleStore(
-                directory / fingerprint(examples, identity), examples, widths
-            )
+                widths = {"hidden": target.identity.hidden_size}
+            directory /= fingerprint(examples, target.identity)
+            self._store = ExampleStore(directory, examples, widths, target.device)
 
     def passes(self, batch: Batch) -> TargetPass:
         """Activations of a batch on the target's device; bf16 with zero pads if cached."""
-        if self._store is None or self._finals_only:
-            return self._encode(batch)
-        if not self._store.holds(batch):
-            result = self._encode(batch)
-            before = {f"before{n}": states.cpu() for n, states in result.before.items()}
-            kv_BTX, hidden_BTE = result.kv_BTLK.flatten(2), result.hidden_BTE
-            self._store.write(batch, kv=kv_BTX.cpu(), hidden=hidden_BTE.cpu(), **before)
-        identity = self.target.identity
-        return TargetPass(
-            self._read("kv", batch).unflatten(2, (identity.num_layers, identity.kv_size)),
-            self._read("hidden", batch),
-            {n: self._read(f"before{n}", batch) for n in self.before},
-        )
+        found = self._fetch(batch)
+        kv_BTLK = found["kv"].unflatten(2, (self.target.num_layers, -1))
+        return TargetPass(kv_BTLK, found["hidden"], {n: found[f"before{n}"] for n in self.before})
 
     def final_states(self, batch: Batch) -> Tensor:
-        if self._store is None or not self._finals_only:
-            return self.passes(batch).hidden_BTE
-        if not self._store.holds(batch):
-            self._store.write(batch, hidden=self._encode(batch).hidden_BTE.cpu())
-        return self._read("hidden", batch)
+        return self._fetch(batch)["hidden"]
 
     def sample(self, ids: Sequence[int], tokens: int) -> Iterator[tuple[Batch, TargetPass]]:
         """Batches of one example each, until they have at least `tokens` tokens in total."""
@@ -90,12 +208,23 @@ class TargetActivations:
             seen += len(self.examples[index])
             yield batch, self.passes(batch)
 
-    def _encode(self, batch: Batch) -> TargetPass:
-        return self.target.encode(batch.input_ids_BT, batch.attention_mask_BT, self.before)
+    def _fetch(self, batch: Batch) -> dict[str, Tensor]:
+        def compute() -> dict[str, Tensor]:
+            result = self.target.encode(batch.input_ids_BT, batch.attention_mask_BT, self.before)
+            if self._finals_only:
+                return {"hidden": result.hidden_BTE}
+            kv_BTX = result.kv_BTLK.flatten(2)
+            return {"kv": kv_BTX, "hidden": result.hidden_BTE, **_before_arrays(result)}
 
-    def _read(self, name: str, batch: Batch) -> Tensor:
-        assert self._store is not None, "called with a store only"
-        return self._store.read(name, batch).to(self.target.device)
+        return compute() if self._store is None else self._store.fetch(batch, compute)
+
+
+def _before_widths(activations: TargetActivations) -> dict[str, int]:
+    return {f"before{n}": activations.target.identity.hidden_size for n in activations.before}
+
+
+def _before_arrays(result: TargetPass) -> dict[str, Tensor]:
+    return {f"before{n}": states for n, states in result.before.items()}
 
 
 class LayerMeanCache:
@@ -131,37 +260,27 @@ class LayerMeanCache:
         widths = {"mean": identity.kv_size, "hidden": identity.hidden_size}
         if self._last:
             widths["last"] = self._last * identity.kv_size
-        widths |= {f"before{n}": identity.hidden_size for n in activations.before}
+        widths |= _before_widths(activations)
         directory /= f"{name}-all-bf16" if bf16 else name
-        self._store = ExampleStore(directory, activations.examples, widths)
+        device = activations.target.device
+        self._store = ExampleStore(directory, activations.examples, widths, device)
 
     def read(self, batch: Batch) -> tuple[Tensor, TargetPass]:
         """Means over layers (B, T, K), and the target's pass with its last N layers only."""
-        if not self._store.holds(batch):
-            self._write(batch)
-        return self._stored("mean", batch), TargetPass(
-            self._last_layers(batch),
-            self._stored("hidden", batch),
-            {n: self._stored(f"before{n}", batch) for n in self._activations.before},
-        )
+        stored = self._store.fetch(batch, lambda: self._compute(batch))
+        found = {name: array.float() for name, array in stored.items()}
+        mean_BTK, hidden_BTE = found["mean"], found["hidden"]
+        last_BTX = found["last"] if self._last else mean_BTK[..., :0]
+        last_BTLK = last_BTX.unflatten(2, (self._last, mean_BTK.shape[-1]))
+        before = {n: found[f"before{n}"] for n in self._activations.before}
+        return mean_BTK, TargetPass(last_BTLK, hidden_BTE, before)
 
-    def _write(self, batch: Batch) -> None:
+    @torch.no_grad()
+    def _compute(self, batch: Batch) -> dict[str, Tensor]:
         result = self._activations.passes(batch)
-        with torch.no_grad():
-            mean_BTK = self._encoder.mean_over_layers(result.kv_BTLK)
-        arrays = {"mean": mean_BTK, "hidden": result.hidden_BTE}
-        arrays |= {f"before{n}": states for n, states in result.before.items()}
-        if self._last:
-            arrays["last"] = result.kv_BTLK[:, :, -self._last :].flatten(2)
-        self._store.write(batch, **{name: array.cpu() for name, array in arrays.items()})
-
-    def _last_layers(self, batch: Batch) -> Tensor:
-        """Keys and values of the last N layers, (B, T, N, K)."""
-        target = self._activations.target
-        if not self._last:
-            empty = torch.empty(*batch.input_ids_BT.shape, 0, target.identity.kv_size)
-            return empty.to(target.device)
-        return self._stored("last", batch).unflatten(2, (self._last, -1))
-
-    def _stored(self, name: str, batch: Batch) -> Tensor:
-        return self._store.read(name, batch).to(self._activations.target.device).float()
+        arrays = {
+            "mean": self._encoder.mean_over_layers(result.kv_BTLK),
+            "hidden": result.hidden_BTE,
+            **_before_arrays(result),
+        }
+        return arrays | ({"last": result.kv_BTLK[:, :, -self._last :]} if self._last else {})

@@ -20,8 +20,7 @@ from torch.testing import assert_close
 import moaspec
 import tiny
 from moaspec.errors import InputError
-from moaspec.train.parallelism.processes import new_accelerator
-from moaspec.train.parallelism.strategies import new_strategy
+from moaspec.train.parallelism import new_accelerator, new_strategy
 from moaspec.train.run_config import TrainConfig
 from moaspec.train.training_state import StateFiles
 

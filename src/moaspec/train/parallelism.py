@@ -1,65 +1,142 @@
-"""Parallel strategies: sharding of a drafter's weights, gradients and optimiser state.
+"""Training processes, joined by accelerate, and the sharding of a drafter over them.
 
-`none` replicates all three and averages gradients (accelerate's DDP). `fsdp` shards all three with
-torch's `fully_shard`, which also runs on CPUs. `deepspeed` shards gradients and optimiser state
-(`moaspec.train.parallelism.zero`).
+`torchrun` or `accelerate launch` starts several processes; otherwise there is one. Each process
+holds the whole frozen target. Sharding `none` replicates weights, gradients and optimiser state,
+and averages gradients (accelerate's DDP). `fsdp` shards all three with torch's `fully_shard`, which
+also runs on CPUs. `deepspeed` shards gradients and optimiser state (`moaspec.train.zero`).
 
-A saved state is unsharded and the same for all strategies, so a run may resume with another number
-of processes or another strategy.
+A saved state is unsharded and the same for all, so a run may resume with another number of
+processes or another sharding.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moaspec.errors import InputError, TrainingError
+from moaspec.support.extras import require
 from moaspec.train.run_config import TrainConfig
 
 
-class ParallelStrategy(ABC):
-    """A drafter and its optimiser, distributed over the processes.
+def new_accelerator(config: TrainConfig) -> Accelerator:
+    """Join the other processes of this run, if there are any.
 
-    Attributes:
+    Raises:
+        InputError: a tracker is unknown or not installed, or the launcher set a sharding plugin.
+    """
+    _refuse_plugins()
+    if config.sharding == "deepspeed":
+        require("sharding=deepspeed (not needed with sharding=fsdp)", "deepspeed")
+    _require_device(config.device)
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for name in config.trackers:
+        if name not in available:
+            known = ", ".join(sorted(str(tracker) for tracker in LOGGER_TYPE_TO_CLASS))
+            raise InputError(
+                f"The tracker {name!r} is not installed (pip install {name}) or not known to "
+                f"accelerate ({known}). Install it, or leave it out of trackers."
+            )
+    # accelerate keeps the precision of an earlier run in this process.
+    AcceleratorState._reset_state()
+    return Accelerator(
+        cpu=torch.device(config.device).type == "cpu",
+        mixed_precision=config.mixed_precision,
+        log_with=list(config.trackers) or None,
+        project_dir=config.output,
+        kwargs_handlers=[
+            # A frozen LSA or a left-out part has no gradients.
+            DistributedDataParallelKwargs(
+                find_unused_parameters=config.frozen_lsa > 0 or bool(config.sizes.without)
+            )
+        ],
+    )
+
+
+def _require_device(device: str) -> None:
+    """Refuse other devices; accelerate would silently use the CPU."""
+    if device not in {"cpu", "cuda"}:
+        raise InputError(f"device must be cpu or cuda, got {device!r}; each process takes one GPU.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device=cuda, but torch finds no GPU here; use device=cpu.")
+
+
+def _refuse_plugins() -> None:
+    """Refuse plugins that wrap the optimiser: an exact resume needs its whole state."""
+    for plugin in ("DeepSpeed", "FSDP"):
+        if os.environ.get(f"ACCELERATE_USE_{plugin.upper()}", "false").lower() in {"1", "true"}:
+            raise InputError(
+                f"This run was launched with accelerate's {plugin} plugin. Launch it without, and "
+                f"say sharding={plugin.lower()} in the training config: that runs on CPUs too, and "
+                "resumes exactly."
+            )
+
+
+def sum_over_processes(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """Sum values over all processes; the result is on the CPU."""
+    if accelerator.num_processes == 1:
+        return values
+    moved = values.to(accelerator.device, torch.float64)
+    return accelerator.reduce(moved, reduction="sum").cpu()
+
+
+def make_directory(accelerator: Accelerator, path: Path) -> None:
+    """Create a directory before any process uses it."""
+    if accelerator.is_main_process:
+        path.mkdir(parents=True, exist_ok=True)
+    accelerator.wait_for_everyone()
+
+
+class ParallelStrategy:
+    """A drafter and its optimiser, distributed over the processes: `none` (DDP) and `fsdp`.
+
+    Args:
+        accelerator: of the run's processes.
         module: the drafter.
         model: the wrapped module to call for a training pass.
         optimizer: AdamW over this process's shard.
     """
 
     def __init__(
-        self, module: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        accelerator: Accelerator,
+        module: nn.Module,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
+        self._accelerator = accelerator
         self.module, self.model, self.optimizer = module, model, optimizer
 
     def begin(self, learning_rate: float) -> None:
         """Start a step: clear gradients and set the learning rate."""
-        self.zero_gradients()
+        self.model.zero_grad()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
-    @abstractmethod
-    def zero_gradients(self) -> None:
-        """Clear the gradients of an earlier step."""
-
-    @abstractmethod
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """Context of one pass; gradients are exchanged in the last pass of a step only."""
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+            return nullcontext()
+        return nullcontext() if last else self._accelerator.no_sync(self.model)
 
-    @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of one pass; they are averaged over processes."""
+        self._accelerator.backward(loss)
 
-    @abstractmethod
     def update(self, clip: float) -> float:
         """Clip the gradients' norm and make an optimiser step.
 
@@ -67,6 +144,10 @@ class ParallelStrategy(ABC):
             The norm before clipping. If it is not finite, weights are unchanged (except with
             DeepSpeed).
         """
+        norm = float(gather_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
+        if math.isfinite(norm):
+            self.optimizer.step()
+        return norm
 
     def state(self) -> dict[str, Tensor]:
         """Gather weights (`model.*`) and moments (`optimizer.KIND.PARAMETER`) on the CPU.
@@ -103,54 +184,12 @@ class ParallelStrategy(ABC):
                 f"delete its state/ to start again ({error})."
             ) from error
 
-    @abstractmethod
     def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         """Optimiser state of a parameter, by kind; empty before the first step."""
-
-    @abstractmethod
-    def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
-        """Set the optimiser state of a parameter from unsharded tensors on the CPU."""
-
-
-class TorchStrategy(ParallelStrategy):
-    """The strategies `none` (DDP) and `fsdp`."""
-
-    def __init__(self, accelerator: Accelerator, module: nn.Module, config: TrainConfig) -> None:
-        if config.sharding == "fsdp":
-            mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16 if config.mixed_precision == "bf16" else None,
-                output_dtype=torch.float32,
-            )
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-            model = module
-        else:
-            model = accelerator.prepare_model(module)
-        super().__init__(module, model, adamw(module, config))
-        self._accelerator = accelerator
-
-    def zero_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(last)
-            return nullcontext()
-        return nullcontext() if last else self._accelerator.no_sync(self.model)
-
-    def backward(self, loss: Tensor) -> None:
-        self._accelerator.backward(loss)
-
-    def update(self, clip: float) -> float:
-        norm = float(gather_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), clip)))
-        if math.isfinite(norm):
-            self.optimizer.step()
-        return norm
-
-    def moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return self.optimizer.state.get(parameter, {})
 
     def set_moments(self, parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
+        """Set the optimiser state of a parameter from unsharded tensors on the CPU."""
         self.optimizer.state[parameter] = {
             kind: _place_like(value, parameter) for kind, value in moments.items()
         }
@@ -171,10 +210,20 @@ def new_strategy(
         )
     if config.sharding == "deepspeed":
         # DeepSpeed is optional and slow to import.
-        from moaspec.train.parallelism.zero import ZeroStrategy
+        from moaspec.train.zero import ZeroStrategy
 
         return ZeroStrategy(accelerator, module, config)
-    return TorchStrategy(accelerator, module, config)
+    model = module
+    if config.sharding == "fsdp":
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if config.mixed_precision == "bf16" else None,
+            output_dtype=torch.float32,
+        )
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    else:
+        model = accelerator.prepare_model(module)
+    return ParallelStrategy(accelerator, module, model, adamw(module, config))
 
 
 def adamw(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -7,8 +7,8 @@ DeepSpeed's engine is used directly; accelerate supports it on GPUs only. For sh
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
-from moaspec.train.parallelism.strategies import ParallelStrategy, adamw
+from moaspec.train.parallelism import ParallelStrategy, adamw
 from moaspec.train.run_config import TrainConfig
 
 STEP = "step"
@@ -44,19 +44,12 @@ class ZeroStrategy(ParallelStrategy):
                 "zero_optimization": {"stage": 2, "overlap_comm": False},
             },
         )
-        super().__init__(module, self._engine, self._zero.optimizer)
+        super().__init__(accelerator, module, self._engine, self._zero.optimizer)
         self._start_moments()
 
-    def zero_gradients(self) -> None:
-        self._engine.zero_grad()
-
-    @contextmanager
-    def _pass(self, last: bool) -> Iterator[None]:
-        self._engine.set_gradient_accumulation_boundary(last)
-        yield
-
     def gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
-        return self._pass(last)
+        self._engine.set_gradient_accumulation_boundary(last)
+        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moaspec.train.data_order import Blocks, fixed_blocks, random_blocks
 from moaspec.train.dataset.examples import Batch, Example, collate
-from moaspec.train.students.blocks import Blocks, fixed_blocks, random_blocks
 
 
 def test_fixed_blocks_written_out() -> None:

@@ -1,1 +1,0 @@
-"""Training on one or several processes: DDP, FSDP and DeepSpeed ZeRO."""
