@@ -17,7 +17,7 @@ from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.engine.result import Event
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.emulation.pacer import COHERENT_S
+from moaspec.remote.emulation import COHERENT_S
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Transport
 from moaspec.remote.server.server_only import RemoteText

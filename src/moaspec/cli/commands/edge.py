@@ -77,8 +77,7 @@ def edge(
         settings = serve_settings(
             api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
         )
-        from moaspec.remote.emulation.emulated_link import link_named
-        from moaspec.remote.emulation.shaped_transport import Faults, ShapedTransport
+        from moaspec.remote.emulation import Faults, ShapedTransport, link_named
         from moaspec.remote.protocol.grpc_transport import GrpcTransport
         from moaspec.remote.server.server_only import RemoteText
         from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource

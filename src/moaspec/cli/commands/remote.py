@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moaspec.privacy.vault import Vault
     from moaspec.remote.device.events import RemoteEvent
     from moaspec.remote.device.remote_session import RemoteSession
-    from moaspec.remote.emulation.shaped_transport import Faults
+    from moaspec.remote.emulation import Faults
 
 PROVISIONAL, NOTE = "yellow", "dim"
 PATIENCE_S = 2.0
@@ -69,8 +69,7 @@ def remote(
     question = read_prompt(prompt)
     with loading(model, threads):
         from moaspec.remote.device.remote_session import RemoteSession
-        from moaspec.remote.emulation.emulated_link import link_named
-        from moaspec.remote.emulation.shaped_transport import Faults, ShapedTransport
+        from moaspec.remote.emulation import Faults, ShapedTransport, link_named
         from moaspec.remote.protocol.grpc_transport import GrpcTransport
 
     chosen = device.remote_options(
