@@ -50,7 +50,7 @@ async def measure_case(
     for index, prompt in enumerate(prompts):
         if case.mode in ("plain", "server"):
             stream = RemoteText(
-                transport, device.stop_token_ids, device.generation_defaults
+                transport, device.target.stop_token_ids, device.target.generation_defaults
             ).stream(prompt, speculate=case.mode == "server", max_new_tokens=max_new_tokens)
             await _alone(found, stream)
         else:

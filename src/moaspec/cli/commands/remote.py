@@ -89,7 +89,7 @@ def remote(
     loaded = device.load_bundle(bundle, model)
     ids = chat_ids(loaded.target, hidden)
     session = RemoteSession(loaded, transport, chosen)
-    show = _Show(loaded.tokenizer, vault, quiet=as_json)
+    show = _Show(loaded.target.tokenizer, vault, quiet=as_json)
     cut = _Cut(faults, cut_after, cut_s)
     settings: RowOptions = {
         "max_new_tokens": max_new_tokens,

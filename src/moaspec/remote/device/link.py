@@ -210,14 +210,15 @@ class ServerLink:
                 self.stats.up_s = now()
                 self._set("up")
             if message.HasField("heartbeat"):
-                self._answered(message.heartbeat.number)
+                self._note_round_trip(message.heartbeat.number)
             else:
                 self._on_message(message)
 
-    def _answered(self, number: int) -> None:
-        sent_s = self._beats.pop(number, None)
+    def _note_round_trip(self, number: int) -> None:
+        sent_s, rtt_s = self._beats.pop(number, None), self.stats.rtt_s
         if sent_s is not None:
-            self.stats.saw_round_trip(now() - sent_s)
+            took_s = now() - sent_s
+            self.stats.rtt_s = took_s if rtt_s is None else 0.8 * rtt_s + 0.2 * took_s
 
     async def _send(self, connection: Connection) -> None:
         outgoing = self._outgoing
