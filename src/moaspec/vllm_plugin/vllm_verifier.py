@@ -26,7 +26,6 @@ from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.accept import Acceptance
 from moaspec.errors import MoaSpecError, ServingError
 from moaspec.remote.server.capabilities import EngineCapabilities
-from moaspec.remote.server.service import ServingEngine
 from moaspec.vllm_plugin import hooks
 from moaspec.vllm_plugin.vllm_sampling import PendingVerification, SeededSampler
 from moaspec.vllm_plugin.vllm_settings import BLOCK_TOKENS, VLLMVerifierSettings
@@ -59,7 +58,10 @@ class VLLMVerifier:
 
     Args:
         options: model, number of rows and lengths.
-        encoder: encoder of a drafter; None returns no features.
+        encoder: of a drafter, see `remote.server.service.wire_encoder`; None returns no features.
+
+    Attributes:
+        capabilities: properties that devices are told.
 
     Raises:
         ServingError: this vLLM is not supported or does not start.
@@ -67,6 +69,9 @@ class VLLMVerifier:
 
     def __init__(self, options: VLLMVerifierSettings, encoder: Any = None) -> None:
         hooks.require_version()
+        self.capabilities = EngineCapabilities(
+            name="vllm", max_drafted=options.max_drafted, chains_only=True
+        )
         self._options, self._encoder = options, encoder
         self._engine = _start(options)
         name = type(self._engine).__name__
@@ -307,19 +312,3 @@ def _first_chain(tree: DraftTree) -> list[int]:
         if parent == (chain[-1] if chain else -1):
             chain.append(node)
     return chain
-
-
-def vllm_engine(options: VLLMVerifierSettings, encoder: Any = None) -> ServingEngine:
-    """Make vLLM the engine of a `TargetService`.
-
-    Args:
-        options: model, number of rows and lengths.
-        encoder: encoder of the drafter, see `remote.server.service.wire_encoder`, or None.
-
-    Raises:
-        ServingError: this vLLM is not supported or does not start.
-    """
-    capabilities = EngineCapabilities(
-        name="vllm", max_drafted=options.max_drafted, chains_only=True
-    )
-    return ServingEngine(verifier=VLLMVerifier(options, encoder), capabilities=capabilities)

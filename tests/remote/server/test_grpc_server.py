@@ -331,7 +331,7 @@ def test_a_session_at_work_is_not_evicted_for_an_idle_one(
             (first, second) = service.sessions
             may_decide.clear()
             working = asyncio.create_task(old.generate([*PROMPT, 3], max_new_tokens=2))
-            while not service.is_working(first):
+            while first.task is None:
                 await asyncio.sleep(0.01)
             asking = asyncio.create_task(new.generate(PROMPT, max_new_tokens=1))
             while not service.sessions.evicted:

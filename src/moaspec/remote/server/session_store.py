@@ -65,7 +65,7 @@ class SessionStore:
 
     Args:
         options: how many there may be.
-        service: makes and drops sessions, and knows which are in use.
+        service: makes and drops sessions.
     """
 
     def __init__(self, options: StoreOptions, service: TargetService) -> None:
@@ -96,11 +96,12 @@ class SessionStore:
         Raises:
             NoRoomError: there are too many, and none of them is idle.
         """
-        own = self._service.rows_of(owner)
+        own = self._service.shared.rows_of(owner)
         if own >= self._options.share_of(owner) and not self._evict(owner):
             raise NoRoomError(f"These credentials have {own} texts, all of them in use.")
-        if self._service.num_rows >= self._options.max_sessions and not self._evict(None):
-            raise NoRoomError(f"All {self._service.num_rows} texts of this server are in use.")
+        rows = self._service.shared.num_rows
+        if rows >= self._options.max_sessions and not self._evict(None):
+            raise NoRoomError(f"All {rows} texts of this server are in use.")
         session = self._sessions[name] = self._service.make(name, owner)
         return session
 
@@ -131,13 +132,13 @@ class SessionStore:
         self.remove(session)
 
     def _idle(self, seconds: float, *, connected: bool) -> list[ServerSession]:
-        service, before = self._service, time.monotonic() - seconds
+        before = time.monotonic() - seconds
         return [
             session
             for session in self
             if session.used_s < before
-            and service.is_connected(session) == connected
-            and not service.is_working(session)
+            and (session.stream is not None) == connected
+            and session.task is None
         ]
 
 
