@@ -62,17 +62,11 @@ def read_target(
         UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
     """
     name = str(name)
-    source = _at_hand(name, find_weights(name))
-    try:
+    with _faults_named(name) as source:
         model = _load_model(source, name, DTYPES[dtype]).to(device)
         if generation_config is None:
             model.generation_config = without_defaults(model.generation_config)
         return Target(model, load_tokenizer(source), name=name, quantize=quantize)
-    except MoaSpecError:
-        raise
-    # The libraries below raise almost anything where files are damaged or configs are impossible.
-    except Exception as error:
-        raise _unusable(name, source, first_line(error)) from error
 
 
 def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetSpec:
@@ -88,8 +82,7 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
     """
     require_dtype(dtype)
     name = str(name)
-    source = _at_hand(name, find_weights(name))
-    try:
+    with _faults_named(name) as source:
         config = _read_config(source, name)
         return TargetSpec(
             config,
@@ -99,8 +92,17 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
             generation_config=_generation_config(source, config),
             device=device,
         )
+
+
+@contextmanager
+def _faults_named(name: str) -> Iterator[str]:
+    """Find a target's weights, and name the target in whatever the libraries raise about them."""
+    source = _at_hand(name, find_weights(name))
+    try:
+        yield source
     except MoaSpecError:
         raise
+    # The libraries raise almost anything where files are damaged or configs are impossible.
     except Exception as error:
         raise _unusable(name, source, first_line(error)) from error
 
