@@ -18,13 +18,12 @@ from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.result import Event, GenerationResult, Source
 from moaspec.errors import InputError, LinkError
 from moaspec.generation.options import RowOptions, check_options, row_settings, token_ids
-from moaspec.remote.device.activation_memory import DeviceActivations
+from moaspec.remote.device.activation_memory import DeviceActivations, PrefixStore
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import LinkStats, RemoteEvent, now
 from moaspec.remote.device.link import LinkOptions, ServerLink
 from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.device.local_parts import Device
-from moaspec.remote.device.prefix_cache import PrefixStore
 from moaspec.remote.device.remote_verifier import PendingRequest, RemoteVerifier
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb

@@ -16,7 +16,7 @@ from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.position_rules import PositionRules
 from moaspec.errors import LinkError
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_records import ActivationRecords, RecordRequest
+from moaspec.remote.protocol.activation_layout import ActivationRecords, RecordRequest
 from moaspec.remote.protocol.position_ranges import PositionRange, PositionSet
 from moaspec.remote.server.response_stream import ResponseStream
 from moaspec.remote.server.shared_verifier import SharedVerifier
@@ -199,6 +199,14 @@ class ServerSession:
         if self.stream is not None:
             self.stream.session = None
         self.stream = None
+
+    def close(self) -> None:
+        """Free the row and cancel the work of the session."""
+        self.waiting = None
+        if self.task is not None:
+            self.task.cancel()
+        self.detach()
+        self.shared.close(self.row)
 
     def more(self) -> None:
         """Wake the sender: there may be new activations."""

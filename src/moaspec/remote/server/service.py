@@ -139,7 +139,8 @@ class TargetService:
             self.verifier = LocalVerifier(target, encoder)
         self.shared = SharedVerifier(self.verifier, self.options.passes, self.verifier.release)
         self._room = self.options.fitting(target)
-        self.sessions = SessionStore(self._room, self)
+        rules = PositionRules.of(target, self.capabilities.max_tokens)
+        self.sessions = SessionStore(self._room, self.shared, rules)
         self._work = PendingWork(self.capabilities, self.observer, self.sessions.remove)
         self._connections: set[ResponseStream] = set()
         self._texts: set[asyncio.Future[None]] = set()
@@ -176,24 +177,6 @@ class TargetService:
     def _streams(self) -> list[ResponseStream]:
         """Streams of the sessions whose devices are connected."""
         return [session.stream for session in self.sessions if session.stream is not None]
-
-    def make(self, name: bytes, owner: str) -> ServerSession:
-        """A new session, with a row of the cache."""
-        return ServerSession(
-            name=name,
-            owner=owner,
-            row=self.shared.lease(owner),
-            shared=self.shared,
-            rules=PositionRules.of(self.target, self.capabilities.max_tokens),
-        )
-
-    def drop(self, session: ServerSession) -> None:
-        """Free the row and the work of a session."""
-        session.waiting = None
-        if session.task is not None:
-            session.task.cancel()
-        session.detach()
-        self.shared.close(session.row)
 
     async def converse(self, owner: str, connection: Connection) -> None:
         """Serve one connection until it ends.
