@@ -273,7 +273,7 @@ def test_idle_sessions_make_room_and_come_back() -> None:
             assert again.token_ids == expected.token_ids
             await remote.close()
             while len(service.sessions):
-                service.sweep()
+                service.sessions.sweep()
                 await asyncio.sleep(0.05)
             assert service.verifier.cache.num_bytes == 0
 

@@ -18,12 +18,12 @@ from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.result import Event, GenerationResult, Source
 from moaspec.errors import InputError, LinkError
 from moaspec.generation.options import RowOptions, check_options, row_settings, token_ids
-from moaspec.remote.device.activation_memory import DeviceActivations, PrefixStore
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import LinkStats, RemoteEvent, now
 from moaspec.remote.device.link import LinkOptions, ServerLink
 from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.device.local_parts import Device
+from moaspec.remote.device.prefix_cache import DeviceActivations, PrefixStore
 from moaspec.remote.device.remote_verifier import PendingRequest, RemoteVerifier
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
@@ -228,7 +228,14 @@ class RemoteSession:
         wire.sampling_message(settings["sampling"])
         tree = options.get("tree", self.options.draft)
         shaping = DraftSettings(tree, options.get("free_branches", "auto"))
-        self._policy = self._fastest_chain() if tree == "auto" else shaping.policy()
+        if tree == "auto":
+            self._policy = LinkPolicy(
+                wait_s=self._wait_s,
+                step_s=lambda: self._ahead.step_s,
+                ahead=self.options.draft_ahead,
+            )
+        else:
+            self._policy = shaping.policy()
         self._handle = self._engine.add(
             prompt,
             shape=self._policy,
@@ -253,13 +260,6 @@ class RemoteSession:
         if self._memory is not None:
             self._memory.restore(prompt)
         self._link.start()
-
-    def _fastest_chain(self) -> DraftPolicy:
-        return LinkPolicy(
-            wait_s=self._wait_s,
-            step_s=lambda: self._ahead.step_s,
-            ahead=self.options.draft_ahead,
-        )
 
     def _wait_s(self) -> float | None:
         """Time of a verdict: the median of the latest ones, which ignores outliers."""

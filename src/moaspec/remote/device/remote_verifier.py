@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from moaspec.drafting.draft_tree import DraftTree, children
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.errors import RefusedError, WireError
-from moaspec.remote.device.activation_memory import DeviceActivations
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import RoundTrip, now
 from moaspec.remote.device.link import ServerLink
+from moaspec.remote.device.prefix_cache import DeviceActivations
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.support.limits import MAX_DRAFTED
@@ -130,14 +130,14 @@ class RemoteVerifier:
         while not pending.answer.done():
             if self.link.refused is not None:
                 raise self.link.refused
-            if now() >= pending.due_s and self.link.state == "up":
+            if now() >= pending.due_s and self.link.stats.state == "up":
                 self._send()
             self._fetch()
             more = self._meanwhile(pending)
             if more:
                 await asyncio.sleep(0)  # received answers are handled before the next draft
             else:
-                left_s = pending.due_s - now() if self.link.state == "up" else POLL_S
+                left_s = pending.due_s - now() if self.link.stats.state == "up" else POLL_S
                 await self._wait(max(0.01, left_s))
         return pending.answer.result()
 
@@ -155,7 +155,7 @@ class RemoteVerifier:
     def _retry_s(self) -> float:
         stats = self.link.stats
         pass_s = stats.rounds[-1].pass_s if stats.rounds else 0.0
-        return max(self.link.retry_s, 4 * (stats.rtt_s or 0.0) + 4 * pass_s)
+        return max(self.link.options.retry_s, 4 * (stats.rtt_s or 0.0) + 4 * pass_s)
 
     def connected(self) -> None:
         """Resume the session on a new connection, and repeat the waiting request."""
@@ -211,7 +211,7 @@ class RemoteVerifier:
     def _fetch(self) -> None:
         """Request activations that must have been lost."""
         waited = min(now() - self._placed_s, now() - self._asked_s)
-        late = waited > FETCH_AFTER * self.link.retry_s and self.link.state == "up"
+        late = waited > FETCH_AFTER * self.link.options.retry_s and self.link.stats.state == "up"
         if not late or self._committed is None or self._memory is None:
             return
         if gaps := list(self._ahead.held.gaps(len(self._committed) - 1)):

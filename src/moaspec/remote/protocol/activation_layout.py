@@ -22,7 +22,6 @@ from moaspec.remote.protocol.position_ranges import PositionRange, PositionSet
 ActivationParts = tuple[Tensor, Tensor, Tensor | None]
 """CA's key and value, (1, C, T, D) each; of the last layers (2, N, H, T, D), or None."""
 
-
 BLOCK_BYTES = 8192
 """Size of messages with activations of prompts: small, so that verdicts need not wait long."""
 

@@ -352,10 +352,6 @@ class TargetService:
             self._texts.discard(ended)
             ended.set_result(None)
 
-    def sweep(self) -> None:
-        """Remove sessions that were idle for too long."""
-        self.sessions.sweep()
-
     async def drain(self, timeout_s: float) -> None:
         """Refuse new turns, let running passes end, and tell devices to leave."""
         self.draining = True

@@ -11,9 +11,9 @@ import pytest
 
 import tiny
 from moaspec.errors import InputError
-from moaspec.remote.device.activation_memory import BLOCK_TOKENS, PrefixStore
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
+from moaspec.remote.device.prefix_cache import BLOCK_TOKENS, PrefixStore
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
 from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.server.service import TargetService
@@ -67,7 +67,7 @@ def test_a_full_disk_costs_nothing_but_the_cache(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("moaspec.remote.device.activation_memory.tempfile.mkstemp", full)
+    monkeypatch.setattr("moaspec.remote.device.prefix_cache.tempfile.mkstemp", full)
     store(tmp_path).save(PROMPT, records(0))
     assert list(store(tmp_path).load(PROMPT)) == []
     (tmp_path / "file").write_text("")
