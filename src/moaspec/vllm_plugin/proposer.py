@@ -86,7 +86,7 @@ class MoAProposer(CustomProposer):
             ServingError: the target's keys and values cannot be captured in this vLLM.
         """
         for name in hooks.TARGET_HOOKS:
-            hooks.require(target, name, owner_name=type(target).__name__)
+            hooks.require(target, name)
         capture = self.capture(target, may_hold=self._eager)
         like = self.empty_like_target(target)
         drafter = self._load_drafter().to(like).requires_grad_(False)

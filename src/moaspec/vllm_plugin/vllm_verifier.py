@@ -74,17 +74,10 @@ class VLLMVerifier:
         )
         self._options, self._encoder = options, encoder
         self._engine = _start(options)
-        name = type(self._engine).__name__
-        self._scheduler = hooks.require(
-            self._engine, "engine_core.engine_core.scheduler", owner_name=name
-        )
-        executor = hooks.require(
-            self._engine, "engine_core.engine_core.model_executor", owner_name=name
-        )
+        self._scheduler = hooks.require(self._engine, "engine_core.engine_core.scheduler")
+        executor = hooks.require(self._engine, "engine_core.engine_core.model_executor")
         self._sampler: SeededSampler = hooks.require(
-            executor,
-            "driver_worker.worker.model_runner.drafter",
-            owner_name=type(executor).__name__,
+            executor, "driver_worker.worker.model_runner.drafter"
         )
         self._scheduler.wanted = set()
         self._require_room()
