@@ -25,6 +25,7 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.accept import Acceptance
 from moaspec.errors import MoaSpecError, ServingError
+from moaspec.remote.protocol.wire import chain as chain_of
 from moaspec.remote.server.capabilities import EngineCapabilities
 from moaspec.vllm_plugin import hooks
 from moaspec.vllm_plugin.vllm_sampling import PendingVerification, SeededSampler
@@ -167,13 +168,12 @@ class VLLMVerifier:
         continues = row.request_id is not None and text == row.text and not request.text_length
         nodes = chain[: self._options.max_drafted] if continues else []
         tokens = tuple(request.tree.tokens[node] for node in nodes)
-        tree = DraftTree(tokens, tuple(range(-1, len(tokens) - 1)))
         if not continues:
             self._submit(row, request, text)
         name = str(row.request_id)
         self._scheduler.requests[name].spec_token_ids = list(tokens)
         self._scheduler.wanted.add(name)
-        pending = PendingVerification(replace(request, tree=tree), text)
+        pending = PendingVerification(replace(request, tree=chain_of(tokens)), text)
         self._sampler.pending[name] = pending
         return pending
 

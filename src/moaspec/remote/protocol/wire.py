@@ -178,8 +178,7 @@ def chain(tokens: Sequence[int]) -> DraftTree:
 
 def draft_message(base: int, tree: DraftTree) -> pb.Draft:
     """Convert drafts to a message."""
-    plain = tree.parents == tuple(range(-1, len(tree.tokens) - 1))
-    parents = () if plain else [parent + 1 for parent in tree.parents]
+    parents = () if tree.is_chain else [parent + 1 for parent in tree.parents]
     return pb.Draft(base=base, tokens=tree.tokens, parents=parents)
 
 
