@@ -27,8 +27,7 @@ from moaspec.model.moa import MoADrafter
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.emulation.emulated_link import link_named
-from moaspec.remote.emulation.shaped_transport import ShapedTransport
+from moaspec.remote.emulation import ShapedTransport, link_named
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.activation_layout import ActivationLayout
 from moaspec.remote.protocol.codec import CODECS, Codec

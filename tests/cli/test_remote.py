@@ -29,7 +29,7 @@ from moaspec.model.moa import MoADrafter
 from moaspec.privacy.vault import Vault
 from moaspec.remote.device.bundle import DeviceBundle
 from moaspec.remote.device.events import RemoteEvent
-from moaspec.remote.emulation.shaped_transport import ShapedTransport
+from moaspec.remote.emulation import ShapedTransport
 from moaspec.remote.protocol.identity import fingerprint
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
@@ -182,7 +182,7 @@ def test_links_are_emulated_only_where_one_is_asked_for(
         made.append(arguments)
         return ShapedTransport(*arguments)
 
-    monkeypatch.setattr("moaspec.remote.emulation.shaped_transport.ShapedTransport", shaped)
+    monkeypatch.setattr("moaspec.remote.emulation.ShapedTransport", shaped)
     arguments = ("remote", "w1", "--server", address, "--bundle", str(bundle))
     for asked, number in (((), 0), (("--link", "lan"), 1), (("--cut-after", "50"), 2)):
         assert cli(*arguments, "--max-new-tokens", "2", *asked).code == 0

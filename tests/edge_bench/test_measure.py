@@ -26,8 +26,7 @@ from moaspec.errors import InputError
 from moaspec.generation.drafters import load_drafter
 from moaspec.remote.device.bundle import load_device
 from moaspec.remote.device.events import RemoteEvent
-from moaspec.remote.emulation.emulated_link import PRESETS
-from moaspec.remote.emulation.shaped_transport import Faults, ShapedTransport
+from moaspec.remote.emulation import PRESETS, Faults, ShapedTransport
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService

@@ -82,7 +82,7 @@ def beside(
         await attacking
         await honest.close()
         while len(at.sessions):
-            at.sweep()
+            at.sessions.sweep()
             await asyncio.sleep(0.01)
         assert at.verifier.cache.num_bytes == 0
         assert at.shared.num_rows == 0

@@ -119,4 +119,5 @@ def test_bundles_bring_the_defaults(tmp_path: Any) -> None:
     target.tokenizer.save_pretrained(tmp_path / "target")
     save_drafter(tiny.random_drafter(target), tmp_path / "drafter")
     export_bundle(tmp_path / "target", tmp_path / "drafter", tmp_path / "bundle")
-    assert load_device(tmp_path / "bundle").generation_defaults == target.generation_defaults
+    device = load_device(tmp_path / "bundle")
+    assert device.target.generation_defaults == target.generation_defaults

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import urllib.parse
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -24,9 +24,9 @@ from moaspec.privacy.vault import Vault
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.emulation.emulated_link import LinkProfile
-from moaspec.remote.emulation.shaped_transport import ShapedTransport, Traffic
+from moaspec.remote.emulation import LinkProfile, ShapedTransport
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
+from moaspec.remote.protocol.transport import Connection, Transport
 from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
 from moaspec.remote.server.service import TargetService
 
@@ -80,12 +80,30 @@ def _varint(number: int) -> bytes:
     return bytes([*found, number])
 
 
+class Tap:
+    """Keeps the frames that the device sends."""
+
+    def __init__(self, inner: Transport, frames: list[bytes]) -> None:
+        self._inner, self._frames = inner, frames
+
+    async def connect(self) -> Connection:
+        connection: Any = await self._inner.connect()
+        write = connection.send
+
+        async def send(frame: bytes) -> None:
+            self._frames.append(frame)
+            await write(frame)
+
+        connection.send = send
+        return cast(Connection, connection)
+
+
 def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
     """What leaves the device while this is answered, cut and return included; and the answer."""
     tokenizer = byte_tokenizer()
     target = tiny.fresh_target(tokenizer=tokenizer, vocab_size=256)
     drafter = tiny.random_drafter(target)
-    traffic, proxy = Traffic(keep=True), Proxy()
+    frames, proxy = list[bytes](), Proxy()
 
     async def run() -> str:
         service = TargetService(target, drafter)
@@ -93,10 +111,10 @@ def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
             return await converse(GrpcTransport(f"127.0.0.1:{proxy.port}"))
 
     async def converse(inner: GrpcTransport) -> str:
-        transport = ShapedTransport(inner, LinkProfile(name="x", delay_s=0.001), traffic=traffic)
+        transport = ShapedTransport(inner, LinkProfile(name="x", delay_s=0.001))
         quick = LinkOptions(heartbeat_s=0.1, dead_after_s=0.5, backoff_s=0.02, connect_s=10.0)
         options = RemoteOptions(draft=moaspec.Chain(2), link=quick)
-        session = RemoteSession(LocalDevice(target, drafter), transport, options)
+        session = RemoteSession(LocalDevice(target, drafter), Tap(transport, frames), options)
         sent = text if vault is None else vault.hide(text)
         ids = tokenizer(sent)["input_ids"]
         mending: asyncio.Task[None] | None = None
@@ -115,7 +133,7 @@ def captured(text: str, vault: Vault | None) -> tuple[bytes, str, Any]:
         return shown
 
     shown = asyncio.run(run())
-    sent = b"\n".join(traffic.up)
+    sent = b"\n".join(frames)
     assert len(proxy.up) > len(sent)
     return sent + b"\n" + bytes(proxy.up), shown, tokenizer
 

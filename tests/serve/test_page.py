@@ -17,8 +17,7 @@ from memorised_target import ANSWER, QUESTION
 from moaspec.remote.device.link import LinkOptions
 from moaspec.remote.device.local_parts import LocalDevice
 from moaspec.remote.device.remote_session import RemoteOptions
-from moaspec.remote.emulation.emulated_link import LinkProfile
-from moaspec.remote.emulation.shaped_transport import Faults, ShapedTransport
+from moaspec.remote.emulation import Faults, LinkProfile, ShapedTransport
 from moaspec.remote.protocol.transport import InProcessTransport
 from moaspec.remote.server.service import TargetService
 from moaspec.serve.guard import GuardSettings

@@ -84,7 +84,7 @@ def services(
     if args.engine == "torch":
         return lambda: TargetService(target, drafter)
     from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
-    from moaspec.vllm_plugin.vllm_verifier import vllm_engine
+    from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
 
     options = ServiceOptions(max_tokens=1024)
     facts = target_facts("smollm2-135m", dtype="float32")
@@ -96,7 +96,7 @@ def services(
         token_bytes=options.token_bytes(facts),
         extra_arguments={"enforce_eager": True},
     )
-    engine = vllm_engine(verifying, wire_encoder(drafter, facts))
+    engine = VLLMVerifier(verifying, wire_encoder(drafter, facts))
     return lambda: TargetService(facts, drafter, options, engine=engine)
 
 

@@ -122,9 +122,9 @@ def test_fewer_tokens_are_drafted_for_more_requests(
 
     draft, asked = PagedDrafter.draft, set()
 
-    def noted(self: Any, roots: Any, depth: int) -> Any:
-        asked.add((len(roots.rows), depth))
-        return draft(self, roots, depth)
+    def noted(self: Any, rows: Any, tokens: Any, positions: Any, depth: int) -> Any:
+        asked.add((len(rows), depth))
+        return draft(self, rows, tokens, positions, depth)
 
     monkeypatch.setattr(PagedDrafter, "draft", noted)
     speculative = serving.arguments(models, models.taught)["speculative_config"]

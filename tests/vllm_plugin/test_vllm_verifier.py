@@ -83,7 +83,7 @@ class Served:
 
     def verify(self, *requests: VerifyRequest) -> list[Any]:
         """One call, as the service makes them."""
-        return asyncio.run(self.engine.verifier.verify(requests))
+        return asyncio.run(self.engine.verify(requests))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     facts = target_facts(models.path, dtype="float32")
     drafter = load_drafter(models.taught, target=models.target)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from moaspec.vllm_plugin.vllm_verifier import vllm_engine
+    from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
 
     options = VLLMVerifierSettings(
         model=str(models.path),
@@ -103,9 +103,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         max_drafted=6,
         extra_arguments={"enforce_eager": True, "seed": 0},
     )
-    engine: Any = vllm_engine(options, wire_encoder(drafter, facts))
+    engine: Any = VLLMVerifier(options, wire_encoder(drafter, facts))
     yield Served(models, engine, drafter)
-    engine.verifier.shutdown()
+    engine.shutdown()
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -134,7 +134,7 @@ def test_texts_are_the_local_ones(served: Served, setting: str, layers: int) -> 
             *(device(service, prompt, shape) for prompt, shape in zip(prompts, shapes, strict=True))
         )
         await service.stop()
-        assert served.engine.verifier.cache_bytes == 0
+        assert served.engine.cache_bytes == 0
 
     run(all_of_them())
 
@@ -176,7 +176,7 @@ def test_a_step_that_fails_costs_time_and_nothing_else(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when memory runs out: what was under way in vLLM is begun anew."""
-    engine = served.engine.verifier._engine
+    engine = served.engine._engine
     step = engine.step
     calls: list[None] = []
 
@@ -218,7 +218,7 @@ def test_a_cache_that_does_not_fit_is_refused_in_a_sentence(served: Served) -> N
     from moaspec.errors import ServingError
     from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
 
-    verifier = served.engine.verifier
+    verifier = served.engine
     options = replace(verifier._options, max_rows=10**9)
     with pytest.raises(ServingError, match="fewer or shorter"):
         VLLMVerifier(replace(options, extra_arguments={"load_format": "nonsense"}))
@@ -283,7 +283,7 @@ def test_a_row_that_fails_harms_no_other(served: Served) -> None:
     assert [first.next_token, served_token(again)] == local
     (whole,) = served.verify(VerifyRequest(1, 0, other, prompt_length=len(other)))
     assert [whole.next_token] == served.local(list(other), max_new_tokens=1)
-    served.engine.verifier.release()
+    served.engine.release()
 
 
 def served_token(verdict: Any) -> int:

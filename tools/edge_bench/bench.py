@@ -18,7 +18,7 @@ from edge_bench.formula import Mode, Round, pays, prediction
 from edge_bench.namespaces import EmulatedLink, Side
 from moaspec.drafting.draft_tree import AUTO
 from moaspec.errors import InputError, MoaSpecError
-from moaspec.remote.emulation.emulated_link import PRESETS, LinkProfile, link_named
+from moaspec.remote.emulation import PRESETS, LinkProfile, link_named
 from moaspec.remote.protocol.codec import CodecName
 
 LOCAL = "none"

@@ -9,7 +9,6 @@ from typing import Any
 from moaspec.drafting.draft_tree import DraftTree, Tree
 from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.drafting.protocols import Drafter, RowText
-from moaspec.model.drafter_config import TargetIdentity
 from moaspec.remote.device.local_parts import Device
 
 
@@ -31,16 +30,7 @@ class HeldDevice(Device):
         self._inner, self._step_s, self._replay = inner, step_s, replay
         self.steps = Steps()
         self.target = inner.target
-
-    @property
-    def identity(self) -> TargetIdentity:
-        """See `Device`."""
-        return self._inner.identity
-
-    @property
-    def fingerprint(self) -> str | None:
-        """See `Device`."""
-        return None if self._replay is not None else self._inner.fingerprint
+        self.fingerprint = None if replay is not None else inner.fingerprint
 
     def drafting(self, num_target_layers: int | None) -> Drafter:
         """See `Device`: the inner device's drafter, held back."""

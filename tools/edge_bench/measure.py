@@ -17,7 +17,7 @@ from moaspec.drafting.oracle_proposer import OracleProposer
 from moaspec.engine.result import Event
 from moaspec.remote.device.local_parts import Device
 from moaspec.remote.device.remote_session import RemoteOptions, RemoteSession
-from moaspec.remote.emulation.pacer import COHERENT_S
+from moaspec.remote.emulation import COHERENT_S
 from moaspec.remote.protocol.grpc_transport import GrpcTransport
 from moaspec.remote.protocol.transport import Transport
 from moaspec.remote.server.server_only import RemoteText
@@ -50,7 +50,7 @@ async def measure_case(
     for index, prompt in enumerate(prompts):
         if case.mode in ("plain", "server"):
             stream = RemoteText(
-                transport, device.stop_token_ids, device.generation_defaults
+                transport, device.target.stop_token_ids, device.target.generation_defaults
             ).stream(prompt, speculate=case.mode == "server", max_new_tokens=max_new_tokens)
             await _alone(found, stream)
         else:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from edge_bench import python_command
 from edge_bench.relay import ADDRESSES
 from moaspec.errors import InputError
-from moaspec.remote.emulation.emulated_link import LinkProfile
+from moaspec.remote.emulation import LinkProfile
 
 Side = Literal["client", "server"]
 PREFIX = "moaspec-"

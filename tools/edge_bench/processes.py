@@ -71,7 +71,7 @@ class DeviceSide:
     def __init__(self, devices: dict[str, Device], address: str, prompts: list[str]) -> None:
         self._devices, self._address = devices, address
         self._transport = GrpcTransport(address)
-        self._prompts = [prompt_ids(devices["moa"].tokenizer, one) for one in prompts]
+        self._prompts = [prompt_ids(devices["moa"].target.tokenizer, one) for one in prompts]
         self._texts: list[list[int]] = []
 
     async def answer(self, job: dict[str, Any], ask: Callable[[str], Awaitable[float]]) -> Any:
@@ -158,7 +158,7 @@ async def decode(settings: dict[str, Any], say: Say, hear: Hear) -> None:
         assert done is not None, "the bench ends only after its workers"
         return float(done["at"])
 
-    say({"devices": {kind: asdict(one.identity) for kind, one in devices.items()}})
+    say({"devices": {kind: asdict(one.target.identity) for kind, one in devices.items()}})
     while (job := await hear()) is not None:
         say({"answer": await side.answer(job, ask)})
 

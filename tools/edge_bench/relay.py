@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moaspec.remote.emulation.emulated_link import LinkProfile
-from moaspec.remote.emulation.pacer import Pacer
+from moaspec.remote.emulation import LinkProfile, Pacer
 
 TUN = "moaspec0"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

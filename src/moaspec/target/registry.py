@@ -33,7 +33,7 @@ from moaspec.target.gguf import (
     is_gguf_name,
     key_of,
 )
-from moaspec.target.names import ALIASES, Alias, packaged_gguf
+from moaspec.target.names import ALIASES, packaged_gguf
 from moaspec.target.rope_fields import require_rope
 from moaspec.target.spec import TargetSpec
 from moaspec.target.target import Target
@@ -62,17 +62,11 @@ def read_target(
         UnknownModelError, UnsupportedTargetError: see `moaspec.load_target`.
     """
     name = str(name)
-    source = _at_hand(name, find_weights(name))
-    try:
+    with _faults_named(name) as source:
         model = _load_model(source, name, DTYPES[dtype]).to(device)
         if generation_config is None:
             model.generation_config = without_defaults(model.generation_config)
         return Target(model, load_tokenizer(source), name=name, quantize=quantize)
-    except MoaSpecError:
-        raise
-    # The libraries below raise almost anything where files are damaged or configs are impossible.
-    except Exception as error:
-        raise _unusable(name, source, first_line(error)) from error
 
 
 def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> TargetSpec:
@@ -88,8 +82,7 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
     """
     require_dtype(dtype)
     name = str(name)
-    source = _at_hand(name, find_weights(name))
-    try:
+    with _faults_named(name) as source:
         config = _read_config(source, name)
         return TargetSpec(
             config,
@@ -99,8 +92,28 @@ def target_facts(name: str | Path, *, dtype: str, device: str = "cpu") -> Target
             generation_config=_generation_config(source, config),
             device=device,
         )
+
+
+@contextmanager
+def _faults_named(name: str) -> Iterator[str]:
+    """Find a target's weights, and name the target in whatever the libraries raise about them.
+
+    Yields:
+        A directory, or a hub id that can be asked for now.
+
+    Raises:
+        UnknownModelError: the weights are not here, or cannot be used.
+    """
+    source = find_weights(name)
+    try:
+        if not is_directory(Path(source)):
+            source = str(cached_if_offline(source) or source)
+        yield source
+    except HubError as error:
+        raise _unusable(name, source, str(error)) from error
     except MoaSpecError:
         raise
+    # The libraries raise almost anything where files are damaged or configs are impossible.
     except Exception as error:
         raise _unusable(name, source, first_line(error)) from error
 
@@ -254,29 +267,12 @@ def find_weights(name: str) -> str:
     gguf = packaged_gguf(alias)
     if gguf is None:
         return alias.hub_id
-    return str(dequantised(name, gguf, _alias_key(name, gguf), remedy=_install_anew(alias)))
+    remedy = f"Install it anew: {alias.command} --force-reinstall"
+    return str(dequantised(name, gguf, _alias_key(name, gguf), remedy=remedy))
 
 
 def _alias_key(name: str, gguf: Path) -> str:
     return f"{name}-{gguf.stat().st_size}"
-
-
-def _install_anew(alias: Alias) -> str:
-    return f"Install it anew: {alias.command} --force-reinstall"
-
-
-def _at_hand(name: str, source: str) -> str:
-    """A directory, or a hub id that can be asked for now.
-
-    Raises:
-        UnknownModelError: the hub cannot be reached and has left no copy here.
-    """
-    if is_directory(Path(source)):
-        return source
-    try:
-        return str(cached_if_offline(source) or source)
-    except HubError as error:
-        raise _unusable(name, source, str(error)) from error
 
 
 def _found(name: str) -> str:

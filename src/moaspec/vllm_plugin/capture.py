@@ -105,7 +105,7 @@ class VLLMCapture:
         return int(self.staged_NLGK.shape[1])
 
     def _attach(self, index: int, layer: Any) -> None:
-        write = require(layer.impl, "do_kv_cache_update", owner_name=type(layer.impl).__name__)
+        write = require(layer.impl, "do_kv_cache_update")
 
         def update(layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
             write(layer, key, value, cache, slots)

@@ -42,7 +42,7 @@ class CustomProposer:
             ServingError: the runner lacks one of `runner_hooks`.
         """
         for path in self.runner_hooks:
-            hooks.require(runner, path, owner_name=type(runner).__name__)
+            hooks.require(runner, path)
         self.runner = runner
 
     def finish_step(self) -> None:

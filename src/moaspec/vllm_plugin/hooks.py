@@ -106,8 +106,8 @@ def verifies_sampled_drafts(device: Any) -> bool:
     return bool(torch.equal(got, temperatures[[0, 1, 1]]))
 
 
-def require(owner: Any, path: str, *, owner_name: str) -> Any:
-    """The attribute at a dotted path.
+def require(owner: Any, path: str, *, owner_name: str | None = None) -> Any:
+    """The attribute at a dotted path; messages call the owner by its class unless it has a name.
 
     Raises:
         ServingError: it does not exist.
@@ -115,7 +115,7 @@ def require(owner: Any, path: str, *, owner_name: str) -> Any:
     found = owner
     for name in path.split("."):
         if not hasattr(found, name):
-            raise _missing(f"{owner_name}.{path}")
+            raise _missing(f"{owner_name or type(owner).__name__}.{path}")
         found = getattr(found, name)
     return found
 

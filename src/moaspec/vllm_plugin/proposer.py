@@ -32,7 +32,7 @@ from moaspec.vllm_plugin import hooks
 from moaspec.vllm_plugin.caches import PagedLayer
 from moaspec.vllm_plugin.custom_proposer import CustomProposer
 from moaspec.vllm_plugin.refusals import check_drafter
-from moaspec.vllm_plugin.vllm_drafting import DrafterParts, DraftRoots, PagedDrafter
+from moaspec.vllm_plugin.vllm_drafting import DrafterParts, PagedDrafter
 from moaspec.vllm_plugin.vllm_settings import drafter_name
 from moaspec.vllm_plugin.vllm_target_layers import DraftHead, embedding_of
 
@@ -86,7 +86,7 @@ class MoAProposer(CustomProposer):
             ServingError: the target's keys and values cannot be captured in this vLLM.
         """
         for name in hooks.TARGET_HOOKS:
-            hooks.require(target, name, owner_name=type(target).__name__)
+            hooks.require(target, name)
         capture = self.capture(target, may_hold=self._eager)
         like = self.empty_like_target(target)
         drafter = self._load_drafter().to(like).requires_grad_(False)
@@ -143,11 +143,12 @@ class MoAProposer(CustomProposer):
             # All computed tokens of an unfinished prompt are verified.
             self._encode([newest.get(row, ALL_TOKENS) for row in range(len(drafts))])
             depth = self._depths[len(drafts)]
-            rows = self._to_draft(newest, depth)
-            tokens = [sampled_token_ids[row][-1] for row in rows]
-            roots = DraftRoots(rows=rows, tokens=tokens, positions=[newest[row] for row in rows])
-            for row, chain in zip(rows, self._chains(roots, depth), strict=True):
-                drafts[row] = chain
+            if rows := self._to_draft(newest, depth):
+                tokens = [sampled_token_ids[row][-1] for row in rows]
+                with _timed("draft"):
+                    chains = self._drafter.draft(rows, tokens, [newest[row] for row in rows], depth)
+                for row, chain in zip(rows, chains, strict=True):
+                    drafts[row] = chain
         return drafts
 
     def _sample(self, logits_NV: Tensor, metadata: Any) -> Any:
@@ -197,13 +198,6 @@ class MoAProposer(CustomProposer):
         self._parts.capture.pending = False
         with _timed("encode"):
             self._drafter.encode(lengths_R)
-
-    def _chains(self, roots: DraftRoots, depth: int) -> list[list[int]]:
-        assert self._drafter is not None
-        if not roots.rows:
-            return []
-        with _timed("draft"):
-            return self._drafter.draft(roots, depth)
 
     @contextmanager
     def _failures_logged(self) -> Iterator[None]:

@@ -22,21 +22,6 @@ from moaspec.vllm_plugin.vllm_target_layers import DraftHead, Embed
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftRoots:
-    """The newest tokens of some requests. They are verified but have no activations yet.
-
-    Attributes:
-        rows: batch indices of the requests.
-        tokens: token ids.
-        positions: positions of the tokens, so the number of earlier tokens with activations.
-    """
-
-    rows: Sequence[int]
-    tokens: Sequence[int]
-    positions: Sequence[int]
-
-
-@dataclass(frozen=True, kw_only=True)
 class DrafterParts:
     """The drafter and its connections to the target, all on this rank.
 
@@ -108,10 +93,19 @@ class PagedDrafter:
             return index
         return torch.tensor(index, device=self._runner.positions.device)
 
-    def draft(self, roots: DraftRoots, depth: int) -> list[list[int]]:
-        """Draft a chain of `depth` tokens after each root."""
+    def draft(
+        self, rows: Sequence[int], tokens: Sequence[int], positions: Sequence[int], depth: int
+    ) -> list[list[int]]:
+        """Draft a chain after the newest token of some requests, which has no activations yet.
+
+        Args:
+            rows: batch indices of the requests.
+            tokens: ids of their newest tokens.
+            positions: positions of these, so the number of earlier tokens with activations.
+            depth: length of a chain.
+        """
         parts, decoder = self._parts, self._parts.drafter.decoder
-        row_R, root_R, position_R = np.array((roots.rows, roots.tokens, roots.positions))
+        row_R, root_R, position_R = np.array((rows, tokens, positions))
         # Number of tokens before each root and before each drafted token.
         length_XR = position_R + np.arange(depth + 1)[:, None]
         token_R, position_SR, slots_SR = self._on_device(row_R, root_R, length_XR[:-1])

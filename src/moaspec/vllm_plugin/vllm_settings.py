@@ -47,18 +47,8 @@ class VLLMServeSettings:
     @property
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM` and `vllm.AsyncEngineArgs`."""
-        return {
-            "model": self.model,
-            "speculative_config": {
-                "method": "custom_class",
-                "model": PROPOSER,
-                "num_speculative_tokens": self.num_speculative_tokens,
-            },
-            "additional_config": {CONFIG_KEY: {"drafter": self.drafter}},
-            "worker_cls": WORKER,
-            "scheduler_cls": SCHEDULER,
-            "compilation_config": COMPILATION,
-        }
+        own = {"drafter": self.drafter}
+        return _arguments(self.model, PROPOSER, self.num_speculative_tokens, own)
 
     @property
     def command(self) -> list[str]:
@@ -114,7 +104,7 @@ class VLLMVerifierSettings:
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `vllm.EngineArgs`."""
         return {
-            "model": self.model,
+            **_arguments(self.model, SAMPLER, self.max_drafted, {"features": self.features}),
             "dtype": self.dtype,
             "max_model_len": self.max_tokens,
             "max_num_seqs": self.max_rows,
@@ -122,17 +112,26 @@ class VLLMVerifierSettings:
             "block_size": BLOCK_TOKENS,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
-            "additional_config": {CONFIG_KEY: {"features": self.features}},
-            "compilation_config": COMPILATION,
-            "speculative_config": {
-                "method": "custom_class",
-                "model": SAMPLER,
-                "num_speculative_tokens": self.max_drafted,
-            },
-            "worker_cls": WORKER,
-            "scheduler_cls": SCHEDULER,
             **self.extra_arguments,
         }
+
+
+def _arguments(
+    model: str, proposer: str, num_drafted: int, own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments that make vLLM load this package, with `own` as our section of its config."""
+    return {
+        "model": model,
+        "speculative_config": {
+            "method": "custom_class",
+            "model": proposer,
+            "num_speculative_tokens": num_drafted,
+        },
+        "additional_config": {CONFIG_KEY: own},
+        "worker_cls": WORKER,
+        "scheduler_cls": SCHEDULER,
+        "compilation_config": COMPILATION,
+    }
 
 
 def drafter_name(additional_config: Any) -> str:

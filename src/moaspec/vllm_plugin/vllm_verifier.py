@@ -25,8 +25,8 @@ from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.accept import Acceptance
 from moaspec.errors import MoaSpecError, ServingError
+from moaspec.remote.protocol.wire import chain as chain_of
 from moaspec.remote.server.capabilities import EngineCapabilities
-from moaspec.remote.server.service import ServingEngine
 from moaspec.vllm_plugin import hooks
 from moaspec.vllm_plugin.vllm_sampling import PendingVerification, SeededSampler
 from moaspec.vllm_plugin.vllm_settings import BLOCK_TOKENS, VLLMVerifierSettings
@@ -59,7 +59,10 @@ class VLLMVerifier:
 
     Args:
         options: model, number of rows and lengths.
-        encoder: encoder of a drafter; None returns no features.
+        encoder: of a drafter, see `remote.server.service.wire_encoder`; None returns no features.
+
+    Attributes:
+        capabilities: properties that devices are told.
 
     Raises:
         ServingError: this vLLM is not supported or does not start.
@@ -67,19 +70,15 @@ class VLLMVerifier:
 
     def __init__(self, options: VLLMVerifierSettings, encoder: Any = None) -> None:
         hooks.require_version()
+        self.capabilities = EngineCapabilities(
+            name="vllm", max_drafted=options.max_drafted, chains_only=True
+        )
         self._options, self._encoder = options, encoder
         self._engine = _start(options)
-        name = type(self._engine).__name__
-        self._scheduler = hooks.require(
-            self._engine, "engine_core.engine_core.scheduler", owner_name=name
-        )
-        executor = hooks.require(
-            self._engine, "engine_core.engine_core.model_executor", owner_name=name
-        )
+        self._scheduler = hooks.require(self._engine, "engine_core.engine_core.scheduler")
+        executor = hooks.require(self._engine, "engine_core.engine_core.model_executor")
         self._sampler: SeededSampler = hooks.require(
-            executor,
-            "driver_worker.worker.model_runner.drafter",
-            owner_name=type(executor).__name__,
+            executor, "driver_worker.worker.model_runner.drafter"
         )
         self._scheduler.wanted = set()
         self._require_room()
@@ -169,13 +168,12 @@ class VLLMVerifier:
         continues = row.request_id is not None and text == row.text and not request.text_length
         nodes = chain[: self._options.max_drafted] if continues else []
         tokens = tuple(request.tree.tokens[node] for node in nodes)
-        tree = DraftTree(tokens, tuple(range(-1, len(tokens) - 1)))
         if not continues:
             self._submit(row, request, text)
         name = str(row.request_id)
         self._scheduler.requests[name].spec_token_ids = list(tokens)
         self._scheduler.wanted.add(name)
-        pending = PendingVerification(replace(request, tree=tree), text)
+        pending = PendingVerification(replace(request, tree=chain_of(tokens)), text)
         self._sampler.pending[name] = pending
         return pending
 
@@ -307,19 +305,3 @@ def _first_chain(tree: DraftTree) -> list[int]:
         if parent == (chain[-1] if chain else -1):
             chain.append(node)
     return chain
-
-
-def vllm_engine(options: VLLMVerifierSettings, encoder: Any = None) -> ServingEngine:
-    """Make vLLM the engine of a `TargetService`.
-
-    Args:
-        options: model, number of rows and lengths.
-        encoder: encoder of the drafter, see `remote.server.service.wire_encoder`, or None.
-
-    Raises:
-        ServingError: this vLLM is not supported or does not start.
-    """
-    capabilities = EngineCapabilities(
-        name="vllm", max_drafted=options.max_drafted, chains_only=True
-    )
-    return ServingEngine(verifier=VLLMVerifier(options, encoder), capabilities=capabilities)

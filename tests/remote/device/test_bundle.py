@@ -214,9 +214,10 @@ def test_what_a_bundle_records(tmp_path: Path) -> None:
     assert is_bundle(bundle)
     assert device.fingerprint == fingerprint(drafter)
     assert (device.info.kind, device.info.weights) == ("moa", "int8")
-    assert device.identity == target.identity
-    assert device.stop_token_ids == target.stop_token_ids
-    assert (device.vocab_size, device.max_positions) == (target.vocab_size, target.max_positions)
+    assert device.target.identity == target.identity
+    assert device.target.stop_token_ids == target.stop_token_ids
+    assert device.target.vocab_size == target.vocab_size
+    assert device.target.max_positions == target.max_positions
 
 
 def test_the_fingerprint_is_of_the_weights() -> None:

@@ -273,7 +273,7 @@ def test_idle_sessions_make_room_and_come_back() -> None:
             assert again.token_ids == expected.token_ids
             await remote.close()
             while len(service.sessions):
-                service.sweep()
+                service.sessions.sweep()
                 await asyncio.sleep(0.05)
             assert service.verifier.cache.num_bytes == 0
 
@@ -331,7 +331,7 @@ def test_a_session_at_work_is_not_evicted_for_an_idle_one(
             (first, second) = service.sessions
             may_decide.clear()
             working = asyncio.create_task(old.generate([*PROMPT, 3], max_new_tokens=2))
-            while not service.is_working(first):
+            while first.task is None:
                 await asyncio.sleep(0.01)
             asking = asyncio.create_task(new.generate(PROMPT, max_new_tokens=1))
             while not service.sessions.evicted:

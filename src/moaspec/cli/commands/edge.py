@@ -79,8 +79,7 @@ def edge(
         settings = serve_settings(
             api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
         )
-        from moaspec.remote.emulation.emulated_link import link_named
-        from moaspec.remote.emulation.shaped_transport import Faults, ShapedTransport
+        from moaspec.remote.emulation import Faults, ShapedTransport, link_named
         from moaspec.remote.protocol.grpc_transport import GrpcTransport
         from moaspec.remote.server.server_only import RemoteText
         from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource
@@ -102,7 +101,7 @@ def edge(
         loaded = device.load_bundle(bundle, model)
         loaded.drafting(num_target_layers)  # a bad N is told now, not to every client
         auto = generation_config is options.AUTO
-        defaults = loaded.generation_defaults if auto else NO_DEFAULTS
+        defaults = loaded.target.generation_defaults if auto else NO_DEFAULTS
         check_defaults(loaded.target, defaults)
         make_vault = partial(device.vault, phone_region, recognise=recognise)
         make_vault().hide("")  # unknown regions are told now, not to every client
@@ -114,7 +113,7 @@ def edge(
             options=chosen,
             limits=EdgeLimits(active=max_active, waiting=max_waiting),
             faults=faults,
-            server_only=RemoteText(transport, loaded.stop_token_ids),
+            server_only=RemoteText(transport, loaded.target.stop_token_ids),
             defaults=defaults,
         )
         warn_if_open(host, settings)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moaspec.privacy.vault import Vault
     from moaspec.remote.device.events import RemoteEvent
     from moaspec.remote.device.remote_session import RemoteSession
-    from moaspec.remote.emulation.shaped_transport import Faults
+    from moaspec.remote.emulation import Faults
 
 PROVISIONAL, NOTE = "yellow", "dim"
 PATIENCE_S = 2.0
@@ -71,8 +71,7 @@ def remote(
     question = read_prompt(prompt)
     with loading(model, threads):
         from moaspec.remote.device.remote_session import RemoteSession
-        from moaspec.remote.emulation.emulated_link import link_named
-        from moaspec.remote.emulation.shaped_transport import Faults, ShapedTransport
+        from moaspec.remote.emulation import Faults, ShapedTransport, link_named
         from moaspec.remote.protocol.grpc_transport import GrpcTransport
 
     chosen = device.remote_options(
@@ -92,7 +91,7 @@ def remote(
     loaded = device.load_bundle(bundle, model)
     ids = chat_ids(loaded.target, hidden)
     session = RemoteSession(loaded, transport, chosen)
-    show = _Show(loaded.tokenizer, vault, quiet=as_json)
+    show = _Show(loaded.target.tokenizer, vault, quiet=as_json)
     cut = _Cut(faults, cut_after, cut_s)
     settings: RowOptions = {
         "max_new_tokens": max_new_tokens,

@@ -158,7 +158,7 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
     from moaspec.remote.server.service import TargetService, wire_encoder
     from moaspec.target.registry import find_weights, target_facts
     from moaspec.vllm_plugin.vllm_settings import VLLMVerifierSettings
-    from moaspec.vllm_plugin.vllm_verifier import vllm_engine
+    from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = chosen_dtype(dtype, device=device, packed=False)
@@ -169,7 +169,7 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
             "which vLLM's cache cannot follow. Take --engine torch, or fewer --max-tokens."
         )
     module = None if drafter is None else load_drafter(drafter, target=facts)
-    engine = vllm_engine(
+    engine = VLLMVerifier(
         VLLMVerifierSettings(
             model=find_weights(model),
             dtype=dtype,

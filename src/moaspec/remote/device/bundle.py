@@ -87,7 +87,7 @@ class BundleInfo:
     drafter: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DeviceBundle(Device):
     """A loaded bundle.
 
@@ -101,15 +101,8 @@ class DeviceBundle(Device):
     target: PartialTarget
     module: MoADrafter | IndependentDrafter
 
-    @property
-    def identity(self) -> TargetIdentity:
-        """Identity of the target that the server must have."""
-        return self.info.target
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Of the drafter whose encoder the server must have, or None."""
-        return self.info.fingerprint
+    def __post_init__(self) -> None:
+        self.fingerprint = self.info.fingerprint
 
     def drafting(self, num_target_layers: int | None = None) -> Drafter:
         """Make a drafter with caches of its own.

@@ -82,7 +82,8 @@ class AheadDrafter:
         text = self.expected
         end = min(self._end, self._rules.end_of_drafts(self._verified))
         count = min(count, end - len(text), MAX_SIZES["depth"])
-        if count < 1 or not self.can_draft or self._ended():
+        ended = any(token in self.stops for token in self.ready())
+        if count < 1 or not self.can_draft or ended:
             return False
         started = self._clock()
         row = RowText(self.ROW, text, self.sampling)
@@ -93,9 +94,6 @@ class AheadDrafter:
         self.step_s = took if self.step_s is None else 0.9 * self.step_s + 0.1 * took
         text += tree.tokens
         return True
-
-    def _ended(self) -> bool:
-        return any(token in self.stops for token in self.ready())
 
     def ready(self) -> list[int]:
         """Expected tokens after the verified text."""

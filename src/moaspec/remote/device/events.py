@@ -99,10 +99,6 @@ class LinkStats:
     up_s: float | None = None
     rounds: deque[RoundTrip] = field(default_factory=lambda: deque(maxlen=65536))
 
-    def saw_round_trip(self, seconds: float) -> None:
-        """Update the smoothed round trip of heartbeats."""
-        self.rtt_s = seconds if self.rtt_s is None else 0.8 * self.rtt_s + 0.2 * seconds
-
 
 def now() -> float:
     """The clock of all statistics, which never jumps."""

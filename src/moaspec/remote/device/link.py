@@ -57,6 +57,10 @@ class ServerLink:
         on_message: called with every message but heartbeats.
         on_connect: called for a new connection; its messages are sent first.
         on_change: called for a new state and for a refusal.
+
+    Attributes:
+        stats: with the current state of the link.
+        refused: why the server refuses this session; None if it does not.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class ServerLink:
         on_connect: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
-        self._transport, self._options, self.stats = transport, options, stats
+        self._transport, self.options, self.stats = transport, options, stats
         self._session = session
         self._on_message, self._on_connect = on_message, on_connect
         self._on_change = on_change
@@ -82,16 +86,6 @@ class ServerLink:
         self._beats: dict[int, float] = {}
         self._renew = self._closing = False
         self.refused: Exception | None = None
-
-    @property
-    def retry_s(self) -> float:
-        """Time after which requests are repeated."""
-        return self._options.retry_s
-
-    @property
-    def state(self) -> LinkState:
-        """Current state of the link."""
-        return self.stats.state
 
     @property
     def connected(self) -> bool:
@@ -138,21 +132,21 @@ class ServerLink:
             self.refuse(error if known else RefusedError(f"The session failed: {error!r}"))
 
     async def _mend(self) -> None:
-        pause_s = self._options.backoff_s
+        pause_s = self.options.backoff_s
         while self.refused is None:
             started = now()
             was_up = await self._once()
             # The pause is reset only after a connection that lasted.
-            if was_up and now() - started > self._options.max_backoff_s:
-                pause_s = self._options.backoff_s
+            if was_up and now() - started > self.options.max_backoff_s:
+                pause_s = self.options.backoff_s
             # The time of a failed attempt counts as pause.
             await asyncio.sleep(max(0.0, pause_s - (0.0 if was_up else now() - started)))
-            pause_s = min(2 * pause_s, self._options.max_backoff_s)
+            pause_s = min(2 * pause_s, self.options.max_backoff_s)
 
     async def _once(self) -> bool:
         """Open one connection and use it until it ends; returns whether it was ever up."""
         try:
-            async with asyncio.timeout(self._options.connect_s):
+            async with asyncio.timeout(self.options.connect_s):
                 connection = await self._transport.connect()
         except (LinkError, TimeoutError):
             return False
@@ -210,14 +204,15 @@ class ServerLink:
                 self.stats.up_s = now()
                 self._set("up")
             if message.HasField("heartbeat"):
-                self._answered(message.heartbeat.number)
+                self._note_round_trip(message.heartbeat.number)
             else:
                 self._on_message(message)
 
-    def _answered(self, number: int) -> None:
-        sent_s = self._beats.pop(number, None)
+    def _note_round_trip(self, number: int) -> None:
+        sent_s, rtt_s = self._beats.pop(number, None), self.stats.rtt_s
         if sent_s is not None:
-            self.stats.saw_round_trip(now() - sent_s)
+            took_s = now() - sent_s
+            self.stats.rtt_s = took_s if rtt_s is None else 0.8 * rtt_s + 0.2 * took_s
 
     async def _send(self, connection: Connection) -> None:
         outgoing = self._outgoing
@@ -230,17 +225,17 @@ class ServerLink:
 
     async def _beat(self) -> None:
         """Send heartbeats; return if the link is silent for too long or is replaced."""
-        tick_s = min(self._options.heartbeat_s, self._options.dead_after_s) / 10
+        tick_s = min(self.options.heartbeat_s, self.options.dead_after_s) / 10
         next_s = woke_s = now()
         while not self._renew:
             late = now() - woke_s > tick_s + LATE_S
             if late:
                 # Messages that came while the device was suspended are not read yet.
-                self._heard_s = max(self._heard_s, now() - self._options.dead_after_s / 2)
-            elif now() - self._heard_s > self._options.dead_after_s:
+                self._heard_s = max(self._heard_s, now() - self.options.dead_after_s / 2)
+            elif now() - self._heard_s > self.options.dead_after_s:
                 return
             if now() >= next_s:
-                next_s = now() + self._options.heartbeat_s
+                next_s = now() + self.options.heartbeat_s
                 self._ping()
             woke_s = now()
             await asyncio.sleep(tick_s)

@@ -8,24 +8,22 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 from moaspec.drafting.draft_tree import Tree, parse_shape
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.policies import DraftPolicy, DraftSettings, FixedPolicy
-from moaspec.drafting.protocols import VerifyRequest
 from moaspec.engine.engine import Engine
 from moaspec.engine.position_rules import PositionRules
 from moaspec.engine.result import Event, GenerationResult, Source
 from moaspec.errors import InputError, LinkError
 from moaspec.generation.options import RowOptions, check_options, row_settings, token_ids
-from moaspec.remote.device.activation_memory import DeviceActivations
 from moaspec.remote.device.draft_ahead import AheadDrafter
 from moaspec.remote.device.events import LinkStats, RemoteEvent, now
 from moaspec.remote.device.link import LinkOptions, ServerLink
 from moaspec.remote.device.link_policy import LinkPolicy
 from moaspec.remote.device.local_parts import Device
-from moaspec.remote.device.prefix_cache import PrefixStore
+from moaspec.remote.device.prefix_cache import DeviceActivations, PrefixStore
 from moaspec.remote.device.remote_verifier import PendingRequest, RemoteVerifier
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
@@ -110,26 +108,22 @@ class RemoteSession:
     ) -> None:
         self.device, self.options = device, options or RemoteOptions()
         self.stats = LinkStats()
-        self._rules = PositionRules.of(device)
+        self._rules = PositionRules.of(device.target)
         drafting = device.drafting(self.options.num_target_layers)
-        self._drafting = drafting if isinstance(drafting, MoAProposer) else None
-        self._memory = None if self._drafting is None else self._make_memory(self._drafting)
-        self._ahead = AheadDrafter(drafting, needs_memory=self._drafting is not None, clock=now)
+        moa = drafting if isinstance(drafting, MoAProposer) else None
+        self._ahead = AheadDrafter(drafting, needs_memory=moa is not None, clock=now)
+        self._memory = None if moa is None else self._make_memory(moa)
         self._verifier = RemoteVerifier(
             self._ahead,
-            opening=self._opening,
-            place=self._place,
+            target=device.target,
+            opening=self._opening(0 if moa is None else moa.num_target_layers),
+            memory=self._memory,
             meanwhile=self._meanwhile,
-            provisional=lambda: self._provisional,
             keep=self.options.on_cut == "keep",
-            most=limits.MAX_DRAFTED,
-            vocab_size=device.vocab_size,
-            max_positions=device.max_positions,
         )
-        self._name = secrets.token_bytes(wire.SESSION_BYTES)
         self._link = ServerLink(
             transport,
-            self._name,
+            secrets.token_bytes(wire.SESSION_BYTES),
             self.options.link,
             self.stats,
             on_message=self._verifier.receive,
@@ -137,30 +131,45 @@ class RemoteSession:
             on_change=self._verifier.wake,
         )
         self._verifier.link = self._link
-        self._engine = Engine(self._verifier, self._ahead, target=device)
+        self._engine = Engine(self._verifier, self._ahead, target=device.target)
         self._events: asyncio.Queue[RemoteEvent | None] = asyncio.Queue()
         self._handle: int | None = None
         self._result = GenerationResult()
         self._task: asyncio.Task[None] | None = None
         self._shown: list[int] = []
-        self._provisional: list[int] = []
         self._stop: StopStrings | None = None
         self._ended_alone = False
         self._policy: DraftPolicy = FixedPolicy()
 
     def _make_memory(self, drafting: MoAProposer) -> DeviceActivations:
-        head_dim, layers = self.device.identity.head_dim, drafting.num_target_layers
+        head_dim, layers = self.device.target.head_dim, drafting.num_target_layers
         layout = ActivationLayout.of(drafting.module.config, self.options.codec, layers, head_dim)
         store = None
         if self.options.prefix_dir is not None:
-            models = (self.device.identity, self.device.fingerprint, self.options.codec, layers)
+            models = (
+                self.device.target.identity,
+                self.device.fingerprint,
+                self.options.codec,
+                layers,
+            )
             store = PrefixStore(
                 self.options.prefix_dir,
                 self.options.tenant,
                 models=repr(models),
                 token_bytes=layout.token_bytes,
             )
-        return DeviceActivations(layout, drafting.target, self._rules, store)
+        return DeviceActivations(layout, self._ahead, drafting.target, self._rules, store)
+
+    def _opening(self, num_target_layers: int) -> pb.Open:
+        """What all messages that open a turn say."""
+        return pb.Open(
+            protocol=identity.PROTOCOL,
+            law=identity.SAMPLING_VERSION,
+            target=identity.to_message(self.device.target.identity),
+            drafter=self.device.fingerprint or "",
+            codec=wire.CODEC_NUMBERS[self.options.codec],
+            num_target_layers=num_target_layers,
+        )
 
     @property
     def result(self) -> GenerationResult:
@@ -170,7 +179,7 @@ class RemoteSession:
     @property
     def provisional(self) -> list[int]:
         """Tokens after those of `result` that were shown but are not verified yet."""
-        return list(self._provisional)
+        return list(self._verifier.provisional)
 
     async def generate(
         self, prompt_ids: Sequence[int], **options: Unpack[RowOptions]
@@ -205,7 +214,7 @@ class RemoteSession:
         finally:
             await self._end_turn()
             if self._memory is not None:
-                self._memory.save(self._verifier.text, len(self._prompt), self._ahead)
+                self._memory.save(self._verifier.text, len(self._prompt))
 
     async def close(self) -> None:
         """End the session here and on the server."""
@@ -215,11 +224,18 @@ class RemoteSession:
 
     def _begin(self, prompt_ids: Sequence[int], options: RowOptions) -> None:
         check_options(options, RowOptions)
-        device: Any = self.device
-        prompt, settings = token_ids(prompt_ids), row_settings(device, options)
+        prompt, settings = token_ids(prompt_ids), row_settings(self.device.target, options)
         wire.sampling_message(settings["sampling"])
-        shaping = DraftSettings(self._tree(options), options.get("free_branches", "auto"))
-        self._policy = self._auto() if self._is_auto(options) else shaping.policy()
+        tree = options.get("tree", self.options.draft)
+        shaping = DraftSettings(tree, options.get("free_branches", "auto"))
+        if tree == "auto":
+            self._policy = LinkPolicy(
+                wait_s=self._wait_s,
+                step_s=lambda: self._ahead.step_s,
+                ahead=self.options.draft_ahead,
+            )
+        else:
+            self._policy = shaping.policy()
         self._handle = self._engine.add(
             prompt,
             shape=self._policy,
@@ -230,7 +246,8 @@ class RemoteSession:
         )
         self._result = self._engine.result(self._handle)
         self._events = asyncio.Queue()
-        self._shown, self._provisional, self._ended_alone = [], [], False
+        self._shown, self._ended_alone = [], False
+        self._verifier.provisional = []
         self._strings = stop_strings(options.get("stop", ()))
         self._prompt, self._started_s = prompt, now()
         self.stats.first_token_s = None
@@ -241,21 +258,8 @@ class RemoteSession:
             rules=self._rules,
         )
         if self._memory is not None:
-            self._memory.restore(prompt, self._ahead)
+            self._memory.restore(prompt)
         self._link.start()
-
-    def _tree(self, options: RowOptions) -> Tree | str:
-        return options.get("tree", self.options.draft)
-
-    def _is_auto(self, options: RowOptions) -> bool:
-        return self._tree(options) == "auto"
-
-    def _auto(self) -> DraftPolicy:
-        return LinkPolicy(
-            wait_s=self._wait_s,
-            step_s=lambda: self._ahead.step_s,
-            ahead=self.options.draft_ahead,
-        )
 
     def _wait_s(self) -> float | None:
         """Time of a verdict: the median of the latest ones, which ignores outliers."""
@@ -286,7 +290,7 @@ class RemoteSession:
         same = common_length(guessed, tokens)
         rest = guessed[len(tokens) :] if same == len(tokens) and event.stop_reason is None else []
         self._shown[start:] = [*tokens, *rest]
-        self._provisional = rest
+        self._verifier.provisional = rest
         # The target did not confirm the end, so the next cut may continue the text.
         self._ended_alone = self._ended_alone and bool(rest)
         if self.stats.first_token_s is None and tokens:
@@ -330,15 +334,15 @@ class RemoteSession:
 
     def _draft_alone(self) -> bool:
         """Show one provisional token; drafts that were sent to the server come first."""
-        if self._ended_alone or len(self._provisional) >= self.options.max_provisional:
+        if self._ended_alone or len(self._verifier.provisional) >= self.options.max_provisional:
             return False
-        shown = len(self._provisional)
+        shown = len(self._verifier.provisional)
         if len(self._ahead.ready()) <= shown and not self._ahead.extend():
             self._end_alone()
             return False
         token = self._ahead.ready()[shown]
         start = len(self._shown)
-        self._provisional.append(token)
+        self._verifier.provisional.append(token)
         self._shown.append(token)
         self.stats.provisional += 1
         self._events.put_nowait(
@@ -358,8 +362,8 @@ class RemoteSession:
         """Whether a provisional token ends the text."""
         if token in self._ahead.stops:
             return True
-        if self._strings and len(self._provisional) == 1:
-            self._stop = StopStrings(self._strings, self.device.tokenizer, self._prompt)
+        if self._strings and len(self._verifier.provisional) == 1:
+            self._stop = StopStrings(self._strings, self.device.target.tokenizer, self._prompt)
             for earlier in self._shown[:-1]:
                 self._stop.push(earlier)
         return bool(self._strings and self._stop and self._stop.push(token))
@@ -367,7 +371,7 @@ class RemoteSession:
     def _end_alone(self) -> None:
         """Stop provisional tokens at the end of the text; with "keep", end the turn."""
         self._ended_alone = True
-        if self.options.on_cut == "keep" and self._provisional:
+        if self.options.on_cut == "keep" and self._verifier.provisional:
             self._verifier.settle()
 
     def _give_up(self, pending: PendingRequest) -> None:
@@ -376,23 +380,3 @@ class RemoteSession:
             is_up = self.stats.state == "up"
             what = "The server has verified nothing" if is_up else "No link to the server"
             raise LinkError(f"{what} for {limit:g} s.")
-
-    def _opening(self, request: VerifyRequest) -> pb.Open:
-        """Make the message that opens a turn, without its text."""
-        layers = 0 if self._drafting is None else self._drafting.num_target_layers
-        return pb.Open(
-            protocol=identity.PROTOCOL,
-            law=identity.SAMPLING_VERSION,
-            target=identity.to_message(self.device.identity),
-            drafter=self.device.fingerprint or "",
-            codec=wire.CODEC_NUMBERS[self.options.codec],
-            num_target_layers=layers,
-            sampling=wire.sampling_message(request.sampling),
-            prompt_length=request.prompt_length,
-        )
-
-    def _place(self, activations: pb.Activations) -> None:
-        """Decode activations into the drafter's memory."""
-        if self._memory is not None and activations.count:
-            parts = self._memory.take(activations.start, activations.data, activations.count)
-            self._ahead.place(activations.start, parts)

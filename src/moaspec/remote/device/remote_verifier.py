@@ -7,6 +7,7 @@ alone, so repetitions change nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,13 @@ from moaspec.drafting.draft_tree import DraftTree, children
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.errors import RefusedError, WireError
 from moaspec.remote.device.draft_ahead import AheadDrafter
-from moaspec.remote.device.events import LinkStats, RoundTrip, now
+from moaspec.remote.device.events import RoundTrip, now
 from moaspec.remote.device.link import ServerLink
+from moaspec.remote.device.prefix_cache import DeviceActivations
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
+from moaspec.support.limits import MAX_DRAFTED
+from moaspec.target.spec import TargetSpec
 
 POLL_S = 0.25
 """A waiting request checks its link at least this often."""
@@ -65,45 +69,37 @@ class RemoteVerifier:
 
     Args:
         ahead: this device's drafter, which follows the verified text.
-        opening: makes the `Open` message of a request, without its text.
-        place: stores activations.
+        target: that the device drafts for.
+        opening: what all `Open` messages of the session say.
+        memory: stores activations; None where the drafter needs none.
         meanwhile: drafts one step while a verdict is awaited; returns whether to call it again.
-        provisional: the tokens that were shown without verification.
         keep: whether provisional tokens stay; otherwise they are drafts.
-        most: drafted tokens of one message.
-        vocab_size, max_positions: the target's.
+
+    Attributes:
+        provisional: tokens that were shown without verification.
     """
 
     def __init__(
         self,
         ahead: AheadDrafter,
         *,
-        opening: Callable[[VerifyRequest], pb.Open],
-        place: Callable[[pb.Activations], None],
+        target: TargetSpec,
+        opening: pb.Open,
+        memory: DeviceActivations | None,
         meanwhile: Callable[[PendingRequest], bool],
-        provisional: Callable[[], list[int]],
         keep: bool,
-        most: int,
-        vocab_size: int,
-        max_positions: int,
     ) -> None:
         self.link: ServerLink  # the session sets it
-        self._ahead, self._opening, self._place = ahead, opening, place
-        self._meanwhile, self._provisional = meanwhile, provisional
-        self._keep, self._most = keep, most
-        self._vocab_size, self._max_positions = vocab_size, max_positions
+        self._ahead, self._target, self._opening = ahead, target, opening
+        self._memory, self._meanwhile, self._keep = memory, meanwhile, keep
         self.text: list[int] = []
+        self.provisional: list[int] = []
         self.turn = 0
         self._committed: list[int] | None = None  # the server's text, if known
         self._pending: PendingRequest | None = None
         self._wake = asyncio.Event()
         self._placed_s = 0.0
         self._asked_s = 0.0
-
-    @property
-    def stats(self) -> LinkStats:
-        """Statistics of the link."""
-        return self.link.stats
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
         """Verify a request on the server.
@@ -134,27 +130,22 @@ class RemoteVerifier:
         while not pending.answer.done():
             if self.link.refused is not None:
                 raise self.link.refused
-            if now() >= pending.due_s and self.link.state == "up":
+            if now() >= pending.due_s and self.link.stats.state == "up":
                 self._send()
             self._fetch()
             more = self._meanwhile(pending)
-            # Received answers are handled before the next draft.
-            left_s = pending.due_s - now() if self.link.state == "up" else POLL_S
-            await self._wait(pending, 0.0 if more else max(0.01, left_s))
+            if more:
+                await asyncio.sleep(0)  # received answers are handled before the next draft
+            else:
+                left_s = pending.due_s - now() if self.link.stats.state == "up" else POLL_S
+                await self._wait(max(0.01, left_s))
         return pending.answer.result()
 
-    async def _wait(self, pending: PendingRequest, timeout_s: float) -> None:
-        if not timeout_s:
-            await asyncio.sleep(0)
-            return
-        woken = asyncio.ensure_future(self._wake.wait())
-        # In short waits, because the link may change its state without a wake-up.
-        await asyncio.wait(
-            (pending.answer, woken),
-            timeout=min(timeout_s, POLL_S),
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        woken.cancel()
+    async def _wait(self, timeout_s: float) -> None:
+        """Wait for a wake-up; in short waits, because the link may change its state without one."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(timeout_s, POLL_S)):
+                await self._wake.wait()
         self._wake.clear()
 
     def wake(self) -> None:
@@ -162,9 +153,9 @@ class RemoteVerifier:
         self._wake.set()
 
     def _retry_s(self) -> float:
-        stats = self.stats
+        stats = self.link.stats
         pass_s = stats.rounds[-1].pass_s if stats.rounds else 0.0
-        return max(self.link.retry_s, 4 * (stats.rtt_s or 0.0) + 4 * pass_s)
+        return max(self.link.options.retry_s, 4 * (stats.rtt_s or 0.0) + 4 * pass_s)
 
     def connected(self) -> None:
         """Resume the session on a new connection, and repeat the waiting request."""
@@ -181,13 +172,13 @@ class RemoteVerifier:
 
     def _keep_provisional(self, pending: PendingRequest) -> None:
         """With `keep`, add the provisional tokens to the text."""
-        if self._keep and self._provisional():
-            pending.kept, pending.opening = list(self._provisional()), True
+        if self._keep and self.provisional:
+            pending.kept, pending.opening = list(self.provisional), True
             self.turn += 1
 
     def settle(self) -> None:
         """End a turn with its provisional tokens, without asking the server."""
-        pending, tokens = self._pending, self._provisional()
+        pending, tokens = self._pending, self.provisional
         if pending is not None and not pending.answer.done():
             self._committed = None  # the server does not have these tokens
             pending.kept = tokens[:-1]
@@ -201,7 +192,9 @@ class RemoteVerifier:
         pending.due_s = now() + self._retry_s()
         message = pb.ClientMessage(turn=self.turn)
         if pending.opening:
-            message.open.CopyFrom(self._opening(pending.request))
+            message.open.CopyFrom(self._opening)
+            message.open.sampling.CopyFrom(wire.sampling_message(pending.request.sampling))
+            message.open.prompt_length = pending.request.prompt_length
             message.open.token_ids.extend([*self.text, *pending.kept])
             message.open.held.extend(wire.range_messages(self._ahead.held.runs()))
         else:
@@ -211,23 +204,20 @@ class RemoteVerifier:
 
     def _drafts(self, pending: PendingRequest) -> DraftTree:
         """The request's drafts; after a cut, the drafts made since, if they are longer."""
-        ready = self._ahead.ready()[: self._most]
+        ready = self._ahead.ready()[:MAX_DRAFTED]
         further = len(ready) > max(pending.request.tree.depths, default=0)
         return wire.chain(ready) if pending.resent and further else pending.request.tree
 
     def _fetch(self) -> None:
         """Request activations that must have been lost."""
-        gaps = self._gaps()
         waited = min(now() - self._placed_s, now() - self._asked_s)
-        if gaps and waited > FETCH_AFTER * self.link.retry_s and self.link.state == "up":
+        late = waited > FETCH_AFTER * self.link.options.retry_s and self.link.stats.state == "up"
+        if not late or self._committed is None or self._memory is None:
+            return
+        if gaps := list(self._ahead.held.gaps(len(self._committed) - 1)):
             self._asked_s = now()
             ranges = pb.Fetch(ranges=wire.range_messages(gaps))
             self.link.send(pb.ClientMessage(turn=self.turn, fetch=ranges))
-
-    def _gaps(self) -> list[tuple[int, int]]:
-        if self._committed is None or not self._ahead.needs_memory:
-            return []
-        return list(self._ahead.held.gaps(len(self._committed) - 1))
 
     def receive(self, message: pb.ServerMessage) -> None:
         """Handle a message of the server; messages of earlier turns are ignored.
@@ -268,10 +258,11 @@ class RemoteVerifier:
             self._activations(verdict.activations)
 
     def _check(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
-        if verdict.base + len(verdict.tokens) > self._max_positions:
-            raise WireError(f"The server sent a text beyond {self._max_positions} tokens.")
-        if any(token >= self._vocab_size for token in verdict.tokens):
-            raise WireError(f"The server sent a token outside 0..{self._vocab_size - 1}.")
+        most, vocab_size = self._target.max_positions, self._target.vocab_size
+        if verdict.base + len(verdict.tokens) > most:
+            raise WireError(f"The server sent a text beyond {most} tokens.")
+        if any(token >= vocab_size for token in verdict.tokens):
+            raise WireError(f"The server sent a token outside 0..{vocab_size - 1}.")
         asked = len(verdict.tokens) if pending.request.sampling.logprobs else 0
         if len(verdict.logprobs) != asked:
             raise WireError(
@@ -286,31 +277,34 @@ class RemoteVerifier:
         tree, nodes = _tree_with(path, (pending.request.tree, pending.tree))
         told = (*[math.nan] * len(pending.kept), *logprobs) if logprobs else ()
         pending.answer.set_result(VerifyResult(tuple(nodes), last, logprobs=told, tree=tree))
+        self.wake()
         self.text = [*self.text, *path, last]
         hit = self._ahead.follow(self.text)
         if not pending.opening:
-            self.stats.ahead_hits += hit and bool(self._ahead.ready())
-            self.stats.ahead_misses += not (hit and bool(self._ahead.ready()))
+            ready = hit and bool(self._ahead.ready())
+            self.link.stats.ahead_hits += ready
+            self.link.stats.ahead_misses += not ready
 
     def _note(self, pending: PendingRequest, verdict: pb.Verdict) -> None:
         drafted = 0 if pending.opening else len(pending.tree.tokens)
         accepted = len(pending.answer.result().accepted) - len(pending.kept)
         ready = len(self._ahead.ready())
-        self.stats.rounds.append(
+        self.link.stats.rounds.append(
             RoundTrip(pending.first_s, now(), _seconds(verdict.pass_s), drafted, accepted, ready)
         )
 
     def _activations(self, activations: pb.Activations) -> None:
         """Store activations, if their tokens are known to be verified."""
-        self.stats.activation_bytes += len(activations.data)
+        self.link.stats.activation_bytes += len(activations.data)
         if activations.start + activations.count <= len(self.text):
-            self._place(activations)
+            if self._memory is not None and activations.count:
+                self._memory.place(activations.start, activations.data, activations.count)
             self._placed_s = now()
             self.wake()
 
     def _reopen(self, pending: PendingRequest) -> None:
         """Open the turn again, because the server's text differs."""
-        self.stats.reopened += 1
+        self.link.stats.reopened += 1
         pending.opening = True
         self.turn += 1
         pending.due_s = now() + _pause_s(pending)

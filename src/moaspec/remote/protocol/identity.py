@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import asdict, fields
 
 import torch
 
@@ -36,28 +37,13 @@ def fingerprint(drafter: MoADrafter) -> str:
 
 def to_message(identity: TargetIdentity) -> pb.TargetIdentity:
     """Convert an identity to a message."""
-    return pb.TargetIdentity(
-        model_type=identity.model_type,
-        num_layers=identity.num_layers,
-        hidden_size=identity.hidden_size,
-        num_kv_heads=identity.num_kv_heads,
-        head_dim=identity.head_dim,
-        vocab_size=identity.vocab_size,
-        tokenizer_hash=identity.tokenizer_hash or "",
-    )
+    return pb.TargetIdentity(**asdict(identity))
 
 
 def from_message(message: pb.TargetIdentity) -> TargetIdentity:
     """Convert a message to an identity."""
-    return TargetIdentity(
-        model_type=message.model_type,
-        num_layers=message.num_layers,
-        hidden_size=message.hidden_size,
-        num_kv_heads=message.num_kv_heads,
-        head_dim=message.head_dim,
-        vocab_size=message.vocab_size,
-        tokenizer_hash=message.tokenizer_hash or None,
-    )
+    values = {one.name: getattr(message, one.name) for one in fields(TargetIdentity)}
+    return TargetIdentity(**values | {"tokenizer_hash": message.tokenizer_hash or None})
 
 
 def difference(got: TargetIdentity, expected: TargetIdentity) -> str | None:
@@ -65,10 +51,9 @@ def difference(got: TargetIdentity, expected: TargetIdentity) -> str | None:
 
     Hashes of tokenizers are compared only if both are known.
     """
-    names = ("model_type", "num_layers", "hidden_size", "num_kv_heads", "head_dim", "vocab_size")
-    wrong = [name for name in names if getattr(got, name) != getattr(expected, name)]
-    hashes = (got.tokenizer_hash, expected.tokenizer_hash)
-    if None not in hashes and hashes[0] != hashes[1]:
-        wrong.append("tokenizer_hash")
-    said = [f"{name} {getattr(got, name)!r} != {getattr(expected, name)!r}" for name in wrong]
+    said = []
+    for name in (one.name for one in fields(TargetIdentity)):
+        own, other = getattr(got, name), getattr(expected, name)
+        if None not in (own, other) and own != other:
+            said.append(f"{name} {own!r} != {other!r}")
     return ", ".join(said) or None

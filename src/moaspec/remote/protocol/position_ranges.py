@@ -47,13 +47,8 @@ class PositionSet:
 
     def first_gap(self, length: int, most: int) -> PositionRange | None:
         """The first missing range below `length`, cut to its first `most` positions."""
-        start = self._flags.find(0)
-        start = len(self._flags) if start < 0 else start
-        if start >= length:
-            return None
-        end = self._flags.find(1, start)
-        end = length if end < 0 else min(end, length)
-        return start, min(end, start + most)
+        start, stop = next(self.gaps(length), (length, length))
+        return (start, min(stop, start + most)) if start < length else None
 
     def last_gap(self, length: int, most: int) -> PositionRange | None:
         """The last missing range below `length`, cut to its last `most` positions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -45,6 +45,17 @@ CODEC_NUMBERS: dict[CodecName, pb.Codec] = {
     "int4": pb.CODEC_INT4,
 }
 CODEC_NAMES: dict[int, CodecName] = {int(number): name for name, number in CODEC_NUMBERS.items()}
+
+RULE_VALUES = (
+    "no_repeat_ngram_size",
+    "min_length",
+    "min_new_tokens",
+    "remove_invalid_values",
+    "max_new_tokens",
+)
+RULE_LISTS = ("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "stop_token_ids")
+RULE_OPTIONS = ("forced_bos_token_id",)
+"""Token rules whose message has the same name: always set, lists, and set or absent."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +178,7 @@ def chain(tokens: Sequence[int]) -> DraftTree:
 
 def draft_message(base: int, tree: DraftTree) -> pb.Draft:
     """Convert drafts to a message."""
-    plain = tree.parents == tuple(range(-1, len(tree.tokens) - 1))
-    parents = () if plain else [parent + 1 for parent in tree.parents]
+    parents = () if tree.is_chain else [parent + 1 for parent in tree.parents]
     return pb.Draft(base=base, tokens=tree.tokens, parents=parents)
 
 
@@ -215,19 +225,10 @@ def sampling_message(sampling: SamplingParams) -> pb.Sampling:
 def _rules_message(rules: TokenRules) -> pb.TokenRules:
     start, factor = rules.exponential_decay_length_penalty or (None, None)
     return pb.TokenRules(
-        no_repeat_ngram_size=rules.no_repeat_ngram_size,
+        **{name: getattr(rules, name) for name in (*RULE_VALUES, *RULE_LISTS, *RULE_OPTIONS)},
         bad_words_ids=[pb.TokenRules.Word(token_ids=word) for word in rules.bad_words_ids],
-        min_length=rules.min_length,
-        min_new_tokens=rules.min_new_tokens,
-        forced_bos_token_id=rules.forced_bos_token_id,
-        forced_eos_token_id=rules.forced_eos_token_id,
-        remove_invalid_values=rules.remove_invalid_values,
         decay_start=start,
         decay_factor=factor,
-        suppress_tokens=rules.suppress_tokens,
-        begin_suppress_tokens=rules.begin_suppress_tokens,
-        stop_token_ids=rules.stop_token_ids,
-        max_new_tokens=rules.max_new_tokens,
     )
 
 
@@ -238,22 +239,14 @@ def _rules_of(message: pb.TokenRules, limits: WireLimits) -> TokenRules:
         WireError: too many, or ids outside the vocabulary.
     """
     _check_rules(message)
+    values: dict[str, Any] = {name: getattr(message, name) for name in RULE_VALUES}
+    values |= {name: tuple(getattr(message, name)) for name in RULE_LISTS}
+    values |= {name: getattr(message, name) for name in RULE_OPTIONS if message.HasField(name)}
     decay = (message.decay_start, message.decay_factor)
     rules = TokenRules(
-        no_repeat_ngram_size=message.no_repeat_ngram_size,
+        **values,
         bad_words_ids=tuple(tuple(word.token_ids) for word in message.bad_words_ids),
-        min_length=message.min_length,
-        min_new_tokens=message.min_new_tokens,
-        forced_bos_token_id=(
-            message.forced_bos_token_id if message.HasField("forced_bos_token_id") else None
-        ),
-        forced_eos_token_id=tuple(message.forced_eos_token_id),
-        remove_invalid_values=message.remove_invalid_values,
         exponential_decay_length_penalty=decay if message.HasField("decay_factor") else None,
-        suppress_tokens=tuple(message.suppress_tokens),
-        begin_suppress_tokens=tuple(message.begin_suppress_tokens),
-        stop_token_ids=tuple(message.stop_token_ids),
-        max_new_tokens=message.max_new_tokens,
     )
     named = {*rules.token_ids, *(rules.stop_token_ids or ())}
     if any(token >= limits.vocab_size for token in named):
@@ -265,13 +258,8 @@ def _rules_of(message: pb.TokenRules, limits: WireLimits) -> TokenRules:
 
 def _check_rules(message: pb.TokenRules) -> None:
     """Check the sizes of rules before their values are read."""
-    for listed in (
-        message.forced_eos_token_id,
-        message.suppress_tokens,
-        message.begin_suppress_tokens,
-        message.stop_token_ids,
-    ):
-        _at_most(len(listed), MAX_RULE_TOKENS, "tokens in a token rule")
+    for name in RULE_LISTS:
+        _at_most(len(getattr(message, name)), MAX_RULE_TOKENS, "tokens in a token rule")
     _at_most(len(message.bad_words_ids), MAX_WORDS, "forbidden words")
     sizes = [len(word.token_ids) for word in message.bad_words_ids]
     _at_most(max(sizes, default=0), MAX_WORD_TOKENS, "tokens in a forbidden word")

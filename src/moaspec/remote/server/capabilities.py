@@ -12,8 +12,7 @@ from moaspec.errors import InputError, RefusedError, WireError
 from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import identity, wire
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_layout import ActivationLayout
-from moaspec.remote.protocol.activation_records import RecordRequest
+from moaspec.remote.protocol.activation_layout import ActivationLayout, RecordRequest
 from moaspec.remote.server.server_session import TurnRequest
 from moaspec.sampling.params import SamplingParams
 from moaspec.support import limits

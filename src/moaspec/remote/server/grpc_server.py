@@ -160,7 +160,7 @@ class GrpcServer:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self._options.sweep_s)
-            self.service.sweep()
+            self.service.sessions.sweep()
 
     async def _describe(self, _: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         await self._owner(context)

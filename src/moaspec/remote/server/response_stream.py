@@ -1,4 +1,4 @@
-"""The messages that a server sends, and the connection of each session."""
+"""The messages that a server sends on one connection."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from moaspec.errors import LinkError
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol.transport import Connection
-from moaspec.remote.server.server_session import ServerSession
+
+if TYPE_CHECKING:
+    from moaspec.remote.server.server_session import ServerSession
 
 MAX_WAITING = 64
 """Answers that may wait until the device reads; a working device never needs this number."""
@@ -25,6 +28,8 @@ class ResponseStream:
         on_sent: called with the size of each message after it is sent.
 
     Attributes:
+        session: whose activations are sent; None before the device named one.
+        name: the session's name, as the device gave it.
         ended: resolves to the reason when the stream ends.
     """
 
@@ -87,8 +92,10 @@ class ResponseStream:
         if self._waiting:
             return self._waiting.popleft()
         session = self.session
-        block = None if session is None or session.records is None else session.records.next_block()
-        if block is None or session is None:
+        if session is None or session.records is None:
+            return None
+        block = session.records.next_block()
+        if block is None:
             return None
         message = pb.ServerMessage(session=session.name, turn=session.turn, activations=block)
         return message.SerializeToString()
@@ -100,72 +107,3 @@ class ResponseStream:
         except TimeoutError as error:
             raise LinkError(f"The device read nothing for {self._timeout_s:g} s.") from error
         self._on_sent(len(frame))
-
-
-class SessionStreams:
-    """Maps each session to at most one stream, and each stream to one session."""
-
-    def __init__(self) -> None:
-        self._streams: dict[bytes, ResponseStream] = {}
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def __contains__(self, session: ServerSession) -> bool:
-        return session.name in self._streams
-
-    @property
-    def streams(self) -> list[ResponseStream]:
-        """All streams with a session."""
-        return list(self._streams.values())
-
-    def attach(self, stream: ResponseStream, session: ServerSession) -> None:
-        """Send this session's answers on this stream from now on."""
-        old = self._streams.get(session.name)
-        if old is stream and stream.session is session:
-            return
-        if old is not None and old is not stream:
-            old.session = None
-            old.stop(LinkError("The device came back on another connection."))
-        stream.session = session
-        self._streams[session.name] = stream
-
-    def detach(self, stream: ResponseStream) -> None:
-        """Detach a stream whose connection has ended."""
-        if stream.session is not None:
-            self.release(stream.session)
-
-    def release(self, session: ServerSession) -> None:
-        """Detach a session from its stream."""
-        stream = self._streams.get(session.name)
-        if stream is not None and stream.session is session:
-            stream.session = None
-            del self._streams[session.name]
-
-    def more(self, session: ServerSession) -> None:
-        """Wake the sender: there may be new activations."""
-        stream = self._streams.get(session.name)
-        if stream is not None:
-            stream.more()
-
-    def answer(
-        self, session: ServerSession, base: int, activations: pb.Activations | None = None
-    ) -> None:
-        """Send the tokens committed past `base`; without a stream, mark activations as unsent."""
-        stream = self._streams.get(session.name)
-        if stream is not None:
-            verdict = session.answer(base, activations)
-            message = pb.ServerMessage(session=session.name, turn=session.turn, verdict=verdict)
-            stream.answer(message)
-        elif session.records is not None and activations is not None:
-            stop = activations.start + activations.count
-            session.records.sent.discard(activations.start, stop)
-
-    def problem(self, session: ServerSession, kind: pb.Problem.Kind, message: str) -> None:
-        """Tell the device about a problem of its session."""
-        stream = self._streams.get(session.name)
-        if stream is not None:
-            problem = pb.Problem(kind=kind, message=message)
-            # A refusal concerns the whole session, so it names no turn.
-            turn = 0 if kind == pb.Problem.REFUSED else session.turn
-            stream.answer(pb.ServerMessage(session=session.name, turn=turn, problem=problem))

@@ -6,15 +6,19 @@ that the target chose. The last token has no keys and values yet.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moaspec.drafting.draft_tree import DraftTree
 from moaspec.drafting.protocols import VerifyRequest, VerifyResult
 from moaspec.engine.position_rules import PositionRules
+from moaspec.errors import LinkError
 from moaspec.remote.protocol import target_pb2 as pb
-from moaspec.remote.protocol.activation_records import ActivationRecords, RecordRequest
+from moaspec.remote.protocol.activation_layout import ActivationRecords, RecordRequest
+from moaspec.remote.protocol.position_ranges import PositionRange, PositionSet
+from moaspec.remote.server.response_stream import ResponseStream
 from moaspec.remote.server.shared_verifier import SharedVerifier
 from moaspec.sampling.params import GREEDY, SamplingParams
 from moaspec.sampling.token_ids import common_length
@@ -51,6 +55,9 @@ class ServerSession:
         row: index of the row.
         token_ids: committed tokens, with the prompt.
         num_verified: number of these tokens whose keys and values are in the target's cache.
+        stream: of the device's connection; None while it has none.
+        task: runs the session's requests; None while there is none.
+        waiting: the request that comes next.
     """
 
     name: bytes
@@ -67,6 +74,9 @@ class ServerSession:
     records: ActivationRecords | None = None
     pass_s: float = 0.0
     used_s: float = field(default_factory=time.monotonic)
+    stream: ResponseStream | None = None
+    task: asyncio.Task[None] | None = None
+    waiting: TurnRequest | DraftRequest | None = None
     _opened: int = 0
 
     @property
@@ -107,14 +117,12 @@ class ServerSession:
             self.num_verified = 0  # activations are made while the text is encoded
         if self.records is not None and asked is not None:
             self.records.cut(self.num_verified)
-            self.hold(asked)
+            self.hold(asked.held)
 
-    def hold(self, asked: RecordRequest) -> None:
+    def hold(self, runs: Iterable[PositionRange]) -> None:
         """Mark the activations that the device has."""
         if self.records is not None:
-            self.records.sent.cut(0)
-            for start, stop in asked.held:
-                self.records.sent.add(start, stop)
+            self.records.sent = PositionSet(runs)
 
     async def read(self) -> AsyncIterator[None]:
         """Encode the text in pieces and choose the next token; yields after each piece."""
@@ -179,13 +187,53 @@ class ServerSession:
         count = verdict.features[0].shape[2]
         records.write(self.num_verified - count, verdict.features)
 
-    def answer(self, base: int, activations: pb.Activations | None = None) -> pb.Verdict:
-        """All tokens committed past `base`."""
+    def attach(self, stream: ResponseStream) -> None:
+        """Send this session's answers on this stream from now on."""
+        if self.stream is not None and self.stream is not stream:
+            self.stream.session = None
+            self.stream.stop(LinkError("The device came back on another connection."))
+        stream.session, self.stream = self, stream
+
+    def detach(self) -> None:
+        """Forget the stream: its connection or this session has ended."""
+        if self.stream is not None:
+            self.stream.session = None
+        self.stream = None
+
+    def close(self) -> None:
+        """Free the row and cancel the work of the session."""
+        self.waiting = None
+        if self.task is not None:
+            self.task.cancel()
+        self.detach()
+        self.shared.close(self.row)
+
+    def more(self) -> None:
+        """Wake the sender: there may be new activations."""
+        if self.stream is not None:
+            self.stream.more()
+
+    def answer(self, base: int, activations: pb.Activations | None = None) -> None:
+        """Send all tokens committed past `base`; without a stream, mark activations as unsent."""
+        if self.stream is None:
+            if self.records is not None and activations is not None:
+                stop = activations.start + activations.count
+                self.records.sent.discard(activations.start, stop)
+            return
         past = len(self.token_ids) - base
-        return pb.Verdict(
+        verdict = pb.Verdict(
             base=base,
             tokens=self.token_ids[base:],
             logprobs=self.logprobs[-past:] if past and self.logprobs else (),
             activations=activations,
             pass_s=self.pass_s,
         )
+        self.stream.answer(pb.ServerMessage(session=self.name, turn=self.turn, verdict=verdict))
+
+    def problem(self, kind: pb.Problem.Kind, message: str) -> None:
+        """Tell the device about a problem of its session."""
+        if self.stream is not None:
+            problem = pb.Problem(kind=kind, message=message)
+            # A refusal concerns the whole session, so it names no turn.
+            turn = 0 if kind == pb.Problem.REFUSED else self.turn
+            self.stream.answer(pb.ServerMessage(session=self.name, turn=turn, problem=problem))

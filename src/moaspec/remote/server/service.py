@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -18,11 +17,10 @@ from moaspec.model.moa import MoADrafter
 from moaspec.remote.protocol import target_pb2 as pb
 from moaspec.remote.protocol import wire
 from moaspec.remote.protocol.activation_layout import WireEncoder
-from moaspec.remote.protocol.activation_records import RecordRequest
 from moaspec.remote.protocol.transport import Connection
 from moaspec.remote.server.capabilities import Capabilities, EngineCapabilities, layers_offered
 from moaspec.remote.server.pending_work import PendingWork
-from moaspec.remote.server.response_stream import ResponseStream, SessionStreams
+from moaspec.remote.server.response_stream import ResponseStream
 from moaspec.remote.server.server_only import decode_alone
 from moaspec.remote.server.server_session import DraftRequest, ServerSession
 from moaspec.remote.server.session_store import (
@@ -84,8 +82,16 @@ class ServiceOptions:
         return replace(self.sessions, max_sessions=min(self.sessions.max_sessions, fit))
 
 
-class ServingVerifier(Verifier, Protocol):
-    """A verifier that a service can use."""
+class ServingEngine(Verifier, Protocol):
+    """An inference engine that verifies in place of the target's own passes.
+
+    With a drafter, it returns the features of `wire_encoder`.
+    """
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Properties that devices are told."""
+        ...
 
     @property
     def cache_bytes(self) -> int:
@@ -95,19 +101,6 @@ class ServingVerifier(Verifier, Protocol):
     def release(self) -> None:
         """Free the memory of all rows; none may be in use."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingEngine:
-    """An inference engine that verifies in place of the target's own passes.
-
-    Attributes:
-        verifier: with a drafter, it returns the features of `wire_encoder`.
-        capabilities: properties that devices are told.
-    """
-
-    verifier: ServingVerifier
-    capabilities: EngineCapabilities
 
 
 class TargetService:
@@ -139,18 +132,16 @@ class TargetService:
         self.capabilities = Capabilities(target, drafter, self.options.longest(target), own)
         self.verifier: Any
         if engine is not None:
-            self.verifier = engine.verifier
+            self.verifier = engine
         else:
             assert isinstance(target, Target), "without an engine the target itself decides"
             encoder: Any = None if drafter is None else wire_encoder(drafter, target)
             self.verifier = LocalVerifier(target, encoder)
         self.shared = SharedVerifier(self.verifier, self.options.passes, self.verifier.release)
         self._room = self.options.fitting(target)
-        self.sessions = SessionStore(self._room, self)
-        self._attachments = SessionStreams()
-        self._work = PendingWork(
-            self.capabilities, self._attachments, self.observer, self.sessions.remove
-        )
+        rules = PositionRules.of(target, self.capabilities.max_tokens)
+        self.sessions = SessionStore(self._room, self.shared, rules)
+        self._work = PendingWork(self.capabilities, self.observer, self.sessions.remove)
         self._connections: set[ResponseStream] = set()
         self._texts: set[asyncio.Future[None]] = set()
         self._quota = Quota(self._room.connections_of, "connections")
@@ -162,7 +153,7 @@ class TargetService:
         counts = self.shared.counts
         for name, what, read in (
             ("sessions", "Sessions that are held", lambda: len(self.sessions)),
-            ("connections", "Connections attached to one", lambda: len(self._attachments)),
+            ("connections", "Connections attached to one", lambda: len(self._streams())),
             ("evicted", "Sessions forgotten to make room", lambda: self.sessions.evicted),
             ("waiting", "Requests that no pass has taken", lambda: self.shared.num_waiting),
             ("cache_bytes", "Keys and values held", lambda: self.verifier.cache_bytes),
@@ -183,38 +174,9 @@ class TargetService:
         """Largest number of texts held at once."""
         return self._room.max_sessions
 
-    @property
-    def num_rows(self) -> int:
-        """Number of texts that are held, with those decoded by the server alone."""
-        return self.shared.num_rows
-
-    def rows_of(self, owner: str) -> int:
-        """Rows that an owner's texts take."""
-        return self.shared.rows_of(owner)
-
-    def make(self, name: bytes, owner: str) -> ServerSession:
-        """A new session, with a row of the cache."""
-        return ServerSession(
-            name=name,
-            owner=owner,
-            row=self.shared.lease(owner),
-            shared=self.shared,
-            rules=PositionRules.of(self.target, self.capabilities.max_tokens),
-        )
-
-    def drop(self, session: ServerSession) -> None:
-        """Free the row and the work of a session."""
-        self._work.drop(session)
-        self._attachments.release(session)
-        self.shared.close(session.row)
-
-    def is_connected(self, session: ServerSession) -> bool:
-        """Whether the session's device is connected."""
-        return session in self._attachments
-
-    def is_working(self, session: ServerSession) -> bool:
-        """Whether the session waits for a pass."""
-        return session in self._work
+    def _streams(self) -> list[ResponseStream]:
+        """Streams of the sessions whose devices are connected."""
+        return [session.stream for session in self.sessions if session.stream is not None]
 
     async def converse(self, owner: str, connection: Connection) -> None:
         """Serve one connection until it ends.
@@ -255,7 +217,8 @@ class TargetService:
             raise
         finally:
             self._connections.discard(stream)
-            self._attachments.detach(stream)
+            if stream.session is not None:
+                stream.session.detach()
             for task in (sending, reading):
                 task.cancel()
             await asyncio.gather(sending, reading, return_exceptions=True)
@@ -292,7 +255,7 @@ class TargetService:
         elif session is None or message.turn > session.turn:
             self._say(stream, message, _problem(pb.Problem.LOST, "There is no such session."))
         elif message.turn == session.turn:
-            self._attachments.attach(stream, session)
+            session.attach(stream)
             self._go_on(stream, session, message)
 
     def _open(
@@ -316,7 +279,7 @@ class TargetService:
             except NoRoomError as error:
                 self._say(stream, message, _problem(pb.Problem.BUSY, str(error), BUSY_RETRY_S))
                 return
-        self._attachments.attach(stream, session)
+        session.attach(stream)
         self._work.put(session, opening)
 
     def _go_on(
@@ -330,11 +293,9 @@ class TargetService:
                 session, DraftRequest(session.turn, draft.base, wire.tree_of(draft, limits))
             )
         elif message.HasField("resume"):
-            held = wire.runs_of(message.resume.held, limits)
-            if session.records is not None:
-                session.hold(RecordRequest(session.records.layout, held))
+            session.hold(wire.runs_of(message.resume.held, limits))
             if session.decided and message.resume.base <= len(session.token_ids):
-                self._attachments.answer(session, message.resume.base)
+                session.answer(message.resume.base)
             stream.more()
         elif message.HasField("fetch") and session.records is not None:
             for start, stop in wire.runs_of(message.fetch.ranges, limits):
@@ -358,12 +319,11 @@ class TargetService:
         """
         ids = self.capabilities.text(request.token_ids)
         sampling = wire.sampling_of(request.sampling, self.capabilities.limits)
-        if self.draining or self.num_rows >= self._room.max_sessions:
+        if self.draining or self.shared.num_rows >= self._room.max_sessions:
             raise NoRoomError("There is no room for another text; try again later.")
-        if self.rows_of(owner) >= self._room.share_of(owner):
-            raise NoRoomError(
-                f"These credentials have {self.rows_of(owner)} texts; try again later."
-            )
+        own = self.shared.rows_of(owner)
+        if own >= self._room.share_of(owner):
+            raise NoRoomError(f"These credentials have {own} texts; try again later.")
         with self._count_text():
             sampling = await self.capabilities.with_grammar(
                 sampling, request.sampling.grammar, len(ids), owner
@@ -392,24 +352,17 @@ class TargetService:
             self._texts.discard(ended)
             ended.set_result(None)
 
-    def sweep(self) -> None:
-        """Remove sessions that were idle for too long."""
-        self.sessions.sweep()
-
     async def drain(self, timeout_s: float) -> None:
         """Refuse new turns, let running passes end, and tell devices to leave."""
         self.draining = True
-        for stream in self._attachments.streams:
+        for stream in self._streams():
             message = _problem(pb.Problem.DRAINING, "The server is stopping.")
             message.session = stream.name or b""
             stream.answer(message)
-        started = time.monotonic()
-        await self._work.settle(timeout_s)
-        if self._texts:
-            left_s = max(0.0, timeout_s - (time.monotonic() - started))
-            await asyncio.wait(list(self._texts), timeout=left_s)
-        flushed = (stream.flush(timeout_s) for stream in self._attachments.streams)
-        await asyncio.gather(*flushed)
+        work = [session.task for session in self.sessions if session.task is not None]
+        if work or self._texts:
+            await asyncio.wait([*work, *self._texts], timeout=timeout_s)
+        await asyncio.gather(*(stream.flush(timeout_s) for stream in self._streams()))
 
     async def stop(self) -> None:
         """End all connections and remove all sessions."""

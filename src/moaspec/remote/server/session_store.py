@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from moaspec.engine.position_rules import PositionRules
 from moaspec.errors import MoaSpecError, RefusedError
 from moaspec.remote.server.auth import ANONYMOUS
 from moaspec.remote.server.server_session import ServerSession
-
-if TYPE_CHECKING:
-    from moaspec.remote.server.service import TargetService
+from moaspec.remote.server.shared_verifier import SharedVerifier
 
 
 class NoRoomError(MoaSpecError):
@@ -65,11 +63,12 @@ class SessionStore:
 
     Args:
         options: how many there may be.
-        service: makes and drops sessions, and knows which are in use.
+        shared: leases rows to sessions, and to texts that the server decodes alone.
+        rules: of the target's positions.
     """
 
-    def __init__(self, options: StoreOptions, service: TargetService) -> None:
-        self._options, self._service = options, service
+    def __init__(self, options: StoreOptions, shared: SharedVerifier, rules: PositionRules) -> None:
+        self._options, self._shared, self._rules = options, shared, rules
         self._sessions: dict[bytes, ServerSession] = {}
         self.evicted = 0
 
@@ -96,19 +95,21 @@ class SessionStore:
         Raises:
             NoRoomError: there are too many, and none of them is idle.
         """
-        own = self._service.rows_of(owner)
+        own = self._shared.rows_of(owner)
         if own >= self._options.share_of(owner) and not self._evict(owner):
             raise NoRoomError(f"These credentials have {own} texts, all of them in use.")
-        if self._service.num_rows >= self._options.max_sessions and not self._evict(None):
-            raise NoRoomError(f"All {self._service.num_rows} texts of this server are in use.")
-        session = self._sessions[name] = self._service.make(name, owner)
+        rows = self._shared.num_rows
+        if rows >= self._options.max_sessions and not self._evict(None):
+            raise NoRoomError(f"All {rows} texts of this server are in use.")
+        session = ServerSession(name, owner, self._shared.lease(owner), self._shared, self._rules)
+        self._sessions[name] = session
         return session
 
     def remove(self, session: ServerSession) -> None:
         """Remove a session and free its row."""
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
-            self._service.drop(session)
+            session.close()
 
     def sweep(self) -> None:
         """Remove sessions without connection that were idle for too long."""
@@ -131,13 +132,13 @@ class SessionStore:
         self.remove(session)
 
     def _idle(self, seconds: float, *, connected: bool) -> list[ServerSession]:
-        service, before = self._service, time.monotonic() - seconds
+        before = time.monotonic() - seconds
         return [
             session
             for session in self
             if session.used_s < before
-            and service.is_connected(session) == connected
-            and not service.is_working(session)
+            and (session.stream is not None) == connected
+            and session.task is None
         ]
 
 

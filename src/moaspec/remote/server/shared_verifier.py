@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -161,11 +161,6 @@ class SharedVerifier:
         self._used.pop(row, None)
         if self._on_idle is not None and not self._used:
             self._on_idle()
-
-    async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        """Verify requests of several rows; see `Verifier`."""
-        answers = await asyncio.gather(*(self.decide(request) for request in requests))
-        return [verdict for verdict, _ in answers]
 
     async def decide(self, request: VerifyRequest) -> tuple[VerifyResult, float]:
         """Verify a request of one row; returns the result and the duration of its pass."""

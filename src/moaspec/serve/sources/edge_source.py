@@ -134,18 +134,18 @@ class EdgeSource:
         self.facts = SourceFacts(
             name=name,
             mode="edge",
-            tokenizer=device.tokenizer,
-            vocab_size=device.vocab_size,
-            max_positions=device.max_positions,
-            stop_token_ids=device.stop_token_ids,
-            defaults=device.generation_defaults if defaults is None else defaults,
+            tokenizer=device.target.tokenizer,
+            vocab_size=device.target.vocab_size,
+            max_positions=device.target.max_positions,
+            stop_token_ids=device.target.stop_token_ids,
+            defaults=device.target.generation_defaults if defaults is None else defaults,
             speculates=True,
             grammars=Grammars(
-                device.tokenizer,
-                vocab_size=device.vocab_size,
-                stop_token_ids=device.stop_token_ids,
+                device.target.tokenizer,
+                vocab_size=device.target.vocab_size,
+                stop_token_ids=device.target.stop_token_ids,
             ),
-            fingerprint=f"fp_{(device.identity.tokenizer_hash or 'edge')[:12]}",
+            fingerprint=f"fp_{(device.target.identity.tokenizer_hash or 'edge')[:12]}",
         )
 
     async def start(self) -> None:

@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 
 from moaspec.errors import InputError
-from moaspec.remote.emulation.emulated_link import PRESETS, Jitter, LinkProfile, link_named
-from moaspec.remote.emulation.pacer import Pacer
+from moaspec.remote.emulation import PRESETS, Jitter, LinkProfile, Pacer, link_named
 
 
 def arrivals(

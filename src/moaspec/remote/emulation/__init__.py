@@ -1,1 +1,0 @@
-"""Emulated links: what a network does to messages, in this process."""
