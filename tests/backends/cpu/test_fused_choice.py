@@ -41,8 +41,8 @@ def some_logits(nodes: int, vocabulary: int, *, scale: float, seed: int = 0) -> 
 def chosen(logits_NV: Tensor, settings: list[SamplingParams]) -> tuple[list[int], list[int]]:
     """By kernels, and by PyTorch."""
     prefixes = [Prefix(one, [1] * (3 + i), 1) for i, one in enumerate(settings)]
-    laws = [sampler_params(one.sampling, len(one.token_ids)) for one in prefixes]
-    return choose(logits_NV, laws), perturbed(logits_NV, prefixes).argmax(-1).tolist()
+    samplers = [sampler_params(one.sampling, len(one.token_ids)) for one in prefixes]
+    return choose(logits_NV, samplers), perturbed(logits_NV, prefixes).argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("num", [1, 2, 3])
@@ -118,8 +118,8 @@ def test_logits_that_are_no_numbers_give_some_token(filters: dict[str, Any]) -> 
     logits_NV = some_logits(3, 20_000, scale=1.0)
     logits_NV[0], logits_NV[1, ::40] = math.nan, math.nan
     logits_NV[2, 7] = math.inf
-    laws = [sampler_params(one, 3) for one in settings]
-    assert all(0 <= token < 20_000 for token in choose(logits_NV, laws))
+    samplers = [sampler_params(one, 3) for one in settings]
+    assert all(0 <= token < 20_000 for token in choose(logits_NV, samplers))
 
 
 def test_nodes_by_themselves_and_strided_logits() -> None:

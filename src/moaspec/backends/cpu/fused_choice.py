@@ -1,4 +1,4 @@
-"""Choosing tokens by a law, in one call.
+"""Choosing tokens by seeded sampling, in one call.
 
 Legend: N nodes, V vocabulary.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moaspec.backends.cpu.build import library, why_not
-from moaspec.backends.cpu.structures import LawFacts
+from moaspec.backends.cpu.structures import SamplerFacts
 
 
 class SamplerParams(NamedTuple):
@@ -44,21 +44,21 @@ def can_choose(logits_NV: Tensor) -> bool:
     return cpu and logits_NV.shape[1] > 0 and why_not() is None
 
 
-def choose(logits_NV: Tensor, laws: Sequence[SamplerParams]) -> list[int]:
+def choose(logits_NV: Tensor, samplers: Sequence[SamplerParams]) -> list[int]:
     """The token of the largest logit / temperature + noise, among those that the filters leave.
 
     Args:
         logits_NV: float32, on the CPU.
-        laws: one per node.
+        samplers: one per node.
     """
-    assert len(laws) == len(logits_NV)
+    assert len(samplers) == len(logits_NV)
     logits_NV = logits_NV.contiguous()
-    tokens = (c_int64 * len(laws))()
+    tokens = (c_int64 * len(samplers))()
     library().moaspec_choose(
         c_void_p(logits_NV.data_ptr()),
-        c_int64(len(laws)),
+        c_int64(len(samplers)),
         c_int64(logits_NV.shape[1]),
-        (LawFacts * len(laws))(*(LawFacts(*law) for law in laws)),
+        (SamplerFacts * len(samplers))(*(SamplerFacts(*one) for one in samplers)),
         tokens,
         c_int32(torch.get_num_threads()),
     )

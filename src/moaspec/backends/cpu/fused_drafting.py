@@ -24,8 +24,8 @@ from moaspec.backends.cpu.structures import (
     EncoderFacts,
     ExitFacts,
     GrowthFacts,
-    LawFacts,
     PassFacts,
+    SamplerFacts,
 )
 
 
@@ -153,15 +153,17 @@ class Coupling:
     """How the drafts of a sampled row are ranked, see `moaspec.drafting.path_scores`.
 
     Args:
-        law: of the first level's tokens, its temperature divided by the sharpness.
+        sampler: of the first level's tokens, its temperature divided by the sharpness.
         agreement: the target chooses the draft of rank r with probability
             sigmoid(a + b * margin), a and b those of line r; the last line goes for further ranks.
     """
 
-    def __init__(self, law: SamplerParams, agreement: Sequence[tuple[float, float]]) -> None:
+    def __init__(self, sampler: SamplerParams, agreement: Sequence[tuple[float, float]]) -> None:
         numbers = [number for line in agreement for number in line]
         self._numbers = (c_float * len(numbers))(*numbers)  # kept, as facts have its address alone
-        self.facts = CouplingFacts(LawFacts(*law), ctypes.addressof(self._numbers), len(agreement))
+        self.facts = CouplingFacts(
+            SamplerFacts(*sampler), ctypes.addressof(self._numbers), len(agreement)
+        )
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class GrowthFacts(ctypes.Structure):
     )
 
 
-class LawFacts(ctypes.Structure):
+class SamplerFacts(ctypes.Structure):
     """How a token is chosen, and where."""
 
     _fields_ = (
@@ -151,11 +151,11 @@ class LawFacts(ctypes.Structure):
 class CouplingFacts(ctypes.Structure):
     """How drafts for a sampled row are ranked."""
 
-    _fields_ = (("law", LawFacts), ("agreement", c_void_p), ("ranks", c_int64))
+    _fields_ = (("sampler", SamplerFacts), ("agreement", c_void_p), ("ranks", c_int64))
 
 
 SHARED = (
-    *(MatrixFacts, LayerFacts, AttentionFacts, LawFacts, CouplingFacts, GrowthFacts),
+    *(MatrixFacts, LayerFacts, AttentionFacts, SamplerFacts, CouplingFacts, GrowthFacts),
     *(PassFacts, EncoderFacts, ExitFacts, DrafterFacts),
 )
 """All of them, in the order of `moaspec_layouts`."""

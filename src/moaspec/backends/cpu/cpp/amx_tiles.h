@@ -65,11 +65,9 @@ class Panels {
   Panels(const uint8_t* panels, int64_t apart, const uint8_t* next, int64_t blocks)
       : panels_(panels), apart_(apart), next_(next), blocks_(blocks) {}
   void find(int64_t b, const bf16* (&weights)[V]) {
-    const uint8_t* later =
-        b + kBefore < blocks_ ? panels_ + (b + kBefore) * kBytes : next_ + (b + kBefore - blocks_) * kBytes;
+    const uint8_t* later = step_of(panels_, next_, b + kBefore, blocks_, kBytes);
     for (int v = 0; v < V; v++) {
-      for (int line = 0; line < kBytes; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(later + v * apart_ + line), _MM_HINT_T0);
+      prefetch(later + v * apart_, kBytes);
       weights[v] = reinterpret_cast<const bf16*>(panels_ + v * apart_ + b * kBytes);
     }
   }
@@ -96,11 +94,9 @@ class Unpacked {
 
  private:
   void unpack(int64_t b) {
-    const uint8_t* later = b + kBlocksAhead < blocks_ ? panels_ + (b + kBlocksAhead) * Block::kBytes
-                                                      : next_ + (b + kBlocksAhead - blocks_) * Block::kBytes;
+    const uint8_t* later = step_of(panels_, next_, b + kBlocksAhead, blocks_, Block::kBytes);
     for (int v = 0; v < V; v++) {
-      for (int line = 0; line < Block::kBytes; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(later + v * apart_ + line), _MM_HINT_T0);
+      prefetch(later + v * apart_, Block::kBytes);
       Block::unpack(panels_ + v * apart_ + b * Block::kBytes, ring_[b % kRing][v]);
     }
   }

@@ -58,9 +58,7 @@ inline void gather(const float* weights, int64_t stride, const bf16* value, int6
 
 // Fetches a head's keys or values of some slots ahead of their use.
 inline void fetch(const bf16* from, int64_t slot_stride, int64_t start, int64_t stop, int64_t dim) {
-  for (int64_t s = start; s < stop; s++)
-    for (int64_t i = 0; i < dim; i += 32)
-      _mm_prefetch(reinterpret_cast<const char*>(from + s * slot_stride + i), _MM_HINT_T0);
+  for (int64_t s = start; s < stop; s++) prefetch(from + s * slot_stride, dim * sizeof(bf16));
 }
 
 // `call` with the number of queries as a constant.
@@ -167,28 +165,28 @@ class Scores {
 #endif
 
 // Scores become weights, zero where nothing is visible; returns one over their sum.
-float soften(float* scores, const uint8_t* mask, int64_t slots, float scale, float* visible) {
+float softmax_weights(float* scores, const uint8_t* mask, int64_t slots, float scale, float* visible) {
   const Floats nothing = all(-INFINITY);
   Floats most = nothing;
   const auto seen = [&](int64_t s) {
     return mask ? nonzero(mask + s, slots - s) : first(slots - s);
   };
   for (int64_t s = 0; s < slots; s += kLanes)
-    most = larger(most, chosen(seen(s), load(scores + s), nothing));
-  const Floats top = all(highest(most)), factor = all(scale);
+    most = larger(most, blend(seen(s), load(scores + s), nothing));
+  const Floats top = all(reduce_max(most)), factor = all(scale);
   int64_t count = 0;
   for (int64_t s = 0; s < slots; s += kLanes) {
     const Mask here = seen(s);
     const Floats weights =
-        chosen(here, exponential((load(scores + s) - top) * factor), all(0.0f));
+        blend(here, exponential((load(scores + s) - top) * factor), all(0.0f));
     store(scores + s, weights);
-    count += squeeze(visible + count, here, weights);
+    count += compress(visible + count, here, weights);
   }
   // Summed without the gaps, so that it does not matter in which slots the keys are.
   Floats sums = all(0.0f);
   for (int64_t s = 0; s < count; s += kLanes)
-    sums = sums + chosen(first(count - s), load(visible + s), all(0.0f));
-  return count ? 1.0f / total(sums) : 0.0f;
+    sums = sums + blend(first(count - s), load(visible + s), all(0.0f));
+  return count ? 1.0f / reduce_sum(sums) : 0.0f;
 }
 
 // Slots up to the last one that a group sees: what lies behind would be multiplied with zero.
@@ -217,7 +215,7 @@ void attend(const Group& group, const bf16* key, const bf16* value, const Attent
   }
   float factors[kQueries];
   for (int q = 0; q < group.count; q++)
-    factors[q] = soften(scores + q * stride, group.mask[q], slots, call.scale,
+    factors[q] = softmax_weights(scores + q * stride, group.mask[q], slots, call.scale,
                         scores + kQueries * stride);
   alignas(64) float sums[kQueries * kMostDim];
   for (int q = 0; q < group.count; q++) std::fill_n(sums + q * kMostDim, dim, 0.0f);

@@ -1,9 +1,9 @@
-// Which token a law chooses: the largest of logit / temperature + noise, of those that its filters leave.
+// Seeded sampling: the largest logit / temperature + noise, of the tokens that the filters leave.
 //
 // Two logarithms for each token of a vocabulary take longer than all else. But noise has an upper bound
 // that takes one conversion: with a uniform number u, -log(-log(u)) is at most -log(1 - u), and the bits
-// of a float, read as an integer, bound its logarithm. So only the few tokens that this bound lets hope
-// are looked at closely.
+// of a float, read as an integer, bound its logarithm. So exact noise is computed only for the few tokens
+// whose bound reaches the best value so far.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 extern "C" {
 
 // As `moaspec.sampling.choose` has it. Zero, or one for `top_p`, leaves all tokens.
-struct Law {
+struct SamplerParams {
   double temperature;
   int64_t top_k;
   double top_p, min_p;
@@ -29,7 +29,7 @@ struct Law {
 
 namespace {
 
-constexpr int64_t kHopes = 128;           // tokens whose bounds are computed together
+constexpr int64_t kBoundsTogether = 128;           // tokens whose bounds are computed together
 constexpr float kSlack = 1e-3f;           // more than the bound's rounding errors
 constexpr float kSteepest = 1e30f;        // of one over the temperature, in bounds
 constexpr int64_t kTopPCandidates = 512;  // that top-p looks at before it sorts them all
@@ -76,10 +76,10 @@ inline double mass_of(const float* logits, int64_t size, double temperature, flo
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) {
     const Floats x = load(logits + i);
-    const float top = highest(x);
+    const float top = reduce_max(x);
     if (top / temperature < least) continue;
     if (all_count && top < far)
-      mass += total(exponential((x - all(best)) * steep));
+      mass += reduce_sum(exponential((x - all(best)) * steep));
     else
       add(i, i + kLanes);
   }
@@ -88,50 +88,50 @@ inline double mass_of(const float* logits, int64_t size, double temperature, flo
 }
 
 // The quotient of logit and temperature from which on tokens are left.
-inline double threshold(const Law& law, const float* logits, int64_t size, float best) {
+inline double threshold(const SamplerParams& sampler, const float* logits, int64_t size, float best) {
   double least = kNoLeast;
-  if (law.top_k > 0 && law.top_k < size) {
-    const std::vector<float> found = largest(logits, size, law.top_k);
-    if (!found.empty()) least = std::max(least, found.back() / law.temperature);  // none where all are NaN
+  if (sampler.top_k > 0 && sampler.top_k < size) {
+    const std::vector<float> found = largest(logits, size, sampler.top_k);
+    if (!found.empty()) least = std::max(least, found.back() / sampler.temperature);  // none where all are NaN
   }
-  if (law.top_p < 1.0) {
-    const double whole = mass_of(logits, size, law.temperature, best, least);
+  if (sampler.top_p < 1.0) {
+    const double whole = mass_of(logits, size, sampler.temperature, best, least);
     for (int64_t count = std::min(kTopPCandidates, size);; count = size) {
-      double before = 0.0, last = best / law.temperature;
+      double before = 0.0, last = best / sampler.temperature;
       bool enough = false;
       for (const float logit : largest(logits, size, count)) {
-        const double scaled = logit / law.temperature;
-        enough = before >= law.top_p * whole || scaled < least;
+        const double scaled = logit / sampler.temperature;
+        enough = before >= sampler.top_p * whole || scaled < least;
         if (enough) break;
         last = scaled;
-        before += std::exp((logit - double{best}) / law.temperature);
+        before += std::exp((logit - double{best}) / sampler.temperature);
       }
       if (!enough && count < size) continue;
       least = std::max(least, last);
       break;
     }
   }
-  if (law.min_p > 0.0) least = std::max(least, best / law.temperature + std::log(law.min_p));
+  if (sampler.min_p > 0.0) least = std::max(least, best / sampler.temperature + std::log(sampler.min_p));
   return least;
 }
 
-// Tokens from `start` on that may have at least a value, shown in their order: `look(index, scaled)` gives
-// the least value that still matters. Token i has the name `names[i]`, or i.
+// Calls `look(index, scaled logit)` for tokens from `start` to `stop` whose bound reaches `value`, in order;
+// `look` returns the next `value`. The noise of token i is that of `names[i]`, or of i.
 template <class Look>
-void show_hopeful(const Law& law, const float* logits, const int64_t* names, int64_t start, int64_t stop,
-                  float best, double least, double value, const Look& look) {
-  const double top = best / law.temperature;
-  const float steep = static_cast<float>(std::min(1.0 / law.temperature, double{kSteepest}));
-  uint32_t halves[kHopes];
-  float bounds[kHopes];
-  for (int64_t from = start; from < stop; from += kHopes) {
-    const int64_t count = std::min(kHopes, stop - from);
+void show_candidates(const SamplerParams& sampler, const float* logits, const int64_t* names, int64_t start,
+                     int64_t stop, float best, double least, double value, const Look& look) {
+  const double top = best / sampler.temperature;
+  const float steep = static_cast<float>(std::min(1.0 / sampler.temperature, double{kSteepest}));
+  uint32_t halves[kBoundsTogether];
+  float bounds[kBoundsTogether];
+  for (int64_t from = start; from < stop; from += kBoundsTogether) {
+    const int64_t count = std::min(kBoundsTogether, stop - from);
     if (names)
       for (int64_t i = 0; i < count; i++)
-        halves[i] = ~noise_words(law.place, static_cast<uint32_t>(names[from + i])).high >> 1;
+        halves[i] = ~noise_words(sampler.place, static_cast<uint32_t>(names[from + i])).high >> 1;
     else
       for (int64_t i = 0; i < count; i++)
-        halves[i] = ~noise_words(law.place, static_cast<uint32_t>(from + i)).high >> 1;
+        halves[i] = ~noise_words(sampler.place, static_cast<uint32_t>(from + i)).high >> 1;
     // 1 - u is at least halves / 2^31, whose logarithm to base 2 is at least exponent plus mantissa.
     for (int64_t i = 0; i < count; i++) {
       const float half = static_cast<float>(static_cast<int32_t>(halves[i]));
@@ -145,7 +145,7 @@ void show_hopeful(const Law& law, const float* logits, const int64_t* names, int
     if (!(highest_of(bounds, 0, count) >= needed)) continue;
     for (int64_t i = 0; i < count; i++) {
       if (!(bounds[i] >= needed)) continue;
-      const double scaled = logits[from + i] / law.temperature;
+      const double scaled = logits[from + i] / sampler.temperature;
       if (!(scaled >= least)) continue;
       value = look(from + i, scaled);
       needed = static_cast<float>(value - top) - kSlack;
@@ -153,13 +153,13 @@ void show_hopeful(const Law& law, const float* logits, const int64_t* names, int
   }
 }
 
-// The token that a law chooses, the first of equal ones, by a team.
+// The token that a sampler chooses, the first of equal ones, by a team.
 class Draw {
  public:
   explicit Draw(int32_t threads) : tops_(threads, -INFINITY), drawn_(threads, {-INFINITY, 0}) {}
 
   // It waits at its end.
-  void team_draw(const Law& law, const float* logits, int64_t size) {
+  void team_draw(const SamplerParams& sampler, const float* logits, int64_t size) {
     const int me = omp_get_thread_num();
     const Stretch share = share_of(size);
     tops_[me] = highest_of(logits, share.start, share.stop);
@@ -167,15 +167,15 @@ class Draw {
 #pragma omp single
     {
       best_ = *std::max_element(tops_.begin(), tops_.end());
-      least_ = threshold(law, logits, size, best_);
+      least_ = threshold(sampler, logits, size, best_);
     }
     Drawn own = {-INFINITY, 0};
-    show_hopeful(law, logits, nullptr, share.start, share.stop, best_, least_, own.value,
-                 [&](int64_t token, double scaled) {
-                   const double value = scaled + gumbel(law.place, static_cast<uint32_t>(token));
-                   if (value > own.value) own = {value, token};
-                   return own.value;
-                 });
+    show_candidates(sampler, logits, nullptr, share.start, share.stop, best_, least_, own.value,
+                    [&](int64_t token, double scaled) {
+                      const double value = scaled + gumbel(sampler.place, static_cast<uint32_t>(token));
+                      if (value > own.value) own = {value, token};
+                      return own.value;
+                    });
     drawn_[me] = own;
 #pragma omp barrier
   }

@@ -39,10 +39,10 @@ constexpr int64_t kFewestPanels = 8;    // of gates, however many rows there are
 
 // RMSNorm of n numbers, a multiple of 16.
 template <class Read>
-inline void normalise(const Read& read, const bf16* weight, float eps, int64_t n, bf16* out) {
+inline void rms_norm(const Read& read, const bf16* weight, float eps, int64_t n, bf16* out) {
   Floats squares = all(0.0f);
   for (int64_t i = 0; i < n; i += kLanes) squares = multiply_add(read(i), read(i), squares);
-  const float mean = total(squares) / static_cast<float>(n);
+  const float mean = reduce_sum(squares) / static_cast<float>(n);
   const Floats factor = all(1.0f / std::sqrt(mean + eps));
   for (int64_t i = 0; i < n; i += kLanes) store(out + i, read(i) * factor * load(weight + i));
 }
@@ -91,10 +91,10 @@ inline Room room_for(const Layer& layer, int64_t rows, int64_t group = 1) {
 
 // RMSNorm of rows, contiguous, in the calling thread's own memory.
 template <class Number>
-const bf16* normalised(const Number* x, const bf16* weight, float eps, int64_t rows, int64_t width) {
+const bf16* rms_normed(const Number* x, const bf16* weight, float eps, int64_t rows, int64_t width) {
   bf16* const to = own<Room, bf16>(rows * width);
   for (int64_t row = 0; row < rows; row++)
-    normalise([&](int64_t i) { return load(x + row * width + i); }, weight, eps, width, to + row * width);
+    rms_norm([&](int64_t i) { return load(x + row * width + i); }, weight, eps, width, to + row * width);
   return to;
 }
 
@@ -107,7 +107,7 @@ void team_project(const Layer& layer, const bf16* x, int64_t rows, const Angles&
   const int64_t heads = layer.heads + 2 * layer.kv_heads, turning = heads - layer.kv_heads;
   for (int64_t start = 0; start < rows; start += kChunkRows) {
     const int64_t count = std::min(kChunkRows, rows - start);
-    const bf16* normed = normalised(x + start * width, layer.norm, layer.eps, count, width);
+    const bf16* normed = rms_normed(x + start * width, layer.norm, layer.eps, count, width);
     if (start > 0) {
 #pragma omp barrier
     }
@@ -122,7 +122,7 @@ void team_project(const Layer& layer, const bf16* x, int64_t rows, const Angles&
       bf16* to = place(row, head);
       const bf16* weight = head < layer.heads ? layer.query_norm : layer.key_norm;
       if (weight && head < turning) {
-        normalise([&](int64_t k) { return load(from + k); }, weight, layer.eps, dim, to);
+        rms_norm([&](int64_t k) { return load(from + k); }, weight, layer.eps, dim, to);
         for (int64_t k = 0; k < dim; k += kLanes) store(from + k, load(to + k));
       }
       const int64_t first = row % angles.period * angles.turned;
@@ -186,7 +186,7 @@ inline void team_finish(const Layer& layer, const bf16* x, const bf16* read, int
                store(room.middle + place, load(from + place) + sums);
              });
 #pragma omp barrier
-    const bf16* normed = normalised(room.middle, layer.inner_norm, layer.eps, count, width);
+    const bf16* normed = rms_normed(room.middle, layer.inner_norm, layer.eps, count, width);
     team_gate(layer.inner, normed, count, group, room.gated);
 #pragma omp barrier
     multiply(layer.down, room.gated, means, layer.down.inputs,

@@ -43,7 +43,7 @@ class Leaves {
   void grow(const Finder& finder, const int64_t* names, const Read& read) {
     std::vector<Child> children;
     for (int64_t leaf = 0; leaf < count(); leaf++)
-      for (const Favourite& one : finder.best(leaf)) {
+      for (const TopOutput& one : finder.best(leaf)) {
         const int64_t node = growth_.nodes++;
         const float above = nodes_[leaf] < 0 ? 0.0f : growth_.scores[nodes_[leaf]];
         growth_.tokens[node] = names[one.output];

@@ -1,13 +1,10 @@
 // Products, norms, rotary embeddings and attention of a decoder layer, for a few rows of bf16.
 //
-// A pass over a few tokens reads every weight once, so it can take no less than reading them does.
-// What keeps it from that limit is the way to and from many small operations. Here a layer is two
-// calls and its attention a third, or all layers are one, by one team of threads that meets six times a
-// layer, and sums stay in float32 until a layer's half is over.
+// README.md says why, and how weights and threads are laid out. A layer is two calls and its attention a
+// third, or all layers are one call. Sums stay in float32 until half a layer is over.
 //
-// Every output is summed in an order that depends neither on how many rows a call has nor on the
-// slot that a key is stored in. So a token's numbers are the same bits in a pass over one token, a
-// chain or a tree.
+// The order of a sum depends neither on the number of rows of a call nor on the slots of keys. So a token's
+// numbers are the same bits in a pass over one token, a chain or a tree.
 //
 // Legend: see gemm.h.
 
@@ -121,7 +118,7 @@ void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, P
   const int64_t width = layers->output.outputs;
   const Stretch share = share_of(rows);
   for (int64_t row = share.start; row < share.stop; row++)
-    normalise([&](int64_t i) { return load(x + row * width + i); }, pass.norm, pass.eps, width,
+    rms_norm([&](int64_t i) { return load(x + row * width + i); }, pass.norm, pass.eps, width,
               x + row * width);
 #pragma omp barrier
 }
@@ -129,7 +126,7 @@ void team_stack(const Layer* layers, int64_t count, const Pass& pass, bf16* x, P
 // An exit, in place, by a team, which waits at the end: x is (rows, E), at most kChunkRows.
 void team_exit(const Exit& exit, bf16* x, int64_t rows) {
   const int64_t width = exit.linear->outputs;
-  const bf16* normed = normalised(x, exit.norm, exit.eps, rows, width);
+  const bf16* normed = rms_normed(x, exit.norm, exit.eps, rows, width);
 #pragma omp barrier
   multiply(*exit.linear, normed, rows, width, [&](int64_t row, int64_t output, Floats sums) {
     store(x + row * width + output, sums * all(exit.scale));
@@ -284,10 +281,10 @@ void moaspec_product(const Matrix* matrix, const bf16* x, int64_t rows, int64_t 
 // For each row the index of its largest output, the first of equal ones.
 void moaspec_best(const Matrix* matrix, const bf16* x, int64_t rows, int64_t stride, int64_t* out,
                   int32_t threads) {
-  Contest contest(rows, threads);
+  ArgMax arg_max(rows, threads);
 #pragma omp parallel num_threads(threads)
-  contest.team_hold(*matrix, x, stride);
-  for (int64_t row = 0; row < rows; row++) out[row] = contest.winner(row);
+  arg_max.team_find(*matrix, x, stride);
+  for (int64_t row = 0; row < rows; row++) out[row] = arg_max.best(row);
 }
 
 // An exit, in place.
@@ -303,7 +300,7 @@ void moaspec_norm(const bf16* x, const bf16* weight, float eps, int64_t rows, in
 #pragma omp parallel for num_threads(threads) if (rows > kChunkRows)
   for (int64_t row = 0; row < rows; row++) {
     const bf16* from = x + row * width;
-    normalise([&](int64_t i) { return load(from + i); }, weight, eps, width, out + row * width);
+    rms_norm([&](int64_t i) { return load(from + i); }, weight, eps, width, out + row * width);
   }
 }
 
@@ -351,16 +348,16 @@ void moaspec_tree(const Drafter* drafter, const int64_t* unread, int64_t tokens,
     grow_tree(*drafter, unread, tokens, *growth,
               Coupled(head, breadth, breadth, *growth->coupling, drafter->names), threads);
   else
-    grow_tree(*drafter, unread, tokens, *growth, Favourites(head, breadth, breadth), threads);
+    grow_tree(*drafter, unread, tokens, *growth, TopOutputs(head, breadth, breadth), threads);
 }
 
-// The token that each row's law chooses.
-void moaspec_choose(const float* logits, int64_t rows, int64_t size, const Law* laws, int64_t* out,
-                    int32_t threads) {
+// The token that each row's sampler chooses.
+void moaspec_choose(const float* logits, int64_t rows, int64_t size, const SamplerParams* samplers,
+                    int64_t* out, int32_t threads) {
   Draw draw(threads);
 #pragma omp parallel num_threads(threads)
   for (int64_t row = 0; row < rows; row++) {
-    draw.team_draw(laws[row], logits + row * size, size);
+    draw.team_draw(samplers[row], logits + row * size, size);
 #pragma omp single
     out[row] = draw.token();
   }

@@ -38,13 +38,13 @@ inline void add_parts(std::vector<int64_t>& all) {
                         AT(value_slot), AT(mask_row), AT(mask_token), AT(scale)});
   }
   {
-    using S = Law;
+    using S = SamplerParams;
     add_layout<S>(all, {AT(temperature), AT(top_k), AT(top_p), AT(min_p), AT(place.seed), AT(place.choice),
                         AT(place.position)});
   }
   {
     using S = Coupling;
-    add_layout<S>(all, {AT(law), AT(agreement), AT(ranks)});
+    add_layout<S>(all, {AT(sampler), AT(agreement), AT(ranks)});
   }
   {
     using S = Growth;

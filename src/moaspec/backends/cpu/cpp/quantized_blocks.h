@@ -109,12 +109,8 @@ struct Blocks {
     for (int m = 0; m < M; m++)
       for (int v = 0; v < V; v++) sums[m][v] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++) {
-      const uint8_t* later = b + kBlocksAhead < blocks
-                                 ? panels + (b + kBlocksAhead) * Block::kBytes
-                                 : next + (b + kBlocksAhead - blocks) * Block::kBytes;
-      for (int v = 0; v < V; v++)
-        for (int line = 0; line < Block::kBytes; line += 64)
-          _mm_prefetch(reinterpret_cast<const char*>(later + v * panel_size + line), _MM_HINT_T0);
+      const uint8_t* later = step_of(panels, next, b + kBlocksAhead, blocks, Block::kBytes);
+      for (int v = 0; v < V; v++) prefetch(later + v * panel_size, Block::kBytes);
       add<M, V>(x + b * kBlock, stride, panels + b * Block::kBytes, panel_size, sums);
     }
     for (int m = 0; m < M; m++)

@@ -7,7 +7,7 @@
 extern "C" {
 
 struct Coupling {
-  Law law;                 // of a first level; its temperature is divided by the sharpness
+  SamplerParams sampler;   // of a first level; its temperature is divided by the sharpness
   const float* agreement;  // (ranks, 2): the target agrees with probability sigmoid(a + b * margin)
   int64_t ranks;           // the last line is that of further ranks, too
 };
@@ -26,21 +26,21 @@ class Coupled {
   // By a team.
   void team_find(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride, int64_t level) {
     logits_.team_compute(matrix, x, rows, stride);
-    Law law = coupling_.law;
-    law.place.position += level;
+    SamplerParams sampler = coupling_.sampler;
+    sampler.place.position += level;
     const Stretch own_rows = share_of(rows), share = share_of(rows * blocks_);
     for (int64_t row = own_rows.start; row < own_rows.stop; row++) {
       tops_[row] = highest_of(logits_.row(row), 0, logits_.padded);
-      leasts_[row] = threshold(law, logits_.row(row), logits_.outputs, tops_[row]);
+      leasts_[row] = threshold(sampler, logits_.row(row), logits_.outputs, tops_[row]);
     }
 #pragma omp barrier
-    for (int64_t i = share.start; i < share.stop; i++) look_through(law, i);
+    for (int64_t i = share.start; i < share.stop; i++) look_through(sampler, i);
   }
 
   // After all threads have looked.
-  std::vector<Favourite> best(int64_t row) const {
+  std::vector<TopOutput> best(int64_t row) const {
     const auto start = best_.begin() + row * blocks_ * count_;
-    std::vector<Favourite> found(start, start + blocks_ * count_);
+    std::vector<TopOutput> found(start, start + blocks_ * count_);
     std::stable_sort(found.begin(), found.end(), before);
     found.resize(std::min<int64_t>(count_, found.size()));
     while (!found.empty() && found.back().value == -INFINITY) found.pop_back();
@@ -59,16 +59,18 @@ class Coupled {
     return x < 0.0 ? x - std::log1p(std::exp(x)) : -std::log1p(std::exp(-x));
   }
 
-  void look_through(const Law& law, int64_t i) {
+  void look_through(const SamplerParams& sampler, int64_t i) {
     const int64_t row = i / blocks_, start = i % blocks_ * kNoiseShare;
-    Favourite *const best = best_.data() + i * count_, *const last = best + count_ - 1;
-    std::fill_n(best, count_, Favourite{-INFINITY, 0, 0.0f});
-    show_hopeful(law, logits_.row(row), names_, start, std::min(start + kNoiseShare, logits_.outputs), tops_[row],
-                 leasts_[row], -INFINITY, [&](int64_t output, double scaled) {
-                   const double value = scaled + gumbel(law.place, static_cast<uint32_t>(names_[output]));
-                   if (value > last->value) put_among(best, count_, {value, static_cast<int32_t>(output), 0.0f});
-                   return last->value;
-                 });
+    TopOutput *const best = best_.data() + i * count_, *const last = best + count_ - 1;
+    std::fill_n(best, count_, TopOutput{-INFINITY, 0, 0.0f});
+    const int64_t stop = std::min(start + kNoiseShare, logits_.outputs);
+    show_candidates(sampler, logits_.row(row), names_, start, stop, tops_[row], leasts_[row], -INFINITY,
+                    [&](int64_t i, double scaled) {
+                      const auto output = static_cast<int32_t>(i);
+                      const double value = scaled + gumbel(sampler.place, static_cast<uint32_t>(names_[i]));
+                      if (value > last->value) put_among(best, count_, {value, output, 0.0f});
+                      return last->value;
+                    });
   }
 
   Logits logits_;
@@ -77,7 +79,7 @@ class Coupled {
   const int64_t* names_;
   std::vector<float> tops_;
   std::vector<double> leasts_;
-  std::vector<Favourite> best_;
+  std::vector<TopOutput> best_;
 };
 
 }  // namespace

@@ -4,8 +4,6 @@
 // bf16 numbers, the first in the lower half of a word.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 #include <initializer_list>
 #include <type_traits>
@@ -30,6 +28,16 @@ inline float widened(bf16 half) {
   return cast.number;
 }
 
+// Reads so many bytes into the nearest cache, ahead of their use.
+inline void prefetch(const void* from, int64_t bytes) {
+  constexpr int64_t kCacheLine = 64;
+  for (int64_t line = 0; line < bytes; line += kCacheLine)
+    __builtin_prefetch(static_cast<const char*>(from) + line);
+}
+
+// The order of 16 inputs in eight bits: a word has four even pairs' first numbers, or their second, ...
+alignas(16) constexpr uint8_t kEvenPairsFirst[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+
 }  // namespace
 
 #ifdef __AVX512BF16__
@@ -43,7 +51,7 @@ namespace {
 // e to the power of numbers that are at most 0, to float32's precision.
 inline Floats exponential(Floats x) {
   x = larger(x, all(-87.0f));
-  const Floats n = whole(x * all(1.44269504f));
+  const Floats n = nearest_whole(x * all(1.44269504f));
   Floats r = subtract_product(n, all(0.693359375f), x);
   r = subtract_product(n, all(-2.12194440e-4f), r);
   // Taylor's series: |r| is at most ln(2) / 2, so the first term left out is below 1e-8.
@@ -57,7 +65,7 @@ inline Floats exponential(Floats x) {
 inline Floats silu(Floats x) {
   const Floats one = all(1.0f);
   const Floats small = exponential(all(0.0f) - magnitude(x));
-  return x * (chosen(less(x, all(0.0f)), small, one) / (one + small));
+  return x * (blend(less(x, all(0.0f)), small, one) / (one + small));
 }
 
 }  // namespace

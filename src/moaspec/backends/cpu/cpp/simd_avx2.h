@@ -2,6 +2,8 @@
 // before the second.
 #pragma once
 
+#include <immintrin.h>
+
 #include <cstring>
 
 namespace {
@@ -92,7 +94,7 @@ inline Floats magnitude(Floats x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.part[0]), _mm256_andnot_ps(sign, x.part[1])};
 }
-inline Floats whole(Floats x) {
+inline Floats nearest_whole(Floats x) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.part[0], kNearest), _mm256_round_ps(x.part[1], kNearest)};
 }
@@ -104,13 +106,13 @@ inline __m256 times_power(__m256 x, __m256 power) {
 inline Floats times_power(Floats x, Floats power) {
   return {times_power(x.part[0], power.part[0]), times_power(x.part[1], power.part[1])};
 }
-inline float total(Floats x) {
+inline float reduce_sum(Floats x) {
   const __m256 eight = _mm256_add_ps(x.part[0], x.part[1]);
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   four = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
-inline float highest(Floats x) {
+inline float reduce_max(Floats x) {
   const __m256 eight = _mm256_max_ps(x.part[0], x.part[1]);
   __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   four = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -132,7 +134,7 @@ inline bool any_equal(Floats a, Floats b) {
   const __m256 low = _mm256_cmp_ps(a.part[0], b.part[0], _CMP_EQ_OQ);
   return _mm256_movemask_ps(_mm256_or_ps(low, _mm256_cmp_ps(a.part[1], b.part[1], _CMP_EQ_OQ))) != 0;
 }
-inline Floats chosen(Mask mask, Floats yes, Floats no) {
+inline Floats blend(Mask mask, Floats yes, Floats no) {
   return {_mm256_blendv_ps(no.part[0], yes.part[0], mask.part[0]),
           _mm256_blendv_ps(no.part[1], yes.part[1], mask.part[1])};
 }
@@ -152,7 +154,7 @@ inline Mask nonzero(const uint8_t* from, int64_t count) {
               _mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(read, 8)), zero))};
 }
 // The numbers that a mask keeps, one beside another: how many. All of `to`'s 16 may be written.
-inline int squeeze(float* to, Mask mask, Floats x) {
+inline int compress(float* to, Mask mask, Floats x) {
   const unsigned kept = _mm256_movemask_ps(mask.part[0]) | _mm256_movemask_ps(mask.part[1]) << 8;
   if (kept == 0xffff) {
     store(to, x);
@@ -260,12 +262,14 @@ inline Floats halves_added(const Register (&parts)[kParts]) {
   return sums;
 }
 
-// To whole numbers from -128 to 127; of what is not finite, some.
-inline __m128i nearest_bytes(Floats x) {
+// The nearest whole numbers from -128 to 127, of what is not finite some, in `kEvenPairsFirst`'s order.
+inline void store_nearest(int8_t* to, Floats x) {
   const __m256i mixed =
       _mm256_packs_epi32(_mm256_cvtps_epi32(x.part[0]), _mm256_cvtps_epi32(x.part[1]));
   const __m256i words = _mm256_permute4x64_epi64(mixed, 0xd8);
-  return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  const __m128i nearest = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(kEvenPairsFirst));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(nearest, order));
 }
 
 // Eight rows of eight words, `part` of each, as columns in `to`.

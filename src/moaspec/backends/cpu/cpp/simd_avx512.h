@@ -1,6 +1,8 @@
 // `simd.h` for CPUs with AVX512-BF16, one of whose instructions multiplies and adds 16 pairs.
 #pragma once
 
+#include <immintrin.h>
+
 namespace {
 
 using Floats = __m512;
@@ -48,15 +50,15 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_p
 inline Floats subtract_product(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats magnitude(Floats x) { return _mm512_abs_ps(x); }
-inline Floats whole(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
+inline Floats nearest_whole(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
 // x times two to the power of whole numbers from -126 to 0.
 inline Floats times_power(Floats x, Floats power) { return _mm512_scalef_ps(x, power); }
-inline float total(Floats x) { return _mm512_reduce_add_ps(x); }
-inline float highest(Floats x) { return _mm512_reduce_max_ps(x); }
+inline float reduce_sum(Floats x) { return _mm512_reduce_add_ps(x); }
+inline float reduce_max(Floats x) { return _mm512_reduce_max_ps(x); }
 
 inline Mask less(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline bool any_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ) != 0; }
-inline Floats chosen(Mask mask, Floats yes, Floats no) { return _mm512_mask_mov_ps(no, mask, yes); }
+inline Floats blend(Mask mask, Floats yes, Floats no) { return _mm512_mask_mov_ps(no, mask, yes); }
 inline void put(int32_t* to, Mask mask, int32_t number) {
   _mm512_mask_storeu_epi32(to, mask, _mm512_set1_epi32(number));
 }
@@ -66,7 +68,7 @@ inline Mask nonzero(const uint8_t* from, int64_t count) {
   return _mm_test_epi8_mask(bytes, bytes);
 }
 // The numbers that a mask keeps, one beside another: how many. All of `to`'s 16 are written.
-inline int squeeze(float* to, Mask mask, Floats x) {
+inline int compress(float* to, Mask mask, Floats x) {
   // Compressed in a register: straight to memory takes some CPUs a hundred cycles.
   _mm512_storeu_ps(to, _mm512_maskz_compress_ps(mask, x));
   return __builtin_popcount(mask);
@@ -141,8 +143,12 @@ inline Floats halves_added(const Register (&parts)[kParts]) {
   return _mm512_permutex2var_ps(parts[0], even, parts[1]) + _mm512_permutex2var_ps(parts[0], odd, parts[1]);
 }
 
-// To whole numbers from -128 to 127; of what is not finite, some.
-inline __m128i nearest_bytes(Floats x) { return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)); }
+// The nearest whole numbers from -128 to 127, of what is not finite some, in `kEvenPairsFirst`'s order.
+inline void store_nearest(int8_t* to, Floats x) {
+  const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(kEvenPairsFirst));
+  const __m128i nearest = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(nearest, order));
+}
 
 // Rows of 16 words each become columns.
 inline void transpose(Words rows[kLanes]) {

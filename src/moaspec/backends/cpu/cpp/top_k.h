@@ -14,30 +14,30 @@ inline float highest_of(const float* numbers, int64_t start, int64_t stop) {
   Floats tops = all(-INFINITY);
   int64_t i = start;
   for (; i + kLanes <= stop; i += kLanes) tops = larger(tops, load(numbers + i));
-  float top = highest(tops);
+  float top = reduce_max(tops);
   for (; i < stop; i++) top = std::max(top, numbers[i]);
   return top;
 }
 
 // Which output of a matrix is each row's largest, the first of equal ones.
-class Contest {
+class ArgMax {
  public:
-  Contest(int64_t rows, int32_t threads)
+  ArgMax(int64_t rows, int32_t threads)
       : rows_(rows), threads_(threads), own_(rows * kLanes + kApart), tops_(threads * own_, -INFINITY),
         places_(tops_.size()) {}
 
   // By a team. Every lane of every thread keeps its own best, and where that was.
-  void team_hold(const Matrix& matrix, const bf16* x, int64_t stride) {
+  void team_find(const Matrix& matrix, const bf16* x, int64_t stride) {
     const int64_t lanes = rows_ * kLanes;
     float* tops = tops_.data() + omp_get_thread_num() * own_;
     int32_t* places = places_.data() + omp_get_thread_num() * own_;
     std::fill_n(tops, lanes, -INFINITY);
     std::fill_n(places, lanes, 0);
     multiply(matrix, x, rows_, stride, [&](int64_t row, int64_t output, Floats sums) {
-      sums = chosen(first(matrix.outputs - output), sums, all(-INFINITY));
+      sums = blend(first(matrix.outputs - output), sums, all(-INFINITY));
       const Floats top = load(tops + row * kLanes);
       const Mask better = less(top, sums);
-      store(tops + row * kLanes, chosen(better, sums, top));
+      store(tops + row * kLanes, blend(better, sums, top));
       put(places + row * kLanes, better, static_cast<int32_t>(output));
       // Panels do not come in their order.
       if (any_equal(top, sums)) keep_first(tops + row * kLanes, sums, places + row * kLanes, output);
@@ -45,7 +45,7 @@ class Contest {
   }
 
   // After all threads have held theirs.
-  int64_t winner(int64_t row) const {
+  int64_t best(int64_t row) const {
     float top = -INFINITY;
     int64_t best = 0;
     for (int64_t i = 0; i < threads_ * kLanes; i++) {
@@ -76,17 +76,17 @@ class Contest {
 };
 
 // One of a row's best outputs, and the logarithm of how probable its choice is.
-struct Favourite {
+struct TopOutput {
   double value;  // the larger the better
   int32_t output;
   float log_probability;
 };
 
-inline bool before(const Favourite& a, const Favourite& b) { return a.value > b.value; }
+inline bool before(const TopOutput& a, const TopOutput& b) { return a.value > b.value; }
 
 // Puts one that is better than the last of `count` in descending order among them, behind its equals.
-inline void put_among(Favourite* best, int64_t count, const Favourite& one) {
-  Favourite *const last = best + count - 1, *const place = std::upper_bound(best, last, one, before);
+inline void put_among(TopOutput* best, int64_t count, const TopOutput& one) {
+  TopOutput *const last = best + count - 1, *const place = std::upper_bound(best, last, one, before);
   std::move_backward(place, last, last + 1);
   *place = one;
 }
@@ -101,7 +101,7 @@ class Logits {
   // By a team, which waits at the end.
   void team_compute(const Matrix& matrix, const bf16* x, int64_t rows, int64_t stride) {
     multiply(matrix, x, rows, stride, [&](int64_t row, int64_t output, Floats sums) {
-      store(numbers_.get() + row * padded + output, chosen(first(outputs - output), sums, all(-INFINITY)));
+      store(numbers_.get() + row * padded + output, blend(first(outputs - output), sums, all(-INFINITY)));
     });
 #pragma omp barrier
   }
@@ -116,9 +116,9 @@ class Logits {
 
 // The largest outputs of each row, in descending order, the first of equal ones before the others, and
 // their shares in the softmax over all.
-class Favourites {
+class TopOutputs {
  public:
-  Favourites(const Matrix& matrix, int64_t rows, int64_t count)
+  TopOutputs(const Matrix& matrix, int64_t rows, int64_t count)
       : logits_(matrix, rows), blocks_((logits_.padded + kBlockOutputs - 1) / kBlockOutputs), count_(count),
         tops_(rows * blocks_), sums_(tops_.size()), best_(tops_.size() * count) {}
 
@@ -130,15 +130,15 @@ class Favourites {
   }
 
   // After all threads have looked.
-  std::vector<Favourite> best(int64_t row) const {
+  std::vector<TopOutput> best(int64_t row) const {
     const int64_t start = row * blocks_, stop = start + blocks_;
     const float top = *std::max_element(tops_.begin() + start, tops_.begin() + stop);
     float sum = 0.0f;
     for (int64_t i = start; i < stop; i++) sum += sums_[i] * std::exp(tops_[i] - top);
-    std::vector<Favourite> found(best_.begin() + start * count_, best_.begin() + stop * count_);
+    std::vector<TopOutput> found(best_.begin() + start * count_, best_.begin() + stop * count_);
     std::stable_sort(found.begin(), found.end(), before);  // blocks are in the order of their outputs
     found.resize(std::min(count_, logits_.outputs));
-    for (Favourite& one : found) one.log_probability = static_cast<float>(one.value) - top - std::log(sum);
+    for (TopOutput& one : found) one.log_probability = static_cast<float>(one.value) - top - std::log(sum);
     return found;
   }
 
@@ -152,20 +152,20 @@ class Favourites {
     Floats sums = all(0.0f);
     for (int64_t k = start; k < stop; k += kLanes)
       sums = sums + exponential(load(logits + k) - all(tops_[i]));
-    sums_[i] = total(sums);
-    Favourite *const best = best_.data() + i * count_, *const last = best + count_ - 1;
-    std::fill_n(best, count_, Favourite{-INFINITY, 0, 0.0f});
+    sums_[i] = reduce_sum(sums);
+    TopOutput *const best = best_.data() + i * count_, *const last = best + count_ - 1;
+    std::fill_n(best, count_, TopOutput{-INFINITY, 0, 0.0f});
     for (int64_t k = start; k < stop; k += kLanes) {
-      if (!(highest(load(logits + k)) > last->value)) continue;
-      for (int64_t output = k; output < k + kLanes; output++)
-        if (logits[output] > last->value) put_among(best, count_, {logits[output], static_cast<int32_t>(output), 0.0f});
+      if (!(reduce_max(load(logits + k)) > last->value)) continue;
+      for (auto output = static_cast<int32_t>(k); output < k + kLanes; output++)
+        if (logits[output] > last->value) put_among(best, count_, {logits[output], output, 0.0f});
     }
   }
 
   Logits logits_;
   int64_t blocks_, count_;
   std::vector<float> tops_, sums_;
-  std::vector<Favourite> best_;
+  std::vector<TopOutput> best_;
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Weights in four bits times inputs in eight, for what may be rounded: drafts.
 //
-// Panels are laid out as `quantized_blocks.h` says. Inputs are rounded to 127 steps of the largest of each 32, so
-// that a register of products takes one or two instructions; a block's sum is its scale times these
+// Panels are laid out as `quantized_blocks.h` says. Inputs are rounded to 127 steps of the largest of each 32,
+// so that a register of products takes one or two instructions; a block's sum is its scale times these
 // products, plus its zero times the sum of the inputs. A draft step reads a third of the bytes of 16 bits.
 #pragma once
 
@@ -19,16 +19,14 @@ struct RoundedInputs {
 };
 
 inline void as_inputs(const bf16* from, int64_t count, RoundedInputs* to) {
-  const __m128i even_pairs_first = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   for (int64_t b = 0; b < count / kBlock; b++) {
     const Floats numbers[2] = {load(from + b * kBlock), load(from + b * kBlock + kLanes)};
-    const float most = highest(larger(magnitude(numbers[0]), magnitude(numbers[1])));
+    const float most = reduce_max(larger(magnitude(numbers[0]), magnitude(numbers[1])));
     const Floats steps = all(most > kSmallest ? 127 / most : 0.0f);
     RoundedInputs& block = to[b];
     block.scale = most / 127;
     for (int group = 0; group < 2; group++)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(block.codes[2 * group]),
-                       _mm_shuffle_epi8(nearest_bytes(numbers[group] * steps), even_pairs_first));
+      store_nearest(block.codes[2 * group], numbers[group] * steps);
     float both[kLanes];
     store(both, numbers[0] + numbers[1]);
     block.sums[0] = block.sums[1] = 0;
@@ -55,10 +53,7 @@ struct Nibbles {
     Register sums[M][kParts];
     unrolled<M>([&](auto m) { unrolled<kParts>([&](auto q) { sums[m][q] = repeated(0.0f); }); });
     for (int64_t b = 0; b < blocks; b++) {
-      const uint8_t* later = b + kBlocksAhead < blocks ? panel + (b + kBlocksAhead) * kBytes
-                                                       : next + (b + kBlocksAhead - blocks) * kBytes;
-      for (int line = 0; line < kBytes; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(later + line), _MM_HINT_T0);
+      prefetch(step_of(panel, next, b + kBlocksAhead, blocks, kBytes), kBytes);
       add<M>(x + b, stride, panel + b * kBytes, sums);
     }
     unrolled<M>([&](auto m) { out.sums[m][0] = halves_added(sums[m]); });

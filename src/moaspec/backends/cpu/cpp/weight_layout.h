@@ -17,6 +17,12 @@ struct Tile {
   Floats sums[kTileRows][kMostPanels];
 };
 
+// Where step k of a panel lies, of `count` steps of so many bytes; the next panel's follow the last one.
+inline const uint8_t* step_of(const uint8_t* panel, const uint8_t* next, int64_t k, int64_t count,
+                              int64_t bytes) {
+  return k < count ? panel + k * bytes : next + (k - count) * bytes;
+}
+
 // Weights as they are, 16 bits each.
 struct Sixteen {
   using Input = ::Input;
@@ -36,10 +42,8 @@ struct Sixteen {
     Floats sums[M][V];
     unrolled<M>([&](auto m) { unrolled<V>([&](auto v) { sums[m][v] = all(0.0f); }); });
     for (int64_t k = 0; k < count; k++) {
-      const uint8_t* later = k + kAhead < count ? panels + (k + kAhead) * kPair
-                                                : next + (k + kAhead - count) * kPair;
-      for (int v = 0; v < V; v++)
-        _mm_prefetch(reinterpret_cast<const char*>(later + v * panel_size), _MM_HINT_T0);
+      const uint8_t* later = step_of(panels, next, k + kAhead, count, kPair);
+      for (int v = 0; v < V; v++) prefetch(later + v * panel_size, kPair);
       add_products<M, V>(x + 2 * k, stride, panels + k * kPair, panel_size, sums);
     }
     unrolled<M>([&](auto m) { unrolled<V>([&](auto v) { out.sums[m][v] = sums[m][v]; }); });
