@@ -17,7 +17,7 @@ constexpr int panels_of_tile(int) { return 4; }
 constexpr int kAhead = 32;    // pairs that weights are fetched ahead of their use
 constexpr int kTogether = 8;  // queries whose sums are kept in registers
 constexpr int kGathered = 2;  // registers of each query's sums of values
-constexpr int kRowsOfNibbles = 8;
+constexpr int kRowsOfNibbles = 6;  // with more the sums leave too few registers for codes and inputs
 
 inline Floats all(float number) { return _mm512_set1_ps(number); }
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
