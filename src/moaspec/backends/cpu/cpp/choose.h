@@ -29,7 +29,7 @@ struct SamplerParams {
 
 namespace {
 
-constexpr int64_t kBoundsTogether = 128;           // tokens whose bounds are computed together
+constexpr int64_t kBoundsTogether = 128;  // tokens whose bounds are computed together
 constexpr float kSlack = 1e-3f;           // more than the bound's rounding errors
 constexpr float kSteepest = 1e30f;        // of one over the temperature, in bounds
 constexpr int64_t kTopPCandidates = 512;  // that top-p looks at before it sorts them all
