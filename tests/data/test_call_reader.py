@@ -181,13 +181,13 @@ def test_a_broken_call_hides_no_later_one() -> None:
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_one_call_where_several_are_not_allowed(form: CallForm) -> None:
-    reader = CallReader(form, ["time"], parallel=False)
+    reader = CallReader(form, {"time": {}}, parallel=False)
     said, calls = reader.feed(written(form, {"a": 1}, {"b": 2}), last=True)
     assert (said, [json.loads(call.arguments) for call in calls]) == ("", [{"a": 1}])
 
 
 def test_calls_arrive_when_their_json_is_complete() -> None:
-    reader = CallReader(MISTRAL, ["time"])
+    reader = CallReader(MISTRAL, {"time": {}})
     assert len(reader.feed(f"[TOOL_CALLS][{CALL}]", last=False)[1]) == 1
     assert reader.feed("Said", last=False)[0] == "Said"
 
@@ -356,7 +356,7 @@ def test_a_text_that_cannot_become_a_call_is_not_held_back() -> None:
         (GLM, "<tool_call>is a mark"),
         (PYTHON, "[1] says"),
     ):
-        assert CallReader(form, ["time"]).feed(text, last=False) == (text, [])
+        assert CallReader(form, {"time": {}}).feed(text, last=False) == (text, [])
 
 
 @settings(deadline=None, suppress_health_check=SLOW)
@@ -380,22 +380,22 @@ def test_pieces_change_nothing(form: CallForm, parts: list[str], size: int) -> N
 
 
 def test_ids_are_such_as_every_template_takes() -> None:
-    reader = CallReader(HERMES, ["time"])
+    reader = CallReader(HERMES, {"time": {}})
     (call,) = reader.feed(f"<tool_call>{CALL}</tool_call>", last=True)[1]
     assert re.fullmatch("[a-zA-Z0-9]{9}", call.id)
 
 
 def test_an_id_that_the_model_wrote_is_kept() -> None:
     own = CALL[:-1] + ', "id": "abcDEF123"}'
-    reader = CallReader(MISTRAL, ["time"])
+    reader = CallReader(MISTRAL, {"time": {}})
     first = reader.feed(f"[TOOL_CALLS][{own}]", last=False)[1]
     second = reader.feed(f"[TOOL_CALLS][{own}]", last=True)[1]
     assert first[0].id == "abcDEF123" != second[0].id
-    (named,) = CallReader(MISTRAL_IDENTIFIED, ["time"]).feed(
+    (named,) = CallReader(MISTRAL_IDENTIFIED, {"time": {}}).feed(
         "[TOOL_CALLS]time[CALL_ID]abcDEF123[ARGS]{}", last=True
     )[1]
     assert named.id == "abcDEF123"
-    twice = CallReader(MISTRAL, ["time"]).feed(f"[TOOL_CALLS][{own}, {own}]", last=True)[1]
+    twice = CallReader(MISTRAL, {"time": {}}).feed(f"[TOOL_CALLS][{own}, {own}]", last=True)[1]
     assert len({call.id for call in twice}) == 2
 
 

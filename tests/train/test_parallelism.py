@@ -175,7 +175,7 @@ def test_kill_9_at_ten_random_moments(tmp_path: Path) -> None:
     for name, kills in (("whole", 0), ("killed", 10)):
         (tmp_path / name).mkdir()
         config = write_config(tmp_path / name, output=str(tmp_path / name / "run"), **settings)
-        script = Path(__file__).parents[2] / "kill_training.py"
+        script = Path(__file__).parents[1] / "kill_training.py"
         done = subprocess.run(
             [sys.executable, str(script), str(config), str(kills)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

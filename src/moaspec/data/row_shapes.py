@@ -129,7 +129,7 @@ def _conversation(row: DataRow) -> Fields:
     return {
         "messages": normal_messages(messages),
         "tools": tools,
-        "variables": _variables(row),
+        "variables": _optional(row, "chat_template_kwargs", dict, "an object"),
         "plain": key in _PLAIN_TEXTS and _is_question(messages) and not tools,
     }
 
@@ -252,14 +252,12 @@ def _system(row: DataRow, told: RawMessages) -> RawMessages:
 
 def _history(row: DataRow) -> RawMessages:
     """LLaMA-Factory's earlier turns: pairs of question and answer, or messages."""
-    turns = _parsed(row.get("history"), "history") or []
-    if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+    what = "a list of [question, answer] or of messages"
+    turns = _optional(row, "history", list, what)
+    if turns and isinstance(turns[0], dict):
         return _listed(row, turns, "history")
-    pairs = isinstance(turns, list) and all(_is_pair(turn) for turn in turns)
-    if not pairs:
-        raise MalformedError(
-            f"'history' must be a list of [question, answer] or of messages, got {short(turns)}."
-        )
+    if not all(map(_is_pair, turns)):
+        raise MalformedError(f"'history' must be {what}, got {short(turns)}.")
     roles = ("user", "assistant")
     return [
         {"role": role, "content": text}
@@ -274,18 +272,16 @@ def _is_pair(turn: Any) -> bool:
 
 def _tools(row: DataRow) -> tuple[Any, ...]:
     """A list, or LLaMA-Factory's JSON text of one; `functions` is OpenAI's older name."""
-    key = row.first(TOOLS) or TOOLS[0]
-    tools = _parsed(row.get(key), key) or []
-    if not isinstance(tools, list):
-        raise MalformedError(f"{key!r} must be a list of functions, got {short(tools)}.")
+    tools = _optional(row, row.first(TOOLS) or TOOLS[0], list, "a list of functions")
     return tuple(map(normal_tool, tools))
 
 
-def _variables(row: DataRow) -> Mapping[str, Any]:
-    variables = _parsed(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
-    if not isinstance(variables, dict):
-        raise MalformedError(f"'chat_template_kwargs' must be an object, got {short(variables)}.")
-    return variables
+def _optional(row: DataRow, key: str, kind: type, what: str) -> Any:
+    """A column of this type, or its JSON text; an empty value where it is absent."""
+    value = _parsed(row.get(key), key) or kind()
+    if not isinstance(value, kind):
+        raise MalformedError(f"{key!r} must be {what}, got {short(value)}.")
+    return value
 
 
 def _parsed(value: Any, name: str) -> Any:

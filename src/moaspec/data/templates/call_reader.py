@@ -7,7 +7,7 @@ Where a call ends between tags, see `TaggedScanner`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,22 +46,15 @@ class CallReader:
 
     Args:
         form: how calls are written.
-        functions: that exist, by name, with the schemas of their arguments; or their names alone.
-            Calls of others are taken for text.
+        functions: that exist, by name, with the schemas of their arguments. Calls of others are
+            taken for text.
         parallel: whether there may be several calls; else those after the first are left out.
     """
 
     def __init__(
-        self,
-        form: CallForm,
-        functions: Mapping[str, Schema] | Iterable[str],
-        *,
-        parallel: bool = True,
+        self, form: CallForm, functions: Mapping[str, Schema], *, parallel: bool = True
     ) -> None:
-        self._form, self._parallel = form, parallel
-        self._functions: Mapping[str, Schema] = (
-            functions if isinstance(functions, Mapping) else {name: {} for name in functions}
-        )
+        self._form, self._functions, self._parallel = form, functions, parallel
         self._buffer = ""
         # Bare calls begin with the text, all others behind their trigger.
         self._read: Callable[[bool], str | None] = self._talk if form.trigger else self._begin_bare
