@@ -5,113 +5,133 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moaspec.cli import options
 from moaspec.cli.terminal.status import status
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
+from moaspec.support.extras import require
 from moaspec.support.paths import close_to_others, make_private, require_writable, trusted
 
 if TYPE_CHECKING:
     from moaspec.privacy.vault import Vault
     from moaspec.remote.device.bundle import DeviceBundle
     from moaspec.remote.device.remote_session import RemoteOptions
-    from moaspec.remote.server.auth import Credentials
+    from moaspec.remote.protocol.grpc_transport import GrpcTransport
 
 SERVER = "127.0.0.1:50051"
-
-Server = Annotated[str, typer.Option(help="HOST:PORT of `moaspec target-server`.")]
-Bundle = Annotated[
-    Path | None,
-    typer.Option(help="Device bundle; default: made once, of --model's bundled drafter."),
-]
-OnCut = Annotated[
-    str,
-    typer.Option(
-        help="While the link is down: rollback (write on, correct later), keep (write on, "
-        "correct nothing) or wait."
-    ),
-]
-Codec = Annotated[str, typer.Option(help="Encoding of activations: fp16, int8 or int4.")]
-Draft = Annotated[str, typer.Option(help="auto, or a shape as for --tree.")]
-NumTargetLayers = Annotated[
-    int | None, typer.Option(help="N, target layers to reuse; default: the drafter's.")
-]
-PrefixDir = Annotated[
-    Path | None, typer.Option(help="Keep activations of prompts in this directory.")
-]
-GiveUp = Annotated[
-    float | None,
-    typer.Option(help="Fail after this many seconds without an answer; default: never.", min=0),
-]
-TokenFile = Annotated[
-    Path | None, typer.Option(help="File with the bearer token; also $MOASPEC_TOKEN.")
-]
-CA = Annotated[str | None, typer.Option(help='CA of the server, or "system"; turns TLS on.')]
-Certificate = Annotated[Path | None, typer.Option(help="Certificate of this device, PEM.")]
-Key = Annotated[Path | None, typer.Option(help="Private key of --certificate, PEM.")]
-
-Recognise = Annotated[
-    bool, typer.Option(help="Hide e-mail addresses, phone, card and account numbers.")
-]
-PhoneRegion = Annotated[
-    list[str] | None,
-    typer.Option(help="Country of phone numbers without prefix; may be given several times; US."),
-]
-
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
 
-def check_address(server: str) -> None:
-    """Refuse a server address of another form.
+@dataclass(frozen=True)
+class DeviceOptions:
+    """What a device drafts with, its server, and how it uses the link to it."""
 
-    Raises:
-        InputError: something else than HOST:PORT.
-    """
-    found = _ADDRESS.fullmatch(server)
-    if found is None or not 0 < int(found[1]) < 2**16:
-        raise InputError(
-            f"--server must be HOST:PORT, such as {SERVER} or [::1]:50051, got {server!r}."
+    server: Annotated[str, typer.Option(help="HOST:PORT of `moaspec target-server`.")] = SERVER
+    bundle: Annotated[
+        Path | None,
+        typer.Option(help="Device bundle; default: made once, of --model's bundled drafter."),
+    ] = None
+    model: options.Model = options.MODEL
+    on_cut: Annotated[
+        str,
+        typer.Option(
+            help="While the link is down: rollback (write on, correct later), keep (write on, "
+            "correct nothing) or wait."
+        ),
+    ] = "rollback"
+    codec: Annotated[str, typer.Option(help="Encoding of activations: fp16, int8 or int4.")] = (
+        "int8"
+    )
+    draft: Annotated[str, typer.Option(help="auto, or a shape as for --tree.")] = "auto"
+    num_target_layers: Annotated[
+        int | None, typer.Option(help="N, target layers to reuse; default: the drafter's.")
+    ] = None
+    generation_config: options.GenerationConfig = options.AUTO
+    prefix_dir: Annotated[
+        Path | None, typer.Option(help="Keep activations of prompts in this directory.")
+    ] = None
+    give_up_s: Annotated[
+        float | None,
+        typer.Option(help="Fail after this many seconds without an answer; default: never.", min=0),
+    ] = None
+    recognise: Annotated[
+        bool, typer.Option(help="Hide e-mail addresses, phone, card and account numbers.")
+    ] = True
+    phone_region: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Country of phone numbers without prefix; may be given several times; US."
+        ),
+    ] = None
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the bearer token; also $MOASPEC_TOKEN.")
+    ] = None
+    ca: Annotated[str | None, typer.Option(help='CA of the server, or "system"; turns TLS on.')] = (
+        None
+    )
+    certificate: Annotated[Path | None, typer.Option(help="Certificate of this device, PEM.")] = (
+        None
+    )
+    key: Annotated[Path | None, typer.Option(help="Private key of --certificate, PEM.")] = None
+    threads: options.Threads = None
+
+    def check(self, command: str, *extras: str) -> None:
+        """Refuse missing extras and a server address of another form than HOST:PORT.
+
+        Raises:
+            InputError: as above.
+        """
+        require(command, *extras, *(["private"] if self.recognise else []))
+        found = _ADDRESS.fullmatch(self.server)
+        if found is None or not 0 < int(found[1]) < 2**16:
+            raise InputError(
+                f"--server must be HOST:PORT, such as {SERVER} or [::1]:50051, got {self.server!r}."
+            )
+
+    def remote_options(self) -> RemoteOptions:
+        """How a session uses its link.
+
+        Raises:
+            InputError: see `RemoteOptions`.
+        """
+        # Imported here, because gRPC is not needed by most commands; below for the same reason.
+        from moaspec.remote.device.remote_session import RemoteOptions
+
+        if self.prefix_dir is not None:
+            require_writable("--prefix-dir", self.prefix_dir)
+        names = ("codec", "num_target_layers", "draft", "on_cut", "prefix_dir", "give_up_s")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return RemoteOptions(**given)
+
+    def vault(self) -> Vault:
+        """A vault that hides private text."""
+        from moaspec.privacy.recognisers import default
+        from moaspec.privacy.vault import Vault
+
+        return Vault(default(self.phone_region or ("US",)) if self.recognise else ())
+
+    def transport(self) -> GrpcTransport:
+        """The connection to the server, not opened yet.
+
+        Raises:
+            InputError: a token that cannot be read, or options that do not go together.
+        """
+        from moaspec.remote.protocol.grpc_transport import GrpcTransport
+        from moaspec.remote.server.auth import Credentials
+
+        credentials = Credentials(
+            token=_token(self.token_file),
+            ca=self.ca,
+            certificate=self.certificate,
+            key=self.key,
         )
-
-
-def remote_options(**given: Any) -> RemoteOptions:
-    """How a session uses its link, by a command's options, which have the same names.
-
-    Raises:
-        InputError: see `RemoteOptions`.
-    """
-    # Imported here, because gRPC is not needed by most commands; below for the same reason.
-    from moaspec.remote.device.remote_session import RemoteOptions
-
-    if given.get("prefix_dir") is not None:
-        require_writable("--prefix-dir", given["prefix_dir"])
-    return RemoteOptions(**given)
-
-
-def vault(phone_region: Sequence[str] | None, *, recognise: bool) -> Vault:
-    """The vault that hides private text, by the options of both commands."""
-    from moaspec.privacy.recognisers import default
-    from moaspec.privacy.vault import Vault
-
-    return Vault(default(phone_region or ("US",)) if recognise else ())
-
-
-def credentials(
-    token_file: Path | None, ca: str | None, certificate: Path | None, key: Path | None
-) -> Credentials:
-    """The credentials that the device sends.
-
-    Raises:
-        InputError: a token that cannot be read, or options that do not go together.
-    """
-    from moaspec.remote.server.auth import Credentials
-
-    return Credentials(token=_token(token_file), ca=ca, certificate=certificate, key=key)
+        return GrpcTransport(self.server, credentials)
 
 
 def _token(path: Path | None) -> str | None:

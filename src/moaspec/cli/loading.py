@@ -10,7 +10,9 @@ from moaspec.cli.terminal.status import loading, measuring
 from moaspec.generation.bundled import bundled_drafters
 
 if TYPE_CHECKING:
+    from moaspec.cli.options import LoadOptions
     from moaspec.drafting.protocols import Drafter
+    from moaspec.generation.options import RowOptions
     from moaspec.model.moa import MoADrafter
     from moaspec.target.generation_defaults import GenerationDefaults
     from moaspec.target.spec import TargetSpec
@@ -18,46 +20,31 @@ if TYPE_CHECKING:
 
 
 def load(
-    model: str,
-    drafter: str | None,
-    *,
-    dtype: str,
-    quantize: str | None = None,
-    generation_config: Literal["auto"] | None = "auto",
-    device: str = "cpu",
-    threads: int | None = None,
-    speculation: bool = True,
+    asked: LoadOptions, *, device: str = "cpu", speculation: bool = True
 ) -> tuple[Target, MoADrafter | Drafter | None]:
     """Load target and drafter, and print their dtype, number of threads and kernels."""
-    with loading(model, threads, quantize):
-        return load_pair(
-            model,
-            drafter,
-            dtype=dtype,
-            quantize=quantize,
-            generation_config=generation_config,
-            device=device,
-            speculation=speculation,
-        )
+    with loading(asked.model, asked.threads, asked.quantize):
+        return load_pair(asked, device=device, speculation=speculation)
 
 
 def load_pair(
-    model: str,
-    drafter: str | None,
+    asked: LoadOptions,
     *,
-    dtype: str,
-    quantize: str | None = None,
-    generation_config: Literal["auto"] | None = "auto",
     device: str = "cpu",
     speculation: bool = True,
+    generation_config: Literal["auto"] | None = "auto",
 ) -> tuple[Target, MoADrafter | Drafter | None]:
     """`load` for a command that is inside `loading` already."""
     from moaspec.backends.load import load_target
 
     target = load_target(
-        model, dtype=dtype, device=device, quantize=quantize, generation_config=generation_config
+        asked.model,
+        dtype=asked.dtype,
+        device=device,
+        quantize=asked.quantize,
+        generation_config=generation_config,
     )
-    module = choose_drafter(drafter, model, target) if speculation else None
+    module = choose_drafter(asked.drafter, asked.model, target) if speculation else None
     console.err.print(target_summary(target), style="dim")
     return target, module
 
@@ -133,3 +120,14 @@ def print_defaults(target: TargetSpec, defaults: GenerationDefaults) -> None:
             "out.",
             style="dim",
         )
+
+
+def with_model_defaults(settings: RowOptions, target: TargetSpec) -> RowOptions:
+    """Fill in the temperature from the model's defaults, and print which of them apply."""
+    from moaspec.generation.options import defaults_of
+
+    defaults = defaults_of(target, settings)
+    print_defaults(target, defaults)
+    if settings.get("temperature") is not None:
+        return settings
+    return {**settings, "temperature": defaults.temperature or 0.0}

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 import typer
-
-from moaspec.cli.loading import print_defaults
 
 if TYPE_CHECKING:
     from moaspec.drafting.policy.policies import FreeBranches as Setting
     from moaspec.generation.options import RowOptions
-    from moaspec.target.target import Target
 
+T = TypeVar("T")
 MODEL = "smollm2-135m"
 
 Prompt = Annotated[
@@ -119,43 +119,87 @@ Device = Annotated[str, typer.Option(help="A torch device.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def with_model_defaults(settings: RowOptions, target: Target) -> RowOptions:
-    """Fill in the temperature from the model's defaults, and print which of them apply."""
-    from moaspec.generation.options import defaults_of
+@dataclass(frozen=True)
+class LoadOptions:
+    """What is loaded, and how."""
 
-    defaults = defaults_of(target, settings)
-    print_defaults(target, defaults)
-    if settings.get("temperature") is not None:
-        return settings
-    return {**settings, "temperature": defaults.temperature or 0.0}
+    model: Model = MODEL
+    drafter: DrafterName = None
+    dtype: Dtype = "auto"
+    quantize: Quantize = None
+    threads: Threads = None
 
 
-def decoding_options(given: Mapping[str, Any]) -> RowOptions:
-    """Decoding settings from a command's options.
+@dataclass(frozen=True)
+class DecodingOptions:
+    """How texts are drafted and sampled."""
 
-    Args:
-        given: all of its parameters by name; decoding parameters are named as in `generate`.
+    tree: Shape = "auto"
+    free_branches: FreeBranches = FreeBranchesOption.auto
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    seed: Seed = None
+    generation_config: GenerationConfig = AUTO
+    speculation: Speculation = True
 
-    Raises:
-        ShapeError, InputError: a bad value; no model is loaded before.
-    """
-    from moaspec.drafting.draft_tree import parse_shape
-    from moaspec.sampling.stop_strings import stop_strings
-    from moaspec.sampling.token_ids import as_integer
+    def settings(self, max_new_tokens: int, stop: Sequence[str] = ()) -> RowOptions:
+        """The options of `moaspec.generate`.
 
-    as_integer("--max-new-tokens", given["max_new_tokens"])
-    parse_shape(given["tree"])
-    settings = {
-        **_sampling(given),
-        "max_new_tokens": given["max_new_tokens"],
-        "tree": given["tree"],
-        "free_branches": given["free_branches"].setting,
-        "generation_config": given["generation_config"].setting,
-    }
-    if "stop" in given:
-        settings["stop"] = stop_strings(given["stop"])
-    check_sampling(settings)
-    return cast("RowOptions", settings)
+        Raises:
+            ShapeError, InputError: a bad value; no model is loaded before.
+        """
+        from moaspec.drafting.draft_tree import parse_shape
+        from moaspec.sampling.stop_strings import stop_strings
+        from moaspec.sampling.token_ids import as_integer
+
+        as_integer("--max-new-tokens", max_new_tokens)
+        parse_shape(self.tree)
+        settings = {
+            **_sampling(vars(self)),
+            "max_new_tokens": max_new_tokens,
+            "tree": self.tree,
+            "free_branches": self.free_branches.setting,
+            "generation_config": self.generation_config.setting,
+            "stop": stop_strings(stop),
+        }
+        check_sampling(settings)
+        return cast("RowOptions", settings)
+
+
+def with_groups(command: Callable[..., T]) -> Callable[..., T]:
+    """Let the fields of parameters that are dataclasses be options of a command."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    signature = inspect.signature(command, eval_str=True)
+    for parameter in signature.parameters.values():
+        group = parameter.annotation
+        if not is_dataclass(group):
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            continue
+        groups[parameter.name] = group
+        hints = get_type_hints(group, include_extras=True)
+        parameters += [
+            parameter.replace(
+                name=one.name,
+                default=parameter.empty if one.default is MISSING else one.default,
+                annotation=hints[one.name],
+            )
+            for one in fields(group)
+        ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> T:
+        made = {
+            name: group(**{one.name: given.pop(one.name) for one in fields(group)})
+            for name, group in groups.items()
+        }
+        return command(**given, **made)
+
+    vars(run)["__signature__"] = signature.replace(parameters=parameters)
+    return run
 
 
 def check_sampling(settings: Mapping[str, Any]) -> None:
@@ -169,5 +213,5 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling options that are given."""
     from moaspec.sampling.params import SamplingParams
 
-    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    names = {field.name for field in fields(SamplingParams)}
     return {name: value for name, value in given.items() if name in names and value is not None}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.cli.loading import load
-from moaspec.cli.options import MODEL, Device, Dtype, Json, Model, Quantize, Threads
+from moaspec.cli.options import Device, Json, LoadOptions, with_groups
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
 from moaspec.cli.terminal.status import measuring
@@ -31,17 +31,15 @@ KEPT = (
 )
 
 
+@with_groups
 def calibrate(
-    model: Model = MODEL,
-    drafter: Annotated[str | None, typer.Option(help="Alias, directory or hub id.")] = None,
+    *,
+    asked: LoadOptions,
     num_target_layers: Annotated[
         int | None,
         typer.Option(help="N, target layers that the drafter reuses; default: each N that it has."),
     ] = None,
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
     device: Device = "cpu",
-    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Measure the costs of a round.
@@ -55,9 +53,7 @@ def calibrate(
 
     Example: moaspec calibrate --threads 2
     """
-    target, module = load(
-        model, drafter, dtype=dtype, quantize=quantize, device=device, threads=threads
-    )
+    target, module = load(asked, device=device)
     from moaspec.calibration.choose_exit import known_exits
     from moaspec.calibration.measure_costs import calibrate as measure
     from moaspec.calibration.measure_costs import stored_costs
@@ -65,8 +61,8 @@ def calibrate(
 
     if module is not None and not isinstance(module, MoADrafter):
         raise InputError(
-            f"{drafter} is a baseline: only Mixture-of-Attentions drafters are measured, because "
-            "only they draft by cost. Name one, or leave --drafter out."
+            f"{asked.drafter} is a baseline: only Mixture-of-Attentions drafters are measured, "
+            "because only they draft by cost. Name one, or leave --drafter out."
         )
     if target.threads.crowded:
         said = "Other processes use the CPU: the costs will be too high. Better stop them first."

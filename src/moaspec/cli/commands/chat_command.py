@@ -10,7 +10,7 @@ import typer
 from moaspec.cli import options
 from moaspec.cli.commands.chat_url import ServerChat
 from moaspec.cli.commands.generate import describe
-from moaspec.cli.loading import load, measure_once
+from moaspec.cli.loading import load, measure_once, with_model_defaults
 from moaspec.cli.prompts import conversation_ids
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.chat_loop import ChatLoop
@@ -24,28 +24,17 @@ if TYPE_CHECKING:
     from moaspec.generation.session import Session
 
 
+@options.with_groups
 def chat(
-    model: options.Model = options.MODEL,
-    drafter: options.DrafterName = None,
+    *,
+    asked: options.LoadOptions,
     url: Annotated[
         str | None,
         typer.Option(help="Chat with this server (`moaspec serve`, `moaspec edge`) instead."),
     ] = None,
     system: options.System = None,
     max_new_tokens: options.MaxNewTokens = 512,
-    tree: options.Shape = "auto",
-    free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    generation_config: options.GenerationConfig = options.AUTO,
-    speculation: options.Speculation = True,
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = None,
-    threads: options.Threads = None,
+    decoding: options.DecodingOptions,
 ) -> None:
     """Hold a conversation at the terminal.
 
@@ -55,24 +44,20 @@ def chat(
 
     Example: moaspec chat --system "Answer briefly." --temperature 0.7
     """
-    settings = options.decoding_options(locals())
-    if url is not None and quantize is not None:
+    settings = decoding.settings(max_new_tokens)
+    if url is not None and asked.quantize is not None:
         raise InputError("--quantize is for a target here; with --url the server has the target.")
-    if url is not None and generation_config is not options.AUTO:
+    if url is not None and decoding.generation_config is not options.AUTO:
         raise InputError("--generation-config is for a target here; with --url it is the server's.")
     if url is not None:
         _hold(ServerChat(url, settings, system))
         return
-    target, module = load(
-        model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
-    )
-    if tree == "auto":
+    target, module = load(asked, speculation=decoding.speculation)
+    if decoding.tree == "auto":
         measure_once(target, module)
     from moaspec.generation.session import Session
 
-    chat_loop = LocalChat(
-        Session(target, module), options.with_model_defaults(settings, target), system
-    )
+    chat_loop = LocalChat(Session(target, module), with_model_defaults(settings, target), system)
     chat_loop.prompt_ids("?")  # a target that cannot hold conversations should say so at once
     _hold(chat_loop)
 

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from moaspec.evaluate.correctness.check_target import Check, CheckedText
 
 
+@options.with_groups
 def check(
-    model: options.Model = options.MODEL,
-    drafter: options.DrafterName = None,
+    *,
+    asked: options.LoadOptions,
     suite: Annotated[
         str, typer.Option(help="bundled, a JSONL file or a directory of them.")
     ] = "bundled",
@@ -36,9 +37,6 @@ def check(
         int, typer.Option(help="Prompts that are also decoded alone, outside the batch.")
     ] = 1,
     generation_config: options.GenerationConfig = options.AUTO,
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = None,
-    threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
     """Check that texts are exactly right here.
@@ -61,28 +59,28 @@ def check(
         )
     from moaspec.evaluate.prompt_suites import read_prompts
 
-    prompts = read_prompts(suite, limit=limit)
-    with loading(model, threads, quantize):
+    prompts, model = read_prompts(suite, limit=limit), asked.model
+    with loading(model, asked.threads, asked.quantize):
         from moaspec.backends.load import chosen_dtype, load_target
         from moaspec.evaluate.correctness.check_target import Check
 
-        chosen = chosen_dtype(dtype)
+        chosen = chosen_dtype(asked.dtype)
     checked: dict[str, list[CheckedText]] = {}
     whole = True
-    for one in dict.fromkeys((chosen, "float32") if dtype == "auto" else (chosen,)):
+    for one in dict.fromkeys((chosen, "float32") if asked.dtype == "auto" else (chosen,)):
         with status(f"Loading {model} in {one}"):
             load = partial(
                 load_target,
                 model,
                 dtype=one,
-                quantize=quantize,
+                quantize=asked.quantize,
                 generation_config=generation_config.setting,
             )
             target = load()
             plan = Check(
                 target,
                 [chat_ids(target, prompt.turns[0]) for prompt in prompts],
-                drafter=choose_drafter(drafter, model, target),
+                drafter=choose_drafter(asked.drafter, model, target),
                 stock=load(packed=False),
                 max_new_tokens=max_new_tokens,
                 seeds=range(seeds),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,10 +18,10 @@ from moaspec.cli.options import (
     Device,
     Dtype,
     GenerationConfig,
-    GenerationConfigOption,
     Json,
     Model,
     Threads,
+    with_groups,
 )
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
@@ -55,9 +55,6 @@ Sources = Annotated[
         "hub:OWNER/NAME, also with :CONFIGURATION and @SPLIT."
     ),
 ]
-BatchSize = Annotated[int, typer.Option(help="Conversations decoded together.")]
-GroupSize = Annotated[int, typer.Option(help="Conversations saved together.")]
-SystemPrompts = Annotated[Path | None, typer.Option(help="Text file, one system prompt per line.")]
 Temperature = Annotated[float, typer.Option(help="0: greedy.")]
 TopP = Annotated[
     float | None,
@@ -65,37 +62,68 @@ TopP = Annotated[
         help="Sample among the likeliest tokens with this total probability; default: the model's."
     ),
 ]
-Drafter = Annotated[
-    str | None, typer.Option(help="Drafter, for speed: alias, directory or hub id.")
-]
 Skip = Annotated[
     bool, typer.Option("--skip-malformed", help="Skip malformed rows, and count them.")
 ]
-For = Annotated[
-    str | None, typer.Option("--for", help="Stop after this time, ready to continue: 8m, 1.5h.")
-]
+
+
+@dataclass(frozen=True)
+class WritingOptions:
+    """The target that writes, and how."""
+
+    out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")]
+    model: Model = MODEL
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter, for speed: alias, directory or hub id.")
+    ] = None
+    system_prompts: Annotated[
+        Path | None, typer.Option(help="Text file, one system prompt per line.")
+    ] = None
+    batch_size: Annotated[int, typer.Option(help="Conversations decoded together.")] = 8
+    group_size: Annotated[int, typer.Option(help="Conversations saved together.")] = 64
+    generation_config: GenerationConfig = AUTO
+    dtype: Dtype = "auto"
+    device: Device = "cpu"
+    threads: Threads = None
+    for_: Annotated[
+        str | None,
+        typer.Option("--for", help="Stop after this time, ready to continue: 8m, 1.5h."),
+    ] = None
+
+    def checked(self, **sampling: Any) -> tuple[WriterOptions, float | None]:
+        """How to write, and for how many seconds; refuses a file that cannot be written.
+
+        Args:
+            **sampling: the other fields of `WriterOptions`.
+        """
+        from moaspec.train.dataset.response_writer import WriterOptions
+
+        require_writable_file("--out", self.out)
+        seconds = None if self.for_ is None else parse_duration(self.for_)
+        options = WriterOptions(batch_size=self.batch_size, group_size=self.group_size, **sampling)
+        return options, seconds
+
+    def load(self) -> tuple[Target, Any]:
+        """The target, and the drafter if one is named."""
+        auto = self.generation_config.setting
+        target = _load(self.model, self.dtype, self.device, self.threads, auto)
+        from moaspec.generation.drafters import load_any_drafter
+
+        return target, self.drafter and load_any_drafter(self.drafter, target=target)
 
 
 @app.command("synth")
+@with_groups
 def synth_command(
-    out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")],
+    *,
+    options: WritingOptions,
     num: Annotated[int, typer.Option(help="Number of different prompts.")] = 1000,
-    model: Model = MODEL,
-    drafter: Drafter = None,
-    system_prompts: SystemPrompts = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="Tokens of a prompt; longer ones are dropped.")
     ] = 128,
-    batch_size: BatchSize = 8,
-    group_size: GroupSize = 64,
     temperature: Temperature = 1.0,
     top_p: TopP = 0.95,
-    generation_config: GenerationConfig = AUTO,
     seed: Annotated[int, typer.Option(help="Another seed gives other prompts.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = None,
-    for_: For = None,
 ) -> None:
     """Let the target imagine prompts.
 
@@ -103,20 +131,18 @@ def synth_command(
 
     Example: moaspec data synth --num 2000 --out prompts.jsonl
     """
-    require_writable_file("--out", out)
-    seconds = None if for_ is None else parse_duration(for_)
     if num < 1:
         raise InputError(f"--num must be at least 1, got {num}.")
-    writing = _writing(locals())
-    systems = _lines(system_prompts)
-    target = _load(model, dtype, device, threads, generation_config)
+    writing, seconds = options.checked(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+    )
+    systems = _lines(options.system_prompts)
+    target, module = options.load()
 
-    from moaspec.generation.drafters import load_any_drafter
     from moaspec.train.dataset.response_writer import ResponseWriter
     from moaspec.train.dataset.synth import PromptGenerator, synth
 
     generator = PromptGenerator(target, systems)
-    module = load_any_drafter(drafter, target=target) if drafter else None
     stop = StopCondition(seconds)
     with WritingProgress("prompts", num, stop) as bar:
         writer = ResponseWriter(
@@ -126,38 +152,30 @@ def synth_command(
             stop_token_ids=generator.stop_token_ids,
             advance=lambda tokens, _: bar.add(tokens, 0),
         )
-        settings = writer.settings(num=num, system_prompts=systems, drafter=drafter)
-        with Journal(out, settings) as journal, stoppable(journal):
+        settings = writer.settings(num=num, system_prompts=systems, drafter=options.drafter)
+        with Journal(options.out, settings) as journal, stoppable(journal):
             bar.resume(journal.rows)
             synth(writer, generator, journal, num, bar.update)
     _report(journal, None)
 
 
 @app.command("regenerate")
+@with_groups
 def regenerate_command(
     sources: Sources,
-    out: Annotated[Path, typer.Option(help="JSONL file to write (.gz allowed).")],
-    model: Model = MODEL,
-    drafter: Drafter = None,
+    *,
+    options: WritingOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of a response.")] = 512,
-    batch_size: BatchSize = 8,
-    group_size: GroupSize = 64,
-    system_prompts: SystemPrompts = None,
     without_system: Annotated[
         float, typer.Option(help="Share of conversations that get no system prompt.")
     ] = 0.5,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
-    generation_config: GenerationConfig = AUTO,
     seed: Annotated[
         int, typer.Option(help="Seed of sampling and of the choice of system prompts.")
     ] = 0,
     limit: Annotated[int | None, typer.Option(help="Read only this many conversations.")] = None,
     skip_malformed: Skip = False,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-    threads: Threads = None,
-    for_: For = None,
 ) -> None:
     """Let the target write responses.
 
@@ -165,19 +183,18 @@ def regenerate_command(
 
     Example: moaspec data regenerate prompts.jsonl --out responses.jsonl.gz --max-new-tokens 256
     """
-    require_writable_file("--out", out)
-    seconds = None if for_ is None else parse_duration(for_)
     if not 0 <= without_system <= 1 or (limit is not None and limit < 1):
         raise InputError("--without-system must lie in 0..1, and --limit be at least 1.")
-    writing = _writing(locals())
-    systems = _lines(system_prompts)
+    writing, seconds = options.checked(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+    )
+    systems = _lines(options.system_prompts)
     skipped = _Skipped() if skip_malformed else None
     on_malformed = skipped or refuse
     report = ReadReport()
     found = list(islice(read_conversations(sources, on_malformed, report), limit))
-    target = _load(model, dtype, device, threads, generation_config)
+    target, module = options.load()
 
-    from moaspec.generation.drafters import load_any_drafter
     from moaspec.train.dataset.regenerate import (
         check_prompts,
         fingerprint,
@@ -193,25 +210,15 @@ def regenerate_command(
         raise DataError(
             "No usable prompts: every source was empty or its rows malformed. Name other sources."
         )
-    module = load_any_drafter(drafter, target=target) if drafter else None
     stop = StopCondition(seconds)
     with WritingProgress("conversations", len(conversations), stop) as bar:
         writer = ResponseWriter(target, module, writing, advance=bar.add)
-        settings = writer.settings(prompts=fingerprint(conversations), drafter=drafter)
-        with Journal(out, settings) as journal, stoppable(journal):
-            bar.resume(min(journal.groups * group_size, len(conversations)))
+        settings = writer.settings(prompts=fingerprint(conversations), drafter=options.drafter)
+        with Journal(options.out, settings) as journal, stoppable(journal):
+            bar.resume(min(journal.groups * options.group_size, len(conversations)))
             regenerate(writer, conversations, journal)
     _report(journal, skipped)
     _tell_unused(report)
-
-
-def _writing(options: Mapping[str, Any]) -> WriterOptions:
-    """How to write, from a command's options, which have the names of its fields."""
-    from moaspec.train.dataset.response_writer import WriterOptions
-
-    return WriterOptions(
-        **{field.name: options[field.name] for field in dataclasses.fields(WriterOptions)}
-    )
 
 
 @app.command("stats")
@@ -360,14 +367,12 @@ def _load(
     dtype: str,
     device: str,
     threads: int | None,
-    generation_config: GenerationConfigOption = AUTO,
+    generation_config: Literal["auto"] | None = "auto",
 ) -> Target:
     with loading(model, threads):
         from moaspec.backends.load import load_target
 
-        return load_target(
-            model, dtype=dtype, device=device, generation_config=generation_config.setting
-        )
+        return load_target(model, dtype=dtype, device=device, generation_config=generation_config)
 
 
 def _lines(path: Path | None) -> list[str]:

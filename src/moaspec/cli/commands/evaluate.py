@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
 from moaspec.cli.loading import print_defaults
-from moaspec.cli.options import AUTO, MODEL, Dtype, GenerationConfig, Json, Model, Quantize, Threads
+from moaspec.cli.options import AUTO, Device, GenerationConfig, Json, LoadOptions, with_groups
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.progress_bar import ProgressBar
 from moaspec.cli.terminal.status import loading, status
@@ -21,6 +21,7 @@ from moaspec.evaluate.prompt_suites import read_prompts
 if TYPE_CHECKING:
     from moaspec.evaluate.cut_quality import CutQuality
     from moaspec.evaluate.methods import Method
+    from moaspec.evaluate.pass_costs import PassCosts
     from moaspec.evaluate.prompt_suites import Prompt
     from moaspec.evaluate.report.report import Report
     from moaspec.evaluate.results_store import ResultsStore
@@ -34,8 +35,10 @@ app = typer.Typer(no_args_is_help=False)
 
 
 @app.callback(invoke_without_command=True)
+@with_groups
 def evaluate(
     context: typer.Context,
+    *,
     suite: Annotated[
         str,
         typer.Option(
@@ -65,19 +68,13 @@ def evaluate(
     system: Annotated[
         str, typer.Option(help="System prompt: default (the template's own), none, or a text.")
     ] = "default",
-    model: Model = MODEL,
-    drafter: Annotated[
-        str | None, typer.Option(help="Drafter of moa: alias, directory or hub id.")
-    ] = None,
+    asked: LoadOptions,
     checkpoint: Annotated[
         list[str] | None,
         typer.Option(help="Checkpoint of another method: KIND=DIR, for example hf-assisted=DIR."),
     ] = None,
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
     generation_config: GenerationConfig = AUTO,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Threads = None,
+    device: Device = "cpu",
     cost: Annotated[
         bool,
         typer.Option("--cost", help="Measure only costs of passes and rounds, without prompts."),
@@ -119,14 +116,12 @@ def evaluate(
         return
     timed, untimed = _names(methods), _names(tau_only)
     _check_options(context.params, timed)
+    read = {"suite": suite, "limit": limit, "turns": turns}
     prompts = [] if cost else read_prompts(suite, limit=limit, max_turns=turns)
     if accuracy:
-        from moaspec.evaluate.correctness.accuracy import require_graders
-
-        require_graders(prompts, unsafe=unsafe)
-    asked = {"suite": suite, "limit": limit, "turns": turns}
+        _require_graders(prompts, unsafe=unsafe)
     apart = cost or cut is not None
-    with loading(model, threads, quantize):
+    with loading(asked.model, asked.threads, asked.quantize):
         from moaspec.backends.load import chosen_dtype
         from moaspec.cli.method_loading import (
             MethodSources,
@@ -134,6 +129,7 @@ def evaluate(
             load_reference_target,
             read_checkpoints,
         )
+        from moaspec.cli.terminal.report_tables import show, show_costs, show_cut
         from moaspec.evaluate.correctness.equality import RULE
         from moaspec.evaluate.cut_quality import check_cut
         from moaspec.evaluate.method_names import require_known_noise
@@ -154,12 +150,12 @@ def evaluate(
         if out is not None:
             make_results_directory(out)
         sources = MethodSources(
-            model,
-            chosen_dtype(dtype, device=device),
-            drafter,
+            asked.model,
+            chosen_dtype(asked.dtype, device=device),
+            asked.drafter,
             read_checkpoints(checkpoint or []),
             device,
-            quantize,
+            asked.quantize,
             generation_config.setting,
         )
         around = {**sources.as_facts(), "system": system, **surroundings()}
@@ -170,7 +166,9 @@ def evaluate(
         trusted = None if apart else load_reference_target(loaded, sources)
     print_defaults(loaded[0].target, loaded[0].target.generation_defaults)
     if cost:
-        _report_costs(loaded, around, out, as_json=as_json)
+        costs = _measured_costs(loaded)
+        facts = costs.as_json() | {"settings": around}
+        _put_out_apart(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
         return
     if cut is not None:
         found = _measured_cut(
@@ -181,8 +179,9 @@ def evaluate(
             accuracy=accuracy,
             unsafe=unsafe,
         )
-        facts = {**around, **asked, "max_new_tokens": max_new_tokens}
-        _report_cut(found, facts, out, as_json=as_json)
+        around = {**around, **read, "max_new_tokens": max_new_tokens}
+        facts = {**found.as_json(), "settings": around}
+        _put_out_apart(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
         return
     report = _measured(
         loaded[: len(timed)],
@@ -195,13 +194,10 @@ def evaluate(
     )
     if report.interrupted:
         _put_out(report.as_json(), lambda: show(report), None, as_json=as_json)
-        kept = "" if out is None else f" They are kept in {out}; the same command goes on."
-        console.warn(f"Stopped: these are the prompts before.{kept}")
-        raise typer.Exit(130)
-    result = {"settings": {**facts, **asked}, **report.as_json()}
-    from moaspec.cli.terminal.report_tables import show
-
-    _put_out(result, lambda: show(report), out and out / REPORT, as_json=as_json)
+        kept = f"They are kept in {out}; the same command goes on." if out else None
+        _leave("these are the prompts before", kept)
+    facts = {"settings": {**facts, **read}, **report.as_json()}
+    _put_out(facts, lambda: show(report), out and out / REPORT, as_json=as_json)
     if not report.lossless:
         raise typer.Exit(1)
 
@@ -225,6 +221,12 @@ def _check_options(options: dict[str, Any], timed: Sequence[str]) -> None:
         raise InputError("--temperature does not go with --cost and --cut, which are greedy.")
     if not timed:
         raise InputError("--methods must name at least one method that is timed.")
+
+
+def _require_graders(prompts: Sequence[Prompt], *, unsafe: bool) -> None:
+    from moaspec.evaluate.correctness.accuracy import require_graders
+
+    require_graders(prompts, unsafe=unsafe)
 
 
 @app.command()
@@ -300,9 +302,13 @@ def _put_out_apart(
     held = interrupted and path is not None and path.exists()
     _put_out(facts, show_it, None if held else path, as_json=as_json)
     if interrupted:
-        kept = f" {path} stays as it was." if held else ""
-        console.warn(f"Stopped: this was measured before.{kept}")
-        raise typer.Exit(130)
+        _leave("this was measured before", f"{path} stays as it was." if held else None)
+
+
+def _leave(what: str, kept: str | None) -> NoReturn:
+    """End the command after Ctrl-C."""
+    console.warn(f"Stopped: {what}." + (f" {kept}" if kept else ""))
+    raise typer.Exit(130)
 
 
 def _write_page(directory: Path) -> Path | None:
@@ -318,16 +324,11 @@ def _write_page(directory: Path) -> Path | None:
         return None
 
 
-def _report_costs(
-    methods: Sequence[Method], settings: dict[str, Any], out: Path | None, *, as_json: bool
-) -> None:
-    from moaspec.cli.terminal.report_tables import show_costs
+def _measured_costs(methods: Sequence[Method]) -> PassCosts:
     from moaspec.evaluate.pass_costs import measure_costs, num_measurements
 
     with ProgressBar("measuring costs", num_measurements(methods[0].target, methods)) as bar:
-        costs = measure_costs(methods, advance=bar.advance)
-    facts = {**costs.as_json(), "settings": settings}
-    _put_out_apart(facts, lambda: show_costs(costs), out and out / COSTS, as_json=as_json)
+        return measure_costs(methods, advance=bar.advance)
 
 
 def _measured_cut(
@@ -361,15 +362,6 @@ def _measured_cut(
             is_correct=right if accuracy else lambda *_: None,
             advance=bar.advance,
         )
-
-
-def _report_cut(
-    found: CutQuality, settings: dict[str, Any], out: Path | None, *, as_json: bool
-) -> None:
-    from moaspec.cli.terminal.report_tables import show_cut
-
-    facts = {**found.as_json(), "settings": settings}
-    _put_out_apart(facts, lambda: show_cut(found), out and out / CUT, as_json=as_json)
 
 
 def _names(text: str) -> list[str]:

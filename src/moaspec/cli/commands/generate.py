@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moaspec.cli import options
-from moaspec.cli.loading import load, measure_once
+from moaspec.cli.loading import load, measure_once, with_model_defaults
 from moaspec.cli.prompts import chat_ids, read_prompt
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.interrupts import deferred_interrupts
@@ -21,29 +21,18 @@ if TYPE_CHECKING:
     from moaspec.target.target import Target
 
 
+@options.with_groups
 def generate(
     prompt: options.Prompt = None,
-    model: options.Model = options.MODEL,
-    drafter: options.DrafterName = None,
+    *,
+    asked: options.LoadOptions,
     max_new_tokens: options.MaxNewTokens = 128,
-    tree: options.Shape = "auto",
-    free_branches: options.FreeBranches = options.FreeBranchesOption.auto,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
+    decoding: options.DecodingOptions,
     system: options.System = None,
-    generation_config: options.GenerationConfig = options.AUTO,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop at this string; may be given several times.")
     ] = None,
     num_choices: Annotated[int, typer.Option(help="Number of answers, sampled independently.")] = 1,
-    speculation: options.Speculation = True,
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = None,
-    threads: options.Threads = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no stream.")] = False,
 ) -> None:
@@ -59,20 +48,18 @@ def generate(
 
     Example: moaspec generate "Why is the sky blue?" --temperature 0.8 --top-p 0.95 --seed 7
     """
-    settings = options.decoding_options({**locals(), "stop": stop or ()})
+    settings = decoding.settings(max_new_tokens, stop or ())
     if raw and system is not None:
         raise InputError("--system is for the chat template, which --raw leaves out.")
     if num_choices < 1:
         raise InputError(f"--num-choices must be at least 1, got {num_choices}.")
     question = read_prompt(prompt)
-    target, module = load(
-        model, drafter, dtype=dtype, quantize=quantize, threads=threads, speculation=speculation
-    )
-    if tree == "auto":
+    target, module = load(asked, speculation=decoding.speculation)
+    if decoding.tree == "auto":
         measure_once(target, module)
     from moaspec.generation.api import start
 
-    settings = options.with_model_defaults(settings, target)
+    settings = with_model_defaults(settings, target)
     prompt_ids = chat_ids(target, question, system=system, raw=raw)
     engine, results = start(
         target, [prompt_ids], drafter=module, num_choices=num_choices, **settings

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from moaspec.cli import device_options as device
-from moaspec.cli import options
+from moaspec.cli import device_options, options
+from moaspec.cli.loading import with_model_defaults
 from moaspec.cli.prompts import chat_ids, read_prompt
 from moaspec.cli.terminal import console
 from moaspec.cli.terminal.status import loading
-from moaspec.support.extras import require
 
 if TYPE_CHECKING:
     from moaspec.generation.options import RowOptions
@@ -28,33 +27,19 @@ PATIENCE_S = 2.0
 """After so long without a first link the user is told."""
 
 
+@options.with_groups
 def remote(
     prompt: options.Prompt = None,
-    server: device.Server = device.SERVER,
-    bundle: device.Bundle = None,
-    model: options.Model = options.MODEL,
-    on_cut: device.OnCut = "rollback",
-    codec: device.Codec = "int8",
-    draft: device.Draft = "auto",
-    num_target_layers: device.NumTargetLayers = None,
-    prefix_dir: device.PrefixDir = None,
-    give_up_s: device.GiveUp = None,
-    token_file: device.TokenFile = None,
-    ca: device.CA = None,
-    certificate: device.Certificate = None,
-    key: device.Key = None,
+    *,
+    device: device_options.DeviceOptions,
     cut_after: Annotated[
         int | None, typer.Option(help="Cut the link after this many tokens.")
     ] = None,
     cut_s: Annotated[float, typer.Option(help="Seconds that the cut lasts.")] = 3.0,
     link: Annotated[str, typer.Option(help="Emulate a link: none, lan, 4g, 5g.")] = "none",
-    recognise: device.Recognise = True,
-    phone_region: device.PhoneRegion = None,
     max_new_tokens: options.MaxNewTokens = 64,
     temperature: options.Temperature = None,
     seed: options.Seed = None,
-    generation_config: options.GenerationConfig = options.AUTO,
-    threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
     """Draft here and verify on a server.
@@ -66,29 +51,19 @@ def remote(
 
     Example: moaspec remote "Why is the sky blue?" --cut-after 12
     """
-    require("`moaspec remote`", "remote", *(["private"] if recognise else []))
-    device.check_address(server)
+    device.check("`moaspec remote`", "remote")
     question = read_prompt(prompt)
-    with loading(model, threads):
+    with loading(device.model, device.threads):
         from moaspec.remote.device.remote_session import RemoteSession
         from moaspec.remote.emulation import Faults, ShapedTransport, link_named
-        from moaspec.remote.protocol.grpc_transport import GrpcTransport
 
-    chosen = device.remote_options(
-        codec=codec,
-        num_target_layers=num_target_layers,
-        draft=draft,
-        on_cut=on_cut,
-        prefix_dir=prefix_dir,
-        give_up_s=give_up_s,
-    )
-    wire = GrpcTransport(server, device.credentials(token_file, ca, certificate, key))
+    chosen, wire = device.remote_options(), device.transport()
     faults, emulated = Faults(), link_named(link)
     shaped = link != "none" or cut_after is not None
     transport = ShapedTransport(wire, emulated, faults) if shaped else wire
-    vault = device.vault(phone_region, recognise=recognise)
+    vault = device.vault()
     hidden = vault.hide(question)
-    loaded = device.load_bundle(bundle, model)
+    loaded = device_options.load_bundle(device.bundle, device.model)
     ids = chat_ids(loaded.target, hidden)
     session = RemoteSession(loaded, transport, chosen)
     show = _Show(loaded.target.tokenizer, vault, quiet=as_json)
@@ -97,10 +72,10 @@ def remote(
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
-        "generation_config": generation_config.setting,
+        "generation_config": device.generation_config.setting,
     }
-    settings = options.with_model_defaults(settings, loaded.target)
-    asyncio.run(_run(session, ids, settings, show=show, cut=cut, server=server))
+    settings = with_model_defaults(settings, loaded.target)
+    asyncio.run(_run(session, ids, settings, show=show, cut=cut, server=device.server))
     _report(session, show, as_json=as_json, hidden=len(vault))
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from moaspec.remote.server.service import ServiceOptions, TargetService
 
 
+@options.with_groups
 def target_server(
-    model: options.Model = options.MODEL,
-    drafter: options.DrafterName = None,
+    *,
+    asked: options.LoadOptions,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
@@ -77,9 +78,6 @@ def target_server(
         Literal["torch", "vllm"],
         typer.Option(help="What runs the target; vllm has to be installed, see docs/vllm.md."),
     ] = "torch",
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = None,
-    threads: options.Threads = None,
 ) -> None:
     """Hold the target for devices that draft.
 
@@ -92,7 +90,7 @@ def target_server(
     """
     require("`moaspec target-server`", "remote")
     _check(host, tls_certificate, tls_key, client_ca)
-    if quantize is not None and engine == "vllm":
+    if asked.quantize is not None and engine == "vllm":
         raise InputError("--quantize is for --engine torch; vLLM has quantised models of its own.")
     from moaspec.remote.server.auth import CallAuth, server_credentials
 
@@ -102,9 +100,10 @@ def target_server(
         secure = server_credentials(tls_certificate, tls_key, client_ca)
     if traces:
         _print_traces()
-    name = drafter or (model if model in bundled_drafters() else None)
+    if asked.drafter is None and asked.model in bundled_drafters():
+        asked = replace(asked, drafter=asked.model)
     ports = {"--port": port, "--metrics-port": metrics_port}
-    with held(host, ports), loading(model, threads, quantize):
+    with held(host, ports), loading(asked.model, asked.threads, asked.quantize):
         from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
         from moaspec.remote.server.service import ServiceOptions
         from moaspec.remote.server.session_store import StoreOptions
@@ -119,32 +118,29 @@ def target_server(
                 idle_s=idle_s,
             ),
         )
-        load = _in_vllm if engine == "vllm" else partial(_here, quantize=quantize)
-        service = load(model, name, dtype, limits)
+        service = (_in_vllm if engine == "vllm" else _here)(asked, limits)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)
     where = ServerOptions(host=host, port=port, credentials=secure, guard=guard)
     # Made inside the loop, to which gRPC ties a server when it is made.
     facts: dict[str, Any] = {"max_sessions": service.max_sessions, "engine": engine}
-    if quantize is not None:
-        facts["quantize"] = quantize
+    if asked.quantize is not None:
+        facts["quantize"] = asked.quantize
     asyncio.run(_serve(lambda: GrpcServer(service, where), drain_s, facts))
 
 
-def _here(
-    model: str, drafter: str | None, dtype: str, limits: ServiceOptions, *, quantize: str | None
-) -> TargetService:
+def _here(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     """The target in this process."""
     from moaspec.backends.load import load_target
     from moaspec.generation.drafters import load_drafter
     from moaspec.remote.server.service import TargetService
 
-    target = load_target(model, dtype=dtype, quantize=quantize)
-    module = None if drafter is None else load_drafter(drafter, target=target)
+    target = load_target(asked.model, dtype=asked.dtype, quantize=asked.quantize)
+    module = None if asked.drafter is None else load_drafter(asked.drafter, target=target)
     return TargetService(target, module, limits)
 
 
-def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions) -> TargetService:
+def _in_vllm(asked: options.LoadOptions, limits: ServiceOptions) -> TargetService:
     """The target inside vLLM; of the drafter only the encoder is used."""
     from moaspec.vllm_plugin.hooks import require_version
 
@@ -161,17 +157,17 @@ def _in_vllm(model: str, drafter: str | None, dtype: str, limits: ServiceOptions
     from moaspec.vllm_plugin.vllm_verifier import VLLMVerifier
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = chosen_dtype(dtype, device=device, packed=False)
-    facts = target_facts(model, dtype=dtype, device=device)
+    dtype = chosen_dtype(asked.dtype, device=device, packed=False)
+    facts = target_facts(asked.model, dtype=dtype, device=device)
     if any(switch < limits.longest(facts) for switch in facts.rope_switches):
         raise InputError(
-            f"{model} has LongRoPE: all keys of a text change at {facts.rope_switches[0]} tokens, "
-            "which vLLM's cache cannot follow. Take --engine torch, or fewer --max-tokens."
+            f"{asked.model} has LongRoPE: all keys of a text change at {facts.rope_switches[0]} "
+            "tokens, which vLLM's cache cannot follow. Take --engine torch, or fewer --max-tokens."
         )
-    module = None if drafter is None else load_drafter(drafter, target=facts)
+    module = None if asked.drafter is None else load_drafter(asked.drafter, target=facts)
     engine = VLLMVerifier(
         VLLMVerifierSettings(
-            model=find_weights(model),
+            model=find_weights(asked.model),
             dtype=dtype,
             max_rows=limits.fitting(facts).max_sessions,
             max_tokens=limits.longest(facts),
