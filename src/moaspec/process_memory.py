@@ -1,14 +1,30 @@
-"""The memory of a server's process: short garbage collections, and freed memory given back."""
+"""The memory of a server's process: bounded caches, and freed memory given back."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 
 from moaspec.backends.pack import return_freed_memory
 
 RETURN_S = 30.0
 """Seconds between two returns of freed memory."""
+
+
+KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
+"""Kernels that oneDNN and PyTorch's wrapper of it keep, at half a MiB each."""
+
+
+def bound_kernel_caches() -> None:
+    """Keep fewer compiled kernels of oneDNN; call before the model is loaded.
+
+    oneDNN compiles a kernel for each number of tokens and each size of a layer, in float32, or in
+    bf16 where moaspec has no kernels. By default 1,024 are kept: half a GiB, whatever the model's
+    size. Variables of the environment that are set already hold.
+    """
+    for name, capacity in KERNEL_CACHES.items():
+        os.environ.setdefault(name, capacity)
 
 
 def freeze_loaded_objects() -> None:
