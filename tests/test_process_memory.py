@@ -15,10 +15,12 @@ import torch
 
 from moaspec.process_memory import (
     KERNEL_CACHES,
-    bound_kernel_caches,
+    OPEN_FILES,
     freeze_loaded_objects,
+    prepare_process,
     return_memory_forever,
 )
+from moaspec.support import limits
 
 
 class Cycle:
@@ -58,22 +60,37 @@ def test_what_the_user_set_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = KERNEL_CACHES
     monkeypatch.setenv(first, "7")
     monkeypatch.delenv(second, raising=False)
-    bound_kernel_caches()
+    prepare_process()
     assert os.environ[first] == "7"
     assert os.environ[second] == KERNEL_CACHES[second]
+
+
+@pytest.mark.slow
+def test_a_server_may_have_as_many_files_as_connections() -> None:
+    code = (
+        "import resource as r; from moaspec.process_memory import prepare_process\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (100, r.getrlimit(r.RLIMIT_NOFILE)[1])); prepare_process()\n"
+        "print(*r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, text=True
+    )
+    soft, hard = map(int, told.stdout.split())
+    assert soft == (OPEN_FILES if hard < 0 else min(OPEN_FILES, hard))
+    assert OPEN_FILES > limits.MAX_HTTP_CONNECTIONS + limits.MAX_GRPC_CONNECTIONS
 
 
 _GROWTH = """
 import ctypes, torch
 from moaspec.backends.linear_backends import OneDnnLinear
-from moaspec.process_memory import bound_kernel_caches
+from moaspec.process_memory import prepare_process
 
 class Mallinfo(ctypes.Structure):
     _fields_ = [(f"field_{i}", ctypes.c_size_t) for i in range(10)]
 
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Mallinfo
-bound_kernel_caches()
+prepare_process()
 linear = OneDnnLinear(torch.zeros(64, 64), None)
 used = []
 for start in (0, 512, 1024):

@@ -1,8 +1,9 @@
-"""The memory of a server's process: bounded caches, and freed memory given back."""
+"""A server's process: bounded caches, open files, and freed memory given back."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 
@@ -16,15 +17,26 @@ KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY":
 """Kernels that oneDNN and PyTorch's wrapper of it keep, at half a MiB each."""
 
 
-def bound_kernel_caches() -> None:
-    """Keep fewer compiled kernels of oneDNN; call before the model is loaded.
+OPEN_FILES = 8192
+"""Open files that a server may have, where the system allows it; each connection is one."""
 
-    oneDNN compiles a kernel for each number of tokens and each size of a layer, in float32, or in
-    bf16 where moaspec has no kernels. By default 1,024 are kept: half a GiB, whatever the model's
-    size. Variables of the environment that are set already hold.
+
+def prepare_process() -> None:
+    """Keep fewer compiled kernels of oneDNN, and allow more open files.
+
+    Call before the model is loaded. oneDNN compiles a kernel for each number of tokens and each
+    size of a layer, in float32, or in bf16 where moaspec has no kernels. By default 1,024 are kept:
+    half a GiB, whatever the model's size. Variables of the environment that are set already hold.
     """
     for name, capacity in KERNEL_CACHES.items():
         os.environ.setdefault(name, capacity)
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not on Windows
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def freeze_loaded_objects() -> None:

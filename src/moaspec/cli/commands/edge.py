@@ -79,7 +79,7 @@ def edge(
         settings = serve_settings(
             api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
         )
-        from moaspec.process_memory import bound_kernel_caches
+        from moaspec.process_memory import prepare_process
         from moaspec.remote.emulation import Faults, ShapedTransport, link_named
         from moaspec.remote.protocol.grpc_transport import GrpcTransport
         from moaspec.remote.server.server_only import RemoteText
@@ -87,7 +87,7 @@ def edge(
         from moaspec.serve.uvicorn_server import serve as run
         from moaspec.target.generation_defaults import NO_DEFAULTS
 
-        bound_kernel_caches()
+        prepare_process()
     chosen = device.remote_options(
         codec=codec,
         num_target_layers=num_target_layers,

@@ -86,12 +86,12 @@ def serve(
                 api_key_file, cors_origin, name, default_max_tokens, max_body_bytes
             )
             from moaspec.generation.options import shaping_for
-            from moaspec.process_memory import bound_kernel_caches
+            from moaspec.process_memory import prepare_process
             from moaspec.serve.sources.engine_worker import WorkerLimits
             from moaspec.serve.sources.local_source import LocalSource
             from moaspec.serve.uvicorn_server import serve as run
 
-            bound_kernel_caches()
+            prepare_process()
             target, module = load_pair(
                 model,
                 drafter,

@@ -105,7 +105,7 @@ def target_server(
     name = drafter or (model if model in bundled_drafters() else None)
     ports = {"--port": port, "--metrics-port": metrics_port}
     with held(host, ports), loading(model, threads, quantize):
-        from moaspec.process_memory import bound_kernel_caches
+        from moaspec.process_memory import prepare_process
         from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
         from moaspec.remote.server.service import ServiceOptions
         from moaspec.remote.server.session_store import StoreOptions
@@ -120,7 +120,7 @@ def target_server(
                 idle_s=idle_s,
             ),
         )
-        bound_kernel_caches()
+        prepare_process()
         load = _in_vllm if engine == "vllm" else partial(_here, quantize=quantize)
         service = load(model, name, dtype, limits)
     if metrics_port is not None:
