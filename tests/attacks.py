@@ -151,7 +151,7 @@ def values(number: int) -> dict[str, Any]:
 
 
 HTTP: dict[str, Repeated] = {
-    "many values": chat(chat_template_kwargs=values(10_000)),
+    "many values": chat(chat_template_kwargs=values(20_000)),
     "too many values": chat(chat_template_kwargs=values(90_000)),
     "huge prompt": flood(2, chat(messages=[{"role": "user", "content": HUGE}])),
     "stop strings": chat(stop=["x"] * 1_300_000),

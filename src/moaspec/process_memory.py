@@ -26,7 +26,7 @@ def prepare_process() -> None:
 
     Call before the model is loaded. oneDNN compiles a kernel for each number of tokens and each
     size of a layer, in float32, or in bf16 where moaspec has no kernels. By default 1,024 are kept:
-    half a GiB, whatever the model's size. Variables of the environment that are set already hold.
+    half a GiB for a model of any size. Variables of the environment that are set already hold.
     """
     for name, capacity in KERNEL_CACHES.items():
         os.environ.setdefault(name, capacity)

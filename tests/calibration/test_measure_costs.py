@@ -126,16 +126,21 @@ def _linked(table: Path) -> None:
     table.symlink_to(other)
 
 
-HARM: dict[str, Callable[[Path], None]] = {
+def _directory(table: Path) -> None:
+    table.unlink()
+    table.mkdir()
+
+
+HARM: dict[str, Callable[[Path], object]] = {
     "another's": _foreign,
     "of a group": lambda table: table.chmod(0o620),
     "a link": _linked,
     "another directory": _another_directory,
     "half": lambda table: os.truncate(table, table.stat().st_size // 2),
     "huge": lambda table: os.truncate(table, 1 << 40),
-    "deep": lambda table: table.write_text("[" * 100_000) and None,
-    "a directory": lambda table: table.unlink() or table.mkdir(),
-    "no object": lambda table: table.write_text("[1]") and None,
+    "deep": lambda table: table.write_text("[" * 100_000),
+    "a directory": _directory,
+    "no object": lambda table: table.write_text("[1]"),
     "NaN": lambda table: _values(table, root_s=float("nan")),
     "endless": lambda table: _values(table, pass_s=[[float("inf")] * 10] * 2),
     "below 0": lambda table: _values(table, head_s=[-1.0] * 10),

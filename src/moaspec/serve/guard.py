@@ -23,7 +23,7 @@ from moaspec.support.refusal_delay import RefusalDelay
 PROTECTED_PATHS = ("/v1", "/metrics")
 """Paths that require a key, with all paths below them."""
 
-COMPOUND_VALUES = 8
+COMPOUND_VALUES = 4
 """Values that an object, a list or a member of an object counts for."""
 
 

@@ -124,7 +124,7 @@ def _why_replaceable(directory: Path) -> str | None:
 
 
 def _is_sticky(facts: os.stat_result) -> bool:
-    """Whether it is a directory in which nobody can exchange what belongs to others."""
+    """Whether it is a directory where only the owner of a file can replace it."""
     return bool(stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX)
 
 

@@ -362,7 +362,7 @@ def _header(bundle: Path, length: int, **changes: Any) -> None:
     path.write_bytes((length or len(text)).to_bytes(8, "little") + text + data[8 + size :])
 
 
-LIES: dict[str, Callable[[Path], None]] = {
+LIES: dict[str, Callable[[Path], object]] = {
     "reused layers": lambda bundle: _edit(bundle, num_target_layers=10**9),
     "fewer than none": lambda bundle: _edit(bundle, num_target_layers=-1),
     "no number": lambda bundle: _edit(bundle, num_target_layers="1"),
@@ -377,7 +377,7 @@ LIES: dict[str, Callable[[Path], None]] = {
     "layers of the target": lambda bundle: _target_config(bundle, num_hidden_layers=10**9),
     "width of the target": lambda bundle: _target_config(bundle, hidden_size=2**36),
     "no width": lambda bundle: _target_config(bundle, hidden_size=None),
-    "deep config": lambda bundle: (bundle / "config.json").write_text("[" * 100_000) and None,
+    "deep config": lambda bundle: (bundle / "config.json").write_text("[" * 100_000),
     "huge config": lambda bundle: os.truncate(bundle / "config.json", 1 << 40),
     "huge header": lambda bundle: _header(bundle, 2**62),
     "short header": lambda bundle: _header(bundle, 9),
