@@ -1,4 +1,4 @@
-"""Attacks on real servers, over HTTP and gRPC: `attacks.py http|grpc HOST:PORT SECONDS`.
+"""Attacks on real servers, over HTTP and gRPC: `attacks.py http|grpc HOST:PORT SECONDS [CA]`.
 
 A program of its own, so that it takes none of the honest clients' time. Every attack is repeated
 until the time is over. Prints one line of JSON: what came of the attempts, counted for each attack.
@@ -42,6 +42,7 @@ class Attack:
     host: str
     port: int
     until: float
+    ca: str | None = None
     outcomes: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -144,7 +145,14 @@ async def stored(attack: Attack) -> str:
     return await post(attack, "responses", body)
 
 
+def values(number: int) -> dict[str, Any]:
+    """Variables of many lists, objects and members, which take longest to parse."""
+    return {"a": [{f"k{i}": []} for i in range(number)]}
+
+
 HTTP: dict[str, Repeated] = {
+    "many values": chat(chat_template_kwargs=values(20_000)),
+    "too many values": chat(chat_template_kwargs=values(90_000)),
     "huge prompt": flood(2, chat(messages=[{"role": "user", "content": HUGE}])),
     "stop strings": chat(stop=["x"] * 1_300_000),
     "definitions": formed(chained(4000)),
@@ -168,22 +176,23 @@ async def repeat(name: str, one: Repeated, attack: Attack) -> None:
     """Attack until the time is over."""
     while time.monotonic() < attack.until:
         try:
-            outcome = await asyncio.wait_for(one(attack), PATIENCE_S + 10)
+            rest_s = attack.until - time.monotonic()
+            outcome = await asyncio.wait_for(one(attack), min(PATIENCE_S, rest_s) + 10)
         except Exception as error:  # noqa: BLE001 - whatever the server does to it
             outcome = type(error).__name__
         attack.outcomes[f"{name}: {outcome}"] += 1
         await asyncio.sleep(PAUSE_S)
 
 
-async def run(kind: str, where: str, seconds: float) -> Counter[str]:
-    """All attacks of a kind, together."""
+async def run(kind: str, where: str, seconds: float, ca: str | None = None) -> Counter[str]:
+    """All attacks of a kind, together; with a CA over TLS, where they are over gRPC."""
     attacks = HTTP if kind == "http" else importlib.import_module("grpc_attacks").GRPC
     host, _, port = where.rpartition(":")
-    attack = Attack(host, int(port), time.monotonic() + seconds)
+    attack = Attack(host, int(port), time.monotonic() + seconds, ca)
     await asyncio.gather(*(repeat(name, one, attack) for name, one in attacks.items()))
     return attack.outcomes
 
 
 if __name__ == "__main__":
-    counted = asyncio.run(run(sys.argv[1], sys.argv[2], float(sys.argv[3])))
+    counted = asyncio.run(run(sys.argv[1], sys.argv[2], float(sys.argv[3]), *sys.argv[4:]))
     sys.stdout.write(json.dumps(counted) + "\n")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -35,7 +36,12 @@ def connected(one: On) -> Repeated:
 
     async def made(attack: Attack) -> str:
         options = [("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(attack.address, options) as channel:
+        if attack.ca is None:
+            opened = grpc.aio.insecure_channel(attack.address, options)
+        else:
+            trusted = grpc.ssl_channel_credentials(Path(attack.ca).read_bytes())
+            opened = grpc.aio.secure_channel(attack.address, trusted, options)
+        async with opened as channel:
             try:
                 return await one(channel)
             except grpc.aio.AioRpcError as error:

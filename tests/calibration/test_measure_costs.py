@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import torch
 import moaspec
 import tiny
 from caches import new_cache
+from moaspec.calibration import measure_costs
 from moaspec.calibration.choose_exit import known_exits
 from moaspec.calibration.measure_costs import calibrate, fingerprint, stored_costs
+from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.drafting.policy.policies import AdaptivePolicy
 from moaspec.generation.options import shaping_for
 from moaspec.model.moa import MoADrafter
@@ -92,6 +96,88 @@ def test_a_planted_table_is_not_read(
     calibrate(tiny.target(), quick=True)
     (table,) = cache.iterdir()
     table.chmod(0o666)
+    assert stored_costs(tiny.target()) is None
+
+
+def _values(table: Path, **changes: Any) -> None:
+    content = json.loads(table.read_text())
+    content["costs"].update(changes)
+    table.write_text(json.dumps(content))
+
+
+def _foreign(table: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    os.chown(table, 12345, 12345)
+
+
+def _another_directory(table: Path) -> None:
+    """What was measured moves away, and what others may write takes its place."""
+    away = table.parent.rename(table.parent.with_name("away"))
+    table.parent.mkdir()
+    table.parent.chmod(0o777)
+    table.write_bytes((away / table.name).read_bytes())
+
+
+def _linked(table: Path) -> None:
+    other = table.with_name("other")
+    table.rename(other)
+    other.chmod(0o666)
+    table.symlink_to(other)
+
+
+def _directory(table: Path) -> None:
+    table.unlink()
+    table.mkdir()
+
+
+HARM: dict[str, Callable[[Path], object]] = {
+    "another's": _foreign,
+    "of a group": lambda table: table.chmod(0o620),
+    "a link": _linked,
+    "another directory": _another_directory,
+    "half": lambda table: os.truncate(table, table.stat().st_size // 2),
+    "huge": lambda table: os.truncate(table, 1 << 40),
+    "deep": lambda table: table.write_text("[" * 100_000),
+    "a directory": _directory,
+    "no object": lambda table: table.write_text("[1]"),
+    "NaN": lambda table: _values(table, root_s=float("nan")),
+    "endless": lambda table: _values(table, pass_s=[[float("inf")] * 10] * 2),
+    "below 0": lambda table: _values(table, head_s=[-1.0] * 10),
+    "no time": lambda table: _values(table, root_s="x" * 99),
+    "huge number": lambda table: _values(table, root_s=10**400),
+    "too short": lambda table: _values(table, head_s=[0.1]),
+    "no numbers": lambda table: _values(table, tokens=[str(i) for i in range(10)]),
+    "huge sizes": lambda table: _values(table, tokens=[10**30 + i for i in range(10)]),
+    "unsorted": lambda table: _values(table, tokens=[*range(10, 0, -1)]),
+    "contexts": lambda table: _values(table, contexts=[1024, 64]),
+    "unknown": lambda table: _values(table, more=1),
+}
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("name", HARM)
+def test_a_table_that_cannot_be_right_is_not_used(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = measure_costs._path(fingerprint(tiny.target()))
+    path.parent.mkdir(mode=0o700)
+    tokens = measure_costs.TOKENS
+    line = [0.1 * n for n in tokens]
+    costs = CostTable(
+        contexts=(64, 1024),
+        tokens=tokens,
+        pass_s=(tuple(line),) * 2,
+        head_s=tuple(line),
+        root_s=0.1,
+        widths=(),
+        step_s=(),
+        encode_s=tuple(line),
+    )
+    measure_costs._store(costs, fingerprint(tiny.target()))
+    assert stored_costs(tiny.target()) == costs
+    HARM[name](path)
     assert stored_costs(tiny.target()) is None
 
 

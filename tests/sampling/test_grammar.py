@@ -16,7 +16,7 @@ import torch
 import serving
 from hostile_grammars import chained, grammars, rules
 from moaspec.errors import InputError
-from moaspec.sampling import grammar_worker
+from moaspec.sampling import grammar, grammar_worker
 
 SCHEMA: dict[str, Any] = {"enum": ["abc", "abd", 17]}
 
@@ -109,6 +109,14 @@ def test_a_wide_schema_compiles() -> None:
     """Descriptions and properties count for nothing but their characters."""
     fields = {f"field_{i}": {"type": "string", "description": "a (:" * 20} for i in range(500)}
     assert grammars().json_schema({"type": "object", "properties": fields})
+
+
+def test_compiled_grammars_are_kept_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = grammars()
+    texts = [made.json_schema({"type": "string", "maxLength": i}) for i in range(1, 5)]
+    monkeypatch.setattr(grammar, "KEPT_CHARACTERS", len(texts[0]) + len(texts[1]))
+    kept = [made.json_schema({"type": "string", "maxLength": i}) for i in range(5, 8)]
+    assert list(made._known) == kept[-2:]
 
 
 def test_a_grammar_that_compiled_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from moaspec.support import limits
 from serving import MODEL, say
 
 MOST = 100
+LIMIT = limits.MAX_JSON_VALUES
 BASE = {"model": MODEL, "max_tokens": 1}
 
 
@@ -37,6 +38,20 @@ def _few_values(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_many_values(body: Any) -> None:
     assert too_many_json_values(json.dumps(body).encode())
     assert too_many_json_values(json.dumps(body, separators=(",", ":")).encode("utf-16"))
+
+
+@pytest.mark.parametrize("body", [[[]] * 25, [{}] * 25, {str(i): i for i in range(25)}])
+def test_lists_objects_and_members_count_for_several(body: Any) -> None:
+    assert too_many_json_values(json.dumps(body).encode())
+    assert not too_many_json_values(json.dumps([0] * len(body)).encode())
+
+
+@pytest.mark.parametrize("length", [4000, limits.MAX_MESSAGES])
+def test_the_longest_chat_is_taken(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_JSON_VALUES", LIMIT)
+    part = {"type": "text", "text": 'with "quotes", [brackets] and {braces: all of them}'}
+    body = {**BASE, "messages": [{"role": "user", "content": [part]}] * length}
+    assert not too_many_json_values(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,54 @@ def test_a_link_is_followed_to_what_others_may_write(kept: Path, tmp_path: Path)
     assert trusted("kernels", "made", "file").is_relative_to(tempfile.gettempdir())
 
 
+def test_what_is_no_file_is_not_used(kept: Path) -> None:
+    """Reading a pipe waits for somebody who writes to it."""
+    kept.unlink()
+    os.mkfifo(kept)
+    assert trusted("kernels", "made", "file").is_relative_to(tempfile.gettempdir())
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.chmod(0o777), _foreign])
+def test_a_directory_in_which_others_may_exchange_the_cache(
+    harm: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """All in the cache may be this user's own: one of another time, or of another purpose."""
+    shared = tmp_path / "shared"
+    make_private(shared / "mine")
+    (shared / "mine" / "file").write_text("")
+    (tmp_path / "link").symlink_to(shared / "mine")
+    for name in ("shared/mine", "link"):
+        monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / name))
+        assert trusted("file") == tmp_path / name / "file"
+    harm(shared)
+    for name in ("shared/mine", "link"):
+        monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / name))
+        assert trusted("file").is_relative_to(tempfile.gettempdir())
+
+
+def test_a_link_to_where_others_may_exchange_the_file(kept: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "open"
+    shared.mkdir()
+    (shared / "file").write_text("")
+    kept.unlink()
+    kept.symlink_to(shared / "file")
+    assert trusted("kernels", "made", "file") == kept
+    shared.chmod(0o777)
+    assert trusted("kernels", "made", "file").is_relative_to(tempfile.gettempdir())
+
+
+def test_groups_and_sticky_directories_above_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, mode in (("group", 0o775), ("sticky", 0o1777)):
+        make_private(tmp_path / name / "mine")
+        (tmp_path / name).chmod(mode)
+        monkeypatch.setenv("MOASPEC_CACHE", str(tmp_path / name / "mine"))
+        assert trusted("file") == tmp_path / name / "mine" / "file"
+
+
 def test_directories_are_made_for_this_user_alone(kept: Path, tmp_path: Path) -> None:
     for directory in (kept.parent, kept.parent.parent, tmp_path / "shared"):
         assert directory.stat().st_mode & 0o777 == 0o700

@@ -28,6 +28,7 @@ from moaspec.drafting.fast_moa_proposer import FastMoAProposer
 from moaspec.drafting.moa_proposer import MoAProposer
 from moaspec.drafting.policy.cost_model import CostTable
 from moaspec.errors import InputError
+from moaspec.model.checkpoint.directory import read_json
 from moaspec.model.moa import MoADrafter
 from moaspec.support.paths import make_private, trusted
 from moaspec.support.torch_settings import plain_torch
@@ -125,7 +126,7 @@ def stored_costs(
     """What `calibrate` stored for exactly this setting, or None."""
     path = _path(fingerprint(target, drafter, num_target_layers))
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         costs: dict[str, Any] = content["costs"]
         costs["pass_s"] = tuple(tuple(line) for line in costs["pass_s"])
         costs = {k: tuple(v) if isinstance(v, list) else v for k, v in costs.items()}

@@ -16,7 +16,7 @@ from moaspec.cli.terminal.status import status
 from moaspec.errors import InputError
 from moaspec.generation.bundled import bundled_drafters
 from moaspec.support.extras import require
-from moaspec.support.paths import close_to_others, make_private, require_writable, trusted
+from moaspec.support.paths import make_private, require_writable, trusted
 
 if TYPE_CHECKING:
     from moaspec.privacy.vault import Vault
@@ -174,7 +174,6 @@ def _made_bundle(model: str) -> Path:
         with status("Making the device bundle, once"):
             make_private(directory.parent)
             export_bundle(model, drafter, directory)
-            close_to_others(directory)
     return directory
 
 

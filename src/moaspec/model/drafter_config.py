@@ -12,6 +12,9 @@ from typing import Any
 
 from moaspec.errors import ShapeError
 
+MAX_LAYERS = 1024
+"""Of a model, and exits of a drafter. A damaged config is refused before layers are built."""
+
 Rates = tuple[tuple[float, ...], ...]
 """Share of drafts that the target chose, given that it chose the path to them: by depth, then by
 rank among siblings. Empty where nobody measured it."""
@@ -32,8 +35,9 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ShapeError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ShapeError(f"{name} must be a whole number of at least 1, got {value!r}.")
         if self.num_heads % self.num_kv_heads:
             raise ShapeError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
@@ -117,8 +121,10 @@ class DrafterConfig:
             if got != expected:
                 raise ShapeError(f"{name} must be {expected} wide, got {got}.")
         numbers = self.num_target_layers
-        if not numbers or not all(isinstance(n, int) and n >= 0 for n in numbers):
-            raise ShapeError(f"num_target_layers must be integers >= 0, got {numbers}.")
+        whole = all(isinstance(n, int) and 0 <= n <= MAX_LAYERS for n in numbers)
+        if not whole or not 1 <= len(numbers) <= MAX_LAYERS:
+            shown = f"{str(numbers)[:80]}"
+            raise ShapeError(f"num_target_layers must be integers >= 0, got {shown}.")
         self._check_acceptance()
         for name in ("rms_norm_eps", "rope_theta", "max_position_embeddings"):
             value = getattr(self, name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moaspec.errors import ShapeError
-from moaspec.model.drafter_config import LayerConfig, TargetIdentity
+from moaspec.model.drafter_config import MAX_LAYERS, LayerConfig, TargetIdentity
 from moaspec.model.rope import Rope
 
 
@@ -31,8 +31,8 @@ class StackConfig:
     target: TargetIdentity | None = None
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1:
-            raise ShapeError(f"num_layers must be at least 1, got {self.num_layers}.")
+        if not isinstance(self.num_layers, int) or not 1 <= self.num_layers <= MAX_LAYERS:
+            raise ShapeError(f"num_layers must be within 1..{MAX_LAYERS}, got {self.num_layers!r}.")
 
     def rope(self) -> Rope:
         """Rotary embeddings as the target has them."""

@@ -42,6 +42,9 @@ blanks until its tokens are spent."""
 KEPT = 32
 """Compiled grammars that are remembered: apps send the same schema again and again."""
 
+KEPT_CHARACTERS = limits.MAX_GRAMMAR
+"""Of these together: an expression takes 300 bytes a character once it is compiled."""
+
 TRIED = 4096
 """Digests of grammars that are known to compile."""
 
@@ -129,6 +132,8 @@ class Grammars:
         with self._lock:
             self._known[grammar] = matcher
             _forget_oldest(self._known, KEPT)
+            while sum(map(len, self._known)) > KEPT_CHARACTERS:
+                self._known.popitem(last=False)
         return matcher
 
     def _try(self, grammar: str) -> None:

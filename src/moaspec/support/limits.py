@@ -30,7 +30,8 @@ MAX_BODY_BYTES = 8 << 20
 """Of an HTTP request's body; `--max-body-bytes` sets another."""
 
 MAX_JSON_VALUES = 1 << 18
-"""JSON values in an HTTP request's body. Each takes much more memory and time than its bytes."""
+"""JSON values in an HTTP request's body; objects, lists and members of objects count four times.
+Each takes much more memory and time than its bytes."""
 
 MAX_FRAME_BYTES = 4 << 20
 """Of a gRPC message, in both directions."""

@@ -9,6 +9,7 @@ import shutil
 import stat
 import tempfile
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from moaspec.errors import InputError
@@ -70,7 +71,8 @@ def why_not_trusted(path: Path, root: Path) -> str | None:
 
     Args:
         path: need not exist.
-        root: it and all directories between are looked at, too.
+        root: it and all directories between are looked at, too. Others must not be able to exchange
+            it, but a group may write to the directories above it.
     """
     between = [root, *reversed([one for one in path.parents if one.is_relative_to(root)][:-1])]
     try:
@@ -78,7 +80,8 @@ def why_not_trusted(path: Path, root: Path) -> str | None:
             if not os.access(place, os.R_OK | os.X_OK):
                 return f"{place} is not readable"
         found = [one for one in between if one.exists()] + _below(path)
-        return next((reason for one in found if (reason := _why_not_private(one))), None)
+        reasons = chain(map(_why_not_private, found), map(_why_replaceable, _above(root, found)))
+        return next(filter(None, reasons), None)
     except OSError as error:
         return str(error)
 
@@ -90,15 +93,39 @@ def _below(path: Path) -> list[Path]:
     return [path, *path.rglob("*")]
 
 
+def _above(root: Path, found: list[Path]) -> set[Path]:
+    """Directories above the root, and above what links lead to."""
+    linked = (one.resolve().parents for one in found if one.is_symlink())
+    return {*root.absolute().parents, *root.resolve().parents, *chain.from_iterable(linked)}
+
+
 def _why_not_private(path: Path) -> str | None:
     facts = path.stat()
     if facts.st_uid not in {os.geteuid(), 0}:
         return f"{path} belongs to another user"
-    # In a sticky directory nobody can exchange what belongs to others.
-    kept = stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX
-    if facts.st_mode & _OTHERS_WRITE and not kept:
+    if not stat.S_ISREG(facts.st_mode) and not stat.S_ISDIR(facts.st_mode):
+        return f"{path} is neither a file nor a directory"
+    if facts.st_mode & _OTHERS_WRITE and not _is_sticky(facts):
         return f"others may write {path}; chmod -R go-w closes it"
     return None
+
+
+def _why_replaceable(directory: Path) -> str | None:
+    """Why others may exchange what is in a directory."""
+    if not directory.exists():
+        return None
+    facts = directory.stat()
+    # In a user namespace, root may appear as another user; `/` is always root's.
+    if facts.st_uid not in {os.geteuid(), 0, Path("/").stat().st_uid}:
+        return f"{directory} belongs to another user"
+    if facts.st_mode & stat.S_IWOTH and not _is_sticky(facts):
+        return f"others may write {directory}; chmod o-w closes it"
+    return None
+
+
+def _is_sticky(facts: os.stat_result) -> bool:
+    """Whether it is a directory where only the owner of a file can replace it."""
+    return bool(stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX)
 
 
 def make_private(directory: Path) -> None:

@@ -6,6 +6,7 @@ Legend: V vocabulary, E hidden size, L target layers, N reused ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from moaspec.errors import CorruptCheckpointError, InputError, MismatchError
+from moaspec.model.checkpoint.weight_files import require_enough
 from moaspec.target.int8_rows import Int8Embedding, Int8Linear, quantise
 from moaspec.target.lm_head import LMHead
 from moaspec.target.target import Target
@@ -98,7 +100,7 @@ class PartialTarget(Target):
         dtype: torch.dtype,
         generation_config: GenerationConfig | None = None,
     ) -> None:
-        model = _last_layers(config, num_layers, dtype)
+        model = _last_layers(config, tensors, num_layers, dtype)
         try:
             _fill(model, tensors, dtype)
         except (KeyError, RuntimeError, ValueError, IndexError) as error:
@@ -169,20 +171,28 @@ class _Absent(nn.Module):
     """Stands where the target has a layer that was left out."""
 
 
-def _last_layers(config: Any, num_layers: int, dtype: torch.dtype) -> Any:
+def _last_layers(
+    config: Any, tensors: Mapping[str, Tensor], num_layers: int, dtype: torch.dtype
+) -> Any:
     """A model of this config whose last N layers are there, weights and vocabulary still to come.
 
     Transformers builds it, from a config of N layers and one token; so what is random is small.
     """
     total = int(config.num_hidden_layers)
-    small: dict[str, Any] = {"num_hidden_layers": max(1, num_layers), "vocab_size": 1}
+    small: dict[str, Any] = {"num_hidden_layers": num_layers, "vocab_size": 1}
     small |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     if getattr(config, "layer_types", None) is not None:
-        small["layer_types"] = list(config.layer_types)[-max(1, num_layers) :]
+        small["layer_types"] = list(config.layer_types)[total - num_layers :]
     values = config.to_dict() | small | {"tie_word_embeddings": False}
-    built = AutoConfig.for_model(**values)
-    model: Any = AutoModelForCausalLM.from_config(built, dtype=dtype, attn_implementation="sdpa")
-    layers = list(model.base_model.layers)[:num_layers]
+    make = partial(
+        AutoModelForCausalLM.from_config,
+        AutoConfig.for_model(**values),
+        dtype=dtype,
+        attn_implementation="sdpa",
+    )
+    require_enough(tensors, make)
+    model: Any = make()
+    layers = list(model.base_model.layers)
     for index, layer in enumerate(layers):
         layer.self_attn.layer_idx = total - num_layers + index
     absent = [_Absent() for _ in range(total - num_layers)]

@@ -357,12 +357,15 @@ def test_a_build_that_is_killed_leaves_no_library(counting: Path, afresh: Path) 
 
 @pytest.mark.slow
 @needs_kernels
-def test_a_damaged_library_is_made_anew(counting: Path, afresh: Path) -> None:
+@pytest.mark.parametrize("harm", ["half", "another"])
+def test_a_damaged_library_is_made_anew(counting: Path, afresh: Path, harm: str) -> None:
     assert why_not() is None
     assert counting.exists()
     (library,) = left_behind(afresh)
     library.unlink()  # this process has it mapped, and would not open it again
-    library.write_bytes(b"half a library")
+    content = b"half a library" if harm == "half" else Path(torch._C.__file__).read_bytes()
+    library.write_bytes(content)
+    library.chmod(0o700)
     code = "from moaspec.backends.cpu import why_not; print(why_not())"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "None\n"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tiny
 from bundles import save_bundle, save_target
@@ -23,7 +26,12 @@ from moaspec.engine.engine import run_now
 from moaspec.engine.local_verifier import LocalVerifier
 from moaspec.errors import CheckpointError, CorruptCheckpointError, InputError, MoaSpecError
 from moaspec.generation.drafters import load_drafter
-from moaspec.model.checkpoint.baseline_checkpoint import KINDS, Baseline, save_baseline
+from moaspec.model.checkpoint.baseline_checkpoint import (
+    KINDS,
+    Baseline,
+    load_baseline,
+    save_baseline,
+)
 from moaspec.model.checkpoint.moa_checkpoint import save_drafter
 from moaspec.model.checkpoint.weight_files import read_tensors
 from moaspec.model.moa import MoADrafter
@@ -103,6 +111,30 @@ def test_eight_bits_draft_nearly_the_same(tmp_path: Path, family: str) -> None:
 def baseline(kind: Any, target: Target) -> Baseline:
     settings = TrainConfig(target="tiny", data=("unused",), output="unused", drafter=kind)
     return KINDS[kind](stack_config(target, settings))
+
+
+@pytest.mark.parametrize("kind", ["independent", "eagle"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 10**9},
+        {"num_layers": 2.0},
+        {"layer": {"intermediate_size": 2**40}},
+        {"layer": {"num_heads": "4"}},
+        {"layer": {"head_dim": None}},
+    ],
+)
+def test_absurd_sizes_of_a_baseline(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    """They are refused before memory is asked for: this machine may have enough to be slow."""
+    save_baseline(baseline(kind, save_target(tmp_path / "target")), tmp_path / "drafter")
+    path = tmp_path / "drafter" / "config.json"
+    config = json.loads(path.read_text())
+    section = config["moaspec_baseline"]
+    for name, value in changes.items():
+        section[name] = section[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(config))
+    with pytest.raises(CorruptCheckpointError):
+        load_baseline(tmp_path / "drafter")
 
 
 def test_an_independent_drafter_goes_to_the_device_whole(tmp_path: Path) -> None:
@@ -264,6 +296,115 @@ def _edit(bundle: Path, **changes: Any) -> None:
     config = json.loads((bundle / "config.json").read_text())
     config["moaspec_device"].update(changes)
     (bundle / "config.json").write_text(json.dumps(config))
+
+
+def _open_to_all(path: Path) -> None:
+    path.chmod(path.stat().st_mode | 0o022)
+
+
+def _foreign(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    os.chown(path, 12345, 12345)
+
+
+@pytest.mark.parametrize("harm", [_open_to_all, _foreign])
+@pytest.mark.parametrize("name", ["", "config.json", "target", "target/tokenizer.json"])
+def test_a_bundle_that_others_may_have_written_is_refused(
+    tmp_path: Path, harm: Callable[[Path], None], name: str
+) -> None:
+    bundle = save_bundle(tmp_path)
+    harm(bundle / name)
+    with pytest.raises(CheckpointError, match=r"others may write|another user"):
+        load_device(bundle)
+
+
+def test_a_bundle_in_a_place_of_others_is_refused(tmp_path: Path) -> None:
+    """They could exchange it; a link to it is no better."""
+    bundle = save_bundle(tmp_path / "shared")
+    (tmp_path / "link").symlink_to(bundle)
+    load_device(tmp_path / "link")
+    (tmp_path / "shared").chmod(0o777)
+    for path in (bundle, tmp_path / "link"):
+        with pytest.raises(CheckpointError, match="others may write"):
+            load_device(path)
+
+
+def test_an_exported_bundle_is_closed_to_others(tmp_path: Path) -> None:
+    before = os.umask(0o000)
+    try:
+        bundle = save_bundle(tmp_path)
+    finally:
+        os.umask(before)
+    assert not any(path.stat().st_mode & 0o022 for path in (bundle, *bundle.rglob("*")))
+
+
+def _target_config(bundle: Path, **changes: Any) -> None:
+    path = bundle / "target" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _drafter_sizes(bundle: Path, layer: str, **changes: Any) -> None:
+    config = json.loads((bundle / "config.json").read_text())
+    config["moaspec_device"]["drafter"][layer].update(changes)
+    (bundle / "config.json").write_text(json.dumps(config))
+
+
+def _header(bundle: Path, length: int, **changes: Any) -> None:
+    """Give the weights a header that says something else, or another length of it."""
+    path = bundle / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    name = next(name for name in header if name != "__metadata__")
+    header[name] |= changes
+    text = json.dumps(header).encode()
+    path.write_bytes((length or len(text)).to_bytes(8, "little") + text + data[8 + size :])
+
+
+LIES: dict[str, Callable[[Path], object]] = {
+    "reused layers": lambda bundle: _edit(bundle, num_target_layers=10**9),
+    "fewer than none": lambda bundle: _edit(bundle, num_target_layers=-1),
+    "no number": lambda bundle: _edit(bundle, num_target_layers="1"),
+    "no words": lambda bundle: _edit(bundle, stop_token_ids=[None]),
+    "another kind": lambda bundle: _edit(bundle, kind=["moa"]),
+    "no drafter": lambda bundle: _edit(bundle, drafter=[]),
+    "wide layers": lambda bundle: _drafter_sizes(
+        bundle, "cross_attention", intermediate_size=2**40
+    ),
+    "many heads": lambda bundle: _drafter_sizes(bundle, "self_attention", num_heads=2**33),
+    "halves": lambda bundle: _drafter_sizes(bundle, "self_attention", head_dim=1.5),
+    "layers of the target": lambda bundle: _target_config(bundle, num_hidden_layers=10**9),
+    "width of the target": lambda bundle: _target_config(bundle, hidden_size=2**36),
+    "no width": lambda bundle: _target_config(bundle, hidden_size=None),
+    "deep config": lambda bundle: (bundle / "config.json").write_text("[" * 100_000),
+    "huge config": lambda bundle: os.truncate(bundle / "config.json", 1 << 40),
+    "huge header": lambda bundle: _header(bundle, 2**62),
+    "short header": lambda bundle: _header(bundle, 9),
+    "offsets beyond the file": lambda bundle: _header(bundle, 0, data_offsets=[0, 2**50]),
+    "offsets backwards": lambda bundle: _header(bundle, 0, data_offsets=[64, 0]),
+    "shape of the header": lambda bundle: _header(bundle, 0, shape=[2**31, 2**31]),
+    "dtype of the header": lambda bundle: _header(bundle, 0, dtype="I8"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_bundle_that_lies_is_refused_before_it_takes_memory(tmp_path: Path, name: str) -> None:
+    bundle = save_bundle(tmp_path)
+    LIES[name](bundle)
+    with pytest.raises(CheckpointError, match=r"bundle|model\.safetensors|config"):
+        load_device(bundle)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_and_scales_that_are_no_numbers(tmp_path: Path, bad: float) -> None:
+    bundle = save_bundle(tmp_path, int8=True)
+    tensors = load_file(bundle / "model.safetensors")
+    scales = next(name for name in tensors if name.endswith(".row_scale"))
+    tensors[scales][0] = bad
+    save_file(tensors, bundle / "model.safetensors")
+    with pytest.raises(CorruptCheckpointError, match="row_scale"):
+        load_device(bundle)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,35 @@ def test_damaged_blocks_are_forgotten(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*/*")) != []
     store(tmp_path).save(PROMPT, records(0))
     assert len(list(store(tmp_path).load(PROMPT))) == 2
+
+
+def _huge(block: Path) -> None:
+    with block.open("r+b") as file:
+        file.truncate(1 << 40)  # holds no bytes; read whole, it would not fit into memory
+
+
+def _linked(block: Path) -> None:
+    block.unlink()
+    block.symlink_to("/dev/zero")
+
+
+def _directory(block: Path) -> None:
+    block.unlink()
+    block.mkdir()
+
+
+def _lying(block: Path) -> None:
+    block.write_bytes(bytes(len(block.read_bytes())))
+
+
+@pytest.mark.parametrize("harm", [_huge, _linked, _directory, _lying])
+def test_what_is_no_block_is_not_read(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    store(tmp_path).save(PROMPT, records(0))
+    for block in tmp_path.glob("*/*"):
+        harm(block)
+    assert list(store(tmp_path).load(PROMPT)) == []
+    store(tmp_path).save(PROMPT, records(0))  # replaced, or left as it is
+    assert len(list(store(tmp_path).load(PROMPT))) in (0, 2)
 
 
 def test_the_least_used_go_first(tmp_path: Path) -> None:

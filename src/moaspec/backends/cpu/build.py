@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import hashlib
 import logging
@@ -83,9 +84,7 @@ def instructions() -> str | None:
 @cache
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     try:
-        found = _opened(_compiled())
-        check_layouts(found)
-        return found, None
+        return _opened(_compiled()), None
     except _UnavailableError as error:
         return None, str(error)
     except _NoCompilerError as error:
@@ -104,10 +103,25 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
 def _opened(path: Path) -> ctypes.CDLL:
     """Load the library; compile a damaged one again, once."""
     try:
-        return ctypes.CDLL(str(path))
+        return _checked(path)
     except OSError:
         path.unlink()
-        return ctypes.CDLL(str(_compiled()))
+        return _checked(_compiled())
+
+
+def _checked(path: Path) -> ctypes.CDLL:
+    """Load the library.
+
+    Raises:
+        OSError: it is not the one of these sources.
+    """
+    library = ctypes.CDLL(str(path))
+    try:
+        check_layouts(library)
+    except OSError:
+        _ctypes.dlclose(library._handle)  # else the next load of this path finds it again
+        raise
+    return library
 
 
 def supported() -> list[str]:

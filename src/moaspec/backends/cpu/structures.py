@@ -165,8 +165,10 @@ def check_layouts(library: ctypes.CDLL) -> None:
     """Compare sizes and offsets with those that the C++ compiler chose.
 
     Raises:
-        OSError: they differ, so that calls would read the wrong memory.
+        OSError: they differ, so that calls would read the wrong memory, or it has none.
     """
+    if not hasattr(library, "moaspec_layouts"):
+        raise OSError("the library has no kernels of moaspec")
     count = c_int64()
     library.moaspec_layouts.restype = POINTER(c_int64)
     theirs = library.moaspec_layouts(byref(count))[: count.value]

@@ -39,11 +39,13 @@ def edge(
     device.check("`moaspec edge`", "serve", "remote")
     with loading(device.model, device.threads):
         settings = http.settings()
+        from moaspec.process_memory import prepare_process
         from moaspec.remote.emulation import Faults, ShapedTransport, link_named
         from moaspec.remote.server.server_only import RemoteText
         from moaspec.serve.sources.edge_source import EdgeLimits, EdgeSource
         from moaspec.target.generation_defaults import NO_DEFAULTS
 
+        prepare_process()
     chosen = device.remote_options()
     faults = None if emulate is None else Faults()
     link = None if emulate is None else link_named(emulate)

@@ -134,9 +134,11 @@ def serve(
         with loading(asked.model, asked.threads, asked.quantize):
             settings = http.settings()
             from moaspec.generation.options import shaping_for
+            from moaspec.process_memory import prepare_process
             from moaspec.serve.sources.engine_worker import WorkerLimits
             from moaspec.serve.sources.local_source import LocalSource
 
+            prepare_process()
             target, module = load_pair(
                 asked, generation_config=generation_config.setting, speculation=speculation
             )

@@ -104,6 +104,7 @@ def target_server(
         asked = replace(asked, drafter=asked.model)
     ports = {"--port": port, "--metrics-port": metrics_port}
     with held(host, ports), loading(asked.model, asked.threads, asked.quantize):
+        from moaspec.process_memory import prepare_process
         from moaspec.remote.server.grpc_server import GrpcServer, ServerOptions
         from moaspec.remote.server.service import ServiceOptions
         from moaspec.remote.server.session_store import StoreOptions
@@ -118,6 +119,7 @@ def target_server(
                 idle_s=idle_s,
             ),
         )
+        prepare_process()
         service = (_in_vllm if engine == "vllm" else _here)(asked, limits)
     if metrics_port is not None:
         _serve_metrics(service, host, metrics_port)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +63,8 @@ class CostTable:
         busy: whether other processes used the CPU meanwhile, so that all of this is too long.
 
     Raises:
-        InputError: lists that do not fit one another, or a number that is not a positive time.
+        InputError: lists that do not fit one another or do not ascend, or a number that is not a
+            positive time.
     """
 
     contexts: tuple[int, ...]
@@ -82,12 +84,14 @@ class CostTable:
         fits = len(self.pass_s) == len(self.contexts) > 0 and len(self.step_s) == len(self.widths)
         lines = (*self.pass_s, self.head_s, self.encode_s, self.logits_s or self.head_s)
         fits = fits and all(len(line) == len(self.tokens) > 0 for line in lines)
+        fits = fits and all(map(_ascend, (self.contexts, self.tokens, self.widths)))
         single = (self.root_s, self.plain_rest_s, self.draft_rest_s)
         times = [*single, *self.step_s, *(t for line in lines for t in line)]
         if not fits or not np.isfinite(times).all() or min(times) < 0:
             raise InputError(
-                "A cost table needs one pass line per context, one time per width, and times of at "
-                "least 0. Measure it anew with `moaspec calibrate`."
+                "A cost table needs one pass line per context, one time per width, widths and "
+                "contexts that ascend, and times of at least 0. Measure it anew with `moaspec "
+                "calibrate`."
             )
 
     @property
@@ -121,6 +125,12 @@ class CostTable:
     def plain_s(self, context: int, num_rows: int = 1) -> float:
         """Seconds of a round without drafts, divided by its rows."""
         return (float(self.verify_s(num_rows, context)) + self.plain_rest_s) / num_rows
+
+
+def _ascend(numbers: Sequence[int]) -> bool:
+    """Whether they are whole numbers from 1, each larger than the one before."""
+    whole = all(isinstance(one, int) and 1 <= one < 2**31 for one in numbers)
+    return whole and all(low < high for low, high in pairwise(numbers))
 
 
 def _between(x: Floats | float, xs: Sequence[int], ys: Sequence[float]) -> Floats:

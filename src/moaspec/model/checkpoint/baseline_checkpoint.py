@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from torch import Tensor
 from moaspec.errors import MismatchError
 from moaspec.model.checkpoint.directory import read_config
 from moaspec.model.checkpoint.moa_checkpoint import DRAFT_TOKENS, check_whole, consistent
-from moaspec.model.checkpoint.weight_files import read_tensors, write_config, write_weights
+from moaspec.model.checkpoint.weight_files import (
+    read_tensors,
+    require_enough,
+    write_config,
+    write_weights,
+)
 from moaspec.model.drafter_config import LayerConfig, TargetIdentity
 from moaspec.model.eagle import EagleDrafter
 from moaspec.model.independent import IndependentDrafter
@@ -98,7 +104,9 @@ def load_baseline(directory: str | Path, target: TargetIdentity | None = None) -
         kind = values.pop("kind")
         values["layer"] = LayerConfig(**values["layer"])
         recorded = TargetIdentity(**values["target"])
-        drafter = KINDS[kind](StackConfig(**values | {"target": recorded}), draft_token_ids)
+        make = partial(KINDS[kind], StackConfig(**values | {"target": recorded}), draft_token_ids)
+        require_enough(tensors, make)
+        drafter = make()
         drafter.to(tensors[min(tensors)].dtype)
         state = {_renamed(name, kind, 0, 1): tensor for name, tensor in tensors.items()}
         drafter.load_state_dict(state)

@@ -9,6 +9,8 @@ from typing import Any
 from moaspec.errors import CheckpointError, CorruptCheckpointError
 
 CONFIG_FILE = "config.json"
+MAX_JSON_BYTES = 16 * 2**20
+"""Largest JSON file that is read; as Python objects it may take 30 times as much."""
 
 
 def is_directory(path: Path) -> bool:
@@ -17,6 +19,21 @@ def is_directory(path: Path) -> bool:
         return path.is_dir()
     except OSError:
         return False
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: no JSON, or over `MAX_JSON_BYTES`.
+        RecursionError: it nests too deeply.
+    """
+    with path.open("rb") as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"it is larger than {MAX_JSON_BYTES} bytes")
+    return json.loads(content.decode())
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -28,7 +45,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / CONFIG_FILE
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"No drafter checkpoint at {directory}: {path} is missing."

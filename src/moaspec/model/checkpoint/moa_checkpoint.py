@@ -62,6 +62,7 @@ _INCONSISTENCIES = (
     ValueError,
     TypeError,
     ArithmeticError,
+    AttributeError,
     RuntimeError,
 )
 """How impossible sizes and settings show themselves when modules are built from them."""

@@ -12,10 +12,10 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from moaspec.errors import CheckpointError, CorruptCheckpointError
-from moaspec.model.checkpoint.directory import CONFIG_FILE
+from moaspec.model.checkpoint.directory import CONFIG_FILE, read_json
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -78,7 +78,7 @@ def weight_files(directory: Path) -> list[Path]:
     index, files = directory / INDEX_FILE, [directory / WEIGHTS_FILE]
     if index.exists():
         try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            names = set(read_json(index)["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"Cannot read {index}: {error}") from error
         # Names only: an index must not lead out of its directory.
@@ -87,6 +87,25 @@ def weight_files(directory: Path) -> list[Path]:
         if not path.exists():
             raise CheckpointError(f"No drafter checkpoint at {directory}: {path} is missing.")
     return files
+
+
+def require_enough(tensors: Mapping[str, Tensor], make: Callable[[], nn.Module]) -> None:
+    """Refuse a module that has more weights than these tensors, before it takes memory.
+
+    Args:
+        tensors: all that its weights come from.
+        make: builds the module.
+
+    Raises:
+        CorruptCheckpointError: the sizes in its config are not those of the tensors.
+    """
+    with torch.device("meta"):
+        wanted = sum(parameter.numel() for parameter in make().parameters())
+    given = sum(tensor.numel() for tensor in tensors.values())
+    if wanted > given:
+        raise CorruptCheckpointError(
+            f"The config asks for {wanted} weights, and the tensors have {given}."
+        )
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,13 +33,19 @@ from moaspec.model.checkpoint.moa_checkpoint import (
     published_tensors,
 )
 from moaspec.model.checkpoint.moa_checkpoint import to_module_name as module_name
-from moaspec.model.checkpoint.weight_files import read_tensors, write_config, write_weights
-from moaspec.model.drafter_config import LayerConfig, TargetIdentity
+from moaspec.model.checkpoint.weight_files import (
+    read_tensors,
+    require_enough,
+    write_config,
+    write_weights,
+)
+from moaspec.model.drafter_config import MAX_LAYERS, LayerConfig, TargetIdentity
 from moaspec.model.independent import IndependentDrafter
 from moaspec.model.moa import MoADrafter
 from moaspec.model.stack import StackConfig
 from moaspec.remote.device.local_parts import Device, make_moa_proposer
 from moaspec.remote.protocol.identity import fingerprint
+from moaspec.support.paths import close_to_others, why_not_trusted
 from moaspec.target.partial import (
     PartialTarget,
     excerpt_tensors,
@@ -181,6 +187,7 @@ def export_bundle(
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch:
         made = Path(scratch) / "made"
         _write(made, whole, info, tensors)
+        close_to_others(made)
         _put_in_place(made, directory)
 
 
@@ -291,7 +298,15 @@ def read_bundle_info(directory: str | Path) -> BundleInfo:
             )
         values["target"] = TargetIdentity(**values["target"])
         values["stop_token_ids"] = tuple(values["stop_token_ids"])
-        return BundleInfo(**values)
+        info = BundleInfo(**values)
+        reused, layers = info.num_target_layers, info.target.num_layers
+        if not 0 <= int(reused) <= int(layers) <= MAX_LAYERS:
+            raise ValueError(f"{reused!r} of {layers!r} layers cannot be reused")
+        if info.kind not in ("moa", IndependentDrafter.kind):
+            raise ValueError(f"there is no kind {info.kind!r}")
+        if not all(isinstance(one, int) for one in info.stop_token_ids):
+            raise ValueError("stop_token_ids are no token ids")
+        return info
     except (LookupError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
             f"The {SECTION} section of {Path(directory) / CONFIG_FILE} is damaged: {error}. Export "
@@ -308,18 +323,26 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
 
     Raises:
         InputError: an unknown dtype.
-        CheckpointError: no bundle, or another version of the format.
+        CheckpointError: no bundle, another version of the format, or other users may have written
+            it.
         CorruptCheckpointError: files are missing, truncated or inconsistent.
     """
     require_dtype(dtype)
     directory = Path(directory)
+    reason = why_not_trusted(directory, directory)
+    if reason is not None:
+        raise CheckpointError(
+            f"The bundle at {directory} is not loaded: {reason}. Texts are read by its tokenizer, "
+            "so only this user may be able to write it; a copy of it (cp -r) will do."
+        )
     info = read_bundle_info(directory)
     tensors = read_tensors(directory)
     draft_token_ids = tensors.pop(DRAFT_TOKENS, None)
     parts = grouped(tensors)
     try:
+        config = _target_config(directory / TARGET_CONFIG, info)
         target = PartialTarget(
-            AutoConfig.from_pretrained(directory / TARGET_CONFIG, trust_remote_code=False),
+            config,
             parts[TARGET],
             AutoTokenizer.from_pretrained(directory / TARGET_CONFIG, trust_remote_code=False),
             name=f"The bundle at {directory}",
@@ -330,7 +353,9 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
             generation_config=_generation_config(directory / TARGET_CONFIG),
         )
         module = _module(info, parts[DRAFTER], draft_token_ids, DTYPES[dtype])
-    except (LookupError, TypeError, ValueError, RuntimeError, OSError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers raises of all kinds
         raise CorruptCheckpointError(
             f"The bundle at {directory} is incomplete or inconsistent: {error}. Export it again."
         ) from error
@@ -341,6 +366,22 @@ def load_device(directory: str | Path, *, dtype: str = "bfloat16") -> DeviceBund
         )
     accelerate(target)
     return DeviceBundle(info, target, module)
+
+
+def _target_config(directory: Path, info: BundleInfo) -> Any:
+    """The target's config.
+
+    Raises:
+        CorruptCheckpointError: it has not as many layers as the bundle says, or too many.
+    """
+    # Before transformers reads it: some families make a list of all layers.
+    num_layers = read_config(directory).get("num_hidden_layers")
+    if num_layers != info.target.num_layers or not info.num_target_layers <= num_layers:
+        raise CorruptCheckpointError(
+            f"The target of the bundle has {info.target.num_layers} layers, {directory} has "
+            f"{num_layers!r}, and {info.num_target_layers} are reused. Export it again."
+        )
+    return AutoConfig.from_pretrained(directory, trust_remote_code=False)
 
 
 def _generation_config(directory: Path) -> GenerationConfig | None:
@@ -363,14 +404,19 @@ def _module(
         values = info.drafter
         layer, target = LayerConfig(**values["layer"]), TargetIdentity(**values["target"])
         stack = StackConfig(**values | {"layer": layer, "target": target})
-        independent = IndependentDrafter(stack, ids).to(dtype)
-        return _loaded(independent, state, dtype)
-    drafter = MoADrafter(config_from_json(info.drafter), ids)
-    # The encoder runs on the server.
-    del drafter.encoder
-    return _loaded(drafter.to(dtype), {module_name(k): t for k, t in state.items()}, dtype)
+        return _loaded(lambda: IndependentDrafter(stack, ids), state, dtype)
+    config = config_from_json(info.drafter)
+
+    def without_encoder() -> MoADrafter:
+        drafter = MoADrafter(config, ids)
+        del drafter.encoder  # it runs on the server
+        return drafter
+
+    return _loaded(without_encoder, {module_name(k): t for k, t in state.items()}, dtype)
 
 
-def _loaded(module: M, state: Mapping[str, Tensor], dtype: torch.dtype) -> M:
+def _loaded(make: Callable[[], M], state: Mapping[str, Tensor], dtype: torch.dtype) -> M:
+    require_enough(state, make)
+    module = make().to(dtype)
     fill_module(module, state, dtype)
     return module.eval().requires_grad_(requires_grad=False)

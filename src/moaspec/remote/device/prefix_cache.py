@@ -113,10 +113,11 @@ class PrefixStore:
             if (reason := why_not_trusted(path, self._directory)) is not None:
                 log.warning("A prefix is not read, and comes from the server: %s", reason)
                 return None
-            content = path.read_bytes()
+            size = CHECKSUM_BYTES + BLOCK_TOKENS * self._token_bytes
+            with path.open("rb") as file:
+                content = file.read(size + 1)  # a file of another length may not fit into memory
             data = content[CHECKSUM_BYTES:]
-            whole = len(data) == BLOCK_TOKENS * self._token_bytes
-            if not whole or _check(data) != content[:CHECKSUM_BYTES]:
+            if len(content) != size or _check(data) != content[:CHECKSUM_BYTES]:
                 path.unlink()
                 return None
             os.utime(path)
