@@ -16,13 +16,13 @@ from moaspec.remote.device.local_parts import Device
 class HeldDevice(Device):
     """A device whose draft steps take at least a set time.
 
-    On one machine, device and server are equally fast; holding one back makes their ratio what an
-    experiment wants, and the same on a busy machine as on an idle one.
+    On one machine, device and server are equally fast. Slowing one down sets their ratio, which is
+    then the same on a busy machine as on an idle one.
 
     Args:
         inner: the real device.
         step_s: least seconds per drafted level.
-        replay: makes the drafter instead of the device, one that needs no activations.
+        replay: makes a drafter without activations that replaces the device's.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class HeldDevice(Device):
 
     @property
     def identity(self) -> TargetIdentity:
-        """See `Device`."""
+        """The inner device's; see `Device`."""
         return self._inner.identity
 
     @property
     def fingerprint(self) -> str | None:
-        """See `Device`."""
+        """The inner device's; None with `replay`."""
         return None if self._replay is not None else self._inner.fingerprint
 
     def drafting(self, num_target_layers: int | None) -> Drafter:
