@@ -41,7 +41,7 @@ def parser(
 
 
 def text_parser(description: str | None) -> argparse.ArgumentParser:
-    """Options of those that decode prompts and count, in float32, where texts are equal."""
+    """Options of scripts that count over decoded prompts, in float32, where texts are equal."""
     options = parser(description, dtype="float32", threads=1)
     options.add_argument("--suite", default="bundled")
     options.add_argument("--limit", type=int)
@@ -56,7 +56,7 @@ def prompts_of(args: argparse.Namespace, target: Target) -> list[list[int]]:
 
 
 def text_setting(args: argparse.Namespace, target: Target) -> dict[str, Any]:
-    """What a count holds for; a suite goes by its name, wherever it lies."""
+    """The settings of a count; a suite is named without its directory."""
     return vars(args) | {"suite": Path(args.suite).name} | setting(target)
 
 
@@ -95,6 +95,6 @@ def setting(target: Target) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Median and quartiles, as JSON."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
     return {"median": middle, "low": low, "high": high}

@@ -31,7 +31,7 @@ from moaspec.sampling.params import GREEDY
 
 
 class Likeliest(MoAProposer):
-    """Drafts without noise."""
+    """Drafts the most likely tokens, without noise."""
 
     def propose(self, rows: Sequence[RowText], shape: Tree) -> list[DraftTree]:
         return super().propose([replace(row, sampling=GREEDY) for row in rows], shape)

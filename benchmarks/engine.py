@@ -1,8 +1,8 @@
-"""What the engine gains from a drafter of a set quality that costs what the real one does.
+"""The engine's speed with a drafter of a set quality at the real drafter's price.
 
-The replay drafter proposes the plain run's own tokens, right at every depth with a set probability;
-before that the real drafter grows its tree for the same row and shape, so that its full price is
-paid (its encoder runs as well), and its tree is thrown away. Plain decoding and all agreements run
+The replay drafter proposes the plain run's own tokens, right at every depth with a set probability.
+Before that, the real drafter encodes and grows its tree for the same row and shape, so that its
+full price is paid; its tree is thrown away. Plain decoding and all agreements run
 alternately in one process on the same prompts. Every text must be the target's own, or there are no
 figures.
 
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def agreement_for(tau: float, depth: int) -> float:
-    """The agreement at which a chain of this depth emits so many tokens a round."""
+    """The agreement at which a chain of this depth emits `tau` tokens a round."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2

@@ -1,9 +1,9 @@
-"""What speculation costs where drafts are worth nothing.
+"""The cost of speculation when no draft is accepted.
 
 Two cases: prompts of random tokens, continued by sampling at temperature 1, and real prompts with a
 drafter of random weights. `auto` should turn itself off, and its texts should take no longer than
-plain decoding's. Both decode the same prompts by turns, in an order that changes from round to
-round, prompts included; nothing is copied from the text itself, which would bring gains of its own.
+plain decoding's. Both decode the same prompts in alternation, in an order that changes from round
+to round, and times include prompts. N-gram branches are off, because they would bring gains.
 
     moaspec calibrate --dtype bfloat16 --threads 2
     python benchmarks/hopeless.py --dtype bfloat16 --threads 2
@@ -77,7 +77,7 @@ def _runs(
     *,
     rounds: int,
 ) -> Iterator[tuple[float, float, GenerationResult]]:
-    """Seconds of plain decoding and of `auto`, and what the latter gave, prompt by prompt."""
+    """Seconds of plain decoding and of `auto`, and the result of `auto`, prompt by prompt."""
     for ids in prompts:
         for number in range(-1, rounds):  # the first warms up
             seconds: dict[bool, float] = {}

@@ -1,9 +1,9 @@
 """tau of drafters along texts that the target wrote before: many drafters, one writing.
 
-Whatever is drafted, the target's text is the same, so its rounds can be told from the text: a
-verifier that knows it accepts what a tree holds of it and runs the target only to give the drafter
-its activations. No text has to be checked, and no tree verified. The last digit differs from that
-of decoding where two tokens tie and passes of another width choose the other.
+Drafts do not change the target's text, so rounds can be simulated along it: a verifier that knows
+the text accepts the tree's nodes on it, and runs the target only for the drafter's activations. No
+text has to be checked, and no tree verified. The last digit differs from that of decoding where two
+tokens tie and passes of another width choose the other.
 
     python benchmarks/known_texts.py --suite paper_eval --limit 20
     python benchmarks/known_texts.py --suite mine.jsonl --drafters smollm2-135m runs/mine@n3
@@ -96,7 +96,7 @@ def written(target: Target, prompts: Sequence[list[int]], args: argparse.Namespa
 
 
 class KnownText:
-    """A verifier that knows what the target says and asks it for activations only.
+    """A verifier that knows the target's text and runs the target for activations only.
 
     Args:
         inner: gives the drafter's features.
@@ -109,7 +109,7 @@ class KnownText:
         self._rows: dict[int, list[int]] = {}
 
     async def verify(self, requests: Sequence[VerifyRequest]) -> list[VerifyResult]:
-        """Accept what the tree holds of the text."""
+        """Accept the nodes of each tree that are on the text."""
         walks = [self._walk(request) for request in requests]
         passed = []
         for request, (accepted, _) in zip(requests, walks, strict=True):
@@ -123,7 +123,7 @@ class KnownText:
         ]
 
     def close(self, row: int) -> None:
-        """Forget a row."""
+        """Forget the text of a row."""
         self._inner.close(row)
 
     def _walk(self, request: VerifyRequest) -> tuple[tuple[int, ...], int]:

@@ -72,7 +72,7 @@ def _serve(requests: Connection, gguf: str, threads: int, context: int) -> None:
     while True:
         try:
             prompt_ids, num_tokens = requests.recv()
-        except EOFError:  # whoever asked has ended
+        except EOFError:  # the parent process has ended
             return
         answer = server.handle_completions(
             {

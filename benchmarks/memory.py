@@ -1,8 +1,8 @@
-"""Resident memory beyond what the imports take, and what of it is weights, caches and tokenizer.
+"""Resident memory beyond that of the imports, and the share of weights, caches and tokenizer.
 
-Imports and whatever libraries load when they are first used are measured on a tiny random model
-that decodes with a drafter. Pages of files (the mapped checkpoint, libraries) are told apart: they
-are the system's to drop. Linux only.
+A tiny random model that decodes with a drafter gives the memory of imports and of lazily loaded
+libraries. Pages of files (the mapped checkpoint, libraries) are listed apart: the system may drop
+them. Linux only.
 
     python benchmarks/memory.py --dtype bfloat16 --threads 2
 """

@@ -124,7 +124,7 @@ def _host() -> dict[str, Callable[[], Any]]:
 def slowdowns(
     figures: dict[str, dict[str, float]], baseline: dict[str, dict[str, float]]
 ) -> dict[str, float]:
-    """Parts that are slower than the baseline beyond the noise, and by which share."""
+    """The relative slow-down of parts that are slower than the baseline beyond the noise."""
     slower = {}
     for name in figures.keys() & baseline.keys():
         now, before = figures[name], baseline[name]

@@ -1,8 +1,8 @@
 """A training loop as one would write it first: what `training.py` compares ours with.
 
-Plain and correct, without tricks: batches padded to their longest example, transformers' own
-forward with its cache and all logits, LSA over all tokens of the batch at once, logits of every
-token over the whole vocabulary for target and drafter, losses of every token, masked at the end.
+Plain and correct, without tricks. Batches are padded to their longest example, transformers' own
+forward returns its cache and all logits, and LSA runs over all tokens of the batch at once. Target
+and drafter compute logits of every token over the whole vocabulary; losses are masked at the end.
 The target is frozen and runs without gradients; the optimiser is torch's. Weights are those of a
 `MoADrafter`, the arithmetic is written out here, so that nothing of ours is measured.
 

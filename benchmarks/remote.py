@@ -1,6 +1,6 @@
 """Many scripted clients on one server, batched and one by one; then the server's memory.
 
-What is measured is the server: clients replay known texts, each draft right with a set probability,
+Only the server is measured: clients replay known texts, each draft right with a set probability,
 so drafting costs nothing. Every text is compared with plain decoding. The last line is JSON.
 
     python benchmarks/remote.py --clients 32 --seconds 300
@@ -94,7 +94,7 @@ def load(args: argparse.Namespace) -> moaspec.Target:
 def texts(
     target: moaspec.Target, number: int, new_tokens: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts and what plain decoding makes of them."""
+    """Prompts and their texts by plain decoding."""
     generator = torch.Generator().manual_seed(0)
     most = min(target.vocab_size, 20_000)
     prompts = [
@@ -145,7 +145,7 @@ def session(
     number: int,
     address: str,
 ) -> RemoteSession:
-    """One client's."""
+    """The session of one client, with replayed drafts."""
     # One process plays all clients and the server, so a silent second is no dead link.
     link = LinkOptions(dead_after_s=10.0, connect_s=10.0, retry_s=5.0)
     options = RemoteOptions(draft=Chain(args.draft), draft_ahead=False, link=link)
@@ -171,7 +171,7 @@ async def decode(
 
 
 def of_clients(clients: Sequence[Client], seconds: float) -> dict[str, Any]:
-    """Tokens, and what a verdict took."""
+    """Tokens, and seconds per verdict."""
     tokens = [client.tokens for client in clients]
     verdicts = sorted(s for client in clients for s in client.verdict_s)
     return {
@@ -186,7 +186,7 @@ def of_clients(clients: Sequence[Client], seconds: float) -> dict[str, Any]:
 
 
 def of_passes(counts: PassCounts, clients: Sequence[Client]) -> dict[str, float]:
-    """What shared them."""
+    """How many requests and tokens shared a pass."""
     passes = max(1, counts.passes)
     return {
         "rows_per_pass": counts.rows / passes,

@@ -1,8 +1,9 @@
-"""What crosses the wire, against the arithmetic, and what the codecs cost in tau.
+"""Bytes on the wire beside the arithmetic, and the loss of tau by the codecs.
 
-Three things: bytes of activations per verified token beside the size of a record; tau of the same
-greedy texts with activations as they are and in each codec; and, of a prompt of 512 tokens over an
-emulated link, how many activations the device had when it first sent drafts. The last line is JSON.
+It measures bytes of activations per verified token beside the size of a record, and tau of the same
+greedy texts with unchanged activations and in each codec. Of a prompt of 512 tokens over an
+emulated link, it counts the activations that the device had when it first sent drafts. The last
+line is JSON.
 
     python benchmarks/remote_wire.py --prompts 12 --new-tokens 64
     python benchmarks/remote_wire.py --tiny      # random weights
@@ -61,7 +62,7 @@ class Tap:
         self._inner, self.up, self.down = inner, up, down
 
     async def connect(self) -> Connection:
-        """See `Transport`."""
+        """Connect the inner transport; see `Transport`."""
         return _Tapped(self, await self._inner.connect())
 
 
@@ -217,7 +218,7 @@ async def first_draft(
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the figures."""
     args = parse()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ class Stopwatch:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, timed."""
+        """A function that makes the call and adds its time to `name`."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._wait()

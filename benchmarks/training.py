@@ -47,7 +47,7 @@ NAIVE, OURS, CACHED = "naive", "ours", "ours, cache warm"
 
 
 class Clock:
-    """Seconds by part."""
+    """Adds up the seconds of each part."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -219,7 +219,7 @@ def report(found: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure and tell."""
+    """Measure and print the figures."""
     arguments = parse()
     torch.set_num_threads(arguments.threads)
     target = moaspec.load_target(arguments.model, packed=False)
@@ -234,7 +234,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Options."""
+    """The options of this script."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True, help="responses of the target, JSON lines")
     parser.add_argument("--model", default="smollm2-135m")

@@ -27,7 +27,7 @@ SYSTEM = (
 
 @dataclass
 class Requests:
-    """Prompts, what each may write, and what it wrote."""
+    """Prompts, the number of new tokens of each, and the texts."""
 
     prompts: Sequence[Sequence[int]]
     lengths: Sequence[int]

@@ -1,10 +1,9 @@
-"""Where a step of vLLM goes: the target, the proposer's products and attention, and all else.
+"""The time of a step of vLLM by part: the target, the proposer's products and attention, the rest.
 
-A step is one call of vLLM's engine, made in this process and without asynchronous scheduling. Steps
-that decode, at full concurrency and with no prompt among them, are told apart from steps that read
-one. Clocks stand around calls, a few hundred of them in a
-step, so that what is measured is not slowed down as under a profiler; time within two of them is
-the inner one's alone, so the parts add up to the step.
+A step is one call of vLLM's engine, made in this process and without asynchronous scheduling.
+Decoding steps, at full concurrency and without a prompt, are reported apart from steps with one.
+A few hundred clocks stand around calls of a step; they slow it down less than a profiler would.
+Time within two clocks counts for the inner one alone, so the parts add up to the step.
 
     scripts/with_vllm.sh python benchmarks/vllm_profile.py --concurrency 1 4 16
 """
@@ -60,7 +59,7 @@ class Clock:
     _inner: list[float] = field(default_factory=list)
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, timed."""
+        """A function that makes the call and adds its time to `name`."""
         inner, seconds, now = self._inner, self.seconds, time.perf_counter
 
         def measured(*args: Any, **kwargs: Any) -> Any:

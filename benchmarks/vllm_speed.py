@@ -1,9 +1,9 @@
-"""What drafting inside vLLM gains or costs, against plain vLLM and its n-gram drafter.
+"""The speed of drafting inside vLLM, beside plain vLLM and its n-gram drafter.
 
-One engine per method, each in processes of its own unless asked otherwise (vLLM's n-gram drafter
-does not start beside others in one), run in turn on the same requests; medians of tokens/s and of
-each run's ratio to the plain run beside it. Where the dtype is float32 the texts must be equal, or
-there are no figures. `vllm_profile.py` says where a step goes.
+One engine per method runs in turn on the same requests, each in processes of its own unless asked
+otherwise (vLLM's n-gram drafter does not start beside others in one process). Figures are medians
+of tokens/s and of each run's ratio to the plain run beside it. In float32 the texts must be equal,
+or there are no figures. `vllm_profile.py` divides the time of a step.
 
     scripts/with_vllm.sh python benchmarks/vllm_speed.py --dtype bfloat16 --concurrency 1 4 16
 """
@@ -60,7 +60,7 @@ def _arguments(args: Any, method: str) -> dict[str, Any]:
         "dtype": args.dtype,
         "max_model_len": 1024,
         "max_num_seqs": max(args.concurrency),
-        # Every run reads its prompts; hits would favour whoever runs second.
+        # Every run reads its prompts; hits would favour the second method.
         "enable_prefix_caching": False,
     }
 

@@ -15,13 +15,13 @@ from moaspec.remote.device.local_parts import Device
 class HeldDevice(Device):
     """A device whose draft steps take at least a set time.
 
-    On one machine, device and server are equally fast; holding one back makes their ratio what an
-    experiment wants, and the same on a busy machine as on an idle one.
+    On one machine, device and server are equally fast. Slowing one down sets their ratio, which is
+    then the same on a busy machine as on an idle one.
 
     Args:
         inner: the real device.
         step_s: least seconds per drafted level.
-        replay: makes the drafter instead of the device, one that needs no activations.
+        replay: makes a drafter without activations that replaces the device's.
     """
 
     def __init__(
