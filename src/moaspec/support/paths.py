@@ -111,8 +111,8 @@ def _why_not_private(path: Path) -> str | None:
 
 
 def _why_replaceable(directory: Path) -> str | None:
-    """Why others may exchange what is in a directory."""
-    if not directory.exists():
+    """Why others may exchange what is in a directory; None if nothing can be in it."""
+    if not directory.is_dir():
         return None
     facts = directory.stat()
     # In a user namespace, root may appear as another user; `/` is always root's.
