@@ -87,5 +87,5 @@ def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
     chosen = methods(tiny.target())
     found = measure_costs(chosen, advance=lambda: calls.append(None))
-    assert len(calls) == num_measurements(tiny.target(), chosen)
+    assert len(calls) == num_measurements(chosen)
     assert isinstance(found.bound, MemoryBound)

@@ -170,18 +170,6 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
         ResultsStore(tmp_path / "file" / "below", {})
 
 
-def test_results_from_before_free_branches_are_read(tmp_path: Path) -> None:
-    item = PromptTurn(PROMPTS[0], 1, (1, 2, 3))
-    (method,) = parse_methods(["lookup@chain:3"], MethodResources(target=tiny.target()))
-    sample = Sample(item, (method.run(item.prompt_ids, 6),), Equality("identical"), 1)
-    ResultsStore(tmp_path, {}).put(method.name, sample)
-    line = json.loads((tmp_path / RUNS).read_text())
-    for run in line["runs"]:
-        del run["result"]["copied_lengths"]
-    (tmp_path / RUNS).write_text(json.dumps(line) + "\n")
-    assert ResultsStore(tmp_path, {}).get(method.name, item, 1) == sample
-
-
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     item = PromptTurn(PROMPTS[0], 1, (1, 2, 3))
     run = parse_methods(["lookup@chain:3"], MethodResources(target=tiny.target()))[0].run(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -74,21 +74,25 @@ class CutQuality:
     interrupted: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        methods = {
-            name: {
-                "log_likelihood": _mean(text.log_likelihood for text in texts),
-                "agreement": _mean(text.agreement for text in texts),
-                "same": _mean(text.same for text in texts),
-                "accuracy": _mean(text.right for text in texts),
-                "tokens": sum(text.tokens for text in texts),
-                "texts": len(texts),
-                "judged": sum(text.tokens > 0 for text in texts),
-                "prompts": [asdict(text) for text in texts],
-            }
-            for name, texts in self.texts.items()
+        return {
+            "after": self.after,
+            "left_out": self.left_out,
+            "interrupted": self.interrupted,
+            "methods": {name: _summary(texts) for name, texts in self.texts.items()},
         }
-        counts = {"left_out": self.left_out, "interrupted": self.interrupted}
-        return {"after": self.after, **counts, "methods": methods}
+
+
+def _summary(texts: Sequence[Continuation]) -> dict[str, Any]:
+    return {
+        "log_likelihood": _mean(text.log_likelihood for text in texts),
+        "agreement": _mean(text.agreement for text in texts),
+        "same": _mean(text.same for text in texts),
+        "accuracy": _mean(text.right for text in texts),
+        "tokens": sum(text.tokens for text in texts),
+        "texts": len(texts),
+        "judged": sum(text.tokens > 0 for text in texts),
+        "prompts": [asdict(text) for text in texts],
+    }
 
 
 def check_cut(after: int, max_new_tokens: int) -> None:
@@ -134,15 +138,12 @@ def measure_cut(
     if not drafted:
         raise InputError("--cut needs a method with a drafter, for example moa.")
     check_cut(after, max_new_tokens)
-    left_out, interrupted = 0, False
-    texts: dict[str, list[Continuation]] = {
-        name: [] for name in (TARGET_NAME, *(m.name for m in drafted))
-    }
+    left_out, interrupted, lengths = 0, False, (after, max_new_tokens)
+    names = (TARGET_NAME, *(method.name for method in drafted))
+    texts: dict[str, list[Continuation]] = {name: [] for name in names}
     try:
         for prompt in prompts:
-            found = _texts(
-                drafted, prompt, encode(prompt.turns[0]), (after, max_new_tokens), is_correct
-            )
+            found = _texts(drafted, prompt, encode(prompt.turns[0]), lengths, is_correct)
             left_out += not found
             for name, text in found.items():
                 texts[name].append(text)
@@ -178,13 +179,22 @@ def _texts(
     if not expected:
         return {}
     seen, left = [*prompt_ids, *begun], max_new_tokens - after
-    alone = {method.name: continue_alone(method, seen, left) for method in drafted}
-    return {
-        name: replace(
-            _judged(target, prompt, seen, text, expected), right=is_correct(prompt, [*begun, *text])
+    texts = {TARGET_NAME: expected}
+    texts |= {method.name: continue_alone(method, seen, left) for method in drafted}
+    found = {}
+    for name, text in texts.items():
+        parting = first_difference(text, expected)
+        likelihood, agreement = score_text(target, seen, text) if text else (None, None)
+        found[name] = Continuation(
+            prompt.suite,
+            prompt.question_id,
+            len(text),
+            likelihood,
+            agreement,
+            len(text) if parting is None else parting,
+            is_correct(prompt, [*begun, *text]),
         )
-        for name, text in {TARGET_NAME: expected, **alone}.items()
-    }
+    return found
 
 
 def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
@@ -208,15 +218,6 @@ def continue_alone(method: Method, token_ids: Sequence[int], max_new_tokens: int
             break
         text += tree.tokens
     return up_to_stop(text, stops)
-
-
-def _judged(
-    target: Target, prompt: Prompt, seen: Sequence[int], text: list[int], expected: Sequence[int]
-) -> Continuation:
-    parting = first_difference(text, expected)
-    same = len(text) if parting is None else parting
-    likelihood, agreement = score_text(target, seen, text) if text else (None, None)
-    return Continuation(prompt.suite, prompt.question_id, len(text), likelihood, agreement, same)
 
 
 @torch.inference_mode()

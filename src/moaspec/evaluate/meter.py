@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -36,12 +35,7 @@ class Meter:
         self._cpu, self._started = time.process_time(), self._now()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.seconds = self._now() - self._started
         self.cpu_s = time.process_time() - self._cpu
         self.peak_bytes = _peak(self.device) if self._resets else None

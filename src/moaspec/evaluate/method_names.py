@@ -49,13 +49,12 @@ class MethodSpec:
     free_branches: FreeBranches
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MethodKind:
     """A kind of method.
 
     Attributes:
         make: builds the method from spec, target and the kind's checkpoint, if any.
-        help: for messages.
         shaped: whether it takes `@SHAPE`, and `+copy` or `+nocopy`.
         setting: name of the value after the colon; "" for none.
         checkpoint: whether it needs a checkpoint.
@@ -63,7 +62,6 @@ class MethodKind:
     """
 
     make: Callable[[MethodSpec, Target, Any], Method]
-    help: str
     shaped: bool = False
     setting: str = ""
     checkpoint: bool = False
@@ -71,12 +69,12 @@ class MethodKind:
 
 
 def _hf(spec: MethodSpec, target: Target, assistant: Target | None) -> Method:
-    options: tuple[tuple[str, Any], ...] = ()
+    options: dict[str, Any] = {}
     if spec.kind == "hf-lookup":
-        options = (("prompt_lookup_num_tokens", LOOKUP_TOKENS),)
+        options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     elif assistant is not None:
-        options = (("assistant_model", assistant.model),)
-    return TransformersMethod(spec.name, target, options=options)
+        options["assistant_model"] = assistant.model
+    return TransformersMethod(spec.name, target, options=tuple(options.items()))
 
 
 def _replay(spec: MethodSpec, target: Target, _: Any) -> Method:
@@ -90,11 +88,7 @@ def _replay(spec: MethodSpec, target: Target, _: Any) -> Method:
             f"replay:0.8@chain:4."
         )
     return ReplayMethod(
-        spec.name,
-        target,
-        shape=spec.shape,
-        free_branches=spec.free_branches,
-        agreement=agreement,
+        spec.name, target, None, spec.shape, None, spec.free_branches, agreement=agreement
     )
 
 
@@ -117,24 +111,18 @@ def _num_layers(spec: MethodSpec, target: Target) -> int:
     return int(digits)
 
 
-KINDS: dict[str, MethodKind] = {
-    "hf": MethodKind(make=_hf, stock=True, help="transformers' generate"),
-    "hf-lookup": MethodKind(make=_hf, stock=True, help="transformers' prompt lookup"),
-    "hf-assisted": MethodKind(
-        make=_hf, stock=True, checkpoint=True, help="transformers' assisted generation"
-    ),
-    "plain": MethodKind(make=_method, help="this package without drafts"),
-    "lookup": MethodKind(make=_method, shaped=True, help="prompt lookup"),
-    "replay": MethodKind(
-        make=_replay, shaped=True, setting="AGREEMENT", help="drafts of a set agreement"
-    ),
-    "moa": MethodKind(
-        make=_method, shaped=True, setting="nN", checkpoint=True, help="Mixture of Attentions"
-    ),
-    "eagle": MethodKind(make=_method, shaped=True, checkpoint=True, help="EAGLE-2's draft head"),
-    "independent": MethodKind(make=_method, shaped=True, checkpoint=True, help="a small model"),
+KINDS = {
+    "hf": MethodKind(_hf, stock=True),
+    "hf-lookup": MethodKind(_hf, stock=True),
+    "hf-assisted": MethodKind(_hf, stock=True, checkpoint=True),
+    "plain": MethodKind(_method),
+    "lookup": MethodKind(_method, shaped=True),
+    "replay": MethodKind(_replay, shaped=True, setting="AGREEMENT"),
+    "moa": MethodKind(_method, shaped=True, setting="nN", checkpoint=True),
+    "eagle": MethodKind(_method, shaped=True, checkpoint=True),
+    "independent": MethodKind(_method, shaped=True, checkpoint=True),
 }
-"""All kinds of methods; add new ones here."""
+"""All kinds of methods, which docs/evaluation.md explains; add new ones here."""
 
 
 def needed_checkpoints(names: Sequence[str]) -> set[str]:
@@ -167,13 +155,19 @@ def parse_methods(names: Sequence[str], parts: MethodResources) -> list[Method]:
     Raises:
         InputError: an unknown name, a repeated name, or a missing checkpoint.
     """
-    specs = require_methods(
-        names, {kind for kind, one in parts.checkpoints.items() if one is not None}
-    )
-    stock = None
-    if any(KINDS[spec.kind].stock for spec in specs):
-        stock = parts.target if parts.stock is None else parts.stock()
-    return [_made(spec, parts, stock) for spec in specs]
+    given = {kind for kind, checkpoint in parts.checkpoints.items() if checkpoint is not None}
+    specs = require_methods(names, given)
+    stock = parts.target
+    if parts.stock is not None and any(KINDS[spec.kind].stock for spec in specs):
+        stock = parts.stock()
+    return [
+        KINDS[spec.kind].make(
+            spec,
+            stock if KINDS[spec.kind].stock else parts.target,
+            parts.checkpoints.get(spec.kind),
+        )
+        for spec in specs
+    ]
 
 
 def require_methods(names: Sequence[str], checkpoints: Collection[str]) -> list[MethodSpec]:
@@ -224,10 +218,3 @@ def _spec(name: str) -> MethodSpec:
         raise InputError(f"Method {name!r}: after the plus write copy or nocopy, not {copies!r}.")
     tree = parse_shape(shape) if at and shape != "auto" else "auto"
     return MethodSpec(name, kind_name, setting, tree, FREE_BRANCHES[copies])
-
-
-def _made(spec: MethodSpec, parts: MethodResources, stock: Target | None) -> Method:
-    kind = KINDS[spec.kind]
-    target = parts.target if not kind.stock else stock
-    assert target is not None, "loaded for all kinds that need it"
-    return kind.make(spec, target, parts.checkpoints.get(spec.kind))

@@ -93,8 +93,14 @@ class Method:
         Stored results use this key, so a changed drafter or calibration is measured again.
         """
         costs = self.shaping.costs
-        measured = "" if costs is None else f"~{_short(repr(costs).encode())}"
-        return self.name + _digest(self.drafter) + measured
+        measured = "" if costs is None else f"~{_sha256(repr(costs).encode())[:8]}"
+        if not isinstance(self.drafter, nn.Module):
+            return self.name + measured
+        weights = (
+            parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            for parameter in self.drafter.parameters()
+        )
+        return f"{self.name}#{_sha256(*weights)[:16]}{measured}"
 
     def run(
         self, prompt_ids: Sequence[int], max_new_tokens: int, sampling: SamplingParams = GREEDY
@@ -141,18 +147,11 @@ class Method:
         )
 
 
-def _digest(drafter: object) -> str:
-    if not isinstance(drafter, nn.Module):
-        return ""
+def _sha256(*parts: bytes) -> str:
     digest = hashlib.sha256()
-    for parameter in drafter.parameters():
-        weights = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(weights.numpy().tobytes())
-    return f"#{digest.hexdigest()[:16]}"
-
-
-def _short(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:8]
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -220,39 +219,38 @@ class TransformersMethod(Method):
                 **dict(self.options),
             )
         tokens = [int(token) for token in output[0, len(prompt_ids) :]]
-        return counter.result(tokens)
+        lengths = _clipped(counter.counts, len(tokens))[1:]
+        return GenerationResult(
+            token_ids=tokens,
+            accept_lengths=lengths,
+            copied_lengths=[0] * len(lengths),
+            drafted_depths=[0] * len(lengths),
+            timing=Timing(prefill_s=counter.first_s, total_s=counter.clock.seconds),
+        )
 
 
 class _TokenCounter:
-    """A streamer of transformers that records the number of tokens of each call."""
+    """A streamer of transformers that records the number of tokens of each call.
+
+    The first call with new tokens belongs to the prompt, each further one to a round.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.clock = Meter(device)
-        self._counts: list[int] = []
-        self._first_s = 0.0
+        self.counts: list[int] = []
+        self.first_s = 0.0
         self._prompt_seen = False
 
     def put(self, tokens: torch.Tensor) -> None:
         if not self._prompt_seen:
             self._prompt_seen = True
             return
-        if not self._counts:
-            self._first_s = self.clock.elapsed()
-        self._counts.append(tokens.numel())
+        if not self.counts:
+            self.first_s = self.clock.elapsed()
+        self.counts.append(tokens.numel())
 
     def end(self) -> None:
         """Do nothing: tokens are counted at once."""
-
-    def result(self, tokens: list[int]) -> GenerationResult:
-        """Count tokens by round; the first call belongs to the prompt."""
-        lengths = _clipped(self._counts, len(tokens))[1:]
-        return GenerationResult(
-            token_ids=tokens,
-            accept_lengths=lengths,
-            copied_lengths=[0] * len(lengths),
-            drafted_depths=[0] * len(lengths),
-            timing=Timing(prefill_s=self._first_s, total_s=self.clock.seconds),
-        )
 
 
 def _clipped(counts: Sequence[int], total: int) -> list[int]:

@@ -143,11 +143,7 @@ def measure_costs(
         KeyboardInterrupt: before anything was measured; later, the result is marked interrupted.
     """
     contexts, batches, widths = contexts or CONTEXTS, batches or BATCHES, widths or WIDTHS
-    target = methods[0].target
-    drafted = [method for method in methods if method.drafter is not None]
-    short = min(contexts)
-    places = [(context, 1) for context in _fitting(target, contexts, drafted)]
-    places += [(short, batch) for batch in batches if batch > 1]
+    target, short = methods[0].target, min(contexts)
     passes: list[PassCost] = []
     rounds: list[RoundCost] = []
     interrupted = False
@@ -155,9 +151,9 @@ def measure_costs(
         for tokens in widths:
             passes.append(PassCost(tokens, short, 1, pass_s(target, tokens, short, 1)))
             advance()
-        for context, batch in places:
+        for context, batch in _places(methods, contexts, batches):
             plain_s = pass_s(target, 1, context, batch)
-            rounds += [_round_cost(method, context, batch, plain_s) for method in drafted]
+            rounds += [_round_cost(one, context, batch, plain_s) for one in _drafted(methods)]
             advance()
     except KeyboardInterrupt:
         if not passes:
@@ -166,18 +162,23 @@ def measure_costs(
     return PassCosts(passes, rounds, _memory_bound(target, passes), interrupted)
 
 
-def num_measurements(target: Target, methods: Sequence[Method]) -> int:
+def num_measurements(methods: Sequence[Method]) -> int:
     """Number of calls of `advance` by `measure_costs` with its defaults."""
-    drafted = [method for method in methods if method.drafter is not None]
-    contexts = _fitting(target, CONTEXTS, drafted)
-    return len(WIDTHS) + len(contexts) + len(BATCHES) - 1
+    return len(WIDTHS) + len(_places(methods, CONTEXTS, BATCHES))
 
 
-def _fitting(target: Target, contexts: Sequence[int], drafted: Sequence[Method]) -> list[int]:
-    """Contexts that leave room for a round; the longest possible one stands for longer ones."""
-    largest = max((method.fixed_shape.total_tokens for method in drafted), default=0)
-    longest = target.max_positions - largest - 1
-    return list(dict.fromkeys(min(context, longest) for context in contexts))
+def _places(
+    methods: Sequence[Method], contexts: Sequence[int], batches: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Contexts and batch sizes of rounds; the longest context with room for one ends the list."""
+    largest = max((one.fixed_shape.total_tokens for one in _drafted(methods)), default=0)
+    longest = methods[0].target.max_positions - largest - 1
+    fitting = dict.fromkeys(min(context, longest) for context in contexts)
+    return [(context, 1) for context in fitting] + [(min(contexts), b) for b in batches if b > 1]
+
+
+def _drafted(methods: Sequence[Method]) -> list[Method]:
+    return [method for method in methods if method.drafter is not None]
 
 
 @torch.inference_mode()
@@ -265,45 +266,36 @@ def _zeros(target: Target, tokens: int) -> torch.Tensor:
 def _memory_bound(target: Target, passes: Sequence[PassCost]) -> MemoryBound:
     layers = _linear_layers(target)
     num_bytes = sum(_weight_bytes(layer, target.dtype) for layer in layers)
-    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    products = sum(layer.in_features * layer.out_features for layer in layers)
     bytes_per_s, flops_per_s = _reading_speed(target.device), _arithmetic_speed(target)
     one = passes[0].seconds
+    free = takewhile(lambda each: each.seconds <= MAX_FREE_RATIO * one, passes)
     return MemoryBound(
         weight_bytes=num_bytes,
         bytes_per_s=bytes_per_s,
         floor_s=num_bytes / bytes_per_s,
         flops_per_s=flops_per_s,
-        arithmetic_s=2 * weights / flops_per_s,
-        free_tokens=list(takewhile(lambda each: each.seconds <= MAX_FREE_RATIO * one, passes))[
-            -1
-        ].tokens,
+        arithmetic_s=2 * products / flops_per_s,
+        free_tokens=list(free)[-1].tokens,
         ceiling={each.tokens: each.tokens * one / each.seconds for each in passes},
     )
 
 
-def _linear_layers(target: Target) -> list[nn.Linear | PackedLinear]:
+def _linear_layers(target: Target) -> set[nn.Linear | PackedLinear]:
     """The linear layers of a pass as they are computed, with the head."""
     model: Any = target.model
     plain_head = model.get_output_embeddings()
     layers = [layer for layer in model.modules() if layer is not plain_head]
     layers = [layer.joined if isinstance(layer, FusedPart) else layer for layer in layers]
-    found = [*layers, *target.draft_head(None).modules()]
-    return list(
-        dict.fromkeys(layer for layer in found if isinstance(layer, nn.Linear | PackedLinear))
-    )
+    found = {*layers, *target.draft_head(None).modules()}
+    return {layer for layer in found if isinstance(layer, nn.Linear | PackedLinear)}
 
 
 def _weight_bytes(layer: nn.Linear | PackedLinear, dtype: torch.dtype) -> int:
     """Size of a weight in the kernels' format, or in its dtype."""
-    matrix = layer.matrix if isinstance(layer, PackedLinear) else None
-    if matrix is None:
-        return layer.in_features * layer.out_features * dtype.itemsize
-    return matrix.num_bytes
-
-
-def _product_dtype(target: Target) -> torch.dtype:
-    """The dtype of products; CPUs without bf16 instructions use float32."""
-    return compute_dtype(target.dtype) if target.device.type == "cpu" else target.dtype
+    if isinstance(layer, PackedLinear) and layer.matrix is not None:
+        return layer.matrix.num_bytes
+    return layer.in_features * layer.out_features * dtype.itemsize
 
 
 def _reading_speed(device: torch.device) -> float:
@@ -312,8 +304,10 @@ def _reading_speed(device: torch.device) -> float:
 
 
 def _arithmetic_speed(target: Target) -> float:
-    size = 1024
-    a = torch.ones(size, size, dtype=_product_dtype(target), device=target.device)
+    """Products per second; CPUs without bf16 instructions compute in float32."""
+    size, on_cpu = 1024, target.device.type == "cpu"
+    dtype = compute_dtype(target.dtype) if on_cpu else target.dtype
+    a = torch.ones(size, size, dtype=dtype, device=target.device)
     return 2 * size**3 / _median_s(lambda: a @ a, target.device)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.resources
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def read_prompts(
         prompts = _spread(_from_hub(suite), limit)
     else:
         prompts = [prompt for file in _files(suite) for prompt in _read_file(*file, limit)]
-    return [_shortened(prompt, max_turns) for prompt in prompts]
+    return [replace(prompt, turns=prompt.turns[:max_turns]) for prompt in prompts]
 
 
 def _files(suite: str) -> list[tuple[Path, str]]:
@@ -141,32 +141,27 @@ def _from_hub(source: str) -> list[Prompt]:
 
 
 def _read_file(path: Path, suite: str, limit: int | None) -> list[Prompt]:
-    prompts = _unique(read_records(path), suite)
+    prompts: dict[str, Prompt] = {}
+    for record in read_records(path):
+        prompt = _prompt(record, suite)
+        if prompt.question_id in prompts:
+            raise DataError(f"{record.where}: question_id {prompt.question_id} occurs twice.")
+        prompts[prompt.question_id] = prompt
     if not prompts:
         raise DataError(f"The suite {path} has no prompts.")
-    return _spread(prompts, limit)
+    return _spread(list(prompts.values()), limit)
 
 
 def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     """Take `limit` prompts evenly from the categories, in the file's order."""
     if limit is None or limit >= len(prompts):
         return prompts
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     rank: list[tuple[int, int]] = []
     for place, prompt in enumerate(prompts):
-        counts[prompt.category] = counts.get(prompt.category, 0) + 1
+        counts[prompt.category] += 1
         rank.append((counts[prompt.category], place))
     return [prompts[place] for place in sorted(place for _, place in sorted(rank)[:limit])]
-
-
-def _unique(records: Iterable[Record], suite: str) -> list[Prompt]:
-    found: dict[str, Prompt] = {}
-    for record in records:
-        prompt = _prompt(record, suite)
-        if prompt.question_id in found:
-            raise DataError(f"{record.where}: question_id {prompt.question_id} occurs twice.")
-        found[prompt.question_id] = prompt
-    return list(found.values())
 
 
 def _prompt(record: Record, suite: str) -> Prompt:
@@ -210,8 +205,3 @@ def _messages(record: Record) -> tuple[Message, ...]:
 def _first(row: dict[str, Any], names: tuple[str, ...]) -> Any:
     """The value of the first of these columns in a row."""
     return next((row[name] for name in names if name in row), None)
-
-
-def _shortened(prompt: Prompt, max_turns: int | None) -> Prompt:
-    turns = prompt.turns[:max_turns]
-    return Prompt(prompt.suite, prompt.question_id, turns, prompt.category, prompt.references)

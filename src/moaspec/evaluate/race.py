@@ -8,10 +8,8 @@ the machine affects both equally. (`runner` measures whole decodings of any numb
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import reduce
-from operator import add
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from moaspec.drafting.protocols import Drafter
@@ -51,16 +49,14 @@ class DecodingStats:
         """0 before the first pass."""
         return self.tokens / self.passes if self.passes else 0.0
 
-    def __add__(self, other: DecodingStats) -> DecodingStats:
-        ours, theirs = asdict(self), asdict(other)
-        return DecodingStats(**{name: ours[name] + theirs[name] for name in ours})
+    @classmethod
+    def total(cls, parts: Iterable[DecodingStats]) -> DecodingStats:
+        each = list(parts)
+        return cls(**{f.name: sum(getattr(one, f.name) for one in each) for f in fields(cls)})
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "tokens_per_s": self.tokens_per_s,
-            "tokens_per_pass": self.tokens_per_pass,
-        }
+        speeds = {"tokens_per_s": self.tokens_per_s, "tokens_per_pass": self.tokens_per_pass}
+        return asdict(self) | speeds
 
 
 class TimedDecoding:
@@ -178,11 +174,11 @@ class Races:
 
     @property
     def plain(self) -> DecodingStats:
-        return reduce(add, [race.plain for race in self.each], DecodingStats())
+        return DecodingStats.total(race.plain for race in self.each)
 
     @property
     def speculative(self) -> DecodingStats:
-        return reduce(add, [race.speculative for race in self.each], DecodingStats())
+        return DecodingStats.total(race.speculative for race in self.each)
 
     @property
     def lossless(self) -> bool:
@@ -194,23 +190,24 @@ class Races:
         return speedup(self.plain, self.speculative) if self.each and self.lossless else None
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "speedup": self.speedup,
-            "lossless": self.lossless,
-            "plain": self.plain.as_json(),
-            "speculative": self.speculative.as_json(),
-            "prompts": [
-                {
-                    "name": race.name,
-                    "prompt": race.prompt,
-                    "speedup": race.speedup,
-                    "plain": race.plain.as_json(),
-                    "speculative": race.speculative.as_json(),
-                    "equality": asdict(race.equality),
-                }
-                for race in self.each
-            ],
-        }
+        prompts = [
+            {
+                "name": race.name,
+                "prompt": race.prompt,
+                **_stats_json(race),
+                "equality": asdict(race.equality),
+            }
+            for race in self.each
+        ]
+        return {**_stats_json(self), "lossless": self.lossless, "prompts": prompts}
+
+
+def _stats_json(found: Race | Races) -> dict[str, Any]:
+    return {
+        "speedup": found.speedup,
+        "plain": found.plain.as_json(),
+        "speculative": found.speculative.as_json(),
+    }
 
 
 def speedup(plain: DecodingStats, speculative: DecodingStats) -> float | None:
@@ -229,10 +226,5 @@ def compare_texts(
     """Compare two complete texts; if they differ, a trusted target judges them."""
     if plain.token_ids == speculative.token_ids:
         return Equality("identical")
-    return judge(
-        trusted(),
-        prompt_ids,
-        plain.token_ids,
-        speculative.token_ids,
-        max_new_tokens=max_new_tokens,
-    )
+    texts = (plain.token_ids, speculative.token_ids)
+    return judge(trusted(), prompt_ids, *texts, max_new_tokens=max_new_tokens)

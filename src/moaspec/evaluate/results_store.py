@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from moaspec.engine.result import GenerationResult, Timing
+from pydantic import Field, TypeAdapter, ValidationError
+
 from moaspec.errors import InputError
 from moaspec.evaluate.correctness.equality import Equality
 from moaspec.evaluate.methods import MethodRun
@@ -52,6 +53,19 @@ class Sample:
     batch: int = 1
 
 
+@dataclass(frozen=True)
+class _Line:
+    """One line of the file; `key` is the method, the batch size and the item."""
+
+    key: tuple[str, ...]
+    prompt_tokens: int
+    equality: Equality
+    runs: Annotated[tuple[MethodRun, ...], Field(min_length=1)]
+
+
+LINE, OBJECT = TypeAdapter(_Line), TypeAdapter(dict[str, Any])
+
+
 class ResultsStore:
     """Samples by method and item, in memory and, with a directory, on disk.
 
@@ -67,36 +81,26 @@ class ResultsStore:
     def __init__(
         self, directory: Path | None = None, settings: Mapping[str, Any] | None = None
     ) -> None:
-        self._lines: dict[tuple[str, ...], dict[str, Any]] = {}
+        self._lines: dict[tuple[str, ...], _Line] = {}
         self._path = None if directory is None else directory / RUNS
         if directory is not None and self._path is not None:
             make_results_directory(directory)
             refusal = f"Another process measures into {directory}; wait, or use another --out."
             weakref.finalize(self, os.close, claimed(self._path, refusal))
             _check_settings(directory / SETTINGS, dict(settings or {}))
-            for line in _whole_lines(self._path):
-                self._lines[tuple(line["key"])] = line
+            self._lines = {line.key: line for line in _whole_lines(self._path)}
 
     def get(self, method: str, item: PromptTurn, batch: int) -> Sample | None:
         line = self._lines.get((method, str(batch), *item.key))
-        if line is None:
-            return None
-        runs = tuple(_run(run) for run in line["runs"])
-        return Sample(item, runs, Equality(**line["equality"]), batch)
+        return None if line is None else Sample(item, line.runs, line.equality, batch)
 
     def put(self, method: str, sample: Sample) -> None:
-        key = (method, str(sample.batch), *sample.item.key)
-        line = {
-            "key": key,
-            "prompt_tokens": len(sample.item.prompt_ids),
-            "equality": asdict(sample.equality),
-            "runs": [asdict(run) for run in sample.runs],
-        }
-        self._lines[key] = line
+        item, key = sample.item, (method, str(sample.batch), *sample.item.key)
+        self._lines[key] = _Line(key, len(item.prompt_ids), sample.equality, sample.runs)
         if self._path is not None:
             try:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line, allow_nan=False) + "\n")
+                with self._path.open("ab") as file:
+                    file.write(LINE.dump_json(self._lines[key]) + b"\n")
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
@@ -130,11 +134,9 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
         write_whole(path, json.dumps(settings, indent=1) + "\n")
         return
     try:
-        old = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from error
-    if not isinstance(old, dict):
-        raise _damaged(path, "no JSON object")
+        old = OBJECT.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise _damaged(path, error) from error
     changed = [
         f"{name} was {old.get(name)!r} and is {settings.get(name)!r}"
         for name in sorted(old.keys() | settings.keys())
@@ -147,49 +149,27 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def _whole_lines(path: Path) -> Sequence[dict[str, Any]]:
+def _whole_lines(path: Path) -> list[_Line]:
     """Read the lines of a file; remove a last line that a kill cut off."""
-    if not path.exists():
-        return []
-    try:
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        lines = [json.loads(line) for line in whole.splitlines()]
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from error
-    for number, line in enumerate(lines, start=1):
+    data = path.read_bytes() if path.exists() else b""
+    whole, lines = data[: data.rfind(b"\n") + 1], []
+    for number, line in enumerate(whole.splitlines(), start=1):
         try:
-            tuple(map(str.strip, line["key"])), Equality(**line["equality"])
-            if not [_run(run) for run in line["runs"]]:
-                raise ValueError("no run")
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise _damaged(path, f"line {number} is no sample: {error!r}") from error
-    if whole != text:
+            lines.append(LINE.validate_json(line))
+        except ValidationError as error:
+            raise _damaged(path, error, f"line {number} is no sample: ") from error
+    if whole != data:
         # In place, not replaced: the file is locked.
         with path.open("r+b") as file:
-            file.truncate(len(whole.encode()))
+            file.truncate(len(whole))
     return lines
 
 
-def _damaged(path: Path, why: str) -> InputError:
+def _damaged(path: Path, error: ValidationError, where: str = "") -> InputError:
+    why = where + error.errors()[0]["msg"]
     return InputError(f"{path} is damaged ({why}); use another --out.")
 
 
 def write_whole(path: Path, text: str) -> None:
     """Replace a text file atomically."""
     replace_file(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
-
-
-def _run(line: dict[str, Any]) -> MethodRun:
-    """Build a run from its `asdict`, ignoring unknown fields."""
-    result = dict(line["result"])
-    result["timing"] = Timing(**_known(Timing, result["timing"]))
-    # Earlier versions had no n-gram branches.
-    result.setdefault("copied_lengths", [0] * len(result["accept_lengths"]))
-    made = GenerationResult(**_known(GenerationResult, result))
-    return MethodRun(**_known(MethodRun, {**line, "result": made}))
-
-
-def _known(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(kind)}
-    return {name: value for name, value in values.items() if name in names}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 from moaspec.errors import InputError
-from moaspec.evaluate.correctness.equality import AuditedText, Equality, audit, compare
+from moaspec.evaluate.correctness.equality import AuditedText, audit, compare
 from moaspec.evaluate.method_names import require_known_noise
 from moaspec.evaluate.methods import Method, MethodRun
 from moaspec.evaluate.prompt_suites import Prompt
@@ -25,6 +26,7 @@ TAU_BATCH = 8
 """Batch size of methods that are not timed."""
 
 PLAIN = "plain"
+ORDER = {"identical": 0, "near_tie": 1, "different": 2}
 SAMPLED = ("temperature", "seed")
 """Settings that do not affect greedy results."""
 T = TypeVar("T")
@@ -54,18 +56,13 @@ class EvalSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _ = self.sampling  # checks its values
+        self.sampling()  # checks its values
         for name in ("max_new_tokens", "repeats", "batch"):
             value = getattr(self, name)
             if value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}.")
 
-    @property
-    def sampling(self) -> SamplingParams:
-        """Sampling parameters without the target's defaults."""
-        return self.sampling_of(NO_DEFAULTS)
-
-    def sampling_of(self, defaults: GenerationDefaults) -> SamplingParams:
+    def sampling(self, defaults: GenerationDefaults = NO_DEFAULTS) -> SamplingParams:
         return sampling_params({"temperature": self.temperature, "seed": self.seed}, defaults)
 
     def as_facts(self) -> dict[str, Any]:
@@ -75,24 +72,9 @@ class EvalSettings:
 
     @property
     def choice(self) -> str:
-        return (
-            f"temperature {self.temperature:g}, seed {self.seed}" if self.temperature else GREEDILY
-        )
-
-
-@dataclass
-class _Conversation:
-    prompt: Prompt
-    answers: list[list[int]] = field(default_factory=list)
-
-    @property
-    def over(self) -> bool:
-        return len(self.answers) == len(self.prompt.turns)
-
-    def next_item(self, encode: Encode) -> PromptTurn:
-        turn = len(self.answers)
-        ids = encode(self.prompt.turns[: turn + 1], self.answers)
-        return PromptTurn(self.prompt, turn, tuple(ids))
+        if not self.temperature:
+            return GREEDILY
+        return f"temperature {self.temperature:g}, seed {self.seed}"
 
 
 @dataclass
@@ -107,7 +89,6 @@ class _Session:
     items: list[PromptTurn] = field(default_factory=list)
     skipped: list[PromptTurn] = field(default_factory=list)
     number: int = 0
-    audited: dict[tuple[str, ...], dict[tuple[int, ...], AuditedText]] = field(default_factory=dict)
 
     @property
     def base(self) -> Method:
@@ -119,18 +100,28 @@ class _Session:
         """Length of the longest prompt that leaves room for its answer."""
         return self.methods[0].target.max_positions - self.settings.max_new_tokens
 
-    def measure_turns(self, conversations: Sequence[_Conversation], encode: Encode) -> None:
+    def measure_turns(self, prompts: Sequence[Prompt], encode: Encode) -> None:
         """Measure first turns together, then second turns, ...; skip turns that do not fit."""
-        while conversations:
-            turns = [(each, each.next_item(encode)) for each in conversations]
-            fit = [(each, item) for each, item in turns if len(item.prompt_ids) <= self.room]
-            self.skipped += [item for _, item in turns if len(item.prompt_ids) > self.room]
-            if fit:
-                self.run_timed([item for _, item in fit])
-            self.items += [item for _, item in fit]
-            for conversation, item in fit:
-                conversation.answers.append(self.answer(item))
-            conversations = [each for each, _ in fit if not each.over]
+        talks: list[tuple[Prompt, list[list[int]]]] = [(prompt, []) for prompt in prompts]
+        while talks:
+            fit = []
+            for prompt, answers in talks:
+                turn = len(answers)
+                ids = tuple(encode(prompt.turns[: turn + 1], answers))
+                item = PromptTurn(prompt, turn, ids)
+                if len(ids) <= self.room:
+                    fit.append((item, answers))
+                else:
+                    self.skipped.append(item)
+            items = [item for item, _ in fit]
+            if items:
+                self.run_timed(items)
+            self.items += items
+            talks = [
+                (item.prompt, [*answers, self.answer(item)])
+                for item, answers in fit
+                if item.turn + 1 < len(item.prompt.turns)
+            ]
 
     def run_timed(self, items: Sequence[PromptTurn]) -> None:
         """Run all methods in turn on these items, with another one first each time."""
@@ -182,8 +173,8 @@ class _Session:
     def _decode(self, method: Method, items: Sequence[PromptTurn]) -> list[MethodRun]:
         prompts, limit = [item.prompt_ids for item in items], self.settings.max_new_tokens
         if len(prompts) == 1:
-            return [method.run(prompts[0], limit, self.settings.sampling)]
-        return method.run_many(prompts, limit, self.settings.sampling)
+            return [method.run(prompts[0], limit, self.settings.sampling())]
+        return method.run_many(prompts, limit, self.settings.sampling())
 
     def _keep(
         self,
@@ -194,23 +185,25 @@ class _Session:
     ) -> None:
         for item, runs in zip(items, zip(*repeats, strict=True), strict=True):
             own = method.name == self.base.name
-            base = self._audit(item, runs[0].token_ids if own else self.answer(item))
-            texts = [self._audit(item, run.token_ids) for run in runs]
-            worst = _worst(compare(text, base) for text in texts)
+            expected = runs[0].token_ids if own else self.answer(item)
+            base, *texts = (
+                self._audit(item.prompt_ids, tuple(token_ids))
+                for token_ids in (expected, *(run.token_ids for run in runs))
+            )
+            worst = max((compare(text, base) for text in texts), key=lambda one: ORDER[one.kind])
             self.store.put(method.key, Sample(item, runs, worst, batch))
 
-    def _audit(self, item: PromptTurn, token_ids: Sequence[int]) -> AuditedText:
-        """Audit a text once; most methods produce the same one."""
-        known, key = self.audited.setdefault(item.key, {}), tuple(token_ids)
-        if key not in known:
-            known[key] = audit(
-                self.trusted,
-                item.prompt_ids,
-                token_ids,
-                self.settings.sampling_of(self.trusted.generation_defaults),
-                max_new_tokens=self.settings.max_new_tokens,
-            )
-        return known[key]
+    @cached_property
+    def _audit(self) -> Callable[[tuple[int, ...], tuple[int, ...]], AuditedText]:
+        """Audits a text of a prompt once; most methods produce the same one."""
+        trusted, limit = self.trusted, self.settings.max_new_tokens
+        sampling = self.settings.sampling(trusted.generation_defaults)
+
+        @cache
+        def audited(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> AuditedText:
+            return audit(trusted, prompt_ids, token_ids, sampling, max_new_tokens=limit)
+
+        return audited
 
     def _collect(self, methods: Sequence[Method], items: Sequence[PromptTurn], batch: int) -> None:
         for method in methods:
@@ -273,11 +266,11 @@ def measure(
         )
     begun = encode(prompts[0].turns[:1], ())[: min(session.room, WARM_UP_PROMPT)]
     for method in methods:
-        method.run(begun, WARM_UP_TOKENS, settings.sampling)
+        method.run(begun, WARM_UP_TOKENS, settings.sampling())
     interrupted = False
     try:
         for group in _chunks(prompts, settings.batch):
-            session.measure_turns([_Conversation(prompt) for prompt in group], encode)
+            session.measure_turns(group, encode)
         for chunk in _chunks(session.items, TAU_BATCH):
             session.run_untimed(chunk)
     except KeyboardInterrupt:
@@ -314,8 +307,3 @@ def _check(methods: Sequence[Method], tau_only: Sequence[Method], settings: Eval
 def _chunks(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     for start in range(0, len(values), size):
         yield values[start : start + size]
-
-
-def _worst(found: Iterator[Equality]) -> Equality:
-    order = ("identical", "near_tie", "different")
-    return max(found, key=lambda equality: order.index(equality.kind))

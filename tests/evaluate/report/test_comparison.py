@@ -127,7 +127,7 @@ def test_the_interval_is_that_of_the_normal_law() -> None:
     """
     values = np.random.default_rng(1).standard_normal(400)
     rows = np.stack((values, np.ones(400)), axis=1)
-    found = interval(rows, lambda sums: sums[..., 0] / sums[..., 1])
+    found = interval(rows, range(400), lambda sums: sums[..., 0] / sums[..., 1])
     assert found.value == pytest.approx(values.mean())
     assert found.high is not None
     assert found.low is not None

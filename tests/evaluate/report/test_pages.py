@@ -22,8 +22,7 @@ from moaspec.evaluate.file_names import BEGIN, END
 from moaspec.evaluate.method_names import MethodResources, parse_methods
 from moaspec.evaluate.pass_costs import measure_costs
 from moaspec.evaluate.prompt_suites import Prompt
-from moaspec.evaluate.report.html_page import page, write_page
-from moaspec.evaluate.report.markdown import write_markdown
+from moaspec.evaluate.report.pages import page, write_markdown, write_page
 from moaspec.evaluate.report.plots import draw_plots, scalable
 from moaspec.evaluate.runner import EvalSettings, measure
 

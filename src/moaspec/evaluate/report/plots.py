@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from moaspec.support.extras import require
@@ -28,6 +28,9 @@ PLAIN = "plain"
 Axes = Any
 Facts = Mapping[str, Any]
 
+Plot = tuple[Callable[[Axes], None], float] | None
+"""The function that draws, and the height in inches; None without data."""
+
 
 def draw_plots(
     facts: Facts, costs: Facts | None = None, cut: Facts | None = None
@@ -42,36 +45,26 @@ def draw_plots(
     """
     methods: Facts = facts.get("methods", {})
     base = facts.get("baseline", "plain")
-    colors = _colors(facts, costs)
+    costs = costs or {"widths": (), "rounds": ()}
+    # Each method has the same colour in all plots.
+    names = dict.fromkeys([PLAIN, *methods, *(cost["method"] for cost in costs["rounds"])])
+    colors = {name: f"C{i}" for i, name in enumerate(names)}
     plots = {
         f"Speed-up over {base}": _by_suite(methods, "median_speedup", colors),
         "Tokens per round (tau)": _by_suite(methods, "tau", colors),
         "Acceptance by depth": _acceptance(methods, colors),
         "Time in a round": _round_parts(methods),
+        "A pass over several tokens": _widths(costs),
+        "Round against context": _rounds(costs["rounds"], "context", "tokens of context", colors),
+        "Round against batch": _rounds(costs["rounds"], "batch", "rows", colors),
+        "Alone after a cut: likelihood": _cut(cut, "log_likelihood", "log-probability"),
+        "Alone after a cut: agreement": _cut(cut, "agreement", "share of tokens"),
+        "Alone after a cut: right answers": _cut(cut, "accuracy", "share of answers"),
     }
-    if costs is not None:
-        plots["A pass over several tokens"] = _widths(costs)
-        plots["Round against context"] = _rounds(costs, "context", colors)
-        plots["Round against batch"] = _rounds(costs, "batch", colors)
-    if cut is not None:
-        plots["Alone after a cut: likelihood"] = _cut(cut, "log_likelihood", "log-probability")
-        plots["Alone after a cut: agreement"] = _cut(cut, "agreement", "share of tokens")
-        plots["Alone after a cut: right answers"] = _cut(cut, "accuracy", "share of answers")
     return {title: _svg(title, *plot) for title, plot in plots.items() if plot is not None}
 
 
-Plot = tuple[Callable[[Axes], None], float]
-"""The function that draws, and the height in inches."""
-
-
-def _colors(facts: Facts, costs: Facts | None) -> dict[str, str]:
-    """The colour of each method, the same in all plots."""
-    names = [PLAIN, *facts.get("methods", {})]
-    names += [cost["method"] for cost in (costs or {}).get("rounds", ())]
-    return {name: f"C{i}" for i, name in enumerate(dict.fromkeys(names))}
-
-
-def _by_suite(methods: Facts, figure: str, colors: Facts) -> Plot | None:
+def _by_suite(methods: Facts, figure: str, colors: Facts) -> Plot:
     """Horizontal bars: a group per suite, a bar per method."""
     values = {
         name: {suite: part.get(figure) for suite, part in method["suites"].items()}
@@ -86,60 +79,48 @@ def _by_suite(methods: Facts, figure: str, colors: Facts) -> Plot | None:
     def draw(axes: Axes) -> None:
         for place, (name, row) in enumerate(values.items()):
             at = [i + height * (place - (len(values) - 1) / 2) for i in range(len(suites))]
-            axes.barh(
-                at,
-                [row.get(suite) or 0 for suite in suites],
-                height,
-                label=name,
-                color=colors[name],
-            )
+            widths = [row.get(suite) or 0 for suite in suites]
+            axes.barh(at, widths, height, label=name, color=colors[name])
         axes.set_yticks(range(len(suites)), suites)
         axes.invert_yaxis()
         axes.axvline(1, color="black", linewidth=0.8)
-        _legend(axes, len(values))
 
     return draw, 1.2 + 0.16 * len(values) * len(suites) + 0.1 * len(values)
 
 
-def _acceptance(methods: Facts, colors: Facts) -> Plot | None:
-    rows = {name: one["acceptance_by_depth"] for name, one in methods.items()}
-    rows = {name: row for name, row in rows.items() if row}
-    if not rows:
-        return None
+def _acceptance(methods: Facts, colors: Facts) -> Plot:
+    rows = {name: row for name, one in methods.items() if (row := one["acceptance_by_depth"])}
 
     def draw(axes: Axes) -> None:
         for name, row in rows.items():
             axes.plot(range(1, len(row) + 1), row, marker="o", label=name, color=colors[name])
-        axes.set_xlabel("depth")
-        axes.set_ylabel("share of rounds")
-        axes.set_ylim(0, 1)
+        axes.set(xlabel="depth", ylabel="share of rounds", ylim=(0, 1))
         axes.xaxis.get_major_locator().set_params(integer=True)
-        _legend(axes, len(rows))
 
-    return draw, 3.2
+    return (draw, 3.2) if rows else None
 
 
-def _round_parts(methods: Facts) -> Plot | None:
+def _round_parts(methods: Facts) -> Plot:
     """Stacked bars of the parts of a round, in milliseconds."""
-    rows = {name: one.get("round_s") for name, one in methods.items()}
-    rows = {name: row for name, row in rows.items() if row}
+    rows = {name: row for name, one in methods.items() if (row := one.get("round_s"))}
     if not rows:
         return None
 
     def draw(axes: Axes) -> None:
-        left = [0.0] * len(rows)
-        for part in next(iter(rows.values())):
-            widths = [row[part] * 1000 for row in rows.values()]
-            axes.barh(list(rows), widths, left=left, label=part)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
+        parts = next(iter(rows.values()))
+        ends = [[0.0, *accumulate(1000 * row[part] for part in parts)] for row in rows.values()]
+        for i, part in enumerate(parts):
+            widths = [end[i + 1] - end[i] for end in ends]
+            axes.barh(list(rows), widths, left=[end[i] for end in ends], label=part)
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds")
-        _legend(axes, 4)
 
     return draw, 1.4 + 0.3 * len(rows)
 
 
 def _widths(costs: Facts) -> Plot:
+    if not costs["widths"]:
+        return None
     tokens = [one["tokens"] for one in costs["widths"]]
     bound = costs["bound"]
 
@@ -148,41 +129,32 @@ def _widths(costs: Facts) -> Plot:
         axes.axhline(bound["floor_s"] * 1000, color="black", linestyle=":", label="memory floor")
         arithmetic = [bound["arithmetic_s"] * 1000 * n for n in tokens]
         axes.plot(tokens, arithmetic, "--", label="arithmetic")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(tokens, [str(n) for n in tokens])
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("tokens in the pass")
-        axes.set_ylabel("milliseconds")
-        _legend(axes, 3)
+        _scale(axes, tokens, "tokens in the pass")
 
     return draw, 3.2
 
 
-def _rounds(costs: Facts, axis: str, colors: Facts) -> Plot | None:
+def _rounds(costs: Sequence[Facts], axis: str, label: str, colors: Facts) -> Plot:
     """Milliseconds of a round, one line per method, and of a plain pass."""
     other = "batch" if axis == "context" else "context"
-    fixed = min((one[other] for one in costs["rounds"]), default=0)
-    rows = [one for one in costs["rounds"] if one[other] == fixed]
-    lines = {
-        name: [(one[axis], one["draft_s"] + one["verify_s"] + one["encode_s"]) for one in group]
-        for name, group in groupby(sorted(rows, key=_method), key=_method)
-    }
-    if not lines:
+    fixed = min((one[other] for one in costs), default=0)
+    rows = sorted((one for one in costs if one[other] == fixed), key=lambda one: one[axis])
+    if not rows:
         return None
-    first = rows[0]["method"]
-    lines = {PLAIN: [(one[axis], one["plain_s"]) for one in rows if one["method"] == first]} | lines
+    lines = {
+        PLAIN: [(one[axis], one["plain_s"]) for one in rows if _method(one) == _method(rows[0])]
+    }
+    for name, group in groupby(sorted(rows, key=_method), key=_method):
+        lines[name] = [
+            (one[axis], one["draft_s"] + one["verify_s"] + one["encode_s"]) for one in group
+        ]
 
     def draw(axes: Axes) -> None:
         for name, points in lines.items():
-            places, seconds = zip(*sorted(points), strict=True)
+            places, seconds = zip(*points, strict=True)
             milliseconds = [1000 * value for value in seconds]
             axes.plot(places, milliseconds, marker="o", label=name, color=colors[name])
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(places, [str(place) for place in places])
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("tokens of context" if axis == "context" else "rows")
-        axes.set_ylabel("milliseconds")
-        _legend(axes, len(lines))
+        _scale(axes, places, label)
 
     return draw, 3.2
 
@@ -191,30 +163,39 @@ def _method(row: Facts) -> str:
     return str(row["method"])
 
 
-def _cut(cut: Facts, figure: str, label: str) -> Plot | None:
-    methods = cut["methods"].items()
-    rows = {name: one[figure] for name, one in methods if one.get(figure) is not None}
-    if not rows:
-        return None
+def _scale(axes: Axes, places: Sequence[int], label: str) -> None:
+    """Milliseconds over powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places])
+    axes.set(xlabel=label, ylabel="milliseconds")
+    axes.set_ylim(bottom=0)
+
+
+def _cut(cut: Facts | None, figure: str, label: str) -> Plot:
+    methods: Facts = {} if cut is None else cut["methods"]
+    rows = {name: one[figure] for name, one in methods.items() if one.get(figure) is not None}
 
     def draw(axes: Axes) -> None:
         axes.barh(list(rows), list(rows.values()))
         axes.invert_yaxis()
         axes.set_xlabel(label)
 
-    return draw, 1.0 + 0.3 * len(rows)
-
-
-def _legend(axes: Axes, entries: int) -> None:
-    axes.figure.legend(loc="outside lower center", ncols=min(entries, 3), frameon=False)
+    return (draw, 1.0 + 0.3 * len(rows)) if rows else None
 
 
 def _svg(title: str, draw: Callable[[Axes], None], height: float) -> str:
     """Render a plot; ids differ between plots, because all are on one page."""
-    matplotlib, figure_class = _matplotlib()
+    require("The HTML report", "report")
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context({**TEXT, "svg.hashsalt": title}):
-        figure = figure_class(figsize=(WIDTH, height), layout="constrained")
-        draw(figure.add_subplot())
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes)
+        labelled = len(axes.get_legend_handles_labels()[1])
+        if labelled:
+            figure.legend(loc="outside lower center", ncols=min(labelled, 3), frameon=False)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=NO_METADATA)
     return scalable(buffer.getvalue(), title)
@@ -226,11 +207,3 @@ def scalable(svg: str, title: str) -> str:
     head, rest = element.split(">", 1)
     head = re.sub(r'\s(?:width|height)="[^"]*"', "", head)
     return f'{head} role="img" aria-label="{title}">{rest}'
-
-
-def _matplotlib() -> Sequence[Any]:
-    require("The HTML report", "report")
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    return matplotlib, Figure

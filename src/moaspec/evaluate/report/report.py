@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
+import moaspec
+from moaspec.calibration.measure_costs import machine as processor_name
 from moaspec.engine.result import GenerationResult, acceptance_by_depth
 from moaspec.evaluate.correctness.equality import RULE, Equality
 from moaspec.evaluate.methods import Method, MethodRun
+from moaspec.evaluate.prompt_suites import Prompt
 from moaspec.evaluate.results_store import PromptTurn, Sample
 
 GREEDILY = "greedy"
 """The default sampling, which reports of earlier versions do not name."""
-PACKAGES = ("moaspec", "torch", "transformers", "tokenizers", "numpy")
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 @dataclass
@@ -113,20 +115,10 @@ class Report:
     def speedup(self, outcome: Outcome) -> float | None:
         """Median speed ratio to the baseline over prompts; None if either method is lossy."""
         reference = self.outcome(self.baseline)
-        if reference is None or not (reference.lossless and outcome.lossless):
-            return None
-        return _median(speed_ratios(outcome, reference))
+        return None if reference is None else _median_speedup(outcome, reference)
 
     def outcome(self, name: str) -> Outcome | None:
         return next((each for each in self.outcomes if each.method.name == name), None)
-
-    def by_suite(self, outcome: Outcome) -> dict[str, Outcome]:
-        return _split(outcome, lambda item: item.prompt.suite)
-
-    def by_category(self, outcome: Outcome) -> dict[str, Outcome]:
-        return _split(
-            outcome, lambda item: f"{item.prompt.suite}/{item.prompt.category}".rstrip("/")
-        )
 
     def as_json(self) -> dict[str, Any]:
         target = self.outcomes[0].method.target
@@ -154,36 +146,42 @@ class Report:
             **_summary(outcome),
             "tokens_per_s_by_repeat": outcome.tokens_per_s_by_repeat,
             "acceptance_by_depth": acceptance_by_depth(outcome.results),
-            "suites": self._parts_json(outcome, self.by_suite),
-            "categories": self._parts_json(outcome, self.by_category),
+            "suites": self._parts_json(outcome, lambda prompt: prompt.suite),
+            "categories": self._parts_json(
+                outcome, lambda prompt: f"{prompt.suite}/{prompt.category}".rstrip("/")
+            ),
             "prompts": [_sample_json(sample, outcome.timed) for sample in outcome.samples],
         }
 
     def _parts_json(
-        self, outcome: Outcome, split: Callable[[Outcome], dict[str, Outcome]]
-    ) -> dict[str, Any]:
+        self, outcome: Outcome, part_of: Callable[[Prompt], str]
+    ) -> dict[str, dict[str, Any]]:
         """A summary per part; no speed-ups if method or baseline is lossy."""
         reference = self.outcome(self.baseline)
         assert reference is not None, "the baseline is one of the outcomes"
-        bases, right = split(reference), reference.lossless and outcome.lossless
+        lossless = reference.lossless and outcome.lossless
+        parts: dict[str, tuple[Outcome, Outcome]] = {}
+        for samples in zip(outcome.samples, reference.samples, strict=True):
+            name = part_of(samples[0].item.prompt)
+            if name not in parts:
+                parts[name] = (replace(outcome, samples=[]), replace(reference, samples=[]))
+            for part, sample in zip(parts[name], samples, strict=True):
+                part.samples.append(sample)
         return {
             name: {
-                "median_speedup": _median(speed_ratios(part, bases[name])) if right else None,
+                "median_speedup": _median_speedup(part, base) if lossless else None,
                 **_summary(part),
             }
-            for name, part in split(outcome).items()
+            for name, (part, base) in parts.items()
         }
 
 
-def speed_ratios(outcome: Outcome, base: Outcome) -> list[float]:
-    """Speed ratio of each prompt to another outcome; empty if either is not timed."""
-    if not (outcome.timed and base.timed):
-        return []
-    return [speed(a) / speed(b) for a, b in zip(outcome.samples, base.samples, strict=True)]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+def _median_speedup(outcome: Outcome, base: Outcome) -> float | None:
+    """Median over prompts; None if either method is lossy or not timed."""
+    if not (outcome.lossless and base.lossless and outcome.timed and base.timed):
+        return None
+    pairs = zip(outcome.samples, base.samples, strict=True)
+    return statistics.median(speed(a) / speed(b) for a, b in pairs)
 
 
 def seconds(sample: Sample) -> float:
@@ -194,14 +192,6 @@ def seconds(sample: Sample) -> float:
 def speed(sample: Sample) -> float:
     """Tokens per second of the median repeat."""
     return len(sample.runs[0].token_ids) / seconds(sample)
-
-
-def _split(outcome: Outcome, name: Callable[[PromptTurn], str]) -> dict[str, Outcome]:
-    parts: dict[str, Outcome] = {}
-    for sample in outcome.samples:
-        part = parts.setdefault(name(sample.item), Outcome(outcome.method, timed=outcome.timed))
-        part.samples.append(sample)
-    return parts
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:
@@ -221,18 +211,17 @@ def costs(outcome: Outcome) -> dict[str, Any]:
     timings = [run.result.timing for run in runs]
     rounds = sum(run.result.num_rounds for run in runs)
     parts = {
-        "draft": sum(timing.draft_s for timing in timings),
-        "verify": sum(timing.verify_s for timing in timings),
-        "encode": sum(timing.encode_s for timing in timings),
+        part: sum(getattr(timing, f"{part}_s") for timing in timings)
+        for part in ("draft", "verify", "encode")
     }
+    known = rounds > 0 and any(parts.values())
     decoding = sum(timing.total_s - timing.prefill_s for timing in timings)
-    known = any(parts.values()) and rounds > 0
     parts["rest"] = max(0.0, decoding - sum(parts.values()))
     peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    tokens = sum(len(run.token_ids) for run in runs)
     return {
         "first_token_s": statistics.median(timing.prefill_s for timing in timings),
-        "cpu_s_per_token": sum(run.cpu_s for run in runs)
-        / max(1, sum(len(run.token_ids) for run in runs)),
+        "cpu_s_per_token": sum(run.cpu_s for run in runs) / max(1, tokens),
         "peak_bytes": max(peaks, default=None),
         "round_s": {name: part / rounds for name, part in parts.items()} if known else None,
     }
@@ -260,7 +249,7 @@ def surroundings() -> dict[str, Any]:
     return {
         "threads": torch.get_num_threads(),
         "machine": machine(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {"moaspec": moaspec.__version__} | {name: version(name) for name in PACKAGES},
         "python": platform.python_version(),
     }
 
@@ -268,25 +257,9 @@ def surroundings() -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """Processor, GPU and system of this machine."""
     return {
-        "processor": _processor(),
+        "processor": processor_name(torch.device("cpu")),
         "cores": os.cpu_count(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.system(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines: Sequence[str] = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

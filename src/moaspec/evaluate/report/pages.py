@@ -1,0 +1,147 @@
+"""A report as one self-contained HTML page, and as Markdown with plots in files."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from moaspec.errors import DataError, InputError
+from moaspec.evaluate.correctness.equality import EARLIER_RULE
+from moaspec.evaluate.file_names import BEGIN, COSTS, CUT, END, PAGE
+from moaspec.evaluate.report.comparison import Facts, read_report, tau_interval
+from moaspec.evaluate.report.plots import draw_plots
+from moaspec.evaluate.report.verdict import eval_command, prompt_speedups, speedup, verdict
+from moaspec.evaluate.results_store import write_whole
+
+SAME = ("model", "drafter", "dtype", "quantize", "device", "threads")
+"""Settings that all results on a page must share."""
+
+NUM_SHORT_PLOTS = 2
+"""Number of plots between the markers; a Markdown file without markers gets all plots."""
+
+
+def write_page(directory: Path) -> Path:
+    """Write `report.html` for a directory of results; only sorting needs its script.
+
+    Args:
+        directory: with `report.json`; `costs.json` and `cut.json` are included if they have the
+            same target, drafter and settings.
+
+    Raises:
+        DataError: no report, or a damaged file.
+        InputError: matplotlib is not installed.
+    """
+    facts, costs, cut = _results(directory)
+    path = directory / PAGE
+    path.write_text(page(facts, draw_plots(facts, costs, cut), costs, cut), encoding="utf-8")
+    return path
+
+
+def page(
+    facts: Facts, plots: Mapping[str, str], costs: Facts | None = None, cut: Facts | None = None
+) -> str:
+    """Render the HTML page."""
+    script = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
+    names = list(facts["methods"])
+    others = [name for name in names if name != facts["baseline"]]
+    return _rendered(
+        "report.html.j2",
+        facts=facts,
+        verdict=verdict(facts),
+        speedups={name: speedup(facts, name) for name in others},
+        taus={name: tau_interval(facts["methods"][name]) for name in others},
+        ratios={name: prompt_speedups(facts, name) for name in names},
+        command=eval_command(facts),
+        plots=plots,
+        costs=costs,
+        cut=cut,
+        settings=json.dumps(facts["settings"], indent=1),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def write_markdown(results: Path, path: Path) -> None:
+    """Write tables and plots into a Markdown file; the plots are files in a directory beside it.
+
+    Args:
+        results: directory with `report.json`.
+        path: the file. If it has the lines `BEGIN` and `END`, a short version replaces the text
+            between them; otherwise the whole file is written.
+
+    Raises:
+        DataError: no report.
+        InputError: matplotlib is not installed, or the file's directory does not exist.
+    """
+    if not path.parent.is_dir():
+        raise InputError(f"There is no directory {path.parent} for {path.name}; make it first.")
+    facts, costs, cut = _results(results)
+    plots = draw_plots(facts, costs, cut)
+    before, begin, rest = _text_of(path).partition(BEGIN)
+    _, end, after = rest.partition(END)
+    short = bool(begin and end)
+    shown = dict(list(plots.items())[:NUM_SHORT_PLOTS]) if short else plots
+    text = _rendered("results.md.j2", facts=facts, images=_images(shown, path), whole=not short)
+    write_whole(path, f"{before}{BEGIN}\n{text}{END}{after}" if short else text)
+
+
+def _text_of(path: Path) -> str:
+    """The text of the file, or "" if it does not exist."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is no Markdown file: {error}. Name another one.") from error
+
+
+def _images(plots: Mapping[str, str], path: Path) -> dict[str, str]:
+    """Write the plots to files, and return their paths from the Markdown file by title."""
+    directory = path.parent / ("docs" if (path.parent / "docs").is_dir() else "") / "results"
+    directory.mkdir(parents=True, exist_ok=True)
+    images = {}
+    for title, svg in plots.items():
+        file = directory / f"{re.sub('[^a-z0-9]+', '-', title.lower()).strip('-')}.svg"
+        file.write_text(svg, encoding="utf-8")
+        images[title] = os.path.relpath(file, path.parent)
+    return images
+
+
+def _rendered(template: str, **values: Any) -> str:
+    environment = Environment(
+        loader=PackageLoader("moaspec.evaluate.report", ""),
+        autoescape=template.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(earlier_rule=EARLIER_RULE, **values)
+
+
+def _results(directory: Path) -> tuple[Facts, Facts | None, Facts | None]:
+    """Read the report, and costs and cut; None if missing or of other settings."""
+    facts = read_report(directory)
+    costs = _optional(directory / COSTS, {"widths", "rounds", "bound"}, facts)
+    return facts, costs, _optional(directory / CUT, {"after", "methods"}, facts)
+
+
+def _optional(path: Path, keys: set[str], facts: Facts) -> Facts | None:
+    if not path.exists():
+        return None
+    try:
+        loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not loaded.keys() >= {*keys, "settings"}:
+            raise ValueError(f"expected {', '.join(sorted(keys))} and settings")
+        settings, wanted = loaded["settings"], facts["settings"]
+        return loaded if all(settings.get(key) == wanted.get(key) for key in SAME) else None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({error}); measure it anew.") from error
